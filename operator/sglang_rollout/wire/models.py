@@ -1,0 +1,285 @@
+"""Messages between the parts, as pydantic models.
+
+Field names are snake_case on the wire, as in SGLang's own API. Unknown fields are ignored, so that neighbouring releases
+understand each other; a model only ever gains fields with defaults.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sglang_rollout.wire.ports import WIRE_VERSION
+
+BASE_LABEL = "base"
+
+
+class Message(BaseModel):
+    """Base of all messages: immutable, tolerant of fields that a newer peer adds."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class Version(Message):
+    """A weight version of the fleet: ``n`` grows within a ``run``; ``label`` is the trainer's own name for it.
+
+    ``run`` 0, ``n`` 0 is *base*: what ``model.path`` holds, before the first update.
+    """
+
+    run: int = Field(ge=0)
+    n: int = Field(ge=0)
+    label: str
+    """What SGLang reports as ``weight_version`` in ``/model_info`` and in every sample's ``meta_info``."""
+
+    @property
+    def is_base(self) -> bool:
+        """Whether this is what ``model.path`` holds."""
+        return self.run == 0
+
+    def __str__(self) -> str:
+        return BASE_LABEL if self.is_base else f"{self.run}/{self.n}"
+
+
+BASE = Version(run=0, n=0, label=BASE_LABEL)
+"""The version of a fleet that no trainer has updated yet."""
+
+
+class EngineState(StrEnum):
+    """What is known about the weights of one engine. Only ``clean`` at the committed version may have an open gate."""
+
+    CLEAN = "clean"
+    """All tensors belong to one version, which is named beside it."""
+    DIRTY = "dirty"
+    """A mixture: the engine was told of an update that has not been completed."""
+    UNKNOWN = "unknown"
+    """Not up, or up but nothing could be proved yet."""
+
+
+class PauseMode(StrEnum):
+    """SGLang's pause modes (``/pause_generation``)."""
+
+    RETRACT = "retract"
+    ABORT = "abort"
+    IN_PLACE = "in_place"
+
+
+class Deadlines(Message):
+    """How long each step of a weight update may take, in seconds."""
+
+    group: float = 120.0
+    """Opening a group: the trainer's address becomes reachable and every engine has joined."""
+    update: float = 300.0
+    """One forwarded call of an open update (a bucket, begin, end)."""
+    idle: float = 120.0
+    """A paused or half-updated fleet that hears nothing from its trainer: after this the update is given up."""
+    pause: float = 60.0
+    """Pause or continue on every engine."""
+
+
+class WeightsPolicy(Message):
+    """How weights reach the engines; ``spec.weights`` of the custom resource, in wire form."""
+
+    backend: str = "nccl"
+    """torch.distributed backend used when the trainer names none: ``nccl`` or ``gloo``."""
+    pause_mode: PauseMode = PauseMode.RETRACT
+    """How the coordinator pauses engines when the trainer does not do it itself."""
+    deadlines: Deadlines = Deadlines()
+
+
+class WantedEngine(Message):
+    """One engine the fleet should have."""
+
+    name: str
+    """Name of the engine: its StatefulSet in Kubernetes (``<rollout>-engine-<i>``)."""
+    tensor_size: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks of the engine; so many consecutive ranks it takes in a trainer's group."""
+    url: str | None = None
+    """Base URL of its gate. None: found by the engine's EndpointSlice hostname ``<name>-0`` (Kubernetes)."""
+
+
+class Intent(Message):
+    """What the operator wants of the coordinator: ConfigMap ``<name>-intent``, key ``intent.json``. One writer: the operator."""
+
+    generation: int
+    """``metadata.generation`` of the SGLangRollout that this was made from."""
+    name: str
+    namespace: str
+    engines: list[WantedEngine]
+    weights: WeightsPolicy = WeightsPolicy()
+    data_paths_url: str | None = None
+
+
+class AgentStatus(Message):
+    """What one agent knows about its engine: the reply to every coordinator call that changes or asks state."""
+
+    wire: int = WIRE_VERSION
+    name: str
+    boot_id: str | None
+    """Identifies one life of the engine process; None while it is not up."""
+    state: EngineState
+    version: Version | None
+    """The version all tensors belong to; set exactly when ``state`` is clean."""
+    cohort: list[str] = []
+    """Names of the engines that took part in the update to ``version``: what a new coordinator needs to prove a commit."""
+    committed: Version | None
+    """What this agent was last told is committed."""
+    term: int
+    """Highest coordinator term seen."""
+    gate_open: bool
+    paused: bool = False
+    session: bool = False
+    """A weight-update session (``begin_weight_update``) is open on the engine."""
+    groups: list[str] = []
+    tensor_size: int | None = None
+    sglang_version: str | None = None
+    reason: str = ""
+    """Why the gate is closed, as a sentence; empty while it is open."""
+
+
+class SyncRequest(Message):
+    """Coordinator → agent, about twice a second: who leads and what is committed. Opens or closes the gate."""
+
+    committed: Version | None
+    """None: the coordinator itself does not know yet; the agent keeps what it had."""
+
+
+class AckRequest(Message):
+    """Coordinator → agent at the end of an update: record that the engine holds ``version`` completely.
+
+    The gate stays closed until a SyncRequest says that ``version`` is committed. Refused (409) unless the agent saw a complete update
+    in this life of the engine (``boot_id``).
+    """
+
+    version: Version
+    boot_id: str
+    cohort: list[str]
+
+
+class FenceRequest(Message):
+    """Coordinator → agent: an update was given up.
+
+    End the session, resume if the engine is still clean; if it is dirty close the gate, cut the connections it holds, abort
+    what it was generating, and only then let its scheduler run again.
+    """
+
+    reason: str
+
+
+class PreflightRequest(Message):
+    """Coordinator → agent: can this pod reach the trainer's store? Tried until it can or ``deadline`` seconds have passed."""
+
+    host: str
+    port: int = Field(ge=1, le=65535)
+    deadline: float = Field(gt=0)
+
+
+class PreflightReply(Message):
+    """Whether the trainer's address resolves and accepts TCP from the engine's pod; ``reason`` is a sentence when not."""
+
+    ok: bool
+    reason: str = ""
+
+
+class EngineRow(Message):
+    """One engine in the record and in the discovery document."""
+
+    name: str
+    state: EngineState
+    version: Version | None
+    boot_id: str | None
+    gate_open: bool
+    reason: str = ""
+
+
+class UpdateOutcome(StrEnum):
+    """How the last weight update ended."""
+
+    COMMITTED = "Committed"
+    PARTIAL = "Partial"
+    """Some engines hold the new version, the others are fenced."""
+    FAILED = "Failed"
+    """No engine holds the new version; the old one stays committed."""
+
+
+class LastUpdate(Message):
+    """The last weight update that ended."""
+
+    version: Version
+    outcome: UpdateOutcome
+    reason: str = ""
+    finished: str
+    """RFC 3339, UTC."""
+    phases_ms: dict[str, int] = {}
+    """Milliseconds per phase: pause, transfer, commit, resume, total."""
+    engines: list[str] = []
+    """The engines that committed."""
+
+
+class Record(Message):
+    """What the coordinator persists: ConfigMap ``<name>-weights``, key ``weights.json``. One writer: the coordinator."""
+
+    wire: int = WIRE_VERSION
+    term: int
+    epoch: int
+    committed: Version
+    intent_generation: int = 0
+    """Generation of the intent that has been acted on: the coordinator's acknowledgement."""
+    engines: list[EngineRow] = []
+    last_update: LastUpdate | None = None
+
+
+class FleetMember(EngineRow):
+    """One engine in the discovery document."""
+
+    url: str
+    tensor_size: int
+    rank_offset: int
+    """First rank of this engine in a group opened now."""
+    routed: bool
+    """smg has it in its list."""
+    sglang_version: str | None = None
+
+
+class FleetGroup(Message):
+    """A weight-update group that is open now."""
+
+    name: str
+    epoch: int
+    world_size: int
+    master: str
+    backend: str
+    members: list[str]
+
+
+class FleetDocument(Message):
+    """``GET /fleet``: everything a trainer or a person needs to know."""
+
+    wire: int = WIRE_VERSION
+    name: str
+    namespace: str
+    term: int
+    epoch: int
+    """Grows whenever the set of members or any member's boot id changes. A group belongs to one epoch."""
+    world_size: int
+    """For a group opened now: 1 (trainer, rank 0) + the tensor sizes of all members."""
+    backend: str
+    committed: Version
+    serving: int
+    """Engines with an open gate."""
+    members: list[FleetMember]
+    groups: list[FleetGroup] = []
+    phase: str = "idle"
+    """Phase of the update that runs now, or ``idle``."""
+    last_update: LastUpdate | None = None
+    urls: dict[str, str] = {}
+
+
+class ControlReply(BaseModel):
+    """SGLang's own shape for control calls, with our particulars beside it. SGLang's clients read ``success`` and ``message``."""
+
+    success: bool
+    message: str
+    fleet: dict[str, Any] | None = None
+    """Per-engine results, and on refusals what would be right (``epoch``, ``world_size``, ``members``)."""

@@ -1,0 +1,52 @@
+"""Ports, paths and headers: the one place that knows them.
+
+All fixed ports lie below 32768, the start of Linux's ephemeral range: a port above can be taken by an outgoing connection.
+"""
+
+GATE_PORT = 30000
+"""The engine pod's only reachable port: haproxy, in front of engine and agent."""
+ENGINE_PORT = 30001
+"""``sglang.launch_server``, bound to 127.0.0.1 inside the engine pod."""
+AGENT_PORT = 30002
+"""The agent, bound to 127.0.0.1 inside the engine pod; reached through the gate."""
+
+FRONT_PORT = 30000
+"""The router pod's only reachable port and the port of Service ``<name>-router``: the fleet's ONE URL."""
+SMG_PORT = 30010
+"""smg, bound to 127.0.0.1 inside the router pod."""
+SMG_METRICS_PORT = 30011
+"""smg's Prometheus endpoint (127.0.0.1)."""
+COORDINATOR_PORT = 30020
+"""The coordinator, bound to 127.0.0.1 inside the router pod; reached through the front."""
+
+OPERATOR_METRICS_PORT = 8080
+"""``/metrics`` of the operator."""
+OPERATOR_HEALTH_PORT = 8081
+"""``/healthz`` of the operator."""
+
+DATA_PATHS = ("/generate", "/v1/chat/completions", "/v1/completions")
+"""Paths that generate tokens. The gate lets them pass only while the engine holds the committed version; the front sends
+them to smg. Every other path is control: the gate sends it to the agent, the front to the coordinator."""
+
+TERM_HEADER = "X-Rollout-Term"
+"""Request header of every coordinator → agent call: the coordinator's term. Agents refuse lower terms than the highest seen."""
+VERSION_HEADER = "X-Weight-Version"
+"""Reply header: label of the committed weight version."""
+
+WIRE_VERSION = 1
+"""Version of the messages in this package; sent in every status and discovery document."""
+
+# Agent paths beside SGLang's own ones. Those marked (open) need no token.
+AGENT_HEALTH = "/agent/health"       # (open) GET 200: the agent runs
+AGENT_ENGINE = "/agent/engine"       # (open) GET 200: the engine's process is up and has finished warming up (start-up probe and readiness)
+AGENT_GATE = "/agent/gate"           # (open) GET 200: the gate may be open; haproxy's health check
+AGENT_METRICS = "/agent/metrics"     # (open) GET Prometheus text
+AGENT_SYNC = "/agent/sync"           # POST SyncRequest -> AgentStatus
+AGENT_PREFLIGHT = "/agent/preflight" # POST PreflightRequest -> PreflightReply
+AGENT_ACK = "/agent/ack"             # POST AckRequest -> AgentStatus: the engine holds this version completely
+AGENT_FENCE = "/agent/fence"         # POST FenceRequest -> AgentStatus: give up a half-done update; gate closed, nothing held
+
+# Coordinator paths beside SGLang's own ones.
+FLEET = "/fleet"                     # GET FleetDocument
+FLEET_HEALTH = "/fleet/health"       # GET 200: the coordinator runs (liveness); no statement about engines
+FLEET_METRICS = "/fleet/metrics"     # GET Prometheus text
