@@ -217,6 +217,17 @@ class LastUpdate(Message):
     """The engines that committed."""
 
 
+class FleetGroup(Message):
+    """A weight-update group that is open now."""
+
+    name: str
+    epoch: int
+    world_size: int
+    master: str
+    backend: str
+    members: list[str]
+
+
 class Record(Message):
     """What the coordinator persists: ConfigMap ``<name>-weights``, key ``weights.json``. One writer: the coordinator."""
 
@@ -227,6 +238,8 @@ class Record(Message):
     intent_generation: int = 0
     """Generation of the intent that has been acted on: the coordinator's acknowledgement."""
     engines: list[EngineRow] = []
+    groups: list[FleetGroup] = []
+    """Groups that are open, so that a restarted coordinator can go on with those whose members all still live."""
     last_update: LastUpdate | None = None
 
 
@@ -240,17 +253,6 @@ class FleetMember(EngineRow):
     routed: bool
     """smg has it in its list."""
     sglang_version: str | None = None
-
-
-class FleetGroup(Message):
-    """A weight-update group that is open now."""
-
-    name: str
-    epoch: int
-    world_size: int
-    master: str
-    backend: str
-    members: list[str]
 
 
 class FleetDocument(Message):

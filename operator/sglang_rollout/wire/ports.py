@@ -30,6 +30,9 @@ them to smg. Every other path is control: the gate sends it to the agent, the fr
 
 TERM_HEADER = "X-Rollout-Term"
 """Request header of every coordinator → agent call: the coordinator's term. Agents refuse lower terms than the highest seen."""
+DEADLINE_HEADER = "X-Rollout-Deadline"
+"""Optional request header of coordinator → agent control calls: seconds after which the agent answers 504. The engine goes on with the
+call all the same (SGLang's calls cannot be taken back), and until it has answered the agent refuses further ones with 409."""
 VERSION_HEADER = "X-Weight-Version"
 """Reply header: label of the committed weight version."""
 

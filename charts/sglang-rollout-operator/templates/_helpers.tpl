@@ -1,0 +1,38 @@
+{{- define "operator.name" -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "operator.account" -}}
+{{- .Values.serviceAccount.name | default (include "operator.name" .) -}}
+{{- end -}}
+
+{{- define "operator.selector" -}}
+app.kubernetes.io/name: sglang-rollout-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "operator.labels" -}}
+{{ include "operator.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end -}}
+
+{{- /* Reference of one of our images: (list . "fleet") */ -}}
+{{- define "operator.image" -}}
+{{- $root := index . 0 -}}
+{{- $name := index . 1 -}}
+{{- $images := $root.Values.images -}}
+{{- index $images $name | default (printf "%s/%s:%s" $images.registry $name ($images.tag | default $root.Chart.AppVersion)) -}}
+{{- end -}}
+
+{{- /* The namespaces to look after, as JSON; an empty list means all. */ -}}
+{{- define "operator.namespaces" -}}
+{{- if .Values.watchNamespaces -}}
+{{- .Values.watchNamespaces | uniq | toJson -}}
+{{- else if eq .Values.rbac.scope "Namespace" -}}
+{{- list .Release.Namespace | toJson -}}
+{{- else -}}
+[]
+{{- end -}}
+{{- end -}}

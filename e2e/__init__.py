@@ -1,0 +1,1 @@
+"""What needs a real cluster: the lab, the demo and the end-to-end cases."""

@@ -1,0 +1,1 @@
+"""End-to-end cases: they need a cluster and know nothing but kubectl, helm and the URL."""

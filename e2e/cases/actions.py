@@ -1,0 +1,91 @@
+"""What the cases do again and again: push a version, generate, keep a client running."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+
+from e2e.kube import Kubectl, eventually
+
+PUSH = (pathlib.Path(__file__).parent / "push.py").read_text()
+
+
+def push(kubectl: Kubectl, rollout: str, version: str, seed: int) -> dict[str, Any]:
+    """Push new weights from the client pod; what each engine then answers, by engine."""
+    out = kubectl.exec("client", "python", "-", f"http://{rollout}-router:30000", version, str(seed), stdin=PUSH, timeout=240)
+    return dict(json.loads(out.strip().splitlines()[-1]))
+
+
+def generate(url: str, tokens: int = 8, **more: Any) -> requests.Response:
+    """One greedy request through the URL."""
+    body = {"input_ids": [11, 22, 33], "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+    return requests.post(f"{url}/generate", json=body | more, timeout=60)
+
+
+def document(url: str) -> dict[str, Any]:
+    """``GET /fleet``."""
+    reply = requests.get(f"{url}/fleet", timeout=10)
+    reply.raise_for_status()
+    return dict(reply.json())
+
+
+def serving(url: str, count: int, within: float = 240) -> dict[str, Any]:
+    """Wait until ``count`` engines have an open gate; the discovery document then."""
+
+    def probe() -> dict[str, Any] | None:
+        seen = document(url)
+        return seen if seen["serving"] == count else None
+
+    found = eventually(f"{count} engines serve", probe, within=within, every=1)
+    assert found is not None
+    return found
+
+
+@dataclass
+class Client:
+    """A trainer's sampling loop: greedy requests one after another, each answer's status, tokens and version kept."""
+
+    url: str
+    statuses: list[tuple[float, int, str]] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    answers: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> Client:
+        self._threads = [threading.Thread(target=self._loop, daemon=True) for _ in range(2)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(70)
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                reply = generate(self.url)
+            except requests.RequestException as error:
+                self.statuses.append((time.time(), 0, str(error)))
+                time.sleep(0.2)
+                continue
+            self.statuses.append((time.time(), reply.status_code, reply.text[:200]))
+            if reply.ok:
+                body = reply.json()
+                version = body["meta_info"]["weight_version"]
+                self.versions.append(version)
+                self.answers.add((version, tuple(body["output_ids"])))
+            time.sleep(0.05)
+
+    @property
+    def failures(self) -> list[tuple[float, int, str]]:
+        """Everything that was not a 200."""
+        return [entry for entry in self.statuses if entry[1] != 200]

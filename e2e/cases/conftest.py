@@ -1,0 +1,121 @@
+"""A rollout on a real cluster, made the way the README says, and shared by all cases."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from e2e.kube import Kubectl, Refused, condition, eventually
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NAMESPACE = "e2e"
+SYSTEM = "rollout-system"
+NAME = "demo"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every case here needs the cluster; engines start slowly on two cores, hence the long limit."""
+    for item in items:
+        item.add_marker(pytest.mark.cluster)
+        item.add_marker(pytest.mark.timeout(900))
+
+
+def sample(name: str = NAME, **engine: Any) -> dict[str, Any]:
+    """The example that users apply, under another name and with engine fields replaced."""
+    document: dict[str, Any] = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
+    document["metadata"] |= {"name": name, "namespace": NAMESPACE}
+    document["spec"]["engine"] |= engine
+    return document
+
+
+@pytest.fixture(scope="session")
+def kubectl() -> Kubectl:
+    """kubectl in the cases' namespace."""
+    if not os.environ.get("KUBECONFIG") and os.environ.get("CLUSTER") != "current":
+        pytest.skip("no cluster: run `make cluster-up` and `make test`, or name your own with CLUSTER=current")
+    return Kubectl(NAMESPACE)
+
+
+@pytest.fixture(scope="session")
+def operator(kubectl: Kubectl) -> Kubectl:
+    """The operator, installed from the chart; kubectl in its namespace."""
+    with_retries = Kubectl(SYSTEM)
+    subprocess.run(
+        [
+            "helm",
+            "upgrade",
+            "--install",
+            "sglang-rollout-operator",
+            str(ROOT / "charts/sglang-rollout-operator"),
+            "-n",
+            SYSTEM,
+            "--create-namespace",
+            "-f",
+            str(ROOT / "e2e/values.yaml"),
+            "--wait",
+            "--timeout",
+            "3m",
+        ],
+        check=True,
+        timeout=240,
+    )
+    with_retries("wait", "crd/sglangrollouts.rollout.sglang.io", "--for=condition=Established", "--timeout=30s")
+    try:
+        kubectl("create", "namespace", NAMESPACE)
+    except Refused as error:
+        if "AlreadyExists" not in str(error):
+            raise
+    return with_retries
+
+
+def ready(kubectl: Kubectl, name: str = NAME) -> bool:
+    """Whether the rollout says that it is Ready at its present generation."""
+    rollout = kubectl.get("sglr", name)
+    observed = rollout.get("status", {}).get("observedGeneration") == rollout["metadata"]["generation"]
+    return observed and condition(rollout, "Ready")["status"] == "True"
+
+
+@pytest.fixture(scope="session")
+def fleet(kubectl: Kubectl, operator: Kubectl) -> str:
+    """A Ready rollout of two engines; its name."""
+    kubectl.apply(sample())
+    eventually("the rollout is Ready", lambda: ready(kubectl), within=400, every=2)
+    return NAME
+
+
+@pytest.fixture(scope="session")
+def url(kubectl: Kubectl, fleet: str) -> Iterator[str]:
+    """The ONE URL, reachable from this machine."""
+    with kubectl.forward(f"svc/{fleet}-router", 30000) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def client(kubectl: Kubectl, operator: Kubectl) -> str:
+    """A pod in the cluster with torch and our client library: where a trainer would run. Its name."""
+    kubectl.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "client"},
+            "spec": {
+                "terminationGracePeriodSeconds": 1,
+                "containers": [
+                    {
+                        "name": "client",
+                        "image": sample()["spec"]["engine"]["image"],
+                        "imagePullPolicy": "IfNotPresent",
+                        "command": ["sleep", "86400"],
+                    }
+                ],
+            },
+        }
+    )
+    kubectl("wait", "pod/client", "--for=condition=Ready", "--timeout=60s", timeout=90)
+    return "client"

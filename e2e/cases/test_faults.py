@@ -1,0 +1,142 @@
+"""Things die. Nothing but the committed version is ever served, and service returns by itself."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from e2e.cases.actions import Client, document, generate, push, serving
+from e2e.kube import Kubectl, eventually
+
+
+def member(url: str, name: str) -> dict[str, Any]:
+    """One engine's row of the discovery document."""
+    return next(row for row in document(url)["members"] if row["name"] == name)
+
+
+def restarts(kubectl: Kubectl, pod: str, container: str) -> int:
+    """How often a container of a pod has been restarted; sidecars are init containers."""
+    status = kubectl.get("pod", pod)["status"]
+    rows = status.get("containerStatuses", []) + status.get("initContainerStatuses", [])
+    return next(int(row["restartCount"]) for row in rows if row["name"] == container)
+
+
+def router_pod(kubectl: Kubectl, fleet: str) -> str:
+    """The router's running pod."""
+    pods = kubectl.list("pods", f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component=router")
+    return next(pod["metadata"]["name"] for pod in pods if not pod["metadata"].get("deletionTimestamp"))
+
+
+@pytest.mark.parametrize("how", ["container", "pod"])
+def test_a_restarted_engine_serves_nobody_until_it_holds_the_version(kubectl: Kubectl, fleet: str, url: str, client: str, how: str) -> None:
+    version = {"container": "201", "pod": "203"}[how]
+    push(kubectl, fleet, version, seed=int(version))
+    serving(url, 2)
+    victim = f"{fleet}-engine-1"
+    boot = member(url, victim)["boot_id"]
+    with Client(url) as user:
+        time.sleep(2)
+        if how == "container":
+            kubectl.exec(f"{victim}-0", "touch", "/run/rollout/kill", container="engine")
+        else:
+            kubectl("delete", "pod", f"{victim}-0", "--grace-period=1", "--wait=false")
+        killed = time.time()
+        eventually("the engine is fenced", lambda: not member(url, victim)["gate_open"], within=60)
+        eventually(
+            "the engine is up again, in a new life",
+            lambda: member(url, victim)["boot_id"] not in (None, boot) and member(url, victim)["state"] == "clean",
+            within=300,
+            every=2,
+        )
+        assert not member(url, victim)["gate_open"], "it holds base weights"
+        assert member(url, victim)["reason"], "and says why it is closed"
+        assert document(url)["serving"] == 1
+    assert set(user.versions) == {version}, "no answer from any other version"
+    assert len(user.answers) == 1, "greedy tokens of exactly one set of weights"
+    late = [entry for entry in user.failures if entry[0] > killed + 90]
+    assert not late, late
+    assert len(user.failures) <= 2 * 2, f"only requests in flight on the killed engine may fail: {user.failures}"
+
+    following = str(int(version) + 1)
+    after = push(kubectl, fleet, following, seed=int(following))
+    assert {answer["version"] for answer in after["engines"].values()} == {following}
+    serving(url, 2, within=30)
+
+
+@pytest.mark.parametrize("part", ["coordinator", "smg", "front"])
+def test_a_part_of_the_router_dies_and_the_version_is_remembered(kubectl: Kubectl, fleet: str, url: str, part: str) -> None:
+    serving(url, 2)
+    committed = document(url)["committed"]
+    pod = router_pod(kubectl, fleet)
+    before = restarts(kubectl, pod, part)
+    kubectl.exec(pod, "sh", "-c", "kill -TERM 1", container=part)
+    eventually(f"the kubelet restarted {part}", lambda: restarts(kubectl, pod, part) > before, within=60)
+    with kubectl.forward(f"svc/{fleet}-router", 30000) as again:
+        eventually("it generates again", lambda: generate(again).status_code == 200, within=60)
+        serving(again, 2, within=60)
+        seen = document(again)
+        assert seen["committed"] == committed
+        assert generate(again).json()["meta_info"]["weight_version"] == committed["label"]
+
+
+def test_an_operator_restart_changes_no_child(kubectl: Kubectl, operator: Kubectl, fleet: str) -> None:
+    def children() -> dict[str, str]:
+        kinds = "statefulsets,deployments,services,serviceaccounts,roles,rolebindings,secrets,configmaps"
+        rows = kubectl.list(kinds, f"rollout.sglang.io/rollout={fleet}")
+        return {
+            f"{row['kind']}/{row['metadata']['name']}": row["metadata"]["resourceVersion"]
+            for row in rows
+            if row["metadata"]["name"] != f"{fleet}-weights"  # the coordinator's own
+        }
+
+    before = children()
+    assert before
+    operator("rollout", "restart", "deployment/sglang-rollout-operator")
+    operator("rollout", "status", "deployment/sglang-rollout-operator", "--timeout=120s", timeout=150)
+    time.sleep(10)
+    assert children() == before
+
+
+def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str) -> None:
+    old = kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"]
+    kubectl("delete", "service", f"{fleet}-engines")
+    eventually("it is back", lambda: kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"] != old, within=20)
+    serving(url, 2, within=60)
+
+
+def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, client: str) -> None:
+    serving(url, 2)
+    kubectl("scale", "sglr", fleet, "--replicas=1")
+    eventually("one engine is left", lambda: len(document(url)["members"]) == 1, within=120, every=1)
+    eventually("its pod is gone", lambda: len(kubectl.list("statefulsets", f"rollout.sglang.io/rollout={fleet}")) == 1, within=60)
+    assert generate(url).status_code == 200
+    kubectl("scale", "sglr", fleet, "--replicas=2")
+    newcomer = f"{fleet}-engine-1"
+    eventually("the second engine is up", lambda: member(url, newcomer)["state"] == "clean", within=300, every=2)
+    assert not member(url, newcomer)["gate_open"], "it missed the version"
+    push(kubectl, fleet, "301", seed=301)
+    serving(url, 2, within=30)
+
+
+def test_a_changed_engine_rolls_one_at_a_time(kubectl: Kubectl, fleet: str, url: str, client: str) -> None:
+    """Runs last in this file: both engines restart, so no engine holds the version until the next push."""
+    serving(url, 2)
+    uids = {name: kubectl.get("pod", f"{name}-0")["metadata"]["uid"] for name in (f"{fleet}-engine-0", f"{fleet}-engine-1")}
+    kubectl("patch", "sglr", fleet, "--type=merge", "-p", '{"spec":{"engine":{"env":[{"name":"ROLLED","value":"yes"}]}}}')
+
+    def replaced() -> set[str]:
+        pods = {
+            pod["metadata"]["name"].removesuffix("-0"): pod
+            for pod in kubectl.list("pods", f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component=engine")
+        }
+        return {name for name, uid in uids.items() if name in pods and pods[name]["metadata"]["uid"] != uid}
+
+    eventually("the first engine is replaced", lambda: len(replaced()) == 1, within=120)
+    time.sleep(5)
+    assert len(replaced()) == 1, "the second waits for the first"
+    eventually("both are replaced", lambda: len(replaced()) == 2, within=400, every=2)
+    eventually("all are updated", lambda: kubectl.get("sglr", fleet)["status"]["updatedReplicas"] == 2, within=300, every=2)
+    push(kubectl, fleet, "401", seed=401)
+    serving(url, 2, within=60)

@@ -1,0 +1,66 @@
+"""From `kubectl apply` to a trainer whose weights are served, as a user sees it."""
+
+from __future__ import annotations
+
+import json
+
+import requests
+
+from e2e.cases.actions import document, generate, push, serving
+from e2e.kube import Kubectl, condition, eventually
+
+
+def test_status_and_columns_tell_what_runs(kubectl: Kubectl, fleet: str) -> None:
+    rollout = kubectl.get("sglr", fleet)
+    status = rollout["status"]
+    assert condition(rollout, "Ready")["status"] == "True", status
+    assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (2, 2, 2)
+    assert status["endpoints"]["url"].startswith(f"http://{fleet}-router")
+    header, row = kubectl("get", "sglr", fleet).strip().splitlines()
+    for column in ("READY", "UP-TO-DATE", "VERSION", "AGE"):
+        assert column in header
+    assert "2/2" in row
+    assert "kopf" not in json.dumps(rollout["metadata"]), "nothing of kopf on the user's object"
+    assert not rollout["metadata"].get("finalizers")
+
+
+def test_one_url_generates_and_says_who_serves(url: str) -> None:
+    reply = generate(url)
+    assert reply.status_code == 200, reply.text
+    assert len(reply.json()["output_ids"]) == 8
+    seen = document(url)
+    assert seen["serving"] == 2
+    assert seen["world_size"] == 3
+    assert [member["rank_offset"] for member in seen["members"]] == [1, 2]
+
+
+def test_a_push_reaches_every_engine_and_the_status(kubectl: Kubectl, fleet: str, url: str, client: str) -> None:
+    serving(url, 2)
+    before = push(kubectl, fleet, "101", seed=1)
+    after = push(kubectl, fleet, "102", seed=2)
+    for name, answer in after["engines"].items():
+        assert answer["version"] == "102"
+        assert answer["ids"] != before["engines"][name]["ids"], "new weights, new tokens"
+    assert len({tuple(answer["ids"]) for answer in after["engines"].values()}) == 1, "all engines hold the same weights"
+    assert generate(url).json()["meta_info"]["weight_version"] == "102"
+    eventually("the version is API state", lambda: "102" in kubectl("get", "sglr", fleet), within=15)
+    eventually("an Event tells it", lambda: "102" in kubectl("describe", "sglr", fleet).split("Events:")[1], within=15)
+
+
+def test_an_engine_takes_control_calls_only_with_the_token(kubectl: Kubectl, fleet: str, client: str) -> None:
+    probe = (
+        "import requests, sys\n"
+        "for headers in ({}, {'Authorization': 'Bearer wrong'}):\n"
+        "    r = requests.post(sys.argv[1] + '/pause_generation', json={}, headers=headers, timeout=10)\n"
+        "    print(r.status_code)\n"
+    )
+    address = f"http://{fleet}-engine-0-0.{fleet}-engines:30000"
+    assert kubectl.exec("client", "python", "-", address, stdin=probe).split() == ["401", "403"]
+
+
+def test_control_and_serving_are_one_server_to_a_trainer(url: str) -> None:
+    info = requests.get(f"{url}/server_info", timeout=10).json()
+    assert (info["tp_size"], info["dp_size"], info["num_gpus"]) == (1, 2, 2)
+    assert requests.get(f"{url}/health", timeout=10).status_code == 200
+    model = requests.get(f"{url}/model_info", timeout=10).json()
+    assert model["weight_version"] == document(url)["committed"]["label"]

@@ -1,0 +1,103 @@
+"""Bad input: refused with a sentence, at the place where it is given, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import requests
+
+from e2e.cases.actions import document, generate, serving
+from e2e.cases.conftest import sample
+from e2e.kube import Kubectl, Refused, condition, eventually
+
+GROUP = {"master_address": "192.0.2.1", "master_port": 29500, "rank_offset": 1, "world_size": 3, "group_name": "g", "backend": "gloo"}
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (GROUP | {"world_size": 7}, "Use world_size=3"),
+        (GROUP | {"rank_offset": 2}, "rank_offset"),
+        ({"world_size": 3}, "master_address"),
+    ],
+    ids=["world-size", "rank-offset", "no-address"],
+)
+def test_a_wrong_group_is_refused_before_any_engine_joins(url: str, body: dict[str, object], sentence: str) -> None:
+    serving(url, 2)
+    reply = requests.post(f"{url}/init_weights_update_group", json=body, timeout=30)
+    assert reply.status_code == 400
+    assert sentence in reply.json()["message"]
+    assert sentence in reply.reason, "clients print the reason phrase and drop the body"
+    assert document(url)["groups"] == []
+    assert generate(url).status_code == 200
+
+
+def test_a_trainer_that_no_engine_can_reach_is_refused_within_the_deadline(kubectl: Kubectl, fleet: str, url: str) -> None:
+    serving(url, 2)
+    limit = kubectl.get("sglr", fleet)["spec"]["weights"]["deadlines"]["groupSeconds"]
+    started = time.monotonic()
+    reply = requests.post(f"{url}/init_weights_update_group", json=GROUP, timeout=limit + 30)
+    assert reply.status_code in (400, 504)
+    assert "192.0.2.1" in reply.json()["message"]
+    assert time.monotonic() - started < limit + 20
+    assert document(url)["groups"] == []
+    assert generate(url).status_code == 200
+
+
+def test_an_update_of_an_unknown_group_touches_no_engine(url: str) -> None:
+    serving(url, 2)
+    body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
+    reply = requests.post(f"{url}/update_weights_from_distributed", json=body, timeout=30)
+    assert reply.status_code == 400
+    assert "nobody" in reply.json()["message"]
+    assert document(url)["serving"] == 2
+
+
+def test_junk_is_refused_and_the_fleet_serves_on(url: str) -> None:
+    malformed = requests.post(f"{url}/init_weights_update_group", data=b'{"a":', timeout=30)
+    assert malformed.status_code == 400
+    assert "JSON" in malformed.json()["message"]
+    try:
+        huge = requests.post(f"{url}/init_weights_update_group", data=b"x" * 100_000_000, timeout=60)
+        assert huge.status_code == 413
+    except requests.ConnectionError:
+        pass  # refused before the body was sent: the connection is closed under the sender
+    assert generate(url).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason", "words"),
+    [
+        ({"image": "localhost/no-such-image:1"}, "ImagePullFailed", ["broken-engine-0", "no-such-image"]),
+        ({"args": ["--device", "cpu", "--no-such-flag"]}, "EngineCrashed", ["broken-engine-0", "--no-such-flag"]),
+        ({"gpuResource": "nvidia.com/gpu", "gpusPerPod": 1}, "InsufficientCapacity", ["broken-engine-0", "nvidia.com/gpu"]),
+    ],
+    ids=["image", "crash", "no-gpu"],
+)
+def test_an_engine_that_cannot_start_is_explained(
+    kubectl: Kubectl, operator: Kubectl, engine: dict[str, object], reason: str, words: list[str]
+) -> None:
+    document = sample("broken", **engine)
+    document["spec"]["replicas"] = 1
+    if "image" in engine:
+        document["spec"].setdefault("podTemplate", {})
+    try:
+        kubectl.apply(document)
+
+        def explained() -> bool:
+            found = condition(kubectl.get("sglr", "broken"), "Ready")
+            return found["reason"] == reason and all(word in found["message"] for word in words)
+
+        eventually(f"Ready=False says {reason} and {words}", explained, within=240, every=2)
+        writes = kubectl.get("sglr", "broken")["metadata"]["resourceVersion"]
+        time.sleep(5)
+        assert reason == "EngineCrashed" or kubectl.get("sglr", "broken")["metadata"]["resourceVersion"] == writes, "no hot loop"
+    finally:
+        kubectl("delete", "sglr", "broken", "--wait=false")
+        eventually("its pods are gone", lambda: not kubectl.list("pods", "rollout.sglang.io/rollout=broken"), within=180, every=2)
+
+
+def test_apply_refuses_unknown_fields(kubectl: Kubectl, operator: Kubectl) -> None:
+    with pytest.raises(Refused, match="unknown field"):
+        kubectl.apply(sample("typo", tensorParallel=2))

@@ -1,0 +1,126 @@
+"""``make demo``: from nothing to a running fleet whose trainer updates weights, on a cluster.
+
+Every step says what it does and how long it took; the fleet is left running for a look around.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import yaml
+
+from e2e.cluster.say import LabError, say, step
+from e2e.kube import Kubectl, Refused, condition, eventually
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+OUT = ROOT / "out"
+SYSTEM = "rollout-system"
+DEMO = Kubectl("default")
+
+
+def install() -> None:
+    """The operator, from the chart."""
+    command = [
+        "helm",
+        "upgrade",
+        "--install",
+        "sglang-rollout-operator",
+        str(ROOT / "charts/sglang-rollout-operator"),
+        "-n",
+        SYSTEM,
+        "--create-namespace",
+        "-f",
+        str(ROOT / "e2e/values.yaml"),
+        "--wait",
+        "--timeout",
+        "3m",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    if done.returncode:
+        raise LabError(f"helm could not install the operator: {done.stderr.strip()}")
+
+
+def ready() -> bool:
+    """Whether the demo's rollout is Ready."""
+    return condition(DEMO.get("sglr", "demo"), "Ready")["status"] == "True"
+
+
+def job(name: str, *arguments: str) -> dict[str, Any]:
+    """The example trainer's Job under a name of its own, with more arguments."""
+    document: dict[str, Any] = yaml.safe_load((ROOT / "examples/trainer/job.yaml").read_text())
+    document["metadata"]["name"] = name
+    container = document["spec"]["template"]["spec"]["containers"][0]
+    container["args"] = [*container.get("args", []), *arguments]
+    return document
+
+
+def train(name: str, *arguments: str, seconds: float = 300) -> list[dict[str, Any]]:
+    """Run a trainer Job to its end, show what it prints, and return its curve."""
+    DEMO("delete", "job", name, "--ignore-not-found", "--wait=true", timeout=90)
+    DEMO.apply(job(name, *arguments))
+    eventually("the trainer's pod starts", lambda: DEMO.list("pods", f"job-name={name}")[0]["status"]["phase"] != "Pending", within=90)
+    follow = subprocess.Popen(
+        ["kubectl", "-n", DEMO.namespace, "logs", "-f", f"job/{name}", "--pod-running-timeout=60s"], stdout=subprocess.PIPE, text=True
+    )
+    assert follow.stdout is not None
+    curve: list[dict[str, Any]] = []
+    deadline = time.monotonic() + seconds
+    for line in follow.stdout:
+        if line.startswith("CURVE "):
+            curve = json.loads(line.removeprefix("CURVE "))
+        else:
+            say("          | " + line.rstrip())
+        if time.monotonic() > deadline:
+            follow.kill()
+            raise LabError(f"the trainer Job {name} did not end within {seconds:.0f} s: kubectl logs job/{name}")
+    follow.wait(10)
+    eventually("the Job is complete", lambda: DEMO.get("job", name)["status"].get("succeeded"), within=30)
+    return curve
+
+
+def main() -> None:
+    """Run the demo on the cluster of the current environment."""
+    began = time.monotonic()
+    OUT.mkdir(exist_ok=True)
+    with step("install the operator: helm install charts/sglang-rollout-operator"):
+        install()
+    with step("apply the fleet: kubectl apply -f examples/rollout-cpu.yaml"):
+        DEMO("apply", "-f", str(ROOT / "examples/rollout-cpu.yaml"))
+    with step("two real SGLang engines load their model and become Ready"):
+        eventually("the rollout is Ready", ready, within=600, every=1)
+    before = DEMO("get", "sglr", "demo")
+    say("          | " + before.replace("\n", "\n          | ").rstrip(" |"))
+    with step("trainer without pushing: its reward stays flat"):
+        flat = train("trainer-no-push", "--no-push")
+    with step("trainer that pushes its weights through the URL after every step"):
+        pushed = train("trainer")
+    OUT.joinpath("curves.json").write_text(json.dumps({"pushing": pushed, "not pushing": flat}))
+    with step("draw both curves"):
+        subprocess.run(
+            [sys.executable, str(ROOT / "examples/trainer/plot.py"), str(OUT / "curves.json"), str(OUT / "reward.png")], check=True
+        )
+    eventually("the last version shows in the status", lambda: str(pushed[-1]["version"]) in DEMO("get", "sglr", "demo"), within=15)
+    say("\nkubectl get sglr, before and after:")
+    say(before + DEMO("get", "sglr", "demo").splitlines()[-1])
+    say(
+        f"\nDone in {time.monotonic() - began:.0f} s. The fleet runs on. Reward curves: {OUT / 'reward.png'}\n"
+        f"Look around:  export KUBECONFIG={os.environ.get('KUBECONFIG', '')} PATH={os.environ.get('PATH', '').split(':')[0]}:$PATH\n"
+        "              kubectl describe sglr demo\n"
+        "              kubectl get pods,svc\n"
+        "              kubectl port-forward svc/demo-router 30000 & curl -s localhost:30000/fleet\n"
+        "Remove it:    make clean"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (LabError, Refused, AssertionError, subprocess.SubprocessError) as error:
+        say(f"demo: {error}")
+        sys.exit(1)

@@ -1,0 +1,122 @@
+"""The CPU engine's Python environment and its tiny models, made once in the cache.
+
+    python3 -m e2e.engine prepare          # makes both, prints the environment's python and the model's folder
+
+PyPI's torch is the CUDA build (a 2.6 GB download); set TORCH_INDEX to another package index to take torch from there.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from e2e.cluster.paths import IMAGES, REPOSITORY, cache_root, content_key
+from e2e.cluster.say import LabError, say, step
+
+STAND_INS = IMAGES / "engine-cpu" / "stand-ins"
+_TRIM = IMAGES / "engine-cpu" / "trim.py"
+_MAKE_MODEL = IMAGES / "engine-cpu" / "make_model.py"
+_TORCH = REPOSITORY / "requirements" / "engine-torch.lock"
+_REST = REPOSITORY / "requirements" / "engine-cpu.lock"
+_PYTHON = "3.11"
+_NEEDED_GB = 9  # download 2.6 GB, unpacked 5 GB before the trim
+
+
+def environment_variables() -> dict[str, str]:
+    """Return what SGLang needs in its environment to run on a CPU, on top of the present one."""
+    path = os.pathsep.join(filter(None, [str(STAND_INS), os.environ.get("PYTHONPATH", "")]))
+    return os.environ | {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "OMP_NUM_THREADS": "1",  # 13 times faster than the default when several engines share two cores
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": path,
+        "NO_PROXY": "*",
+        "no_proxy": "*",
+    }
+
+
+def _run(command: Sequence[str], what: str, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        raise LabError(f"{what} failed: {(done.stderr or done.stdout).strip()[-1500:]}")
+    return done.stdout.strip()
+
+
+def uv() -> list[str]:
+    """Return how to run uv here; on a machine without it, it is installed into the project's .venv."""
+    project = REPOSITORY / ".venv" / "bin" / "python"
+    for command in (["uv"], [sys.executable, "-m", "uv"], [str(project), "-m", "uv"]):
+        known = shutil.which(command[0])
+        if known and subprocess.run([*command, "--version"], capture_output=True, check=False).returncode == 0:
+            return command
+    if not project.exists():
+        _run([sys.executable, "-m", "venv", str(REPOSITORY / ".venv")], "python3 -m venv .venv (Debian: apt install python3-venv)")
+    _run([str(project), "-m", "pip", "install", "--quiet", "uv"], "pip install uv")
+    return [str(project), "-m", "uv"]
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Hold a lock while ``folder`` is made, so that two test sessions do not make it at once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def python(*, make: bool = True) -> Path:
+    """Return the interpreter of the engine environment; make the environment first when it is missing and ``make`` is set."""
+    index = os.environ.get("TORCH_INDEX", "")
+    folder = cache_root() / "engine" / content_key([_TORCH, _REST, _TRIM], index, _PYTHON)
+    interpreter = folder / "bin" / "python"
+    if (folder / ".complete").exists():
+        return interpreter
+    if not make:
+        raise LabError(f"The engine environment is not there (looked in {folder}). Run: make engine-venv")
+    with _only_one(folder):
+        if not (folder / ".complete").exists():
+            _make_environment(folder, index)
+    return interpreter
+
+
+def _make_environment(folder: Path, index: str) -> None:
+    free = shutil.disk_usage(folder.parent).free / 1e9
+    if free < _NEEDED_GB:
+        raise LabError(f"The engine environment needs about {_NEEDED_GB} GB of disk; {folder.parent} has {free:.1f} GB free")
+    command = uv()
+    interpreter = str(folder / "bin" / "python")
+    packages = folder / "lib" / f"python{_PYTHON}" / "site-packages"
+    install = [*command, "pip", "install", "--quiet", "--python", interpreter, "--no-deps"]
+    with step(f"engine environment: Python {_PYTHON}"):
+        _run([*command, "venv", "--quiet", "--clear", "--python", _PYTHON, str(folder)], "uv venv")
+    with step("engine environment: torch" + (f" from {index}" if index else " (2.6 GB from PyPI the first time)")):
+        if index:
+            pin = next(line for line in _TORCH.read_text().splitlines() if line.startswith("torch==")).split()[0]
+            _run([*install[:-1], "--index-url", index, pin], f"uv pip install {pin} from {index}")
+        else:
+            _run([*install, "--require-hashes", "-r", str(_TORCH)], f"uv pip install -r {_TORCH}")
+    with step("engine environment: sglang and the rest"):
+        _run([*install, "--require-hashes", "-r", str(_REST)], f"uv pip install -r {_REST}")
+    with step("engine environment: trim what a CPU engine never loads"):
+        say("          " + _run([interpreter, str(_TRIM), str(packages)], "trim.py"))
+    with step("engine environment: compile"):  # a start compiles 10000 files otherwise: 60 s instead of 25
+        subprocess.run([interpreter, "-m", "compileall", "-q", "-j", "0", str(packages)], capture_output=True, check=False)
+    (folder / ".complete").touch()
+
+
+def model(*options: str) -> Path:
+    """Return the folder of the tiny model that ``images/engine-cpu/make_model.py`` makes with ``options``."""
+    folder = cache_root() / "models" / content_key([_MAKE_MODEL, _TORCH, _REST], *options)
+    if (folder / ".complete").exists():
+        return folder
+    interpreter = str(python())
+    with _only_one(folder), step("tiny model" + (f" {' '.join(options)}" if options else "")):
+        if not (folder / ".complete").exists():
+            _run([interpreter, str(_MAKE_MODEL), str(folder), *options], "make_model.py", environment_variables())
+            (folder / ".complete").touch()
+    return folder

@@ -1,0 +1,98 @@
+"""The cluster as a user sees it: through ``kubectl``. Shared by the end-to-end cases and the demo."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import yaml
+
+
+class Refused(Exception):
+    """kubectl ended with an error; the message is what it printed."""
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """``kubectl`` bound to one namespace."""
+
+    namespace: str
+
+    def __call__(self, *args: str, stdin: str | None = None, timeout: float = 60) -> str:
+        """Run kubectl and return what it printed; Refused with its error otherwise."""
+        command = ["kubectl", "-n", self.namespace, *args]
+        try:
+            done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise Refused(f"{' '.join(command)}: no answer within {timeout:.0f} s") from error
+        if done.returncode:
+            raise Refused(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def apply(self, document: dict[str, Any]) -> str:
+        """``kubectl apply`` of one object."""
+        return self("apply", "-f", "-", stdin=yaml.safe_dump(document))
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        """One object as a dict; Refused if it is absent."""
+        return dict(json.loads(self("get", kind, name, "-o", "json")))
+
+    def list(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
+        """Objects of one kind, optionally by label selector."""
+        extra = ["-l", selector] if selector else []
+        return list(json.loads(self("get", kind, *extra, "-o", "json"))["items"])
+
+    def exec(self, pod: str, *command: str, container: str = "", stdin: str | None = None, timeout: float = 120) -> str:
+        """Run a command in a pod's container and return what it printed."""
+        where = ["-c", container] if container else []
+        flags = ["-i"] if stdin is not None else []
+        return self("exec", *flags, pod, *where, "--", *command, stdin=stdin, timeout=timeout)
+
+    @contextlib.contextmanager
+    def forward(self, target: str, port: int) -> Iterator[str]:
+        """A URL on this machine that reaches ``target`` (``svc/x``, ``pod/x``) for as long as the block lasts."""
+        command = ["kubectl", "-n", self.namespace, "port-forward", target, f":{port}"]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            assert child.stdout is not None
+            line = child.stdout.readline()
+            found = re.search(r"127\.0\.0\.1:(\d+)", line)
+            if not found:
+                raise Refused(f"{' '.join(command)}: {line.strip() or 'ended without a word'}")
+            yield f"http://127.0.0.1:{found.group(1)}"
+        finally:
+            child.terminate()
+            child.wait(10)
+
+
+T = TypeVar("T")
+
+
+def eventually(what: str, probe: Callable[[], T], *, within: float = 60, every: float = 0.5) -> T:
+    """The first true value of ``probe`` within a deadline in seconds; a sentence with the last value otherwise."""
+    deadline = time.monotonic() + within
+    last: object = None
+    while True:
+        try:
+            if value := probe():
+                return value
+            last = value
+        except (Refused, KeyError, IndexError, OSError) as error:
+            last = error
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within:.0f} s: {what} (last seen: {str(last)[:500]!r})")
+        time.sleep(every)
+
+
+def condition(rollout: dict[str, Any], kind: str) -> dict[str, str]:
+    """One condition of a rollout's status; an empty one while it is absent."""
+    for found in rollout.get("status", {}).get("conditions", []):
+        if found["type"] == kind:
+            return dict(found)
+    return {"type": kind, "status": "", "reason": "", "message": ""}

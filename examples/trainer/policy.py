@@ -1,0 +1,70 @@
+"""The policy that the example trains: a small causal language model, its reward, and one REINFORCE step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM
+
+PROMPT_TOKENS = 6
+TARGET_EVERY = 4
+"""A quarter of the vocabulary is what the policy shall learn to say."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step saw."""
+
+    reward: float
+    gap: float
+    """Largest difference between the log-probability of a sampled token here and on the engine that sampled it. Near zero while
+    the engines hold exactly this policy."""
+
+
+class Policy:
+    """The model, its optimizer, and the random prompts it is trained on."""
+
+    def __init__(self, path: str, *, seed: int, learning_rate: float) -> None:
+        torch.manual_seed(seed)
+        self._random = random.Random(seed)
+        # float32 on both sides, so that greedy tokens can be compared exactly.
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.vocabulary: int = self.model.config.vocab_size
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate)
+
+    def prompts(self, number: int) -> list[list[int]]:
+        """Random prompts; the same ones for the same seed. The first ids are special tokens, which are left out."""
+        return [[self._random.randrange(8, self.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
+
+    def train(self, prompts: list[list[int]], outputs: list[list[int]], sampled_logprobs: list[list[float]]) -> Step:
+        """One policy-gradient step on samples of equal length.
+
+        REINFORCE: the log-probability of each sampled token, weighed by the reward that came from there on minus what the batch got
+        from there on in the mean.
+        """
+        tokens = torch.tensor(outputs)
+        rewards = (tokens % TARGET_EVERY == 0).float()
+        to_go = rewards.flip(1).cumsum(1).flip(1)
+        advantage = to_go - to_go.mean(0, keepdim=True)
+        advantage = advantage / (advantage.std() + 1e-6)
+
+        logits = self.model(torch.cat([torch.tensor(prompts), tokens], dim=1)).logits
+        predicted = logits[:, PROMPT_TOKENS - 1 : -1]
+        logprobs = torch.log_softmax(predicted, dim=-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
+        loss = -(advantage * logprobs).mean()
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        gap = (logprobs.detach() - torch.tensor(sampled_logprobs)).abs().max().item()
+        return Step(reward=rewards.mean().item(), gap=gap)
+
+    @torch.no_grad()
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """The most likely continuation of each prompt."""
+        sequences = torch.tensor(prompts)
+        for _ in range(tokens):
+            sequences = torch.cat([sequences, self.model(sequences).logits[:, -1:].argmax(-1)], dim=1)
+        return [row[PROMPT_TOKENS:] for row in sequences.tolist()]

@@ -1,0 +1,108 @@
+"""Who may call: the rollout's token, and the coordinator's term."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from sglang_rollout.agent import events as ev
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.wire.models import ControlReply
+from sglang_rollout.wire.ports import DEADLINE_HEADER, TERM_HEADER
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class RefusedError(Exception):
+    """A call that is answered with a refusal; the message is the sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def refuse(status: int, message: str) -> web.Response:
+    """An answer in SGLang's shape; the sentence is in the reason phrase too, which is all that some clients print."""
+    reason = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")[:200]
+    body = ControlReply(success=False, message=message).model_dump(exclude_none=True)
+    return web.json_response(body, status=status, reason=reason)
+
+
+class Access:
+    """Checks control calls before anything else is done with them."""
+
+    def __init__(self, agent: Agent, token: str) -> None:
+        self._agent = agent
+        self._token = token.encode()
+
+    def protected(self, handler: Handler) -> Handler:
+        """Let only the coordinator of the highest term seen through."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            self._check_token(request)
+            self._check_term(request)
+            return await handler(request)
+
+        return checked
+
+    def _check_token(self, request: web.Request) -> None:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            raise RefusedError(
+                401, f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine."
+            )
+        if not hmac.compare_digest(given.strip().encode(), self._token):
+            raise RefusedError(403, f"{request.path}: this token is not the one of this rollout.")
+
+    def _check_term(self, request: web.Request) -> None:
+        text = request.headers.get(TERM_HEADER, "")
+        if not text.isascii() or not text.isdigit():
+            raise RefusedError(400, f"{request.path}: the header {TERM_HEADER} must hold the coordinator's term, a number.")
+        highest = self._agent.state.memory.term
+        if int(text) < highest:
+            raise RefusedError(409, f"{request.path}: term {int(text)} is over; a coordinator of term {highest} leads now.")
+        self._agent.dispatch(ev.Told(int(text)))
+
+
+async def json_body(request: web.Request) -> dict[str, Any]:
+    """The body as a JSON object; an empty one counts as {}."""
+    raw = await request.read()
+    if not raw.strip():
+        return {}
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise RefusedError(400, f"{request.path}: the body is not JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise RefusedError(400, f"{request.path}: the body must be a JSON object, not {type(body).__name__}.")
+    return body
+
+
+async def message(request: web.Request, model: type[_Model]) -> _Model:
+    """The body as one of our messages."""
+    try:
+        return model.model_validate(await json_body(request))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise RefusedError(400, f"{request.path}: {where}: {first['msg']}.") from None
+
+
+def deadline_of(request: web.Request, default: float) -> float:
+    """Seconds that the caller gives the call."""
+    text = request.headers.get(DEADLINE_HEADER)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 86400:
+        raise RefusedError(400, f"{request.path}: the header {DEADLINE_HEADER} must hold seconds, from 0 to 86400, not {text!r}.")
+    return seconds

@@ -1,0 +1,237 @@
+"""The agent's working part: it keeps state, disk, gate and engine in step. Decisions are made in :mod:`sglang_rollout.agent.state`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from sglang_rollout.agent import events as ev
+from sglang_rollout.agent import guards
+from sglang_rollout.agent import state as s
+from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply
+from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateView
+from sglang_rollout.agent.record import RecordError, RecordFile
+from sglang_rollout.wire.models import AgentStatus, ControlReply, EngineState
+
+log = logging.getLogger(__name__)
+
+_SILENCES = 3
+"""So many unanswered polls in a row mean that the engine is not up; a refused connection means it at once."""
+_CHECK_CLOSES = 2.0
+"""Seconds after which the gate has closed by its own check of the agent, if the agent's command did not reach it."""
+
+
+class Agent:
+    """Everything one agent does, apart from HTTP."""
+
+    def __init__(self, *, name: str, engine: Engine, gate: Gate, record: RecordFile, tensor_size: int | None = None) -> None:
+        self.name = name
+        self.engine = engine
+        self.gate = gate
+        self._record = record
+        self._tensor_size = tensor_size
+        memory, complaint = record.load()
+        if complaint:
+            log.warning("%s", complaint)
+        self.state = ev.restored(memory)
+        self.view: GateView | None = None
+        """What the gate said last; None while it cannot be asked."""
+        self.gate_due = asyncio.Event()
+        """Set when the gate should move."""
+        self.running: asyncio.Task[Reply] | None = None
+        """The control call that the engine has not answered yet."""
+        self.running_since = 0.0
+        self.fencing = False
+        self.observer: Callable[[str, Reply, float], None] | None = None
+        """Called after each control call with its name, answer and seconds."""
+        self._silences = 0
+        self._gate_lock = asyncio.Lock()
+
+    # What is known
+
+    def dispatch(self, event: ev.Event, *, durable: bool = True) -> None:
+        """Apply an event. If its record cannot be written, nothing changes and RecordError is raised, unless not ``durable``."""
+        new, effects = ev.step(self.state, event)
+        for effect in effects:
+            match effect:
+                case ev.Save(memory):
+                    try:
+                        self._record.save(memory)
+                    except RecordError as error:
+                        if durable:
+                            raise
+                        log.error("%s", error)  # noqa: TRY400 - a sentence, no traceback
+                case ev.SetGate():
+                    self.gate_due.set()
+        before, after = s.closed_reason(self.state), s.closed_reason(new)
+        self.state = new
+        if before != after:
+            log.info("%s", after or f"The engine holds the committed version {new.memory.version}: the gate may open.")
+
+    def may_open(self) -> bool:
+        """Whether the gate may be open now; asks the boot file too, so that a restarted container is noticed before its engine listens."""
+        self._notice_restart()
+        return s.gate_may_open(self.state)
+
+    def status(self) -> AgentStatus:
+        """The wire form of what is known."""
+        return s.status(self.state, name=self.name, gate_open=self.view is not None and self.view.up)
+
+    async def observe(self) -> None:
+        """Ask the engine once how it is."""
+        self._notice_restart()
+        calls = self.state.calls
+        try:
+            label = await self.engine.label()
+            self._silences = 0
+            self._notice_restart()
+            if self.state.up:
+                self.dispatch(ev.Polled(label, calls))
+            else:
+                facts = await self._identify(label)
+                self.dispatch(ev.Identified(facts))
+                self._compare_size(facts.tensor_size)
+        except EngineGoneError as error:
+            self.dispatch(ev.Lost(str(error)))
+        except EngineError as error:
+            self._silences += 1
+            if not self.state.up or self._silences >= _SILENCES:
+                self.dispatch(ev.Lost(str(error)))
+        except RecordError as error:
+            self.dispatch(ev.Lost(str(error)))
+
+    async def _identify(self, label: str) -> s.EngineFacts:
+        boot, facts = self.engine.container_boot(), self.state.facts
+        if boot is not None and facts is not None and facts.boot_id == boot:
+            # Only silent for a while: /server_info could take as long as the call that kept the engine busy.
+            return replace(facts, live_label=label)
+        return await self.engine.identify(label, self.state.memory.boot_id)
+
+    def _compare_size(self, size: int | None) -> None:
+        if self._tensor_size is not None and size is not None and size != self._tensor_size:
+            log.error(
+                "The engine runs with tensor parallel size %d, the fleet reckons with %d: groups will be refused or hang.",
+                size,
+                self._tensor_size,
+            )
+
+    def _notice_restart(self) -> None:
+        boot = self.engine.container_boot()
+        if self.state.up and boot is not None and boot != self.state.memory.boot_id:
+            self.dispatch(ev.Lost("its container has been restarted"))
+
+    # The gate
+
+    async def settle_gate(self) -> None:
+        """Look at the gate and set it as the state demands. A restarted haproxy is closed and is opened again here."""
+        async with self._gate_lock:
+            self.gate_due.clear()
+            try:
+                view = await self.gate.view()
+                wanted = s.gate_may_open(self.state)
+                if view.ready != wanted:
+                    await self.gate.set(is_open=wanted)
+                    log.info("The gate (haproxy, pid %d) is %s.", view.pid, "open" if wanted else "closed for new requests")
+                    view = await self.gate.view()
+            except GateError as error:
+                if self.view is not None:
+                    log.warning("%s.", error)
+                self.view = None
+                return
+            self.view = view
+
+    async def shut_gate(self) -> None:
+        """Return when no new request can reach the engine. The state must demand it already."""
+        async with self._gate_lock:  # what a settling under way has just done is seen only after it
+            if self.view is not None and not self.view.ready:
+                return
+            try:
+                await self.gate.set(is_open=False)
+            except GateAbsentError:
+                return  # nothing passes without haproxy, and a new one starts closed
+            except GateError as error:
+                log.warning("%s; waiting until the gate has closed by its own check.", error)
+                await asyncio.sleep(_CHECK_CLOSES)
+                return
+            if self.view is not None:
+                self.view = replace(self.view, ready=False, up=False)
+
+    async def cut(self) -> None:
+        """End the connections that the gate holds to the engine."""
+        try:
+            await self.gate.cut()
+        except GateError as error:
+            log.warning("Connections to the engine could not be cut: %s.", error)
+
+    # Control calls
+
+    async def control(self, call: str, body: dict[str, Any], deadline: float) -> Reply:
+        """Put a control call to the engine, if it may be asked now. The engine goes on with it when ``deadline`` has passed."""
+        refused = self._refusal(call, body)
+        if refused is None and call == s.RELEASE:
+            refused = await self._release_refusal() or self._refusal(call, body)
+        if refused is not None:
+            return complaint(refused.status, refused.message)
+        task = self.start(call, body)
+        await asyncio.wait({task}, timeout=deadline)
+        if not task.done():
+            return complaint(504, f"{call}: the engine has not answered within {deadline:g} s; it goes on with the call.")
+        return task.result()
+
+    def start(self, call: str, body: dict[str, Any]) -> asyncio.Task[Reply]:
+        """Note that a call begins and put it to the engine, whatever becomes of the one who asked."""
+        memory = self.state.memory
+        group = str(body.get("new_version", "")) if call == s.SET_VERSION else guards.group_of(body)
+        tags = guards.tags_of(call, body, memory.released) if call in (s.RELEASE, s.RESUME) else ()
+        self.dispatch(ev.CallBegan(call, group, tags))
+        self.running_since = time.monotonic()
+        ended = ev.CallEnded(call, ok=False, boot_id=memory.boot_id, name=group, tags=tags)
+        self.running = asyncio.create_task(self._perform(ended, guards.prepared(call, body, memory)), name=call)
+        return self.running
+
+    async def _perform(self, ended: ev.CallEnded, body: dict[str, Any]) -> Reply:
+        try:
+            if self.state.memory.state is EngineState.DIRTY:
+                await self.shut_gate()
+            reply = await self.engine.call(ended.call, body)
+            ended = replace(ended, ok=reply.ok)
+        except EngineError as error:
+            reply = complaint(503, f"{ended.call}: {error}.")
+        finally:
+            self.dispatch(ended, durable=False)
+        seconds = time.monotonic() - self.running_since
+        log.info(
+            "%s: %s after %.0f ms%s",
+            ended.call,
+            reply.status,
+            seconds * 1000,
+            "" if reply.ok else f": {reply.body[:300].decode(errors='replace')}",
+        )
+        if self.observer is not None:
+            self.observer(ended.call, reply, seconds)
+        return reply
+
+    def _refusal(self, call: str, body: dict[str, Any]) -> guards.Refusal | None:
+        if self.fencing:
+            return guards.Refusal(409, f"{call}: the agent is giving an update up (/agent/fence) and takes no call until that has ended.")
+        return guards.refusal(self.state, call, body)
+
+    async def _release_refusal(self) -> guards.Refusal | None:
+        try:
+            running = await self.engine.running()
+        except EngineError as error:
+            return guards.Refusal(503, f"{s.RELEASE}: cannot tell whether the engine is idle: {error}.")
+        if running and not self.state.memory.paused:
+            return guards.Refusal(
+                409, f"{s.RELEASE}: {running} requests run or wait; releasing memory under them ends the engine's process. Pause first."
+            )
+        return None
+
+
+def complaint(status: int, message: str) -> Reply:
+    """A refusal in SGLang's own shape."""
+    return Reply.json(status, ControlReply(success=False, message=message).model_dump(exclude_none=True))

@@ -1,0 +1,180 @@
+"""The agent's HTTP routes. They translate: what is allowed is decided in ``state`` and ``guards``, and done in ``agent``, ``update``."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from sglang_rollout.agent import events as ev
+from sglang_rollout.agent import guards
+from sglang_rollout.agent import state as s
+from sglang_rollout.agent.access import Access, Handler, RefusedError, deadline_of, json_body, message, refuse
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.engine import EngineError, Reply
+from sglang_rollout.agent.metrics import Metrics
+from sglang_rollout.agent.preflight import preflight
+from sglang_rollout.agent.record import RecordError
+from sglang_rollout.agent.update import AckError, Fence, acknowledge
+from sglang_rollout.wire import ports
+from sglang_rollout.wire.models import AckRequest, FenceRequest, PreflightRequest, SyncRequest
+
+MAX_BODY = 16 * 1024 * 1024
+_READ_DEADLINE = 5.0
+_GENERATE_DEADLINE = 30.0
+_CALL_DEADLINE = 600.0
+_READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/get_load", "/ready", "/ping", "/metrics")
+"""Paths of SGLang that are passed on without a token: they change nothing."""
+
+
+class Routes:
+    """Handlers, bound to one agent."""
+
+    def __init__(self, agent: Agent, *, fence: Fence, metrics: Metrics) -> None:
+        self._agent = agent
+        self._fence = fence
+        self._metrics = metrics
+
+    # Open
+
+    async def health(self, _: web.Request) -> web.StreamResponse:
+        """The agent runs."""
+        return web.json_response({"status": "ok"})
+
+    async def engine(self, _: web.Request) -> web.StreamResponse:
+        """The engine is up and warm. Answers SGLang's /health too: its own may generate a token, which a paused engine cannot."""
+        state = self._agent.state
+        return web.json_response({"status": "ok"}) if state.up else refuse(503, f"The engine is not up: {state.down_reason}.")
+
+    async def gate(self, _: web.Request) -> web.StreamResponse:
+        """Asked by haproxy: may the gate be open?"""
+        if self._agent.may_open():
+            return web.json_response({"open": True})
+        return refuse(503, s.closed_reason(self._agent.state))
+
+    async def metrics(self, _: web.Request) -> web.StreamResponse:
+        """Prometheus text."""
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def read(self, request: web.Request) -> web.StreamResponse:
+        """One of SGLang's paths that only tell something."""
+        return passed_on(await self._agent.engine.get(request.path_qs, timeout=_READ_DEADLINE))
+
+    async def server_info(self, _: web.Request) -> web.StreamResponse:
+        """SGLang's launch configuration without API keys. As last seen during a control call: SGLang asks its scheduler, which is busy."""
+        engine = self._agent.engine
+        if not engine.info or not self._agent.state.memory.pending:
+            await engine.refresh_info(timeout=_READ_DEADLINE)
+        return web.json_response(engine.info)
+
+    async def health_generate(self, _: web.Request) -> web.StreamResponse:
+        """SGLang's generating health check, if the engine can generate."""
+        state = self._agent.state
+        if not state.up or state.memory.paused or state.memory.pending:
+            return refuse(503, "The engine cannot generate now: " + (s.closed_reason(state) or "it is paused."))
+        return passed_on(await self._agent.engine.get("/health_generate", timeout=_GENERATE_DEADLINE))
+
+    # For the coordinator
+
+    async def sync(self, request: web.Request) -> web.StreamResponse:
+        """Take over what is committed, move the gate, report."""
+        body = await message(request, SyncRequest)
+        self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed))
+        return await self._status()
+
+    async def preflight(self, request: web.Request) -> web.StreamResponse:
+        """Try to reach the trainer."""
+        reply = await preflight(await message(request, PreflightRequest))
+        return web.json_response(reply.model_dump(mode="json"))
+
+    async def ack(self, request: web.Request) -> web.StreamResponse:
+        """Vouch for a version."""
+        try:
+            await acknowledge(self._agent, await message(request, AckRequest))
+        except AckError as error:
+            raise RefusedError(409, str(error)) from None
+        return await self._status()
+
+    async def fence(self, request: web.Request) -> web.StreamResponse:
+        """Give an update up."""
+        await self._fence.give_up(await message(request, FenceRequest))
+        return await self._status()
+
+    async def control(self, request: web.Request) -> web.StreamResponse:
+        """One of SGLang's control calls."""
+        call = request.path.removeprefix("/")
+        body = await json_body(request)
+        if call == "get_weights_by_name":
+            body = {**request.query, **body}
+        return passed_on(await self._agent.control(call, body, deadline_of(request, _CALL_DEADLINE)))
+
+    async def abort(self, request: web.Request) -> web.StreamResponse:
+        """Abort requests. Not one at a time: it helps a pause that waits for them."""
+        return passed_on(await self._agent.engine.post("/abort_request", await json_body(request), timeout=_READ_DEADLINE))
+
+    async def not_offered(self, request: web.Request) -> web.StreamResponse:
+        """A call of SGLang that cannot work here."""
+        call = request.path.removeprefix("/")
+        return refuse(501, f"{call} is not offered: {guards.NOT_OFFERED[call]}.")
+
+    async def _status(self) -> web.Response:
+        await self._agent.settle_gate()
+        return web.json_response(self._agent.status().model_dump(mode="json"))
+
+
+def make_app(agent: Agent, *, token: str, fence: Fence) -> web.Application:
+    """All routes of an agent."""
+    routes, access = Routes(agent, fence=fence, metrics=Metrics(agent)), Access(agent, token)
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[_sentences])
+    opened: dict[str, Handler] = {
+        ports.AGENT_HEALTH: routes.health,
+        ports.AGENT_ENGINE: routes.engine,
+        ports.AGENT_GATE: routes.gate,
+        ports.AGENT_METRICS: routes.metrics,
+        "/health": routes.engine,
+        "/health_generate": routes.health_generate,
+        "/server_info": routes.server_info,
+        "/get_server_info": routes.server_info,
+        **dict.fromkeys(_READS, routes.read),
+    }
+    guarded: dict[str, Handler] = {
+        ports.AGENT_SYNC: routes.sync,
+        ports.AGENT_PREFLIGHT: routes.preflight,
+        ports.AGENT_ACK: routes.ack,
+        ports.AGENT_FENCE: routes.fence,
+        "/abort_request": routes.abort,
+        **{f"/{call}": routes.control for call in guards.FORWARDED},
+        **{f"/{call}": routes.not_offered for call in guards.NOT_OFFERED},
+    }
+    app.add_routes(web.get(path, handler) for path, handler in opened.items())
+    app.add_routes(web.post(path, access.protected(handler)) for path, handler in guarded.items())
+    # SGLang answers these to GET as well.
+    app.add_routes(web.get(path, access.protected(routes.control)) for path in ("/flush_cache", "/get_weights_by_name", "/weights_checker"))
+    return app
+
+
+def passed_on(reply: Reply) -> web.Response:
+    """The engine's answer as ours. Failures carry their message in the reason phrase too."""
+    document = reply.document if reply.status >= 400 else None
+    if isinstance(document, dict) and isinstance(document.get("message"), str):
+        refused = refuse(reply.status, document["message"])
+        refused.body = reply.body
+        return refused
+    return web.Response(status=reply.status, body=reply.body, content_type=reply.content_type)
+
+
+@web.middleware
+async def _sentences(request: web.Request, handler: Handler) -> web.StreamResponse:  # noqa: PLR0911 - one per kind
+    """Whatever goes wrong is answered with a sentence."""
+    try:
+        return await handler(request)
+    except RefusedError as error:
+        return refuse(error.status, str(error))
+    except EngineError as error:
+        return refuse(503, f"{request.path}: {error}.")
+    except RecordError as error:
+        return refuse(500, f"{request.path}: {error} Nothing was done.")
+    except web.HTTPNotFound:
+        return refuse(404, f"An engine's agent offers no {request.path}. Generating: {', '.join(ports.DATA_PATHS)}.")
+    except web.HTTPRequestEntityTooLarge:
+        return refuse(413, f"{request.path}: the body is larger than {MAX_BODY >> 20} MiB.")
+    except web.HTTPMethodNotAllowed as error:
+        return refuse(405, f"{request.path} does not take {request.method}, only {', '.join(sorted(error.allowed_methods))}.")

@@ -1,0 +1,149 @@
+"""``sglang-rollout agent``: run the agent of one engine until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+from aiohttp import web
+
+from sglang_rollout.agent import events as ev
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.app import make_app
+from sglang_rollout.agent.drain import RunFiles, watch_drain
+from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.gate import Gate
+from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.agent.update import Fence
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.wire import ports
+
+log = logging.getLogger("sglang_rollout.agent")
+
+_INTERVAL = 0.5
+_TRUST_RECORD_AFTER = 3.0
+"""A restarted agent believes its record's committed version when no coordinator has spoken for so long. One that lives speaks twice a
+second, and may know of a commit that this engine missed."""
+
+
+@click.command(name="agent")
+@click.option("--name", required=True, help="Name of the engine.")
+@click.option("--engine-url", default=f"http://127.0.0.1:{ports.ENGINE_PORT}", show_default=True, help="The SGLang server.")
+@click.option("--listen", default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="Where the gate finds this agent.")
+@click.option("--gate-socket", required=True, type=click.Path(path_type=Path), help="haproxy's stats socket.")
+@click.option(
+    "--state-dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Writable folder for the record; must outlive the agent, not the pod.",
+)
+@click.option("--token-file", required=True, type=click.Path(path_type=Path), help="File with the rollout's control token.")
+@click.option(
+    "--boot-file",
+    type=click.Path(path_type=Path),
+    help="File in which the engine's container writes a new id at each start; its folder also holds drain, drained and kill.",
+)
+@click.option(
+    "--tensor-size", type=click.IntRange(1), help="Tensor-parallel ranks the engine should have; a different one is reported in the log."
+)
+def command(
+    *,
+    name: str,
+    engine_url: str,
+    listen: str,
+    gate_socket: Path,
+    state_dir: Path,
+    token_file: Path,
+    boot_file: Path | None,
+    tensor_size: int | None,
+) -> None:
+    """Run the sidecar of one engine."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        address, token = Address.parse(listen), token_file.read_text().strip()
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--listen") from None
+    except OSError as error:
+        raise click.UsageError(f"the token file {token_file} cannot be read: {error.strerror}") from None
+    if not token:
+        raise click.UsageError(f"the token file {token_file} is empty: anybody could call")
+    if urlsplit(engine_url).scheme != "http" or not urlsplit(engine_url).hostname:
+        raise click.BadParameter(f"{engine_url!r} is not an http URL", param_hint="--engine-url")
+    try:
+        asyncio.run(
+            _run(
+                name=name,
+                url=engine_url,
+                listen=address,
+                socket=gate_socket,
+                folder=state_dir,
+                token=token,
+                boot_file=boot_file,
+                tensor_size=tensor_size,
+            )
+        )
+    except OSError as error:
+        raise click.ClickException(f"the agent cannot listen on {address}: {error.strerror or error}") from None
+
+
+async def _run(
+    *, name: str, url: str, listen: Address, socket: Path, folder: Path, token: str, boot_file: Path | None, tensor_size: int | None
+) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    files = RunFiles(boot_file) if boot_file is not None else None
+    async with Engine(url, boot_file=boot_file) as engine:
+        agent = Agent(name=name, engine=engine, gate=Gate(socket), record=RecordFile(folder), tensor_size=tensor_size)
+        app = make_app(agent, token=token, fence=Fence(agent, kill_file=files.kill if files else None))
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        tasks = [
+            asyncio.create_task(_every(_INTERVAL, "watching the engine", agent.observe)),
+            asyncio.create_task(_follow_gate(agent)),
+            asyncio.create_task(_trust_record(agent)),
+        ]
+        if files is not None:
+            tasks.append(asyncio.create_task(_every(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files))))
+        try:
+            await web.TCPSite(runner, listen.host, listen.port).start()
+            log.info("Agent of %s at %s, engine %s.", name, listen, url)
+            await stop.wait()
+        finally:
+            # The engine goes on with what it was told, and the record says so: nothing has to be waited for.
+            for task in tasks:
+                task.cancel()
+            await runner.cleanup()
+
+
+async def _every(seconds: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Do something again and again. A defect in one round must not end the watch: the gate would stay as it is."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("A defect while %s; going on.", what)
+        await asyncio.sleep(seconds)
+
+
+async def _follow_gate(agent: Agent) -> None:
+    """Set the gate at once when it is due, and look after it twice a second: a restarted haproxy is closed."""
+    while True:
+        try:
+            await agent.settle_gate()
+        except Exception:
+            log.exception("A defect while setting the gate; going on.")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_INTERVAL):
+                await agent.gate_due.wait()
+
+
+async def _trust_record(agent: Agent) -> None:
+    await asyncio.sleep(_TRUST_RECORD_AFTER)
+    agent.dispatch(ev.Unchallenged())

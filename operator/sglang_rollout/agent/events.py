@@ -1,0 +1,233 @@
+"""What happens to an agent: events in, new state and effects out. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias, assert_never
+
+from sglang_rollout.agent.state import WEIGHTS_TAG, EngineFacts, Memory, State, gate_may_open
+from sglang_rollout.wire.models import BASE, EngineState, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The engine does not answer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """The engine answers, is warm, and said who it is."""
+
+    facts: EngineFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Polled:
+    """The engine answered with this weight version; asked when ``State.calls`` was ``calls``."""
+
+    label: str
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A coordinator of this term spoke; ``committed`` is what it says is committed, if it knows."""
+
+    term: int
+    committed: Version | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unchallenged:
+    """Some time has passed since the agent's start and no coordinator has contradicted its record."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegan:
+    """A control call is about to be put to the engine. ``name`` is a group, ``tags`` memory tags, where the call has such."""
+
+    call: str
+    name: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The engine answered a control call (or never will). ``boot_id`` is the life in which the call began."""
+
+    call: str
+    ok: bool
+    boot_id: str | None
+    name: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """The coordinator says that the update is complete and the checks of :func:`ack_refusal` passed."""
+
+    version: Version
+    cohort: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The coordinator gave the running update up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The pod is about to end (``on``), or a new engine took the place of the one that was."""
+
+    on: bool
+
+
+Event: TypeAlias = Lost | Identified | Polled | Told | Unchallenged | CallBegan | CallEnded | Acknowledged | GivenUp | Draining
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write the memory to disk."""
+
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class SetGate:
+    """Open or close the gate."""
+
+    open: bool
+
+
+Effect: TypeAlias = Save | SetGate
+
+
+def restored(memory: Memory) -> State:
+    """The state of an agent that starts and finds this record. A call whose answer nobody heard counts as failed."""
+    if not memory.pending:
+        return State(memory=memory)
+    return State(memory=memory.model_copy(update={"pending": "", "failed": memory.state is EngineState.DIRTY}))
+
+
+def step(state: State, event: Event) -> tuple[State, list[Effect]]:
+    """Apply one event. The record comes first among the effects: it is on disk before the gate moves or the engine is called."""
+    new = _apply(state, event)
+    effects: list[Effect] = []
+    if new.memory != state.memory:
+        effects.append(Save(new.memory))
+    if gate_may_open(new) != gate_may_open(state):
+        effects.append(SetGate(gate_may_open(new)))
+    return new, effects
+
+
+def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per event
+    match event:
+        case Lost(reason):
+            return replace(state, up=False, down_reason=reason)
+        case Identified(facts):
+            return _identified(state, facts)
+        case Polled(label, calls):
+            return _label_seen(state, label) if state.up and calls == state.calls else state
+        case Told(term, committed):
+            state = _remember(state, term=max(term, state.memory.term))
+            return state if committed is None else replace(_remember(state, committed=committed), informed=True)
+        case Unchallenged():
+            return replace(state, informed=state.informed or state.memory.committed is not None)
+        case CallBegan():
+            return _call_began(replace(state, calls=state.calls + 1), event)
+        case CallEnded():
+            return _call_ended(replace(state, calls=state.calls + 1), event)
+        case Acknowledged(version, cohort):
+            clean = {"state": EngineState.CLEAN, "version": version, "label": version.label, "cohort": list(cohort)}
+            return replace(_remember(state, **clean, received=0, failed=False), calls=state.calls + 1)
+        case GivenUp():
+            return _remember(state, failed=True) if state.memory.state is EngineState.DIRTY else state
+        case Draining(on):
+            return replace(state, draining=on)
+        case _:
+            assert_never(event)
+
+
+def _identified(state: State, facts: EngineFacts) -> State:
+    memory = state.memory
+    if facts.boot_id == memory.boot_id:
+        return _label_seen(replace(state, up=True, facts=facts), facts.live_label)
+    # A new life holds what model.path holds, unless somebody already changed it.
+    pristine = facts.live_label == facts.launch_label
+    memory = Memory(
+        boot_id=facts.boot_id,
+        state=EngineState.CLEAN if pristine else EngineState.UNKNOWN,
+        version=BASE if pristine else None,
+        label=facts.live_label if pristine else None,
+        # What a record says was committed during another life of the engine may be long past.
+        committed=memory.committed if state.informed else None,
+        term=memory.term,
+    )
+    return replace(state, memory=memory, up=True, facts=facts)
+
+
+def _label_seen(state: State, label: str) -> State:
+    memory = state.memory
+    if memory.pending or memory.state is not EngineState.CLEAN or memory.label == label:
+        return state
+    return _remember(state, state=EngineState.UNKNOWN, version=None, label=None, cohort=[])
+
+
+def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one line per case
+    """Assume the worst that the call can do to the engine."""
+    memory = state.memory
+    state = _remember(state, pending=event.call)
+    match event.call:
+        case "begin_weight_update":
+            return _dirty(state, received=0, failed=False, session=True)
+        case "update_weights_from_distributed":
+            return _dirty(state)
+        case "update_weights_from_disk":
+            return _dirty(state) if memory.session else _dirty(state, received=0, failed=False)
+        case "pause_generation":
+            return _remember(state, paused=True)
+        case "init_weights_update_group":
+            return _remember(state, groups=_with(memory.groups, [event.name]))
+        case "release_memory_occupation":
+            state = _remember(state, released=_with(memory.released, event.tags))
+            return _dirty(state, failed=True) if WEIGHTS_TAG in event.tags else state
+        case _:
+            return state
+
+
+def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one line per case
+    if event.boot_id != state.memory.boot_id:
+        return state  # the engine that was asked is gone, and with it what was pending
+    state = _remember(state, pending="")
+    memory = state.memory
+    match event.call, event.ok:
+        case (("update_weights_from_distributed" | "update_weights_from_disk"), True):
+            return _remember(state, received=memory.received + 1)
+        case (("begin_weight_update" | "end_weight_update" | "update_weights_from_distributed" | "update_weights_from_disk"), False):
+            return _remember(state, failed=True) if memory.state is EngineState.DIRTY else state
+        case "end_weight_update", True:
+            return _remember(state, session=False)
+        case "continue_generation", True:
+            return _remember(state, paused=False)
+        case ("init_weights_update_group", False) | ("destroy_weights_update_group", True):
+            return _remember(state, groups=[group for group in memory.groups if group != event.name])
+        case "resume_memory_occupation", True:
+            return _remember(state, released=[tag for tag in memory.released if tag not in event.tags])
+        case "update_weight_version", True:
+            return _remember(state, label=event.name) if memory.state is EngineState.CLEAN else state
+        case _:
+            return state
+
+
+def _dirty(state: State, /, **changes: object) -> State:
+    return _remember(state, state=EngineState.DIRTY, version=None, label=None, cohort=[], **changes)
+
+
+def _remember(state: State, /, **changes: object) -> State:
+    return replace(state, memory=state.memory.model_copy(update=changes))
+
+
+def _with(present: list[str], more: list[str] | tuple[str, ...]) -> list[str]:
+    return [*present, *(item for item in more if item not in present)]

@@ -1,0 +1,79 @@
+"""The agent's hand on the gate: haproxy's stats socket."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+_SERVER = "engine/e"
+_MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
+"""Bits of ``srv_admin_state`` that keep a server out (haproxy's SRV_ADMF_MAINT). 0x04 only tells that it was configured ``disabled``."""
+
+
+class GateError(Exception):
+    """The gate did not do what it was told; the message says why."""
+
+
+class GateAbsentError(GateError):
+    """Nothing listens on the gate's socket: haproxy does not run, so nothing passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateView:
+    """What haproxy says about itself."""
+
+    pid: int
+    ready: bool
+    """The agent's switch: set to ready."""
+    up: bool
+    """Requests pass now: the switch is on and the check of the agent succeeds."""
+
+
+class Gate:
+    """Commands to one haproxy."""
+
+    def __init__(self, socket: Path, *, timeout: float = 1.0) -> None:
+        self.socket = socket
+        self._timeout = timeout
+
+    async def view(self) -> GateView:
+        """Ask for the present state."""
+        answer = await self._command("show info; show servers state engine")
+        pid = next((line.partition(":")[2] for line in answer.splitlines() if line.startswith("Pid:")), "")
+        row = next((line.split() for line in answer.splitlines() if " engine " in line and line[:1].isdigit()), None)
+        if not pid.strip().isdigit() or row is None or len(row) < 7:
+            raise GateError(f"haproxy at {self.socket} has no server {_SERVER}: it answered {answer[:200]!r}")
+        operation, admin = int(row[5]), int(row[6])
+        ready = not admin & _MAINTENANCE
+        return GateView(pid=int(pid), ready=ready, up=ready and operation != 0)
+
+    async def set(self, *, is_open: bool) -> None:
+        """Open the gate, or close it for new requests; those in flight go on."""
+        await self._tell(f"set server {_SERVER} state {'ready' if is_open else 'maint'}")
+
+    async def cut(self) -> None:
+        """End every connection that the gate holds to the engine."""
+        await self._tell(f"shutdown sessions server {_SERVER}")
+
+    async def _tell(self, command: str) -> None:
+        answer = (await self._command(command)).strip()
+        if answer:
+            raise GateError(f"haproxy at {self.socket} refused '{command}': {answer[:200]}")
+
+    async def _command(self, command: str) -> str:
+        try:
+            async with asyncio.timeout(self._timeout):
+                reader, writer = await asyncio.open_unix_connection(str(self.socket))
+                try:
+                    writer.write(command.encode() + b"\n")
+                    await writer.drain()
+                    return (await reader.read(-1)).decode(errors="replace")
+                finally:
+                    writer.close()
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise GateAbsentError(f"haproxy does not listen on {self.socket}") from None
+        except TimeoutError:
+            raise GateError(f"haproxy at {self.socket} did not answer '{command}' within {self._timeout:g} s") from None
+        except OSError as error:
+            raise GateError(f"haproxy at {self.socket} cannot be asked: {error.strerror or error}") from None

@@ -1,0 +1,119 @@
+"""Which control calls an engine may be asked for now. Pure.
+
+SGLang dies of some calls (resuming memory that is not released), hangs in others (a group name in use) and would serve a mixture of weights
+after others (continuing after half an update). Such calls end here, with a sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_rollout.agent import state as s
+from sglang_rollout.wire.models import EngineState
+
+DEFAULT_GROUP = "weight_update_group"
+"""SGLang's group name when a call names none."""
+
+FORWARDED = frozenset(
+    {
+        s.BEGIN,
+        s.END,
+        s.UPDATE,
+        s.UPDATE_DISK,
+        s.INIT_GROUP,
+        s.DESTROY_GROUP,
+        s.PAUSE,
+        s.CONTINUE,
+        s.RELEASE,
+        s.RESUME,
+        s.SET_VERSION,
+        "flush_cache",
+        "get_weights_by_name",
+        "weights_checker",
+    }
+)
+"""SGLang's control calls that an agent passes on, one at a time."""
+
+NOT_OFFERED = {
+    "update_weights_from_tensor": "it carries handles of one process's GPU memory; use update_weights_from_distributed",
+    "update_weights_from_ipc": "it carries handles of GPU memory of one machine; use update_weights_from_distributed",
+    "init_weights_send_group_for_remote_instance": "a peer that fails can block the serving engine for good",
+    "send_weights_to_remote_instance": "with an unknown group it ends the engine's process",
+}
+"""SGLang's calls that are refused, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A call that must not reach the engine: HTTP status and a sentence."""
+
+    status: int
+    message: str
+
+
+def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None:  # noqa: PLR0911 - one line per rule
+    """Why ``call`` must not be put to the engine now, or None."""
+    memory = state.memory
+    if not state.up:
+        return Refusal(503, f"{call}: the engine is not up: {state.down_reason}.")
+    if memory.pending:
+        return Refusal(409, f"{call}: the engine has not answered {memory.pending} yet, and it takes one control call at a time.")
+    if call == s.CONTINUE and memory.state is EngineState.DIRTY:
+        return Refusal(409, f"{call}: {s.closed_reason(state)} Resuming would serve that mixture; /agent/fence gives the update up first.")
+    if call == s.UPDATE and not memory.session:
+        return Refusal(409, f"{call} must run between begin_weight_update and end_weight_update, and no session is open.")
+    if call == s.UPDATE and group_of(body) not in memory.groups:
+        return Refusal(400, f"{call}: this engine is in no group {group_of(body)!r}; its groups: {', '.join(memory.groups) or 'none'}.")
+    if call == s.END and not memory.session:
+        return Refusal(400, f"{call}: no weight update session is open.")
+    if call == s.INIT_GROUP:
+        return _init_refusal(memory, body)
+    if call == s.RESUME:
+        return _resume_refusal(memory, body)
+    return None
+
+
+def group_of(body: dict[str, Any]) -> str:
+    """The group that a call names."""
+    return str(body.get("group_name", DEFAULT_GROUP))
+
+
+def tags_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, ...]:
+    """The memory tags that a release or resume means: none named means all (of what is released)."""
+    tags = body.get("tags")
+    if isinstance(tags, list) and tags:
+        return tuple(str(tag) for tag in tags)
+    return s.MEMORY_TAGS if call == s.RELEASE else tuple(released)
+
+
+def prepared(call: str, body: dict[str, Any], memory: s.Memory) -> dict[str, Any]:
+    """The body as the engine should get it."""
+    if call == s.SET_VERSION:
+        # SGLang's default is to abort every running request.
+        return {**body, "abort_all_requests": False}
+    if call in (s.RELEASE, s.RESUME):
+        return {**body, "tags": list(tags_of(call, body, memory.released))}
+    return body
+
+
+def _init_refusal(memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
+    name = group_of(body)
+    if not name:
+        return Refusal(400, f"{s.INIT_GROUP}: the group needs a name; an empty one ends the engine's process.")
+    if name in memory.groups:
+        return Refusal(400, f"{s.INIT_GROUP}: the engine already is in a group {name!r}: destroy it first, or use a fresh name.")
+    return None
+
+
+def _resume_refusal(memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
+    tags = tags_of(s.RESUME, body, memory.released)
+    wrong = [tag for tag in tags if tag not in memory.released]
+    if not tags or wrong:
+        what = ", ".join(wrong) or "nothing"
+        return Refusal(
+            409,
+            f"{s.RESUME}: {what} is not released (released: {', '.join(memory.released) or 'none'}); "
+            "resuming memory that is not released ends the engine's process.",
+        )
+    return None

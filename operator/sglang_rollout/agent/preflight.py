@@ -1,0 +1,53 @@
+"""Can this pod reach the trainer? Asked before any engine is told to join a group, because SGLang would wait there for half an hour."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+from sglang_rollout.wire.models import PreflightReply, PreflightRequest
+
+_ATTEMPT = 2.0
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 1.0
+
+
+async def preflight(request: PreflightRequest) -> PreflightReply:
+    """Resolve the name and open a TCP connection, again and again until it works or the deadline has passed.
+
+    Trainers often ask the servers to join before they listen themselves, so the first refusals mean nothing.
+    """
+    end = time.monotonic() + request.deadline
+    pause = _FIRST_PAUSE
+    while True:
+        left = end - time.monotonic()
+        reason = await _attempt(request.host, request.port, max(0.05, min(_ATTEMPT, left)))
+        if reason is None:
+            return PreflightReply(ok=True)
+        if time.monotonic() + pause >= end:
+            return PreflightReply(ok=False, reason=f"{reason} (tried for {request.deadline:g} s)")
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, _LONGEST_PAUSE)
+
+
+async def _attempt(host: str, port: int, timeout: float) -> str | None:
+    """One try. None if it worked, else what did not."""
+    try:
+        async with asyncio.timeout(timeout):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return f"{host} port {port} did not answer within {timeout:.1f} s: is a firewall or a NetworkPolicy in between?"
+    except socket.gaierror as error:
+        return f"the name {host} cannot be resolved here: {error.strerror}"
+    except OSError as error:
+        return f"{host} port {port} takes no connection from here: {_plain(error)}"
+    writer.close()
+    return None
+
+
+def _plain(error: OSError) -> str:
+    """The system's words without asyncio's repetition of the address."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused, nothing listens there"
+    return error.strerror or str(error)

@@ -1,0 +1,162 @@
+"""What an agent knows, and what follows from it. Pure: no I/O, no clock. How it changes: :mod:`sglang_rollout.agent.events`.
+
+The one rule that everything serves: **the gate is open only while the engine is up and holds the committed version completely**
+(:func:`gate_may_open`). Whatever is uncertain counts as closed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pydantic import Field
+
+from sglang_rollout.wire.models import AgentStatus, EngineState, Message, Version
+from sglang_rollout.wire.ports import WIRE_VERSION
+
+BEGIN = "begin_weight_update"
+END = "end_weight_update"
+UPDATE = "update_weights_from_distributed"
+UPDATE_DISK = "update_weights_from_disk"
+INIT_GROUP = "init_weights_update_group"
+DESTROY_GROUP = "destroy_weights_update_group"
+PAUSE = "pause_generation"
+CONTINUE = "continue_generation"
+RELEASE = "release_memory_occupation"
+RESUME = "resume_memory_occupation"
+SET_VERSION = "update_weight_version"
+
+WEIGHTS_TAG = "weights"
+MEMORY_TAGS = ("kv_cache", WEIGHTS_TAG, "cuda_graph")
+"""What SGLang can release; no tags in a call means all of them."""
+
+
+class Memory(Message):
+    """What outlives the agent's process. Written to disk before the engine hears of what it describes."""
+
+    wire: int = WIRE_VERSION
+    boot_id: str | None = None
+    """The life of the engine that the rest speaks of."""
+    state: EngineState = EngineState.UNKNOWN
+    version: Version | None = None
+    label: str | None = None
+    """What the engine's ``/model_info`` must report while its state is clean."""
+    cohort: list[str] = Field(default_factory=list)
+    committed: Version | None = None
+    term: int = 0
+    session: bool = False
+    paused: bool = False
+    groups: list[str] = Field(default_factory=list)
+    released: list[str] = Field(default_factory=list)
+    """Memory tags that were released and not resumed."""
+    received: int = 0
+    """Update calls that succeeded since the engine became dirty."""
+    failed: bool = False
+    """Something went wrong since the engine became dirty: only a new, complete update helps."""
+    pending: str = ""
+    """The control call whose outcome is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine says about itself in one life."""
+
+    boot_id: str
+    live_label: str
+    """``weight_version`` of /model_info: now."""
+    launch_label: str
+    """``weight_version`` of /server_info: as launched."""
+    sglang_version: str | None = None
+    tensor_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything the agent's decisions depend on."""
+
+    memory: Memory = field(default_factory=Memory)
+    up: bool = False
+    """The engine answers, has warmed up, and ``memory.boot_id`` is its present life."""
+    down_reason: str = "the engine has not answered yet"
+    informed: bool = False
+    """``memory.committed`` may be believed: told in this life of the agent, or left unchallenged after its start."""
+    draining: bool = False
+    calls: int = 0
+    """Grows when a control call begins and ends: tells whether an observation is older than the last change."""
+    facts: EngineFacts | None = None
+
+
+def gate_may_open(state: State) -> bool:
+    """Whether requests may reach the engine."""
+    return not closed_reason(state)
+
+
+def closed_reason(state: State) -> str:  # noqa: PLR0911 - one line per case
+    """Why the gate is closed, as a sentence; empty if it may be open."""
+    memory = state.memory
+    if not state.up:
+        return f"The engine is not up: {state.down_reason}."
+    if memory.state is EngineState.DIRTY:
+        if memory.failed:
+            return "The engine holds a mixture of weights after an update that failed; it waits for the next complete update."
+        return "A weight update is under way."
+    if memory.state is EngineState.UNKNOWN or memory.version is None:
+        return "It is not known which weights the engine holds; it waits for the next complete update."
+    if memory.released:
+        return f"The engine's memory is released: {', '.join(memory.released)}."
+    if state.draining:
+        return "The engine is being drained."
+    if memory.committed is None or not state.informed:
+        return "No coordinator has said yet which version is committed."
+    if rank(memory.version) != rank(memory.committed):
+        return f"The engine holds version {memory.version}, committed is {memory.committed}."
+    return ""
+
+
+def ack_refusal(state: State, boot_id: str, version: Version) -> str:  # noqa: PLR0911 - one line per case
+    """Why this engine cannot vouch for ``version``, as a sentence; empty if it can."""
+    memory = state.memory
+    if not state.up or memory.boot_id != boot_id:
+        return f"The engine that took part in the update is gone; now there is {memory.boot_id if state.up else 'none'}."
+    if memory.pending:
+        return f"The engine has not answered {memory.pending} yet."
+    if memory.state is EngineState.CLEAN and memory.version is not None and rank(memory.version) == rank(version):
+        return ""
+    if memory.state is not EngineState.DIRTY:
+        return "The engine has seen no update since it was clean."
+    if memory.session:
+        return "The update session is still open on the engine: end_weight_update comes first."
+    if memory.failed:
+        return "A call of the update failed on this engine."
+    if memory.received == 0:
+        return "The engine has received no weights in this update."
+    return ""
+
+
+def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
+    """The wire form. ``gate_open`` is what the gate itself reports."""
+    memory, facts = state.memory, state.facts
+    clean = state.up and memory.state is EngineState.CLEAN
+    reason = closed_reason(state)
+    if not reason and not gate_open:
+        reason = "The gate (haproxy) does not answer its agent, or has not opened yet."
+    return AgentStatus(
+        name=name,
+        boot_id=memory.boot_id if state.up else None,
+        state=memory.state if state.up else EngineState.UNKNOWN,
+        version=memory.version if clean else None,
+        cohort=memory.cohort if clean else [],
+        committed=memory.committed,
+        term=memory.term,
+        gate_open=gate_open and not reason,
+        paused=memory.paused,
+        session=memory.session,
+        groups=memory.groups,
+        tensor_size=facts.tensor_size if facts else None,
+        sglang_version=facts.sglang_version if facts else None,
+        reason=reason,
+    )
+
+
+def rank(version: Version) -> tuple[int, int]:
+    """What tells versions apart: not the label, which a trainer may use twice."""
+    return version.run, version.n

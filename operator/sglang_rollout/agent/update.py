@@ -1,0 +1,124 @@
+"""The agent's part in ending a weight update: vouching for it, or giving it up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from sglang_rollout.agent import events as ev
+from sglang_rollout.agent import state as s
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.engine import EngineError
+from sglang_rollout.wire.models import AckRequest, EngineState, FenceRequest
+
+log = logging.getLogger(__name__)
+
+_LABEL_DEADLINE = 30.0
+_IDLE_DEADLINE = 5.0
+FENCE_ANSWERS = 8.0
+"""Seconds after which a fence answers, done or not. The engine may be stuck in a collective that only a SIGKILL ends."""
+STUCK_AFTER = 60.0
+"""Seconds after which an engine that still has not answered the call of a given-up update is asked to be killed."""
+
+
+class AckError(Exception):
+    """The engine cannot vouch for the version; the message says why."""
+
+
+async def acknowledge(agent: Agent, request: AckRequest) -> None:
+    """Record that the engine holds a version completely, after it reports that version's label itself. Raises AckError."""
+    refused = s.ack_refusal(agent.state, request.boot_id, request.version)
+    if not refused and agent.fencing:
+        refused = "The update is being given up."
+    if refused:
+        raise AckError(refused)
+    memory = agent.state.memory
+    if memory.state is EngineState.CLEAN and memory.version == request.version:
+        return  # told twice
+    try:
+        label = await agent.engine.label()
+    except EngineError as error:
+        raise AckError(f"The engine does not say which version it holds: {error}.") from error
+    if label != request.version.label:
+        reply = await agent.control(s.SET_VERSION, {"new_version": request.version.label}, _LABEL_DEADLINE)
+        if not reply.ok:
+            raise AckError(f"The engine did not take the version's label {request.version.label!r}: HTTP {reply.status}.")
+    refused = s.ack_refusal(agent.state, request.boot_id, request.version)  # the engine may have been replaced meanwhile
+    if refused:
+        raise AckError(refused)
+    agent.dispatch(ev.Acknowledged(request.version, tuple(request.cohort)))
+
+
+class Fence:
+    """Gives updates up. One at a time; asking again while one is under way waits for the same one."""
+
+    def __init__(self, agent: Agent, *, kill_file: Path | None, stuck_after: float = STUCK_AFTER) -> None:
+        self._agent = agent
+        self._kill_file = kill_file
+        self._stuck_after = stuck_after
+        self._task: asyncio.Task[None] | None = None
+
+    async def give_up(self, request: FenceRequest) -> None:
+        """Close the gate and cut what it holds if the engine is dirty; then end the session, abort, and let the scheduler run."""
+        agent = self._agent
+        log.info("Giving the update up: %s", request.reason)
+        agent.dispatch(ev.GivenUp())
+        if agent.state.memory.state is EngineState.DIRTY:
+            await agent.shut_gate()
+            await agent.cut()
+        if self._task is None or self._task.done():
+            agent.fencing = True
+            self._task = asyncio.create_task(self._clean_up(), name="fence")
+        await asyncio.wait({self._task}, timeout=FENCE_ANSWERS)
+
+    async def _clean_up(self) -> None:
+        try:
+            await self._wait_for_engine()
+            await self._release_engine()
+        except EngineError as error:
+            log.warning("The update could not be given up cleanly: %s.", error)
+        finally:
+            self._agent.fencing = False
+
+    async def _wait_for_engine(self) -> None:
+        """Until the engine has answered the call that is under way."""
+        running = self._agent.running
+        if running is None or running.done():
+            return
+        done, _ = await asyncio.wait({running}, timeout=self._stuck_after)
+        if done:
+            return
+        call = running.get_name()
+        if self._kill_file is None:
+            log.error(
+                "The engine has not answered %s for %g s after the update was given up: it has to be restarted.", call, self._stuck_after
+            )
+        else:
+            log.error(
+                "The engine has not answered %s for %g s after the update was given up: asking for its restart.", call, self._stuck_after
+            )
+            await asyncio.to_thread(self._kill_file.touch)
+        await asyncio.wait({running})
+
+    async def _release_engine(self) -> None:
+        agent = self._agent
+        if not agent.state.up:
+            return
+        if agent.state.memory.session:
+            await agent.start(s.END, {})
+        if agent.state.memory.state is EngineState.DIRTY:
+            await agent.engine.post("/abort_request", {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
+        if agent.state.memory.paused:
+            await agent.start(s.CONTINUE, {})
+        if agent.state.memory.state is EngineState.DIRTY:
+            await self._until_idle()
+
+    async def _until_idle(self) -> None:
+        """Requests that reached the engine late are aborted as well."""
+        for _ in range(10):
+            if await self._agent.engine.running() == 0:
+                return
+            await self._agent.engine.post("/abort_request", {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
+            await asyncio.sleep(_IDLE_DEADLINE / 10)
+        log.warning("Requests still run on the engine %g s after they were aborted; nobody is left to get their answers.", _IDLE_DEADLINE)

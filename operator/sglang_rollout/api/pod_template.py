@@ -1,0 +1,114 @@
+"""``spec.podTemplate``: an overlay over the engine pods. Only what rules look at is typed; the rest of a pod passes
+through."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, rules
+
+ENGINE_CONTAINER = "engine"
+GATE_CONTAINER = "gate"
+AGENT_CONTAINER = "agent"
+RESERVED_VOLUMES = ("run", "control", "tmp", "shm")
+"""Volumes of the engine pod that belong to the operator."""
+
+Name = Annotated[str, Field(max_length=253)]
+Labels = Annotated[dict[str, Annotated[str, Field(max_length=65536)]], Field(json_schema_extra={"maxProperties": 64})]
+
+_SIDECARS = [GATE_CONTAINER, AGENT_CONTAINER]
+_NOT_OURS = rule(
+    f"!self.exists(c, c.name in {_SIDECARS})",
+    "podTemplate must not change the containers gate and agent: they are the fence in front of the engine.",
+)
+_ENGINE_COMMAND = rule(
+    f"!self.exists(c, c.name == '{ENGINE_CONTAINER}' && (has(c.command) || has(c.args) || has(c.image)))",
+    "podTemplate must not set command, args or image of the container engine: use spec.engine.image and spec.engine.args.",
+)
+_NO_INIT_ENGINE = rule(
+    f"!self.exists(c, c.name == '{ENGINE_CONTAINER}')",
+    f"podTemplate must not make an init container of the name {ENGINE_CONTAINER}: the engine itself has it.",
+)
+
+
+class Open(ApiModel):
+    """An object whose further fields pass through unchanged."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={PRESERVE: True})
+
+
+class OverlayContainer(Open):
+    """A container to add, or to merge into the one of the same name."""
+
+    name: str = Field(min_length=1, max_length=63)
+    """Name of the container. `engine` is the one that runs SGLang."""
+    image: str | None = Field(default=None, max_length=1024)
+    """Image of an added container."""
+    command: list[Annotated[str, Field(max_length=65536)]] | None = Field(default=None, max_length=256)
+    """Command of an added container."""
+    args: list[Annotated[str, Field(max_length=65536)]] | None = Field(default=None, max_length=256)
+    """Arguments of an added container."""
+
+
+class OverlayVolume(Open):
+    """A volume to add."""
+
+    name: str = Field(min_length=1, max_length=63)
+    """Name of the volume."""
+
+
+_MAP_LIST: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+
+
+class OverlayPodSpec(Open):
+    """Fields of a pod's spec."""
+
+    containers: list[OverlayContainer] | None = Field(
+        default=None, max_length=16, json_schema_extra=_MAP_LIST | rules(_NOT_OURS, _ENGINE_COMMAND)
+    )
+    """Containers to add or to merge by name. Lists inside a container merge by name too (env, ports, volumeMounts by
+    mountPath)."""
+    init_containers: list[OverlayContainer] | None = Field(
+        default=None, max_length=16, json_schema_extra=_MAP_LIST | rules(_NOT_OURS, _NO_INIT_ENGINE)
+    )
+    """Init containers to add; they run before the gate and the agent."""
+    volumes: list[OverlayVolume] | None = Field(
+        default=None,
+        max_length=64,
+        json_schema_extra=_MAP_LIST
+        | rules(
+            rule(
+                f"!self.exists(v, v.name in {list(RESERVED_VOLUMES)})",
+                f"podTemplate must not define the volumes {', '.join(RESERVED_VOLUMES)}: they belong to the operator. Choose another name.",
+            )
+        ),
+    )
+    """Volumes to add."""
+
+
+class OverlayMetadata(ApiModel):
+    """Labels and annotations of the engine pods."""
+
+    labels: Labels | None = Field(
+        default=None,
+        json_schema_extra=rules(
+            rule(
+                "!self.exists(k, k.startsWith('rollout.sglang.io/') || k.startsWith('app.kubernetes.io/'))",
+                "podTemplate must not set labels under rollout.sglang.io/ or app.kubernetes.io/: the operator finds its pods by them.",
+            )
+        ),
+    )
+    """Labels to add."""
+    annotations: Labels | None = None
+    """Annotations to add."""
+
+
+class PodTemplate(ApiModel):
+    """What to lay over the engine pods."""
+
+    metadata: OverlayMetadata | None = None
+    """Labels and annotations of the engine pods."""
+    spec: OverlayPodSpec | None = None
+    """Fields of the pods' spec."""

@@ -1,0 +1,139 @@
+"""``status`` of an SGLangRollout: what the operator reports."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from sglang_rollout.api.schema import ApiModel
+
+MAX_ENGINE_ROWS = 64
+"""Engines listed one by one; a bigger fleet shows all of its members at ``GET /fleet``."""
+
+Text = Annotated[str, Field(max_length=32768)]
+
+
+class Condition(ApiModel):
+    """One aspect of the fleet's state, in the usual Kubernetes form."""
+
+    type: str = Field(max_length=64)
+    """Which aspect."""
+    status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
+    reason: str = Field(max_length=64)
+    """Why, as a constant for programs."""
+    message: Text = ""
+    """Why, as a sentence for people."""
+    observed_generation: int | None = None
+    """`metadata.generation` that this was said about."""
+    last_transition_time: str = Field(json_schema_extra={"format": "date-time"})
+    """When `status` last changed."""
+
+
+class EnginePhase(StrEnum):
+    """Where an engine is in its life."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    FAILED = "Failed"
+    WAITING = "Waiting"
+    SERVING = "Serving"
+    STOPPING = "Stopping"
+
+
+class EngineStatus(ApiModel):
+    """One engine."""
+
+    name: str = Field(max_length=63)
+    """Its StatefulSet."""
+    phase: EnginePhase
+    """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the
+    committed weights, so it serves nobody), `Serving`, `Stopping`."""
+    updated: bool
+    """Whether its pod was made from the current spec."""
+    version: str | None = Field(default=None, max_length=256)
+    """Weight version that all of its tensors belong to; absent while that is not known."""
+    weights: str | None = Field(default=None, max_length=16)
+    """`clean`, `dirty` or `unknown`."""
+    restarts: int = 0
+    """How often its engine container was restarted in this pod."""
+    node: str | None = Field(default=None, max_length=253)
+    """The node it runs on."""
+    reason: Text = ""
+    """Why it does not serve, as a sentence."""
+
+
+class LastUpdate(ApiModel):
+    """The last weight update that ended."""
+
+    version: str = Field(max_length=256)
+    """The version it was about."""
+    outcome: str = Field(max_length=32)
+    """`Committed`, `Partial` or `Failed`."""
+    reason: Text = ""
+    """Why it failed."""
+    finished: str = Field(json_schema_extra={"format": "date-time"})
+    """When it ended."""
+    phases_ms: dict[str, int] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
+    """Milliseconds of each phase."""
+    engines: int = 0
+    """How many engines committed it."""
+
+
+class WeightsStatus(ApiModel):
+    """The policy version of the fleet."""
+
+    committed_version: str = Field(max_length=256)
+    """What the fleet serves: `base` (what `model.path` holds) or the trainer's own name of the version."""
+    run: int = 0
+    """Grows when a trainer starts anew; 0 before the first update."""
+    number: int = 0
+    """Count of versions within the run."""
+    epoch: int = 0
+    """Grows whenever the set of engines or the life of one of them changes. A trainer's group belongs to one epoch."""
+    last_update: LastUpdate | None = None
+    """The last weight update that ended."""
+
+
+class Endpoints(ApiModel):
+    """Where trainers find the fleet."""
+
+    url: str = Field(max_length=512)
+    """The one URL: generate through it, push weights through it."""
+    discovery: str = Field(max_length=512)
+    """Discovery document: members, ranks, world size, versions."""
+
+
+class RolloutStatus(ApiModel):
+    """What is."""
+
+    observed_generation: int = 0
+    """`metadata.generation` that this status was made from."""
+    replicas: int = 0
+    """Engines that exist."""
+    ready_replicas: int = 0
+    """Engines that serve the committed weights."""
+    updated_replicas: int = 0
+    """Engines whose pod was made from the current spec."""
+    ready: str = Field(default="", max_length=32)
+    """Engines that serve, of those wanted: `2/2`."""
+    selector: str = Field(default="", max_length=512)
+    """Label selector of the engine pods, for autoscalers."""
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+    """`Ready`, `Available`, `Progressing`, `RouterReady`, `WeightsConsistent`, `Degraded`."""
+    engines: list[EngineStatus] = Field(
+        default_factory=list,
+        max_length=MAX_ENGINE_ROWS,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    """The engines, those that do not serve first if there are more than 64."""
+    weights: WeightsStatus | None = None
+    """The policy version; absent until the coordinator has reported."""
+    endpoints: Endpoints | None = None
+    """Where trainers find the fleet."""

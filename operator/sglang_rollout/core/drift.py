@@ -1,0 +1,112 @@
+"""Does a live object still say what was rendered?
+
+Two questions, because neither suffices alone. The hash of the rendered object, kept in an annotation, shows that we
+want something else now, also when a field is gone from what we want. The comparison shows that somebody changed the
+live object: every rendered field must be there with its value. Fields that we did not render belong to others
+(defaults, autoscalers, injectors) and are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_rollout.core import quantity
+from sglang_rollout.core.hashing import digest
+from sglang_rollout.core.names import ANNOTATION_APPLIED
+from sglang_rollout.core.render.overlay import MERGE_KEYS, identity
+
+_QUANTITY_FIELDS = frozenset({"requests", "limits", "capacity", "sizeLimit"})
+"""The API server rewrites what stands here: ``1024Mi`` comes back as ``1Gi``."""
+
+_KEPT_ZEROS = frozenset(
+    {
+        "automountServiceAccountToken",
+        "allowPrivilegeEscalation",
+        "readOnlyRootFilesystem",
+        "runAsNonRoot",
+        "runAsUser",
+        "runAsGroup",
+        "enableServiceLinks",
+        "replicas",
+    }
+)
+"""Fields whose false or 0 the API server keeps. From others it drops an empty value, which then looks like a missing
+one."""
+
+_SERVER_SIDE_ONLY = frozenset({"stringData"})
+
+
+def stamped(rendered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``rendered`` with its own hash in an annotation: what is applied."""
+    metadata = dict(rendered["metadata"])
+    # Without the token of a Secret: it is put in after this, and a hash of it has no business in an annotation.
+    hashed = {key: value for key, value in rendered.items() if rendered["kind"] != "Secret" or key != "data"}
+    metadata["annotations"] = {**metadata.get("annotations", {}), ANNOTATION_APPLIED: digest(hashed)}
+    return {**rendered, "metadata": metadata}
+
+
+def difference(stamp: Mapping[str, Any], live: Mapping[str, Any]) -> str:
+    """Return where ``live`` differs from what :func:`stamped` made, as a path; empty if it does not."""
+    wanted = stamp["metadata"]["annotations"][ANNOTATION_APPLIED]
+    found = (live.get("metadata", {}).get("annotations") or {}).get(ANNOTATION_APPLIED)
+    if found != wanted:
+        return "what is wanted changed" if found else f"metadata.annotations[{ANNOTATION_APPLIED}]"
+    return _mapping(stamp, live, "", False)
+
+
+def _value(rendered: Any, live: Any, path: str, key: str, quantities: bool) -> str:
+    quantities = quantities or key in _QUANTITY_FIELDS
+    if isinstance(rendered, Mapping):
+        return _mapping(rendered, live, path, quantities) if isinstance(live, Mapping) else path
+    if isinstance(rendered, list):
+        return _list(rendered, live, path, key) if isinstance(live, list) else path
+    if rendered == live and isinstance(rendered, bool) == isinstance(live, bool):
+        return ""
+    return "" if quantities and quantity.same(rendered, live) else path
+
+
+def _mapping(rendered: Mapping[str, Any], live: Mapping[str, Any], path: str, quantities: bool) -> str:
+    for key, value in rendered.items():
+        below = f"{path}.{key}" if path else key
+        if key in _SERVER_SIDE_ONLY:
+            continue
+        if live.get(key) is None:
+            if _is_dropped(key, value):
+                continue
+            return below
+        found = _value(value, live[key], below, key, quantities)
+        if found:
+            return found
+    return ""
+
+
+def _is_dropped(key: str, value: Any) -> bool:
+    return value is None or (key not in _KEPT_ZEROS and not isinstance(value, Mapping) and not value)
+
+
+def _list(rendered: list[Any], live: list[Any], path: str, key: str) -> str:
+    keys = MERGE_KEYS.get(key)
+    if keys and all(identity(item, keys) for item in rendered):
+        return _map_list(rendered, live, path, keys)
+    if len(rendered) != len(live):
+        return path
+    for index, (wanted, found) in enumerate(zip(rendered, live, strict=True)):
+        where = _value(wanted, found, f"{path}[{index}]", "", False)
+        if where:
+            return where
+    return ""
+
+
+def _map_list(rendered: list[Any], live: list[Any], path: str, keys: tuple[str, ...]) -> str:
+    """Items are found by their key; items of others may stand between ours."""
+    by_key = {identity(item, keys): item for item in live}
+    for item in rendered:
+        which = identity(item, keys)
+        where = f"{path}[{which[0] if which else ''}]"
+        if which not in by_key:
+            return where
+        found = _value(item, by_key[which], where, "", False)
+        if found:
+            return found
+    return ""

@@ -1,0 +1,121 @@
+"""What is said about one engine: its phase and, if it does not serve, why. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.status import EnginePhase, EngineStatus
+from sglang_rollout.core import names, pods
+from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.serving import holds_committed, router_ready, serves
+from sglang_rollout.core.world import Object, World
+from sglang_rollout.wire.models import BASE_LABEL, EngineState, Version
+
+_TROUBLE_REASONS = {"image": Reason.IMAGE_PULL_FAILED, "crash": Reason.ENGINE_CRASHED, "create": Reason.CREATE_FAILED}
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """One engine, with the reason that it adds to the condition ``Ready``."""
+
+    row: EngineStatus
+    reason: Reason | None
+    """None: it serves."""
+
+    @property
+    def sentence(self) -> str:
+        """Why it does not serve, naming it."""
+        return f"Engine {self.row.name}: {self.row.reason}" if self.row.reason else f"Engine {self.row.name} serves."
+
+
+def version_text(version: Version) -> str:
+    """Return how a version is shown: ``base``, or the trainer's own name for it."""
+    return BASE_LABEL if version.is_base else version.label or str(version)
+
+
+def engine_views(world: World) -> list[EngineView]:
+    """Return all engines: those that are wanted, and those that are on their way out."""
+    rollout = world.rollout
+    if rollout is None:
+        return []
+    wanted = [names.engine_name(rollout.name, index) for index in range(rollout.spec.replicas)]
+    leaving = [name for name in world.engines() if name not in wanted]
+    current = revision(rollout)
+    return [_wanted(world, name, current) for name in wanted] + [_leaving(world, name, current) for name in leaving]
+
+
+def _wanted(world: World, name: str, current: str) -> EngineView:
+    phase, reason, why = _state(world, name)
+    return EngineView(_row(world, name, current, phase, why), reason)
+
+
+def _leaving(world: World, name: str, current: str) -> EngineView:
+    return EngineView(
+        _row(world, name, current, EnginePhase.STOPPING, "it is not wanted any more and goes away."), None
+    )
+
+
+def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) -> EngineStatus:
+    pod, row = world.pod_of(name), world.row(name)
+    return EngineStatus(
+        name=name,
+        phase=phase,
+        updated=pod is not None and pods.revision_of(pod) == current,
+        version=version_text(row.version) if row and row.version else None,
+        weights=row.state.value if row else None,
+        restarts=pods.restarts_of(pod),
+        node=pods.node_of(pod),
+        reason=why,
+    )
+
+
+def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
+    pod = world.pod_of(name)
+    if serves(world, name):
+        return EnginePhase.SERVING, None, ""
+    if pod is None:
+        return EnginePhase.PENDING, Reason.PODS_NOT_READY, "it has no pod yet."
+    if pods.is_terminating(pod):
+        return EnginePhase.STOPPING, Reason.PODS_NOT_READY, "its pod is going away and will be made anew."
+    if not pods.is_ready(pod):
+        return _not_ready(pod)
+    return _closed(world, name)
+
+
+def _not_ready(pod: Object) -> tuple[EnginePhase, Reason, str]:
+    found = pods.trouble(pod)
+    if found and found.kind in _TROUBLE_REASONS:
+        return EnginePhase.FAILED, _TROUBLE_REASONS[found.kind], f"{found.text}."
+    nowhere = pods.unschedulable(pod)
+    if nowhere:
+        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, f"no node can take its pod: {nowhere}"
+    if found:
+        return EnginePhase.STARTING, Reason.PODS_NOT_READY, f"{found.text}; it is starting again."
+    if pods.node_of(pod) is None:
+        return EnginePhase.PENDING, Reason.PODS_NOT_READY, "its pod waits for the scheduler."
+    return EnginePhase.STARTING, Reason.PODS_NOT_READY, "it is starting."
+
+
+def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:
+    """The process is up; its gate is closed, or nobody can say."""
+    row = world.row(name)
+    if not router_ready(world):
+        return EnginePhase.WAITING, Reason.ROUTER_NOT_READY, "it is up; the router is not."
+    if row is None:
+        return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, "it is up; the coordinator has not reported on it yet."
+    told = f" {row.reason.rstrip('.')}." if row.reason else ""
+    if row.state is EngineState.DIRTY:
+        return (
+            EnginePhase.WAITING,
+            Reason.WEIGHTS_DIVERGED,
+            f"it holds part of an unfinished weight update and waits for a complete one.{told}",
+        )
+    if row.state is EngineState.CLEAN and row.version and world.record and not holds_committed(world, name):
+        held, committed = version_text(row.version), version_text(world.record.committed)
+        return (
+            EnginePhase.WAITING,
+            Reason.WAITING_FOR_WEIGHTS,
+            f"it holds version {held}, the fleet serves {committed}: it waits for the trainer's next weight update.",
+        )
+    return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, f"its gate is closed.{told}"

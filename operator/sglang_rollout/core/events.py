@@ -1,0 +1,126 @@
+"""Which Kubernetes Events a change of status is worth: what a person wants to read in ``kubectl describe``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang_rollout.api.conditions import ConditionType, Reason, find
+from sglang_rollout.api.status import EnginePhase
+
+Status = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EventToPost:
+    """One Event about the custom resource."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+    key: str
+    """Two events with one key are one Event object over time: the newer message replaces the older, and the count
+    grows."""
+
+
+def transitions(old: Status | None, new: Status) -> list[EventToPost]:
+    """Return the Events for the change from ``old`` to ``new``; none if nothing changed that anybody would want to
+    know."""
+    if not old:
+        return [_conditions_first(new)]
+    return [*_engines(old, new), *_weights(old, new), *_rolling(old, new), *_ready(old, new)]
+
+
+def _conditions_first(new: Status) -> EventToPost:
+    ready = find(new, ConditionType.READY)
+    if ready.get("reason") == Reason.INVALID_SPEC:
+        return EventToPost("Warning", "InvalidSpec", str(ready.get("message")), "InvalidSpec")
+    return EventToPost(
+        "Normal", "Accepted", f"The fleet is being made; its URL is {new.get('endpoints', {}).get('url')}.", "Accepted"
+    )
+
+
+def _engines(old: Status, new: Status) -> Iterator[EventToPost]:
+    before = {row["name"]: row for row in old.get("engines", [])}
+    for row in new.get("engines", []):
+        name, phase = row["name"], row["phase"]
+        was = before.get(name, {}).get("phase")
+        if phase == was:
+            continue
+        if phase == EnginePhase.SERVING:
+            version = f" version {row['version']}" if row.get("version") else ""
+            yield EventToPost("Normal", "EngineServing", f"Engine {name} serves{version}.", f"EngineServing/{name}")
+        elif phase == EnginePhase.FAILED:
+            yield EventToPost(
+                "Warning", "EngineFailed", f"Engine {name}: {row.get('reason', '')}", f"EngineFailed/{name}"
+            )
+        elif was == EnginePhase.SERVING and phase == EnginePhase.STOPPING:
+            yield EventToPost(
+                "Normal", "EngineStopping", f"Engine {name}: {row.get('reason', '')}", f"EngineStopping/{name}"
+            )
+        elif was == EnginePhase.SERVING:
+            yield EventToPost(
+                "Warning", "EngineLost", f"Engine {name} serves no more: {row.get('reason', '')}", f"EngineLost/{name}"
+            )
+
+
+def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
+    before, after = old.get("weights") or {}, new.get("weights") or {}
+    if not after:
+        return
+    committed = after["committedVersion"]
+    moved = (before.get("run"), before.get("number")) != (after["run"], after["number"])
+    if before and moved:
+        if before["run"] not in {0, after["run"]}:
+            message = (
+                f"A trainer started anew: run {after['run']} begins at version {committed};"
+                f" run {before['run']} ended at {before['committedVersion']}."
+            )
+            yield EventToPost("Normal", "NewRun", message, "NewRun")
+        yield EventToPost(
+            "Normal",
+            "WeightsCommitted",
+            f"The fleet serves version {committed} (run {after['run']}).",
+            "WeightsCommitted",
+        )
+    last = after.get("lastUpdate")
+    if last and last != before.get("lastUpdate") and last["outcome"] != "Committed":
+        message = (
+            f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
+        )
+        yield EventToPost("Warning", "WeightUpdateFailed", message, "WeightUpdateFailed")
+
+
+def _rolling(old: Status, new: Status) -> Iterator[EventToPost]:
+    before, after = find(old, ConditionType.PROGRESSING), find(new, ConditionType.PROGRESSING)
+    was, now = before.get("reason") == Reason.UPDATING, after.get("reason") == Reason.UPDATING
+    if now and not was:
+        yield EventToPost("Normal", "RollingUpdateStarted", str(after.get("message")), "RollingUpdateStarted")
+    if was and not now:
+        yield EventToPost(
+            "Normal", "RollingUpdateFinished", "All engines are made from the current spec.", "RollingUpdateFinished"
+        )
+
+
+def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
+    before, after = find(old, ConditionType.READY), find(new, ConditionType.READY)
+    same = (before.get("status"), before.get("reason")) == (after.get("status"), after.get("reason"))
+    if same:
+        return
+    if after.get("status") == "True":
+        yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
+    elif after.get("reason") in {
+        Reason.APPLY_FAILED,
+        Reason.INVALID_SPEC,
+        Reason.INSUFFICIENT_CAPACITY,
+        Reason.ROUTER_NOT_READY,
+    }:
+        if before.get("status") is None and after.get("reason") == Reason.ROUTER_NOT_READY:
+            return
+        kind: Literal["Normal", "Warning"] = (
+            "Normal"
+            if after.get("reason") == Reason.ROUTER_NOT_READY and before.get("status") == "False"
+            else "Warning"
+        )
+        yield EventToPost(kind, str(after["reason"]), str(after.get("message")), f"NotReady/{after['reason']}")

@@ -1,0 +1,212 @@
+"""The conditions of a fleet, one function for each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_rollout.api.conditions import ConditionType, Finding, Reason
+from sglang_rollout.api.status import EnginePhase
+from sglang_rollout.core import names, pods
+from sglang_rollout.core.engine_rows import EngineView, version_text
+from sglang_rollout.core.serving import router_ready
+from sglang_rollout.core.world import World
+from sglang_rollout.wire.models import UpdateOutcome
+
+SEVERITY = (
+    Reason.IMAGE_PULL_FAILED,
+    Reason.CREATE_FAILED,
+    Reason.ENGINE_CRASHED,
+    Reason.INSUFFICIENT_CAPACITY,
+    Reason.PODS_NOT_READY,
+    Reason.ROUTER_NOT_READY,
+    Reason.WEIGHTS_DIVERGED,
+    Reason.WAITING_FOR_WEIGHTS,
+)
+"""Of several engines that do not serve, the one that comes first here is spoken of."""
+
+_NEEDS_A_PERSON = frozenset(
+    {Reason.IMAGE_PULL_FAILED, Reason.CREATE_FAILED, Reason.ENGINE_CRASHED, Reason.INSUFFICIENT_CAPACITY}
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the conditions are made from."""
+
+    world: World
+    wanted: list[EngineView]
+    leaving: list[EngineView]
+    failure: str
+    router: bool
+    """The router runs."""
+
+    @classmethod
+    def of(cls, world: World, views: Sequence[EngineView], failure: str) -> Facts:
+        """Sort out ``views``."""
+        replicas = world.rollout.spec.replicas if world.rollout else 0
+        return cls(world, list(views[:replicas]), list(views[replicas:]), failure, router_ready(world))
+
+    @property
+    def serving(self) -> int:
+        """How many wanted engines serve."""
+        return sum(view.row.phase is EnginePhase.SERVING for view in self.wanted)
+
+    @property
+    def outdated(self) -> list[EngineView]:
+        """Wanted engines whose pod was made from an older spec."""
+        return [view for view in self.wanted if not view.row.updated and self.world.pod_of(view.row.name) is not None]
+
+    @property
+    def worst(self) -> EngineView | None:
+        """The engine to speak of if not all serve."""
+        away = [view for view in self.wanted if view.reason is not None]
+        return min(away, key=lambda view: SEVERITY.index(view.reason) if view.reason in SEVERITY else 99, default=None)
+
+    @property
+    def router_why(self) -> str:
+        """Why the router does not run, as a sentence."""
+        for pod in self.world.router_pods():
+            found = pods.trouble(pod)
+            if found:
+                return f"Router pod {pod['metadata']['name']}: {found.text}."
+            nowhere = pods.unschedulable(pod)
+            if nowhere:
+                return f"Router pod {pod['metadata']['name']}: no node can take it: {nowhere}"
+        return "The router is starting."
+
+
+def invalid_findings(sentence: str) -> list[Finding]:
+    """Return the conditions of an object that cannot be read."""
+    message = f"The spec cannot be acted on: {sentence} Nothing is changed until then."
+    return [
+        Finding(ConditionType.READY, "False", Reason.INVALID_SPEC, message),
+        Finding(ConditionType.AVAILABLE, "Unknown", Reason.INVALID_SPEC, message),
+        Finding(ConditionType.PROGRESSING, "False", Reason.INVALID_SPEC, message),
+        Finding(ConditionType.DEGRADED, "True", Reason.INVALID_SPEC, message),
+    ]
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Return what is to be said about every aspect."""
+    return [_ready(facts), _available(facts), _progressing(facts), _router(facts), _weights(facts), _degraded(facts)]
+
+
+def _ready(facts: Facts) -> Finding:
+    def no(reason: Reason, message: str) -> Finding:
+        return Finding(ConditionType.READY, "False", reason, message)
+
+    if facts.failure:
+        return no(Reason.APPLY_FAILED, facts.failure)
+    worst = facts.worst
+    if worst and worst.reason in _NEEDS_A_PERSON:
+        return no(worst.reason, _sentence(facts, worst))
+    if not facts.router:
+        return no(Reason.ROUTER_NOT_READY, facts.router_why)
+    if facts.outdated:
+        return no(Reason.UPDATING, _rolling(facts))
+    if worst and worst.reason:
+        return no(worst.reason, _sentence(facts, worst))
+    return _all_serve(facts)
+
+
+def _all_serve(facts: Facts) -> Finding:
+    if not facts.wanted:
+        return Finding(ConditionType.READY, "True", Reason.SCALED_TO_ZERO, "No engine is wanted (spec.replicas is 0).")
+    return Finding(
+        ConditionType.READY, "True", Reason.ALL_SERVING, f"All {len(facts.wanted)} engines serve{_version(facts)}."
+    )
+
+
+def _available(facts: Facts) -> Finding:
+    if facts.serving:
+        message = f"{facts.serving} of {len(facts.wanted)} engines serve{_version(facts)}."
+        return Finding(ConditionType.AVAILABLE, "True", Reason.ENGINES_SERVING, message)
+    message = (
+        "No engine serves: requests for tokens are answered with 503 and the reason."
+        if facts.router
+        else facts.router_why
+    )
+    return Finding(ConditionType.AVAILABLE, "False", Reason.NO_ENGINE_SERVING, message)
+
+
+def _progressing(facts: Facts) -> Finding:
+    kind = ConditionType.PROGRESSING
+    if facts.outdated:
+        return Finding(kind, "True", Reason.UPDATING, _rolling(facts))
+    missing = [
+        view
+        for view in facts.wanted
+        if view.row.phase in {EnginePhase.PENDING, EnginePhase.STARTING, EnginePhase.STOPPING}
+    ]
+    if missing or facts.leaving:
+        parts = [
+            f"{len(missing)} of {len(facts.wanted)} engines are on their way up" if missing else "",
+            f"{len(facts.leaving)} engines are going away" if facts.leaving else "",
+        ]
+        return Finding(kind, "True", Reason.SCALING, "; ".join(part for part in parts if part) + ".")
+    return Finding(kind, "False", Reason.SETTLED, "All objects are as the spec says.")
+
+
+def _router(facts: Facts) -> Finding:
+    if facts.router:
+        name = names.router_name(facts.world.cr["metadata"]["name"])
+        return Finding(ConditionType.ROUTER_READY, "True", Reason.ROUTER_RUNNING, f"Deployment {name} runs.")
+    return Finding(ConditionType.ROUTER_READY, "False", Reason.ROUTER_NOT_READY, facts.router_why)
+
+
+def _weights(facts: Facts) -> Finding:
+    kind, record = ConditionType.WEIGHTS_CONSISTENT, facts.world.record
+    if record is None:
+        return Finding(
+            kind, "Unknown", Reason.NOT_REPORTED, facts.world.record_problem or "The coordinator has not reported yet."
+        )
+    behind = [view for view in facts.wanted if view.reason in {Reason.WEIGHTS_DIVERGED, Reason.WAITING_FOR_WEIGHTS}]
+    if behind:
+        worst = min(behind, key=lambda view: SEVERITY.index(view.reason) if view.reason else 99)
+        return Finding(
+            kind, "False", worst.reason or Reason.WAITING_FOR_WEIGHTS, _and_more(worst.sentence, len(behind))
+        )
+    message = f"Every engine that is up holds version {version_text(record.committed)}."
+    return Finding(kind, "True", Reason.ALL_AT_COMMITTED, message)
+
+
+def _degraded(facts: Facts) -> Finding:
+    kind, worst, record = ConditionType.DEGRADED, facts.worst, facts.world.record
+    if facts.failure:
+        return Finding(kind, "True", Reason.APPLY_FAILED, facts.failure)
+    if worst and worst.reason in _NEEDS_A_PERSON:
+        return Finding(kind, "True", worst.reason, _sentence(facts, worst))
+    for pod in facts.world.router_pods():
+        if not facts.router and pods.trouble(pod):
+            return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
+    last = record.last_update if record else None
+    if last and last.outcome is not UpdateOutcome.COMMITTED:
+        message = (
+            f"The last weight update (to {version_text(last.version)}) ended {last.outcome.value}:"
+            f" {last.reason or 'no reason given'}"
+        )
+        return Finding(kind, "True", Reason.UPDATE_FAILED, message)
+    return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+
+
+def _sentence(facts: Facts, worst: EngineView) -> str:
+    return _and_more(worst.sentence, sum(view.reason == worst.reason for view in facts.wanted))
+
+
+def _and_more(sentence: str, count: int) -> str:
+    others = count - 1
+    return (
+        sentence if others < 1 else f"{sentence} ({others} more engine{'s' if others > 1 else ''} for the same reason.)"
+    )
+
+
+def _rolling(facts: Facts) -> str:
+    updated = len(facts.wanted) - len(facts.outdated)
+    made = f"Rolling update: {updated} of {len(facts.wanted)} engines are made from the current spec."
+    waiting = [view for view in facts.wanted if view.row.updated and view.reason is not None]
+    return f"{made} The next one waits for this: {waiting[0].sentence}" if waiting else made
+
+
+def _version(facts: Facts) -> str:
+    return f" version {version_text(facts.world.record.committed)}" if facts.world.record else ""

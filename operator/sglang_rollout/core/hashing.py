@@ -1,0 +1,27 @@
+"""Hashes of objects: of what the user wrote (revision) and of what was rendered (applied)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+
+
+def digest(value: Any) -> str:
+    """Return a short hash of a JSON value; the order of keys does not matter."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def revision(rollout: SGLangRollout) -> str:
+    """Return the revision of the engines: a hash of what the user wrote about them, and of nothing else.
+
+    Neither our images nor how we render enters it, and defaults are left out, so that an upgrade of the operator
+    restarts no engine: not one that brings a new field, and not one that changes how a pod looks.
+    """
+    written = rollout.spec.model_dump(
+        mode="json", by_alias=True, include={"model", "engine", "pod_template"}, exclude_defaults=True
+    )
+    return digest(written)

@@ -1,0 +1,143 @@
+"""Every name, label, path and key that the operator gives to something in Kubernetes."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from sglang_rollout.api import v1alpha1 as api
+
+FIELD_MANAGER = "sglang-rollout-operator"
+"""Owner of fields in server-side apply, and value of ``app.kubernetes.io/managed-by``."""
+
+LABEL_ROLLOUT = f"{api.GROUP}/rollout"
+"""On every child and pod: name of the SGLangRollout. Watches and lists select by it."""
+LABEL_ENGINE = f"{api.GROUP}/engine"
+"""On the objects of one engine: name of its StatefulSet."""
+LABEL_REVISION = f"{api.GROUP}/revision"
+"""On engine pods: hash of what the user wrote about engines. A pod with another one is outdated."""
+LABEL_COMPONENT = "app.kubernetes.io/component"
+ANNOTATION_APPLIED = f"{api.GROUP}/applied"
+"""On every child: hash of the object as it was rendered. Shows that a field was removed, which a look at the live
+object cannot."""
+
+COMPONENT_ENGINE = "engine"
+COMPONENT_ROUTER = "router"
+
+INTENT_KEY = "intent.json"
+WEIGHTS_KEY = "weights.json"
+TOKEN_KEY = "token"  # noqa: S105 - the name of a key, not a token
+
+RUN_DIR = "/run/rollout"
+"""Memory shared by engine, gate and agent of one pod."""
+BOOT_FILE = f"{RUN_DIR}/boot"
+"""Identifies one life of the engine container; written by its command before SGLang starts."""
+KILL_FILE = f"{RUN_DIR}/kill"
+"""Written by the agent when only a restart helps; the engine's liveness probe looks for it."""
+DRAIN_FILE = f"{RUN_DIR}/drain"
+"""Written by the engine's preStop hook: the pod is going away."""
+DRAINED_FILE = f"{RUN_DIR}/drained"
+"""Written by the agent when the last running request has ended."""
+GATE_SOCKET = f"{RUN_DIR}/gate/gate.sock"
+AGENT_STATE_DIR = f"{RUN_DIR}/agent"
+CONTROL_DIR = "/etc/sglang-rollout/control"
+TOKEN_FILE = f"{CONTROL_DIR}/{TOKEN_KEY}"
+
+
+class ChildKind(NamedTuple):
+    """A kind of object that the operator makes."""
+
+    api_version: str
+    kind: str
+    plural: str
+
+
+CHILD_KINDS: tuple[ChildKind, ...] = (
+    ChildKind("v1", "ServiceAccount", "serviceaccounts"),
+    ChildKind("rbac.authorization.k8s.io/v1", "Role", "roles"),
+    ChildKind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings"),
+    ChildKind("v1", "Secret", "secrets"),
+    ChildKind("v1", "ConfigMap", "configmaps"),
+    ChildKind("v1", "Service", "services"),
+    ChildKind("apps/v1", "Deployment", "deployments"),
+    ChildKind("apps/v1", "StatefulSet", "statefulsets"),
+)
+"""Everything that is listed by label, healed, and pruned when it is no longer wanted."""
+
+
+def engine_name(rollout: str, index: int) -> str:
+    """Return the name of engine ``index``: its StatefulSet."""
+    return f"{rollout}-engine-{index}"
+
+
+def engine_index(rollout: str, name: str) -> int | None:
+    """Return the index in an engine's name; None for other names."""
+    found = re.fullmatch(re.escape(rollout) + r"-engine-(\d+)", name)
+    return int(found.group(1)) if found else None
+
+
+def engine_pod(engine: str) -> str:
+    """Return the name of an engine's pod."""
+    return f"{engine}-0"
+
+
+def engines_service(rollout: str) -> str:
+    """Return the name of the headless Service of all engines."""
+    return f"{rollout}-engines"
+
+
+def engine_account(rollout: str) -> str:
+    """Return the name of the engines' ServiceAccount."""
+    return f"{rollout}-engine"
+
+
+def router_name(rollout: str) -> str:
+    """Return the name of the router's Deployment, Service, ServiceAccount, Role and RoleBinding."""
+    return f"{rollout}-router"
+
+
+def intent_name(rollout: str) -> str:
+    """Return the name of the ConfigMap that tells the coordinator what is wanted."""
+    return f"{rollout}-intent"
+
+
+def weights_name(rollout: str) -> str:
+    """Return the name of the ConfigMap that holds the coordinator's record."""
+    return f"{rollout}-weights"
+
+
+def control_name(rollout: str) -> str:
+    """Return the name of the Secret with the token of the control calls."""
+    return f"{rollout}-control"
+
+
+def labels(rollout: str, component: str, engine: str | None = None) -> dict[str, str]:
+    """Return the labels of a child; ``engine`` for the objects of one engine."""
+    made = {
+        "app.kubernetes.io/name": "sglang-rollout",
+        "app.kubernetes.io/instance": rollout,
+        LABEL_COMPONENT: component,
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+        LABEL_ROLLOUT: rollout,
+    }
+    if engine:
+        made[LABEL_ENGINE] = engine
+    return made
+
+
+def selector(rollout: str, component: str, engine: str | None = None) -> dict[str, str]:
+    """Return the labels that select the pods of a component, or of one engine."""
+    made = {LABEL_ROLLOUT: rollout, LABEL_COMPONENT: component}
+    if engine:
+        made[LABEL_ENGINE] = engine
+    return made
+
+
+def selector_string(rollout: str) -> str:
+    """Return the selector of all engine pods as the text that ``status.selector`` holds."""
+    return ",".join(f"{key}={value}" for key, value in sorted(selector(rollout, COMPONENT_ENGINE).items()))
+
+
+def public_url(rollout: str, namespace: str, port: int) -> str:
+    """Return the fleet's one URL."""
+    return f"http://{router_name(rollout)}.{namespace}.svc:{port}"

@@ -1,0 +1,174 @@
+"""What to do next: a pure function of what was observed.
+
+One pass applies everything that differs, deletes what is no longer wanted, and takes at most one step of a rolling
+update. It keeps no memory between passes: an operator that was killed half-way goes on from what it sees.
+
+Rolling update, in the order of the questions:
+
+    StatefulSet not yet as wanted (or its controller lags)  -> apply; a pod deleted now would return as it was
+    outdated pod that is not ready                          -> delete: it serves nobody, so nothing is lost
+    another engine does not serve                           -> wait: one engine at a time
+    outdated pod                                            -> delete; one that does not serve first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_rollout.core import names, pods
+from sglang_rollout.core.drift import difference, stamped
+from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.render import render_all
+from sglang_rollout.core.render.policies import token_of
+from sglang_rollout.core.serving import serves
+from sglang_rollout.core.settings import Settings
+from sglang_rollout.core.world import Object, World
+
+SETTLE_SECONDS = 2.0
+"""When to look again for something that changes without an event of ours: a garbage collector, a controller that
+lags."""
+WAIT_SECONDS = 10.0
+"""When to look again at a rolling update that waits for another engine."""
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Server-side apply, with force, under our field manager."""
+
+    object: Object
+    reason: str
+    """Why, for the log."""
+    needs_token: bool = False
+    """The object is the control Secret and holds no token yet: put a random one in first."""
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete exactly this object."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+    """Precondition: an object of the same name that was made meanwhile is left alone."""
+    reason: str
+
+
+Action = Apply | Delete
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Actions, in this order, and when to look again even if nothing happens."""
+
+    actions: tuple[Action, ...] = ()
+    requeue_after: float | None = None
+
+
+def plan(world: World, settings: Settings) -> Plan:
+    """Return what brings ``world`` nearer to what its custom resource says. Nothing, if it is there."""
+    rollout = world.rollout
+    if rollout is None or world.deleting:
+        return Plan()
+    token = token_of(world.child("Secret", names.control_name(rollout.name)))
+    wanted = [stamped(rendered) for rendered in render_all(rollout, settings, token)]
+    applies: list[Action] = []
+    blocked = False
+    for rendered in wanted:
+        live = world.child(rendered["kind"], rendered["metadata"]["name"])
+        if live is not None and _is_leftover(live, world.uid):
+            blocked = True
+            continue
+        reason = "does not exist" if live is None else difference(rendered, live)
+        if reason:
+            applies.append(Apply(rendered, reason, needs_token=rendered["kind"] == "Secret" and token is None))
+    prunes = _prunes(world, wanted)
+    restarts, waits = _rolling(
+        world, {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)}
+    )
+    requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
+    return Plan((*applies, *prunes, *restarts), requeue)
+
+
+def _is_leftover(live: Object, uid: str) -> bool:
+    """Whether the object goes away by itself: it is being deleted, or belongs to an earlier custom resource of the same
+    name.
+
+    Applying to it would give it two controllers, which the API server refuses. Objects without a controller (left by
+    ``kubectl delete --cascade=orphan``) are adopted.
+    """
+    if live["metadata"].get("deletionTimestamp"):
+        return True
+    owner = _controller(live)
+    return owner is not None and owner.get("uid") != uid
+
+
+def _controller(live: Object) -> Object | None:
+    owners = live["metadata"].get("ownerReferences") or []
+    return next((owner for owner in owners if owner.get("controller")), None)
+
+
+def _prunes(world: World, wanted: list[Object]) -> list[Delete]:
+    """Children of ours that are not wanted any more; of engines the highest index first."""
+    keep = {(rendered["kind"], rendered["metadata"]["name"]) for rendered in wanted}
+    rollout = world.cr["metadata"]["name"]
+    found = [
+        Delete(child["apiVersion"], kind, name, child["metadata"].get("uid", ""), "not wanted any more")
+        for (kind, name), child in world.children.items()
+        if (kind, name) not in keep and _is_ours(child, world.uid)
+    ]
+    return sorted(
+        found, key=lambda delete: (-(names.engine_index(rollout, delete.name) or 0), delete.kind, delete.name)
+    )
+
+
+def _is_ours(child: Object, uid: str) -> bool:
+    owner = _controller(child)
+    return owner is not None and owner.get("uid") == uid and not child["metadata"].get("deletionTimestamp")
+
+
+def _rolling(world: World, changing: set[str]) -> tuple[list[Delete], bool]:
+    """Return the pods to delete so that their engines come back at the current revision, and whether others wait for
+    their turn."""
+    rollout = world.rollout
+    if rollout is None:
+        return [], False
+    wanted = revision(rollout)
+    engines = [names.engine_name(rollout.name, index) for index in range(rollout.spec.replicas)]
+    outdated = {engine: pod for engine in engines if (pod := world.pod_of(engine)) and _is_outdated(pod, wanted)}
+    if not outdated:
+        return [], False
+    settled = {
+        engine: pod for engine, pod in outdated.items() if engine not in changing and _is_observed(world, engine)
+    }
+    broken = [engine for engine, pod in settled.items() if not pods.is_ready(pod)]
+    if broken:
+        return [_restart(settled[engine], "outdated, and not ready") for engine in broken], True
+    return _next_step(world, engines, settled), True
+
+
+def _next_step(world: World, engines: list[str], settled: Mapping[str, Object]) -> list[Delete]:
+    away = [engine for engine in engines if not serves(world, engine)]
+    # An outdated engine that does not serve anyway goes first; then any, the highest index first, as everywhere in
+    # Kubernetes.
+    for engine in sorted(settled, key=lambda name: (name not in away, -engines.index(name))):
+        if all(other == engine for other in away):
+            return [_restart(settled[engine], "outdated, and all other engines serve")]
+    return []
+
+
+def _is_outdated(pod: Object, wanted: str) -> bool:
+    return pods.revision_of(pod) != wanted and not pods.is_terminating(pod)
+
+
+def _is_observed(world: World, engine: str) -> bool:
+    """Whether the StatefulSet controller has seen the newest template: else it would make the pod anew as it was."""
+    statefulset: Mapping[str, Any] = world.child("StatefulSet", engine) or {}
+    generation = (statefulset.get("metadata") or {}).get("generation")
+    return (statefulset.get("status") or {}).get("observedGeneration") == generation
+
+
+def _restart(pod: Object, reason: str) -> Delete:
+    return Delete("v1", "Pod", pod["metadata"]["name"], pod["metadata"].get("uid", ""), reason)

@@ -1,0 +1,175 @@
+"""What a pod's status means: pure readings of one pod."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_rollout.api.pod_template import ENGINE_CONTAINER
+from sglang_rollout.core import names
+
+Object = dict[str, Any]
+
+IMAGE_REASONS = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "RegistryUnavailable",
+        "ImageInspectError",
+    }
+)
+CREATE_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+CRASH_REASON = "CrashLoopBackOff"
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_TELLING = re.compile(
+    r"\b(\w*Error|\w*Exception|error|fatal|panic|Killed|out of memory|No such file|not found|cannot|failed)\b",
+    re.IGNORECASE,
+)
+_NOISE = re.compile(
+    r"sigquit|killed by signal|resource_tracker|FutureWarning|DeprecationWarning"
+    r"|^\s*(File \"|\^|~|at 0x|warnings\.warn)",
+    re.IGNORECASE,
+)
+_LONGEST_LINE = 400
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a container does not run."""
+
+    kind: str
+    """``image``, ``create``, ``crash``, or ``restart``: it ended once and is coming up again."""
+    container: str
+    text: str
+    """A sentence that names the container."""
+
+
+def is_terminating(pod: Object) -> bool:
+    """Whether the pod has been told to go."""
+    return bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def is_ready(pod: Object | None) -> bool:
+    """Whether the kubelet calls the pod ready, and it is not going away."""
+    return pod is not None and not is_terminating(pod) and _condition(pod, "Ready").get("status") == "True"
+
+
+def revision_of(pod: Object) -> str:
+    """Return the revision that the pod was made from."""
+    return str((pod["metadata"].get("labels") or {}).get(names.LABEL_REVISION, ""))
+
+
+def node_of(pod: Object | None) -> str | None:
+    """Return the node that the pod runs on."""
+    return ((pod or {}).get("spec") or {}).get("nodeName")
+
+
+def restarts_of(pod: Object | None, container: str = ENGINE_CONTAINER) -> int:
+    """Return how often a container of the pod was restarted."""
+    return next(
+        (int(status.get("restartCount", 0)) for status in _statuses(pod or {}) if status.get("name") == container), 0
+    )
+
+
+def unschedulable(pod: Object) -> str:
+    """Return the scheduler's sentence if it found no node; else an empty string."""
+    scheduled = _condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
+        return str(scheduled.get("message") or "no node fits")
+    return ""
+
+
+def trouble(pod: Object) -> Trouble | None:
+    """Return why the pod does not come up; None if nothing is known to be wrong."""
+    for status in _statuses(pod):
+        name = str(status.get("name"))
+        waiting = (status.get("state") or {}).get("waiting") or {}
+        reason = str(waiting.get("reason") or "")
+        if reason in IMAGE_REASONS:
+            return Trouble(
+                "image",
+                name,
+                f"container {name}: image {status.get('image')!r} cannot be pulled ({_pull_error(waiting)})",
+            )
+        if reason in CREATE_REASONS:
+            return Trouble("create", name, f"container {name} cannot be created: {waiting.get('message') or reason}")
+        ended = _last_end(status)
+        if ended and not status.get("ready") and not status.get("started"):
+            return Trouble(_crash_kind(status), name, f"container {name} {describe_end(ended)} ({_times(status)})")
+    return _pod_failure(pod)
+
+
+def describe_end(ended: Object) -> str:
+    """Return how a container ended: exit code, and the last telling line of its log."""
+    reason, code = str(ended.get("reason") or ""), ended.get("exitCode")
+    how = (
+        "was killed for using more memory than its limit (OOMKilled)"
+        if reason == "OOMKilled"
+        else f"exited with code {code}"
+    )
+    line = telling_line(str(ended.get("message") or ""))
+    return f"{how}: {line}" if line else how
+
+
+def telling_line(text: str) -> str:
+    """Return the last line that says what went wrong; the last line at all if none does."""
+    lines = [_ANSI.sub("", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not _NOISE.search(line)]
+    telling = [line for line in lines if _TELLING.search(line)]
+    return (telling or lines or [""])[-1][:_LONGEST_LINE]
+
+
+def _statuses(pod: Object) -> Iterator[Object]:
+    """Engine first: when it and a sidecar are in trouble, it is the one the user can do something about."""
+    status = pod.get("status") or {}
+    found = [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
+    yield from sorted(found, key=lambda one: one.get("name") != ENGINE_CONTAINER)
+
+
+def _condition(pod: Object, kind: str) -> Object:
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return next((one for one in conditions if one.get("type") == kind), {})
+
+
+def _last_end(status: Object) -> Object | None:
+    """Return how the container ended last, unless it ended well (an init container that has done its work)."""
+    for state in (status.get("state") or {}, status.get("lastState") or {}):
+        ended: Object | None = state.get("terminated")
+        if ended:
+            return (
+                None
+                if ended.get("exitCode") == 0 and ended.get("reason") == "Completed" and status.get("ready")
+                else ended
+            )
+    return None
+
+
+def _crash_kind(status: Object) -> str:
+    """One restart is an accident; the second one without having come up in between is a crash, also while the container
+    runs again."""
+    runs = bool((status.get("state") or {}).get("running"))
+    return "restart" if runs and int(status.get("restartCount", 0)) < 2 else "crash"
+
+
+def _times(status: Object) -> str:
+    count = int(status.get("restartCount", 0))
+    return "restarted once" if count == 1 else f"restarted {count} times"
+
+
+def _pull_error(waiting: Object) -> str:
+    """The message of a back-off hides the cause behind it; both are bounded."""
+    return str(waiting.get("message") or waiting.get("reason"))[:_LONGEST_LINE]
+
+
+def _pod_failure(pod: Object) -> Trouble | None:
+    status = pod.get("status") or {}
+    if status.get("phase") != "Failed":
+        return None
+    return Trouble(
+        "crash", "pod", f"its pod failed: {status.get('reason') or ''} {status.get('message') or ''}".strip()
+    )

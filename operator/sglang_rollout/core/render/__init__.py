@@ -1,0 +1,32 @@
+"""What a custom resource means: all child objects, in the order in which they are applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core.render.engines import engine_statefulsets
+from sglang_rollout.core.render.policies import control_secret, intent, weights
+from sglang_rollout.core.render.rbac import rbac
+from sglang_rollout.core.render.router import router_deployment
+from sglang_rollout.core.render.services import services
+from sglang_rollout.core.settings import Settings
+
+__all__ = ["render_all"]
+
+
+def render_all(rollout: SGLangRollout, settings: Settings, token: str | None = None) -> list[dict[str, Any]]:
+    """Return every child object of ``rollout``, those that others need first.
+
+    ``token`` is what the Secret holds already; without it the Secret is rendered empty, and whoever applies it puts a
+    token in.
+    """
+    return [
+        *rbac(rollout),
+        control_secret(rollout, token),
+        intent(rollout),
+        weights(rollout),
+        *services(rollout),
+        router_deployment(rollout, settings),
+        *engine_statefulsets(rollout, settings),
+    ]

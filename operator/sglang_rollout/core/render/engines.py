@@ -1,0 +1,241 @@
+"""One StatefulSet per engine.
+
+A StatefulSet of its own, although it has one pod: any engine can then be scaled away or rolled alone, and Kubernetes
+never runs two pods of one name, so no rank of a weight-update group ever has two owners. The pod:
+
+    gate (native sidecar)    haproxy, the pod's only port; lets generation pass while the agent says so
+    agent (native sidecar)   knows which weights the engine holds; takes every control call
+    engine                   sglang.launch_server on 127.0.0.1
+"""
+
+from __future__ import annotations
+
+from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, GATE_CONTAINER
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.render.common import (
+    CONTROL_MOUNT,
+    HOME_ENV,
+    TMP_MOUNT,
+    TMP_VOLUME,
+    Object,
+    child,
+    container_resources,
+    control_volume,
+    http_probe,
+    requests,
+    restricted,
+    tcp_probe,
+)
+from sglang_rollout.core.render.overlay import merge
+from sglang_rollout.core.settings import Settings
+from sglang_rollout.wire.models import BASE_LABEL
+from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, AGENT_PORT, ENGINE_PORT, GATE_PORT
+
+START_SECONDS = 1800
+"""How long an engine may take from its start until it is up: a large model comes over the network at first."""
+PROBE_SECONDS = 5
+DRAIN_SECONDS = 300
+"""How long a pod that goes away waits for requests that are running: a long rollout takes minutes."""
+GRACE_SECONDS = DRAIN_SECONDS + 30
+"""The drain, and then SGLang's own exit, which looks every 5 s whether it is idle."""
+KILL_GRACE_SECONDS = 3
+"""A process that the agent wants killed does not react to SIGTERM."""
+
+RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
+
+START_SCRIPT = f"""\
+rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE}
+cat /proc/sys/kernel/random/uuid > {names.BOOT_FILE}.new && mv {names.BOOT_FILE}.new {names.BOOT_FILE} || exit 1
+exec "$@"
+"""
+"""Gives this life of the container an identity before SGLang can answer anybody: the agent closes the gate on a new
+one."""
+
+DRAIN_SCRIPT = f"""\
+test -e {names.KILL_FILE} && exit 0
+touch {names.DRAIN_FILE}
+for _ in $(seq {DRAIN_SECONDS}); do test -e {names.DRAINED_FILE} && exit 0; sleep 1; done
+"""
+"""Runs before SIGTERM: sidecars hear of the end only after this container is gone, so the agent is told by a file."""
+
+
+def engine_statefulsets(rollout: SGLangRollout, settings: Settings) -> list[Object]:
+    """Return the StatefulSets of all wanted engines."""
+    return [_statefulset(rollout, settings, index) for index in range(rollout.spec.replicas)]
+
+
+def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
+    name = names.engine_name(rollout.name, index)
+    made = child(
+        rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name
+    )
+    made["spec"] = {
+        "replicas": 1,
+        "serviceName": names.engines_service(rollout.name),
+        "podManagementPolicy": "Parallel",
+        # The operator decides when an engine restarts: one at a time, and only while the others serve.
+        "updateStrategy": {"type": "OnDelete"},
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, name)},
+        "template": _with_overlay(rollout, _pod_template(rollout, settings, name)),
+    }
+    return made
+
+
+def _with_overlay(rollout: SGLangRollout, template: Object) -> Object:
+    overlay = rollout.spec.pod_template
+    if overlay is None:
+        return template
+    # exclude_unset, not exclude_none: a null that the user wrote removes a key.
+    return merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+
+
+def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
+    labels = names.labels(rollout.name, names.COMPONENT_ENGINE, name)
+    return {
+        "metadata": {
+            "labels": {**labels, names.LABEL_REVISION: revision(rollout)},
+            "annotations": {"kubectl.kubernetes.io/default-container": ENGINE_CONTAINER},
+        },
+        "spec": {
+            "serviceAccountName": names.engine_account(rollout.name),
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": GRACE_SECONDS,
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            "initContainers": [_gate(settings), _agent(rollout, settings, name)],
+            "containers": [_engine(rollout)],
+            "volumes": [
+                {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
+                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
+                TMP_VOLUME,
+                control_volume(rollout),
+            ],
+        },
+    }
+
+
+def _gate(settings: Settings) -> Object:
+    """The first of the sidecars, so its own probes must not depend on the agent, which starts when they pass."""
+    return {
+        "name": GATE_CONTAINER,
+        "image": settings.router_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "restartPolicy": "Always",
+        "command": ["sglang-rollout", "proxy", "gate"],
+        "args": [
+            *("--listen", f"0.0.0.0:{GATE_PORT}"),
+            *("--engine", f"127.0.0.1:{ENGINE_PORT}"),
+            *("--agent", f"127.0.0.1:{AGENT_PORT}"),
+            *("--socket", names.GATE_SOCKET),
+        ],
+        "env": [HOME_ENV],
+        "ports": [{"name": "http", "containerPort": GATE_PORT, "protocol": "TCP"}],
+        "startupProbe": tcp_probe(GATE_PORT, periodSeconds=1, failureThreshold=60),
+        "livenessProbe": tcp_probe(GATE_PORT, periodSeconds=10, timeoutSeconds=3, failureThreshold=3),
+        "resources": requests("50m", "64Mi"),
+        "securityContext": restricted(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [RUN_MOUNT, TMP_MOUNT],
+    }
+
+
+def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
+    """Asked through the gate: the kubelet cannot reach 127.0.0.1 of a pod, and what is asked this way is what others
+    reach too."""
+    return {
+        "name": AGENT_CONTAINER,
+        "image": settings.fleet_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "restartPolicy": "Always",
+        "command": ["sglang-rollout", "agent"],
+        "args": [
+            *("--name", name),
+            *("--engine-url", f"http://127.0.0.1:{ENGINE_PORT}"),
+            *("--listen", f"127.0.0.1:{AGENT_PORT}"),
+            *("--gate-socket", names.GATE_SOCKET),
+            *("--state-dir", names.AGENT_STATE_DIR),
+            *("--token-file", names.TOKEN_FILE),
+            *("--boot-file", names.BOOT_FILE),
+            *("--tensor-size", str(rollout.spec.engine.parallelism.tensor)),
+        ],
+        "env": [HOME_ENV],
+        "startupProbe": http_probe(AGENT_HEALTH, GATE_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
+        "livenessProbe": http_probe(AGENT_HEALTH, GATE_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        "resources": requests("100m", "128Mi"),
+        "securityContext": restricted(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [RUN_MOUNT, TMP_MOUNT, CONTROL_MOUNT],
+    }
+
+
+def _engine(rollout: SGLangRollout) -> Object:
+    spec = rollout.spec.engine
+    return {
+        "name": ENGINE_CONTAINER,
+        "image": spec.image,
+        "command": ["/bin/sh", "-c", START_SCRIPT, ENGINE_CONTAINER],
+        "args": ["python3", "-m", "sglang.launch_server", *_server_args(rollout)],
+        "env": _environment(rollout),
+        "startupProbe": http_probe(
+            AGENT_ENGINE,
+            GATE_PORT,
+            periodSeconds=PROBE_SECONDS,
+            timeoutSeconds=3,
+            failureThreshold=START_SECONDS // PROBE_SECONDS,
+        ),
+        "readinessProbe": http_probe(
+            AGENT_ENGINE, GATE_PORT, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3
+        ),
+        # Only the agent's file kills: an absent or confused agent never ends a healthy engine.
+        "livenessProbe": {
+            "exec": {"command": ["test", "!", "-e", names.KILL_FILE]},
+            "periodSeconds": PROBE_SECONDS,
+            "timeoutSeconds": 3,
+            "failureThreshold": 1,
+            "terminationGracePeriodSeconds": KILL_GRACE_SECONDS,
+        },
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", DRAIN_SCRIPT]}}},
+        "resources": _engine_resources(rollout),
+        "securityContext": {"allowPrivilegeEscalation": False},
+        # Puts the last lines of a crashed engine's log into the pod's status, where the operator reads them.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [RUN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 - the engine's own volume
+    }
+
+
+def _server_args(rollout: SGLangRollout) -> list[str]:
+    """What the operator owns comes first; the API server has refused user arguments that would override it."""
+    model, engine = rollout.spec.model, rollout.spec.engine
+    args = [
+        *("--host", "127.0.0.1", "--port", str(ENGINE_PORT)),
+        *("--model-path", model.path),
+        *("--load-format", model.load_format),
+        *("--tp-size", str(engine.parallelism.tensor)),
+        *("--weight-version", BASE_LABEL),
+    ]
+    if model.served_name:
+        args += ["--served-model-name", model.served_name]
+    if model.trust_remote_code:
+        args.append("--trust-remote-code")
+    return [*args, *engine.args]
+
+
+def _environment(rollout: SGLangRollout) -> list[Object]:
+    """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
+    ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
+    return ours + [
+        variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env
+    ]
+
+
+def _engine_resources(rollout: SGLangRollout) -> Object:
+    spec = rollout.spec.engine
+    made = container_resources(spec.resources)
+    if spec.gpu_resource:
+        gpus = str(spec.parallelism.tensor if spec.gpus_per_pod is None else spec.gpus_per_pod)
+        # An extended resource must be asked for as a limit; the request follows from it.
+        made["limits"] = {**made.get("limits", {}), spec.gpu_resource: gpus}
+    return made

@@ -1,0 +1,66 @@
+"""Lay ``spec.podTemplate`` over a rendered pod: a strategic merge, with the merge keys that Kubernetes itself uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "ephemeralContainers": ("name",),
+    "volumes": ("name",),
+    "env": ("name",),
+    "imagePullSecrets": ("name",),
+    "volumeMounts": ("mountPath",),
+    "volumeDevices": ("devicePath",),
+    "ports": ("containerPort", "protocol"),
+    "hostAliases": ("ip",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
+    "resourceClaims": ("name",),
+}
+"""Lists of a pod whose items are found by these keys; all other lists are replaced as a whole."""
+
+ADDED_FIRST = frozenset({"initContainers"})
+"""Lists whose added items come before ours: init containers of the user (fetching a model) run before gate and
+agent."""
+
+_PORT_PROTOCOL = "TCP"
+
+
+def merge(base: dict[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``overlay`` laid over it. ``None`` in the overlay removes the key. Neither argument is
+    changed."""
+    made = dict(base)
+    for key, value in overlay.items():
+        if value is None:
+            made.pop(key, None)
+        elif isinstance(value, Mapping):
+            below = made.get(key)
+            made[key] = merge(below if isinstance(below, dict) else {}, value)
+        elif isinstance(value, list) and key in MERGE_KEYS and isinstance(made.get(key), list):
+            made[key] = _merge_lists(made[key], value, MERGE_KEYS[key], added_first=key in ADDED_FIRST)
+        else:
+            made[key] = value
+    return made
+
+
+def identity(item: Any, keys: tuple[str, ...]) -> tuple[Any, ...] | None:
+    """Return what tells ``item`` from the others of its list; None if it lacks it."""
+    if not isinstance(item, Mapping):
+        return None
+    found = tuple(item.get(key, _PORT_PROTOCOL if key == "protocol" else None) for key in keys)
+    return None if None in found else found
+
+
+def _merge_lists(base: list[Any], overlay: list[Any], keys: tuple[str, ...], *, added_first: bool) -> list[Any]:
+    positions = {identity(item, keys): position for position, item in enumerate(base)}
+    made = list(base)
+    added = []
+    for item in overlay:
+        which = identity(item, keys)
+        if which is not None and which in positions:
+            made[positions[which]] = merge(made[positions[which]], item)
+        else:
+            added.append(item)
+    return [*added, *made] if added_first else [*made, *added]

@@ -1,0 +1,89 @@
+"""The objects through which operator and coordinator speak, and the Secret that engines know the coordinator by."""
+
+from __future__ import annotations
+
+import base64
+
+from sglang_rollout.api.spec import PauseMode as ApiPauseMode
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.render.common import Object, child
+from sglang_rollout.wire.models import Deadlines, Intent, PauseMode, WantedEngine, WeightsPolicy
+
+_PAUSE_MODES = {
+    ApiPauseMode.RETRACT: PauseMode.RETRACT,
+    ApiPauseMode.ABORT: PauseMode.ABORT,
+    ApiPauseMode.IN_PLACE: PauseMode.IN_PLACE,
+}
+
+
+def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
+    """Return ``spec.weights`` in wire form."""
+    spec = rollout.spec.weights
+    return WeightsPolicy(
+        backend=spec.backend.value,
+        pause_mode=_PAUSE_MODES[spec.pause_mode],
+        deadlines=Deadlines(
+            group=spec.deadlines.group_seconds,
+            update=spec.deadlines.update_seconds,
+            idle=spec.deadlines.idle_seconds,
+            pause=spec.deadlines.pause_seconds,
+        ),
+    )
+
+
+def intent(rollout: SGLangRollout) -> Object:
+    """Return the ConfigMap that tells the coordinator what is wanted. One writer: the operator."""
+    wanted = Intent(
+        generation=rollout.metadata.generation,
+        name=rollout.name,
+        namespace=rollout.namespace,
+        engines=[
+            WantedEngine(
+                name=names.engine_name(rollout.name, index), tensor_size=rollout.spec.engine.parallelism.tensor
+            )
+            for index in range(rollout.spec.replicas)
+        ],
+        weights=weights_policy(rollout),
+    )
+    made = _config_map(rollout, names.intent_name(rollout.name))
+    made["data"] = {names.INTENT_KEY: wanted.model_dump_json(exclude_none=True)}
+    return made
+
+
+def weights(rollout: SGLangRollout) -> Object:
+    """Return the ConfigMap for the coordinator's record, without data: the coordinator is its only writer."""
+    return _config_map(rollout, names.weights_name(rollout.name))
+
+
+def control_secret(rollout: SGLangRollout, token: str | None) -> Object:
+    """Return the Secret with the token of control calls; empty if there is no token yet."""
+    secret = child(
+        rollout,
+        api_version="v1",
+        kind="Secret",
+        name=names.control_name(rollout.name),
+        component=names.COMPONENT_ROUTER,
+    )
+    secret["type"] = "Opaque"
+    return with_token(secret, token) if token else secret
+
+
+def with_token(secret: Object, token: str) -> Object:
+    """Return ``secret`` holding ``token``."""
+    return {**secret, "data": {names.TOKEN_KEY: base64.b64encode(token.encode()).decode()}}
+
+
+def token_of(secret: Object | None) -> str | None:
+    """Return the token that a live Secret holds; None if it holds none."""
+    encoded = ((secret or {}).get("data") or {}).get(names.TOKEN_KEY)
+    if not encoded:
+        return None
+    try:
+        return base64.b64decode(encoded, validate=True).decode() or None
+    except ValueError:  # somebody wrote something else into it: a new token heals that
+        return None
+
+
+def _config_map(rollout: SGLangRollout, name: str) -> Object:
+    return child(rollout, api_version="v1", kind="ConfigMap", name=name, component=names.COMPONENT_ROUTER)

@@ -1,0 +1,62 @@
+"""ServiceAccounts and the router's Role: each as small as the work allows."""
+
+from __future__ import annotations
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.render.common import Object, child
+
+_RBAC = "rbac.authorization.k8s.io"
+
+
+def rbac(rollout: SGLangRollout) -> list[Object]:
+    """Return the accounts, the Role and its binding."""
+    return [*_accounts(rollout), _router_role(rollout), _router_binding(rollout)]
+
+
+def _accounts(rollout: SGLangRollout) -> list[Object]:
+    """An account without rights for engines (model code runs there), one for the router. No token is mounted by default
+    in either."""
+    made = []
+    for name, component in (
+        (names.engine_account(rollout.name), names.COMPONENT_ENGINE),
+        (names.router_name(rollout.name), names.COMPONENT_ROUTER),
+    ):
+        account = child(rollout, api_version="v1", kind="ServiceAccount", name=name, component=component)
+        made.append({**account, "automountServiceAccountToken": False})
+    return made
+
+
+def _router_role(rollout: SGLangRollout) -> Object:
+    """The coordinator reads its intent, keeps its record, and watches which engine pods there are."""
+    role = child(
+        rollout,
+        api_version=f"{_RBAC}/v1",
+        kind="Role",
+        name=names.router_name(rollout.name),
+        component=names.COMPONENT_ROUTER,
+    )
+    role["rules"] = [
+        {
+            "apiGroups": [""],
+            "resources": ["configmaps"],
+            "resourceNames": [names.intent_name(rollout.name)],
+            "verbs": ["get", "list", "watch"],
+        },
+        {
+            "apiGroups": [""],
+            "resources": ["configmaps"],
+            "resourceNames": [names.weights_name(rollout.name)],
+            "verbs": ["get", "list", "watch", "patch", "update"],
+        },
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
+    ]
+    return role
+
+
+def _router_binding(rollout: SGLangRollout) -> Object:
+    name = names.router_name(rollout.name)
+    binding = child(rollout, api_version=f"{_RBAC}/v1", kind="RoleBinding", name=name, component=names.COMPONENT_ROUTER)
+    binding["roleRef"] = {"apiGroup": _RBAC, "kind": "Role", "name": name}
+    binding["subjects"] = [{"kind": "ServiceAccount", "name": name, "namespace": rollout.namespace}]
+    return binding

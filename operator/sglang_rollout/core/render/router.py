@@ -1,0 +1,165 @@
+"""The router: one pod with the front (haproxy, the fleet's one URL), smg and the coordinator."""
+
+from __future__ import annotations
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.render.common import (
+    CONTROL_MOUNT,
+    HOME_ENV,
+    TMP_MOUNT,
+    TMP_VOLUME,
+    Object,
+    child,
+    container_resources,
+    control_volume,
+    http_probe,
+    requests,
+    restricted,
+)
+from sglang_rollout.core.settings import Settings
+from sglang_rollout.wire.ports import COORDINATOR_PORT, FLEET_HEALTH, FRONT_PORT, SMG_METRICS_PORT, SMG_PORT
+
+FRONT_HEALTH = "/front/health"
+GRACE_SECONDS = 190
+"""smg serves 5 s more after SIGTERM and then waits up to 180 s for requests that are running. An idle router is gone
+after 5 s; the whole time is used only by requests that would be lost otherwise."""
+ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+SOFT_STOP_SCRIPT = "kill -USR1 1; while kill -0 1 2>/dev/null; do sleep 1; done"
+"""SIGTERM would make haproxy cut every connection at once. SIGUSR1 lets running requests end; the hook lasts as long as
+they do."""
+
+
+def router_deployment(rollout: SGLangRollout, settings: Settings) -> Object:
+    """Return the router's Deployment."""
+    made = child(
+        rollout,
+        api_version="apps/v1",
+        kind="Deployment",
+        name=names.router_name(rollout.name),
+        component=names.COMPONENT_ROUTER,
+    )
+    made["spec"] = {
+        "replicas": 1,
+        # Never two coordinators at once. Their terms would fence the older one, but there is no reason to try.
+        "strategy": {"type": "Recreate"},
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ROUTER)},
+        "template": {
+            "metadata": {"labels": names.labels(rollout.name, names.COMPONENT_ROUTER)},
+            "spec": _pod_spec(rollout, settings),
+        },
+    }
+    return made
+
+
+def _pod_spec(rollout: SGLangRollout, settings: Settings) -> Object:
+    return {
+        "serviceAccountName": names.router_name(rollout.name),
+        # The account's token goes into the coordinator alone, by the volume below.
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_front(settings), _smg(rollout, settings), _coordinator(rollout, settings)],
+        "volumes": [TMP_VOLUME, control_volume(rollout), _account_volume()],
+    }
+
+
+def _front(settings: Settings) -> Object:
+    return {
+        "name": "front",
+        "image": settings.router_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["sglang-rollout", "proxy", "front"],
+        "args": [
+            *("--listen", f"0.0.0.0:{FRONT_PORT}"),
+            *("--smg", f"127.0.0.1:{SMG_PORT}"),
+            *("--coordinator", f"127.0.0.1:{COORDINATOR_PORT}"),
+            # The folder for temporary files is shared by the containers of this pod.
+            *("--runtime-dir", "/tmp/front"),  # noqa: S108
+        ],
+        "env": [HOME_ENV],
+        "ports": [{"name": "http", "containerPort": FRONT_PORT, "protocol": "TCP"}],
+        "startupProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
+        "readinessProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
+        "livenessProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=3),
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", SOFT_STOP_SCRIPT]}}},
+        "resources": requests("100m", "128Mi"),
+        "securityContext": restricted(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [TMP_MOUNT],
+    }
+
+
+def _smg(rollout: SGLangRollout, settings: Settings) -> Object:
+    """No probe: the kubelet cannot reach 127.0.0.1 of a pod. The front rides over a restart, the coordinator registers
+    engines again."""
+    spec = rollout.spec.router
+    served = rollout.spec.model.served_name or rollout.spec.model.path
+    return {
+        "name": "smg",
+        "image": settings.router_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["sglang-rollout", "proxy", "smg"],
+        "args": [
+            *("--listen", f"127.0.0.1:{SMG_PORT}"),
+            *("--metrics-listen", f"127.0.0.1:{SMG_METRICS_PORT}"),
+            *("--policy", spec.policy.value),
+            *("--served-name", served),
+            *(("--", *spec.args) if spec.args else ()),
+        ],
+        "env": [HOME_ENV],
+        "resources": container_resources(spec.resources) or requests("250m", "256Mi"),
+        "securityContext": restricted(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [TMP_MOUNT],
+    }
+
+
+def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
+    """Asked through the front, like everything in this pod that listens on 127.0.0.1."""
+    return {
+        "name": "coordinator",
+        "image": settings.fleet_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["sglang-rollout", "fleet"],
+        "args": [
+            *("--name", rollout.name),
+            *("--namespace", rollout.namespace),
+            *("--listen", f"127.0.0.1:{COORDINATOR_PORT}"),
+            *("--smg-url", f"http://127.0.0.1:{SMG_PORT}"),
+            *("--token-file", names.TOKEN_FILE),
+            "--kubernetes",
+            *("--public-url", names.public_url(rollout.name, rollout.namespace, FRONT_PORT)),
+        ],
+        "env": [HOME_ENV],
+        "startupProbe": http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
+        "readinessProbe": http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
+        "livenessProbe": http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        "resources": requests("100m", "128Mi"),
+        "securityContext": restricted(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            TMP_MOUNT,
+            CONTROL_MOUNT,
+            {"name": "account", "mountPath": ACCOUNT_DIR, "readOnly": True},
+        ],
+    }
+
+
+def _account_volume() -> Object:
+    """What the kubelet would mount into every container of the pod."""
+    namespace = {"path": "namespace", "fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}
+    return {
+        "name": "account",
+        "projected": {
+            "defaultMode": 0o444,
+            "sources": [
+                {"serviceAccountToken": {"path": "token", "expirationSeconds": 3607}},
+                {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+                {"downwardAPI": {"items": [namespace]}},
+            ],
+        },
+    }

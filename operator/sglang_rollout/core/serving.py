@@ -1,0 +1,35 @@
+"""Which engines serve: the one definition that plan and status share."""
+
+from __future__ import annotations
+
+from sglang_rollout.core import names, pods
+from sglang_rollout.core.world import World
+from sglang_rollout.wire.models import EngineState
+
+
+def router_ready(world: World) -> bool:
+    """Whether the router's Deployment runs as it is wanted now."""
+    router = world.child("Deployment", names.router_name(world.cr["metadata"]["name"])) or {}
+    status = router.get("status") or {}
+    return bool(status.get("readyReplicas")) and status.get("observedGeneration") == router.get("metadata", {}).get(
+        "generation"
+    )
+
+
+def serves(world: World, engine: str) -> bool:
+    """Whether an engine serves: its pod is ready, and the coordinator has recorded that its gate is open.
+
+    The record alone does not suffice: it says how the engine was when the coordinator looked last, maybe in an earlier
+    life. So without a router that runs nobody serves.
+    """
+    row = world.row(engine)
+    return row is not None and row.gate_open and pods.is_ready(world.pod_of(engine)) and router_ready(world)
+
+
+def holds_committed(world: World, engine: str) -> bool:
+    """Whether the coordinator has recorded that an engine holds the committed version, all of it."""
+    row = world.row(engine)
+    if world.record is None or row is None or row.state is not EngineState.CLEAN or row.version is None:
+        return False
+    committed = world.record.committed
+    return (row.version.run, row.version.n) == (committed.run, committed.n)

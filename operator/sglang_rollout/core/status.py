@@ -1,0 +1,105 @@
+"""What to report about a fleet: a pure function of what was observed. Says why, as a constant and as a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_rollout.api.conditions import conditions
+from sglang_rollout.api.status import (
+    MAX_ENGINE_ROWS,
+    Endpoints,
+    EnginePhase,
+    EngineStatus,
+    LastUpdate,
+    RolloutStatus,
+    WeightsStatus,
+)
+from sglang_rollout.core import names
+from sglang_rollout.core.engine_rows import EngineView, engine_views, version_text
+from sglang_rollout.core.findings import Facts, findings, invalid_findings
+from sglang_rollout.core.settings import Settings
+from sglang_rollout.core.world import World
+from sglang_rollout.wire.ports import FLEET, FRONT_PORT
+
+_LONGEST_MESSAGE = 2000
+
+
+def build_status(world: World, settings: Settings, now: str, failure: str = "") -> dict[str, Any]:
+    """Return the complete status.
+
+    ``now`` (RFC 3339) is used only for the ``lastTransitionTime`` of conditions whose status changed, so that an
+    unchanged fleet has an unchanged status. ``failure`` is what the last apply failed with, as a sentence.
+    """
+    del settings  # nothing the operator was started with is reported; the parameter keeps the signature beside plan()
+    metadata = world.cr["metadata"]
+    previous = (world.cr.get("status") or {}).get("conditions") or []
+    generation = int(metadata.get("generation", 0))
+    if world.rollout is None:
+        found = invalid_findings(world.invalid)
+        made = conditions(found, previous, generation=generation, now=now)
+        return _dump(
+            RolloutStatus(
+                observed_generation=generation, selector=names.selector_string(metadata["name"]), conditions=made
+            )
+        )
+    views = engine_views(world)
+    facts = Facts.of(world, views, failure)
+    return _dump(
+        RolloutStatus(
+            observed_generation=generation,
+            replicas=len(world.engines()),
+            ready_replicas=facts.serving,
+            updated_replicas=sum(view.row.updated for view in facts.wanted),
+            ready=f"{facts.serving}/{world.rollout.spec.replicas}",
+            selector=names.selector_string(metadata["name"]),
+            conditions=conditions(findings(facts), previous, generation=generation, now=now),
+            engines=_rows(views),
+            weights=_weights(world),
+            endpoints=_endpoints(world),
+        )
+    )
+
+
+def _dump(status: RolloutStatus) -> dict[str, Any]:
+    made = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    for condition in made["conditions"]:
+        condition["message"] = condition["message"][:_LONGEST_MESSAGE]
+    return made
+
+
+def _rows(views: Sequence[EngineView]) -> list[EngineStatus]:
+    """Bounded; in a big fleet those that need attention come first."""
+    rows = [view.row for view in views]
+    if len(rows) > MAX_ENGINE_ROWS:
+        rows.sort(key=lambda row: row.phase is EnginePhase.SERVING)
+    return rows[:MAX_ENGINE_ROWS]
+
+
+def _weights(world: World) -> WeightsStatus | None:
+    record = world.record
+    if record is None:
+        return None
+    last = record.last_update
+    return WeightsStatus(
+        committed_version=version_text(record.committed),
+        run=record.committed.run,
+        number=record.committed.n,
+        epoch=record.epoch,
+        last_update=None
+        if last is None
+        else LastUpdate(
+            version=version_text(last.version),
+            outcome=last.outcome.value,
+            reason=last.reason,
+            finished=last.finished,
+            phases_ms=last.phases_ms,
+            engines=len(last.engines),
+        ),
+    )
+
+
+def _endpoints(world: World) -> Endpoints:
+    metadata = world.cr["metadata"]
+    url = names.public_url(metadata["name"], metadata.get("namespace", "default"), FRONT_PORT)
+    return Endpoints(url=url, discovery=url + FLEET)

@@ -1,0 +1,116 @@
+"""What was observed of one SGLangRollout, as plain data: the input of every decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pydantic
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.wire.models import EngineRow, Record
+
+Object = dict[str, Any]
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything that a decision may look at."""
+
+    cr: Object
+    """The custom resource as it is in the API server."""
+    rollout: SGLangRollout | None
+    """The same, parsed; None if it cannot be read."""
+    invalid: str = ""
+    """Why it cannot be read, as a sentence."""
+    children: Mapping[Key, Object] = field(default_factory=dict)
+    """Live objects with the rollout's label, by (kind, name)."""
+    pods: Mapping[str, Object] = field(default_factory=dict)
+    """Live pods with the rollout's label, by name."""
+    record: Record | None = None
+    """What the coordinator has recorded; None before it has."""
+    record_problem: str = ""
+    """Why the coordinator's record cannot be read, as a sentence."""
+
+    @property
+    def uid(self) -> str:
+        """Identity of the custom resource."""
+        return str(self.cr.get("metadata", {}).get("uid", ""))
+
+    @property
+    def deleting(self) -> bool:
+        """Whether the custom resource is being deleted: its children go by their owner references."""
+        return bool(self.cr.get("metadata", {}).get("deletionTimestamp"))
+
+    def child(self, kind: str, name: str) -> Object | None:
+        """Return a live child."""
+        return self.children.get((kind, name))
+
+    def engines(self) -> dict[str, Object]:
+        """Return the live StatefulSets of engines by name, in the order of their indices."""
+        name = self.cr["metadata"]["name"]
+        found = {
+            child_name: child
+            for (kind, child_name), child in self.children.items()
+            if kind == "StatefulSet" and names.engine_index(name, child_name) is not None
+        }
+        return dict(sorted(found.items(), key=lambda item: names.engine_index(name, item[0]) or 0))
+
+    def pod_of(self, engine: str) -> Object | None:
+        """Return the pod of an engine."""
+        return self.pods.get(names.engine_pod(engine))
+
+    def router_pods(self) -> list[Object]:
+        """Return the pods of the router."""
+        return [
+            pod
+            for _, pod in sorted(self.pods.items())
+            if (pod["metadata"].get("labels") or {}).get(names.LABEL_COMPONENT) == names.COMPONENT_ROUTER
+        ]
+
+    def row(self, engine: str) -> EngineRow | None:
+        """Return what the coordinator has recorded about an engine."""
+        rows = self.record.engines if self.record else []
+        return next((row for row in rows if row.name == engine), None)
+
+
+def observe_world(cr: Object, children: Iterable[Object], pods: Iterable[Object]) -> World:
+    """Put together what was read from the API server. Never raises: what cannot be read is said in the result."""
+    by_key = {(child["kind"], child["metadata"]["name"]): child for child in children}
+    rollout, invalid = _parse(cr)
+    record, problem = _record(by_key.get(("ConfigMap", names.weights_name(cr["metadata"]["name"]))))
+    return World(
+        cr=cr,
+        rollout=rollout,
+        invalid=invalid,
+        children=by_key,
+        pods={pod["metadata"]["name"]: pod for pod in pods},
+        record=record,
+        record_problem=problem,
+    )
+
+
+def _parse(cr: Object) -> tuple[SGLangRollout | None, str]:
+    """Without the status, which we write ourselves and never read back into a decision about objects."""
+    try:
+        return SGLangRollout.model_validate({key: value for key, value in cr.items() if key != "status"}), ""
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return None, f"{where}: {first['msg']}. The object was stored under another version of the API: apply it again."
+
+
+def _record(config_map: Object | None) -> tuple[Record | None, str]:
+    text = ((config_map or {}).get("data") or {}).get(names.WEIGHTS_KEY)
+    if not text:
+        return None, ""
+    try:
+        return Record.model_validate_json(text), ""
+    except pydantic.ValidationError as error:
+        return None, (
+            f"the coordinator's record ({names.WEIGHTS_KEY} of its ConfigMap) cannot be read:"
+            f" {error.errors()[0]['msg']}. It is rewritten by the coordinator; it should not be edited by hand."
+        )

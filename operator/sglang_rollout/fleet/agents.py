@@ -1,0 +1,207 @@
+"""Client of the agents: every call has a deadline, carries token and term, and ends as a value, not an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+from pydantic import ValidationError
+from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from sglang_rollout.fleet.update.events import Body, Result, Send
+from sglang_rollout.wire.models import AgentStatus, SyncRequest, Version
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, TERM_HEADER
+
+SYNC_DEADLINE = 2.0
+CONNECT_DEADLINE = 5.0
+READ_DEADLINE = 5.0
+"""For GETs of information: a scheduler that is stuck in a collective must not hold up a reader."""
+LONGEST_MESSAGE = 2000
+STATUS_PATHS = (AGENT_SYNC, AGENT_ACK, AGENT_FENCE)
+CONFLICT = 409
+
+Address = Callable[[str], str | None]
+"""The base URL of an engine's gate; None: it has no address (now)."""
+
+
+class Agents:
+    """Calls agents by engine name. ``outranked`` is told the term of an agent that refused ours."""
+
+    def __init__(self, *, address: Address, token: Callable[[], str], term: Callable[[], int]) -> None:
+        self._address = address
+        self._token = token
+        self._term = term
+        self._session: aiohttp.ClientSession | None = None
+        self._sync_locks: dict[str, asyncio.Lock] = {}
+        self.outranked: Callable[[int], None] = lambda term: None
+
+    async def start(self) -> None:
+        """Open the connection pool."""
+        # No limit: a fleet has tens of engines, and a call that waits for a connection would look like a slow engine.
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(connect=CONNECT_DEADLINE)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+
+    async def close(self) -> None:
+        """Close the connection pool."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def fan_out(self, effect: Send) -> dict[str, Result]:
+        """Carry out a Send effect: all engines at once, one result for each, within its deadline."""
+        tasks = {
+            asyncio.create_task(self._bounded(name, effect, body), name=f"{effect.path} {name}"): name
+            for name, body in effect.bodies.items()
+        }
+        results: dict[str, Result] = {}
+        limit: float | None = None
+        waiting = set(tasks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for task in done:
+                    results[tasks[task]] = task.result()
+                if limit is None and effect.grace is not None and any(not result.ok for result in results.values()):
+                    limit = effect.grace
+            for task in waiting:
+                results[tasks[task]] = Result(ok=False, message="not waited for, because another engine failed.")
+        finally:
+            for task in waiting:
+                task.cancel()
+        return {name: results[name] for name in effect.bodies}
+
+    async def sync(self, name: str, committed: Version | None) -> AgentStatus | None:
+        """Tell an agent what is committed and hear how it is; None: no answer."""
+        body = SyncRequest(committed=committed).model_dump(mode="json")
+        return (await self.call(name, AGENT_SYNC, body, SYNC_DEADLINE)).agent
+
+    async def get(self, name: str, path: str, deadline: float = READ_DEADLINE) -> tuple[int, Any]:
+        """GET a JSON document from an agent: status and body; status 0 and a sentence when there is no answer."""
+        url = self._address(name)
+        if url is None:
+            return 0, "it has no address yet"
+        try:
+            async with asyncio.timeout(deadline), self._pool().get(url + path, headers=self._headers()) as reply:
+                data = await reply.read()
+                return reply.status, _json(data)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            return 0, _reason(error, deadline)
+
+    async def _bounded(self, name: str, effect: Send, body: Body) -> Result:
+        """One call of a fan-out; repeated where that is harmless: a lost connection says nothing of the engine."""
+        if not effect.idempotent:
+            return await self.call(name, effect.path, body, effect.deadline)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + effect.deadline
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_NoAnswerError),
+            stop=stop_after_delay(effect.deadline),
+            wait=wait_exponential(0.1, max=2.0),
+        )
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    result = await self.call(name, effect.path, body, max(0.05, end - loop.time()))
+                    if result.status == 0 and loop.time() < end:
+                        raise _NoAnswerError(result.message)
+        except RetryError as error:
+            return Result(ok=False, message=str(error.last_attempt.exception()))
+        return result
+
+    async def call(self, name: str, path: str, body: Body, deadline: float) -> Result:
+        """POST to one agent."""
+        if path != AGENT_SYNC:
+            return await self._post(name, path, body, deadline)
+        # A sync that is under way with an older version must not arrive after this one: it would close the gate again.
+        lock = self._sync_locks.setdefault(name, asyncio.Lock())
+        try:
+            async with asyncio.timeout(deadline), lock:
+                return await self._post(name, path, body, deadline)
+        except TimeoutError as error:
+            return Result(ok=False, message=_reason(error, deadline))
+
+    async def _post(self, name: str, path: str, body: Body, deadline: float) -> Result:
+        url = self._address(name)
+        if url is None:
+            return Result(ok=False, message="it has no address: its pod does not run (yet).")
+        try:
+            async with (
+                asyncio.timeout(deadline),
+                self._pool().post(url + path, json=dict(body), headers=self._headers()) as reply,
+            ):
+                data = await reply.read()
+                return self._result(path, reply.status, _json(data))
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            return Result(ok=False, message=_reason(error, deadline))
+
+    def _result(self, path: str, status: int, body: Any) -> Result:
+        ok = 200 <= status < 300
+        fields = body if isinstance(body, dict) else {}
+        if not ok:
+            term = _term_of(fields)
+            if status == CONFLICT and term is not None and term > self._term():
+                self.outranked(term)
+            return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.")
+        if path in STATUS_PATHS:
+            return _status(status, fields)
+        if path == AGENT_PREFLIGHT:
+            return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""))
+        # SGLang says 200 and success: false in some places.
+        return Result(ok=fields.get("success") is not False, status=status, message=_message(body))
+
+    def _headers(self) -> Mapping[str, str]:
+        return {"Authorization": f"Bearer {self._token()}", TERM_HEADER: str(self._term())}
+
+    def _pool(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("Agents.start() has not been called")
+        return self._session
+
+
+class _NoAnswerError(Exception):
+    """The call did not reach the agent, or its answer did not reach us."""
+
+
+def _status(status: int, fields: Mapping[str, Any]) -> Result:
+    try:
+        return Result(ok=True, status=status, agent=AgentStatus.model_validate(fields))
+    except ValidationError as error:
+        where = "; ".join(str(problem["loc"]) for problem in error.errors()[:3])
+        return Result(ok=False, status=status, message=f"its agent's answer is no status (fields {where}).")
+
+
+def _term_of(fields: Mapping[str, Any]) -> int | None:
+    """The higher term in a refusal, wherever the agent put it."""
+    fleet = fields.get("fleet")
+    for place in (fields, fleet if isinstance(fleet, dict) else {}):
+        term = place.get("term")
+        if isinstance(term, int) and not isinstance(term, bool):
+            return term
+    return None
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data[:LONGEST_MESSAGE].decode("utf-8", "replace").strip()
+
+
+def _message(body: Any) -> str:
+    """The sentence in a reply: SGLang puts it under ``message``, proxies and FastAPI elsewhere."""
+    if isinstance(body, dict):
+        body = body.get("message") or body.get("error") or body.get("detail") or ""
+    if isinstance(body, list):
+        body = "; ".join(str(part) for part in body)
+    return str(body or "").strip()[:LONGEST_MESSAGE]
+
+
+def _reason(error: BaseException, deadline: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {deadline:g} s."
+    return f"{str(error) or type(error).__name__}."

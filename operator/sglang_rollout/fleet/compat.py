@@ -1,0 +1,173 @@
+"""The dialects of trainers: the bodies they send, turned into requests; answers, in SGLang's own shape.
+
+Accepted although SGLang would refuse or trip: ports and versions as the other type, no backend, no group name, the
+singular ``{name, dtype, shape}`` of older clients, empty bodies. Unknown fields are kept and passed on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.fleet.update.events import (
+    Answer,
+    Begin,
+    CloseGroup,
+    Continue,
+    End,
+    Flush,
+    OpenGroup,
+    Pause,
+    Request,
+    SetLabel,
+    Update,
+)
+from sglang_rollout.fleet.update.versions import LONGEST_LABEL
+from sglang_rollout.wire.models import ControlReply, PauseMode
+
+LONGEST_REASON = 200
+LONGEST_FLUSH = 60.0
+Fields = Mapping[str, Any]
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """The JSON object of a body; an empty body is an empty object."""
+    if not data.strip():
+        return {}
+    try:
+        body = json.loads(data)
+    except UnicodeDecodeError as error:
+        raise Refusal(f"the body is no JSON: byte {error.start} is no UTF-8.") from error
+    except json.JSONDecodeError as error:
+        raise Refusal(f"the body is no JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from error
+    except (RecursionError, ValueError) as error:
+        raise Refusal("the body is JSON that cannot be read: it nests too deep, or a number is too long.") from error
+    if body is None:
+        return {}
+    if not isinstance(body, dict):
+        raise Refusal(f"the body must be a JSON object, not {type(body).__name__}.")
+    return body
+
+
+def open_group(body: Fields) -> Request:
+    """``/init_weights_update_group``: checked against the fleet when its turn comes."""
+    return OpenGroup(body)
+
+
+def close_group(body: Fields) -> Request:
+    """``/destroy_weights_update_group``; without a name: the only open group."""
+    return CloseGroup(_name(body, "group_name"))
+
+
+def pause(body: Fields) -> Request:
+    """``/pause_generation``."""
+    mode = body.get("mode")
+    if mode is not None and mode not in set(PauseMode):
+        raise Refusal(f"mode {_clip(mode)} is no pause mode: use {', '.join(mode.value for mode in PauseMode)}.")
+    # What SGLang does without a mode is said here, because the fleet must know which it was.
+    return Pause(mode or PauseMode.ABORT.value, {**body, "mode": mode or PauseMode.ABORT.value})
+
+
+def resume(body: Fields) -> Request:
+    """``/continue_generation``."""
+    return Continue(body)
+
+
+def begin(body: Fields) -> Request:
+    """``/begin_weight_update``."""
+    return Begin(body)
+
+
+def end(body: Fields) -> Request:
+    """``/end_weight_update``."""
+    return End(body)
+
+
+def update(body: Fields) -> Request:
+    """``/update_weights_from_distributed``: lists are made of the singular form, versions become strings."""
+    forwarded = {key: value for key, value in body.items() if key not in {"name", "dtype", "shape"}}
+    for singular, plural in (("name", "names"), ("dtype", "dtypes"), ("shape", "shapes")):
+        if plural not in forwarded and singular in body:
+            forwarded[plural] = [body[singular]]
+    lengths = {}
+    for plural in ("names", "dtypes", "shapes"):
+        value = forwarded.get(plural)
+        if not isinstance(value, list) or not value:
+            raise Refusal(f"{plural} is missing: it must be a list with one entry for each tensor.")
+        lengths[plural] = len(value)
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{number} {plural}" for plural, number in lengths.items())
+        raise Refusal(f"the tensors do not add up: {shown}. Engines would wait for tensors that never come.")
+    # Several clients send the dtype as torch prints it; SGLang looks it up by its bare name.
+    forwarded["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in forwarded["dtypes"]]
+    label = _label(body.get("weight_version"), "weight_version")
+    if label is not None:
+        forwarded["weight_version"] = label
+    return Update(_name(body, "group_name"), label, forwarded)
+
+
+def set_label(body: Fields) -> Request:
+    """``/update_weight_version``."""
+    label = _label(body.get("new_version"), "new_version")
+    if label is None:
+        raise Refusal("new_version is missing: name the version that the open update becomes.")
+    return SetLabel(label)
+
+
+def flush(query: Mapping[str, str]) -> Request:
+    """``/flush_cache?timeout=``."""
+    text = query.get("timeout")
+    if not text:
+        return Flush()
+    try:
+        timeout = float(text)
+    except ValueError as error:
+        raise Refusal(f"timeout {_clip(text)} is no number of seconds.") from error
+    if not 0 <= timeout <= LONGEST_FLUSH:
+        raise Refusal(f"timeout {timeout:g} is out of range: use 0 to {LONGEST_FLUSH:g} seconds.")
+    return Flush(timeout)
+
+
+def shape(request: Request, answer: Answer) -> dict[str, Any]:
+    """The body of an answer, as SGLang's clients expect it."""
+    reply = ControlReply(success=answer.success, message=answer.message, fleet=dict(answer.fleet) or None)
+    body = reply.model_dump(mode="json", exclude_none=True)
+    if isinstance(request, Pause | Continue):
+        body["status"] = "ok" if answer.success else "error"
+    if isinstance(request, SetLabel):
+        body["new_version"] = request.label
+    return body
+
+
+def reason_phrase(message: str) -> str:
+    """One line for the status line: clients print it and drop the body. Latin-1, and not long enough to be cut off."""
+    line = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."
+
+
+def _name(body: Fields, key: str) -> str | None:
+    value = body.get(key)
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        raise Refusal(f"{key} {_clip(value)} is no name.")
+    return value
+
+
+def _label(value: object, key: str) -> str | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise Refusal(f"{key} {_clip(value)} is no version: use a string or a whole number.")
+    label = str(value)
+    if len(label) > LONGEST_LABEL:
+        raise Refusal(f"{key} is {len(label)} characters long: use at most {LONGEST_LABEL}.")
+    return label
+
+
+def _clip(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,0 +1,224 @@
+"""Carries out the state machine's effects and feeds it events. Decides nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from sglang_rollout.fleet.agents import Agents
+from sglang_rollout.fleet.members import Members
+from sglang_rollout.fleet.metrics import Metrics
+from sglang_rollout.fleet.store import Keeper, LostError, RecordStore, StoreError
+from sglang_rollout.fleet.update import Machine
+from sglang_rollout.fleet.update.events import (
+    Answer,
+    Answered,
+    Asked,
+    Event,
+    Left,
+    Reply,
+    Request,
+    Save,
+    Seen,
+    Send,
+    Tick,
+    Wanted,
+    Write,
+    Written,
+)
+from sglang_rollout.wire.models import Intent, Record
+
+log = logging.getLogger(__name__)
+
+SYNC_EVERY = 0.5
+TICK_EVERY = 1.0
+READ_AGAIN = 2.0
+
+
+class DeposedError(Exception):
+    """Another coordinator leads: this process must end."""
+
+
+class Driver:
+    """One machine with everything around it that does I/O."""
+
+    def __init__(self, *, name: str, members: Members, agents: Agents, store: RecordStore, metrics: Metrics) -> None:
+        self._name = name
+        self._members = members
+        self._agents = agents
+        self._store = store
+        self._metrics = metrics
+        self.keeper = Keeper(store)
+        self._machine: Machine | None = None
+        self._calls = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[None] | None = None
+        self._syncing: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def machine(self) -> Machine | None:
+        """The state machine; None until the record could be read."""
+        return self._machine
+
+    @property
+    def term(self) -> int:
+        """This coordinator's term."""
+        return self._machine.fleet.term if self._machine is not None else 0
+
+    async def run(self) -> None:
+        """Lead until something ends it. Raises DeposedError, or whatever was a bug: a fresh process proves all again."""
+        self._failed = asyncio.get_running_loop().create_future()
+        record = await self._read()
+        at = time.monotonic()
+        self._machine = Machine(
+            name=self._name, term=(record.term if record else 0) + 1, record=record, at=at, wall_offset=time.time() - at
+        )
+        self._agents.outranked = self._outranked
+        self._members.changed = self._changed
+        if record is not None:
+            await self._claim(record)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch_failure(), name="failure")
+                group.create_task(self._members.run(), name="members")
+                group.create_task(self._sync_all(), name="sync")
+                group.create_task(self._tick(), name="tick")
+                group.create_task(self.keeper.run(), name="record")
+        finally:
+            for task in [*self._tasks, *self._syncing.values()]:
+                task.cancel()
+
+    async def ask(self, request: Request) -> Answer:
+        """Put a trainer's request to the machine; returns its answer. Cancelled: the trainer has gone."""
+        if self._machine is None:
+            return Answer(503, "The coordinator has just started and cannot read its record yet. Try again in a moment.")
+        call = next(self._calls)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[call] = future
+        try:
+            self.feed(Asked(call, request, time.monotonic()))
+            return await future
+        except asyncio.CancelledError:
+            self.feed(Left(call, time.monotonic()))
+            raise
+        finally:
+            self._waiting.pop(call, None)
+
+    def feed(self, event: Event) -> None:
+        """Give the machine an event and start what it wants done."""
+        if self._machine is None:
+            return
+        try:
+            effects = self._machine.handle(event)
+        except Exception as error:  # a bug: the state cannot be trusted any more, a fresh process proves it again
+            self._fail(error)
+            raise
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._spawn(self._send(effect))
+                case Write():
+                    self._spawn(self._write(effect))
+                case Save(record):
+                    self.keeper.save(record)
+                case Reply(call, answer):
+                    future = self._waiting.get(call)
+                    if future is not None and not future.done():
+                        future.set_result(answer)
+        self._metrics.observe(self._machine)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(task.exception())
+
+    def _fail(self, error: BaseException | None) -> None:
+        if self._failed is not None and not self._failed.done() and error is not None:
+            self._failed.set_exception(error)
+
+    async def _watch_failure(self) -> None:
+        if self._failed is not None:
+            await self._failed
+
+    async def _send(self, effect: Send) -> None:
+        began = time.monotonic()
+        results = await self._agents.fan_out(effect)
+        ended = time.monotonic()
+        for name, result in results.items():
+            if not result.ok:
+                log.warning("%s on %s: %s %s", effect.path, name, result.status or "no answer:", result.message)
+        self._metrics.fan_out(effect.path, ended - began, results)
+        log.info("%s on %d engines: %.0f ms", effect.path, len(results), (ended - began) * 1000)
+        self.feed(Answered(effect.id, results, ended))
+
+    async def _write(self, effect: Write) -> None:
+        try:
+            ok = await self.keeper.write(effect.record)
+        except LostError as error:
+            raise DeposedError(str(error)) from error
+        self.feed(Written(effect.id, ok, time.monotonic()))
+
+    async def _read(self) -> Record | None:
+        """The record. Without the store nothing is known: agents keep what they have until it answers."""
+        complaint = ""
+        while True:
+            try:
+                return await self._store.read()
+            except StoreError as error:
+                if str(error) != complaint:
+                    complaint = str(error)
+                    log.warning("waiting for the record: %s", complaint)
+                await asyncio.sleep(READ_AGAIN)
+
+    async def _claim(self, record: Record) -> None:
+        """Make the new term known before anything else is done: the coordinator before this one stops at it."""
+        claimed = record.model_copy(update={"term": record.term + 1})
+        try:
+            await self.keeper.write(claimed)
+        except LostError as error:
+            raise DeposedError(str(error)) from error
+
+    def _changed(self, intent: Intent, addressed: frozenset[str]) -> None:
+        self.feed(Wanted(intent, addressed, time.monotonic()))
+
+    def _outranked(self, term: int) -> None:
+        if self._machine is not None and self._machine.outranked(term):
+            self._fail(DeposedError(f"an agent follows a coordinator of term {term}; this one is of term {self.term}"))
+
+    async def _sync_all(self) -> None:
+        """Each agent on its own: one that does not answer delays no other."""
+        while True:
+            machine = self._machine
+            names = list(machine.fleet.engines) if machine is not None else []
+            for name in names:
+                running = self._syncing.get(name)
+                if running is None or running.done():
+                    self._syncing[name] = asyncio.create_task(self._sync(name), name=f"sync {name}")
+            for name in [name for name in self._syncing if name not in names]:
+                self._syncing.pop(name).cancel()
+            await asyncio.sleep(SYNC_EVERY)
+
+    async def _sync(self, name: str) -> None:
+        machine = self._machine
+        if machine is None:
+            return
+        try:
+            status = await self._agents.sync(name, machine.fleet.committed)
+            self.feed(Seen(name, status, time.monotonic()))
+        except Exception as error:  # noqa: BLE001 - reported through _fail, which ends the process
+            self._fail(error)
+
+    async def _tick(self) -> None:
+        while True:
+            self.feed(Tick(time.monotonic()))
+            await asyncio.sleep(TICK_EVERY)

@@ -1,0 +1,66 @@
+"""Prometheus metrics of the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from sglang_rollout.fleet.update.events import Result
+from sglang_rollout.fleet.update.machine import Machine
+
+PREFIX = "sglang_rollout_fleet"
+# From a call on an idle engine (milliseconds) to a bucket of a large model (minutes).
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """The coordinator's own registry: no process-wide state."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._engines = Gauge(f"{PREFIX}_engines", "Engines by state", ["state"], registry=self.registry)
+        self._serving = Gauge(f"{PREFIX}_serving", "Engines with an open gate", registry=self.registry)
+        self._run = Gauge(f"{PREFIX}_committed_run", "Run of the committed version", registry=self.registry)
+        self._n = Gauge(f"{PREFIX}_committed_n", "n of the committed version", registry=self.registry)
+        self._epoch = Gauge(f"{PREFIX}_epoch", "Epoch of the members", registry=self.registry)
+        self._term = Gauge(f"{PREFIX}_term", "Term of this coordinator", registry=self.registry)
+        self._paused = Gauge(f"{PREFIX}_paused", "1 while the fleet is paused", registry=self.registry)
+        self._updates = Counter(f"{PREFIX}_updates", "Weight updates that ended", ["outcome"], registry=self.registry)
+        self._calls = Histogram(
+            f"{PREFIX}_fan_out_seconds", "Calls on all engines", ["path"], buckets=BUCKETS, registry=self.registry
+        )
+        self._failures = Counter(
+            f"{PREFIX}_fan_out_failures", "Engines on which a call failed", ["path"], registry=self.registry
+        )
+        self._last: tuple[str, str] | None = None
+
+    def observe(self, machine: Machine) -> None:
+        """Take the figures of the machine's facts."""
+        fleet = machine.fleet
+        states: dict[str, int] = {"clean": 0, "dirty": 0, "unknown": 0}
+        for engine in fleet.engines.values():
+            states[engine.row().state.value] += 1
+        for state, number in states.items():
+            self._engines.labels(state).set(number)
+        self._serving.set(sum(engine.serving for engine in fleet.engines.values()))
+        self._epoch.set(fleet.epoch)
+        self._term.set(fleet.term)
+        self._paused.set(fleet.hold is not None)
+        if fleet.committed is not None:
+            self._run.set(fleet.committed.run)
+            self._n.set(fleet.committed.n)
+        last = fleet.last_update
+        if last is not None and (last.outcome.value, str(last.version)) != self._last:
+            self._last = (last.outcome.value, str(last.version))
+            self._updates.labels(last.outcome.value).inc()
+
+    def fan_out(self, path: str, seconds: float, results: Mapping[str, Result]) -> None:
+        """Count one call on several engines."""
+        path = path.partition("?")[0]
+        self._calls.labels(path).observe(seconds)
+        self._failures.labels(path).inc(sum(not result.ok for result in results.values()))
+
+    def text(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,102 @@
+"""Routes that change something: bodies in, requests to the machine, answers in SGLang's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from sglang_rollout.fleet import compat
+from sglang_rollout.fleet.app import PARTS, refuse
+from sglang_rollout.fleet.update.events import Request, Send
+from sglang_rollout.wire.ports import VERSION_HEADER
+
+ABORT_DEADLINE = 10.0
+Parser = Callable[[Mapping[str, Any]], Request]
+
+ONE_PROCESS = (
+    "{path} is not for a fleet: its payload belongs to the GPUs of one process on one machine."
+    " Open a group with init_weights_update_group and send the tensors with update_weights_from_distributed."
+)
+NOT_YET = (
+    "{path} is not offered for a fleet in this release."
+    " Open a group with init_weights_update_group and send the tensors with update_weights_from_distributed."
+)
+
+
+async def _ask(request: web.Request, wanted: Request) -> web.Response:
+    parts = request.app[PARTS]
+    answer = await parts.driver.ask(wanted)
+    if not answer.success:
+        return refuse(answer.status, answer.message, dict(answer.fleet) or None)
+    headers = {}
+    committed = parts.machine.fleet.committed
+    if committed is not None:
+        headers[VERSION_HEADER] = compat.reason_phrase(committed.label)
+    return web.json_response(compat.shape(wanted, answer), headers=headers)
+
+
+def _control(parse: Parser) -> Callable[[web.Request], Any]:
+    async def handle(request: web.Request) -> web.Response:
+        return await _ask(request, parse(compat.parse(await request.read())))
+
+    return handle
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    """``GET`` and ``POST /flush_cache``: trainers use both; a POST may carry anything."""
+    await request.read()
+    return await _ask(request, compat.flush(request.query))
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """``/abort_request`` on every engine, at once: it must work while an update waits for running requests."""
+    body = compat.parse(await request.read())
+    parts = request.app[PARTS]
+    names = parts.machine.fleet.up()
+    send = Send("/abort_request", dict.fromkeys(names, body), ABORT_DEADLINE)
+    results = await asyncio.shield(parts.agents.fan_out(send)) if names else {}
+    failed = {name: result.message for name, result in results.items() if not result.ok}
+    if failed:
+        name, reason = next(iter(failed.items()))
+        return refuse(502, f"engine {name} did not abort: {reason}", {"engines": failed})
+    return web.json_response({"success": True, "message": f"Aborted on {len(names)} engines."})
+
+
+async def add_worker(request: web.Request) -> web.Response:
+    """``POST /workers``: several trainers register servers with what they take for a router. The fleet knows its own."""
+    body = compat.parse(await request.read())
+    url = str(body.get("url") or request.query.get("url") or "")
+    message = "The fleet registers its own engines; nothing was changed."
+    return web.json_response({"status": "accepted", "success": True, "message": message, "url": url}, status=202)
+
+
+def _refused(sentence: str) -> Callable[[web.Request], Any]:
+    async def handle(request: web.Request) -> web.Response:
+        return refuse(501, sentence.format(path=request.path))
+
+    return handle
+
+
+routes = [
+    web.post("/init_weights_update_group", _control(compat.open_group)),
+    web.post("/destroy_weights_update_group", _control(compat.close_group)),
+    web.post("/begin_weight_update", _control(compat.begin)),
+    web.post("/update_weights_from_distributed", _control(compat.update)),
+    web.post("/end_weight_update", _control(compat.end)),
+    web.post("/pause_generation", _control(compat.pause)),
+    web.post("/continue_generation", _control(compat.resume)),
+    web.post("/update_weight_version", _control(compat.set_label)),
+    web.post("/flush_cache", flush_cache),
+    web.get("/flush_cache", flush_cache, allow_head=False),
+    web.post("/abort_request", abort_request),
+    web.post("/workers", add_worker),
+    web.post("/add_worker", add_worker),
+    web.post("/update_weights_from_tensor", _refused(ONE_PROCESS)),
+    web.post("/update_weights_from_ipc", _refused(ONE_PROCESS)),
+    web.post("/update_weights_from_disk", _refused(NOT_YET)),
+    web.post("/release_memory_occupation", _refused(NOT_YET.partition(" Open")[0])),
+    web.post("/resume_memory_occupation", _refused(NOT_YET.partition(" Open")[0])),
+]

@@ -1,0 +1,162 @@
+"""Routes that only read. None of them waits for an update: what a busy engine cannot say now was remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from aiohttp import web
+
+from sglang_rollout.fleet.app import PARTS, Parts, refuse
+from sglang_rollout.fleet.compat import reason_phrase
+from sglang_rollout.fleet.document import document, server_info
+from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, FLEET_METRICS, VERSION_HEADER
+
+LOADS_DEADLINE = 2.0
+
+
+async def fleet_health(request: web.Request) -> web.Response:
+    """The coordinator runs; says nothing of engines."""
+    return web.json_response({"status": "ok", "term": request.app[PARTS].driver.term})
+
+
+async def health(request: web.Request) -> web.Response:
+    """Control health: weights can be taken, also while no engine may serve."""
+    fleet = request.app[PARTS].machine.fleet
+    if fleet.up():
+        return web.Response()
+    reasons = [f"{name}: {engine.why_down()}" for name, engine in fleet.engines.items()]
+    if not reasons:
+        return refuse(503, "This fleet has no engines.")
+    return refuse(503, f"No engine of this fleet is up. {'; '.join(reasons[:4])}")
+
+
+async def get_document(request: web.Request) -> web.Response:
+    """The discovery document."""
+    found = document(request.app[PARTS])
+    return web.json_response(found.model_dump(mode="json"))
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus text."""
+    return web.Response(body=request.app[PARTS].metrics.text(), content_type="text/plain", charset="utf-8")
+
+
+async def get_server_info(request: web.Request) -> web.Response:
+    """The fleet as one big server."""
+    return web.json_response(server_info(request.app[PARTS]))
+
+
+async def get_model_info(request: web.Request) -> web.Response:
+    """The first engine's, with the committed version: only that is served."""
+    parts = request.app[PARTS]
+    info = _known(parts, "/model_info")
+    label = _label(parts)
+    return web.json_response({**info, "weight_version": label}, headers={VERSION_HEADER: reason_phrase(label)})
+
+
+async def get_weight_version(request: web.Request) -> web.Response:
+    """The committed version; SGLang itself has dropped this path, trainers have not."""
+    label = _label(request.app[PARTS])
+    return web.json_response({"weight_version": label}, headers={VERSION_HEADER: reason_phrase(label)})
+
+
+async def get_world_size(request: web.Request) -> web.Response:
+    """All ranks of all engines, without the trainer's own."""
+    return web.json_response({"world_size": request.app[PARTS].machine.fleet.table.gpus})
+
+
+async def get_models(request: web.Request) -> web.Response:
+    """The first engine's list of models."""
+    return web.json_response(_known(request.app[PARTS], "/v1/models"))
+
+
+async def get_loads(request: web.Request) -> web.Response:
+    """``/v1/loads`` of all engines in one list."""
+    loads = await _loads(request.app[PARTS])
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return web.json_response({"timestamp": now, "version": "fleet", "loads": loads})
+
+
+async def get_load(request: web.Request) -> web.Response:
+    """The list that SGLang before 0.5.21 answered; trainers add it up to see whether the fleet has drained."""
+    loads = await _loads(request.app[PARTS])
+    entries = []
+    for rank, load in enumerate(loads):
+        running, waiting = int(load.get("num_running_reqs") or 0), int(load.get("num_waiting_reqs") or 0)
+        entries.append(
+            {
+                "dp_rank": rank,
+                "num_reqs": running + waiting,
+                "num_running_reqs": running,
+                "num_waiting_reqs": waiting,
+                "num_tokens": int(load.get("num_used_tokens") or 0),
+                "engine": load["engine"],
+            }
+        )
+    return web.json_response(entries)
+
+
+async def get_workers(request: web.Request) -> web.Response:
+    """The engines, as routers list their workers; trainers abort and poll each of them directly."""
+    parts = request.app[PARTS]
+    workers = [
+        {
+            "id": member.name,
+            "url": member.url,
+            "worker_type": "regular",
+            "is_healthy": member.gate_open,
+            "status": "ready" if member.gate_open else "not_ready",
+        }
+        for member in document(parts).members
+        if member.url
+    ]
+    return web.json_response({"workers": workers, "total": len(workers)})
+
+
+async def _loads(parts: Parts) -> list[dict[str, Any]]:
+    """An engine that is up and does not answer must not read as idle: then there is no answer at all."""
+    names = parts.machine.fleet.up()
+    replies = await asyncio.gather(*(parts.agents.get(name, "/v1/loads", LOADS_DEADLINE) for name in names))
+    loads: list[dict[str, Any]] = []
+    for name, (status, body) in zip(names, replies, strict=True):
+        if status != 200 or not isinstance(body, dict) or not isinstance(body.get("loads"), list):
+            reason = body if isinstance(body, str) else f"HTTP {status}"
+            raise Refusal(f"engine {name} does not say its load: {reason}. It may be busy; try again.", status=503)
+        loads += [{**load, "dp_rank": len(loads) + index, "engine": name} for index, load in enumerate(body["loads"])]
+    return loads
+
+
+def _known(parts: Parts, path: str) -> dict[str, Any]:
+    info = parts.infos.first(parts.machine, path)
+    if info is None:
+        raise Refusal("No engine of this fleet has been up yet: nothing is known of its model. Try again.", status=503)
+    return info
+
+
+def _label(parts: Parts) -> str:
+    committed = parts.machine.fleet.committed
+    if committed is None:
+        raise Refusal("The committed version is not proved yet: the coordinator has just started.", status=503)
+    return committed.label
+
+
+routes = [
+    web.get(FLEET_HEALTH, fleet_health),
+    web.get(FLEET_METRICS, metrics),
+    web.get(FLEET, get_document),
+    web.get("/health", health),
+    web.get("/health_generate", health),
+    web.get("/server_info", get_server_info),
+    web.get("/get_server_info", get_server_info),
+    web.get("/model_info", get_model_info),
+    web.get("/get_model_info", get_model_info),
+    web.get("/get_weight_version", get_weight_version),
+    web.get("/get_world_size", get_world_size),
+    web.get("/v1/models", get_models),
+    web.get("/v1/loads", get_loads),
+    web.get("/get_load", get_load),
+    web.get("/workers", get_workers),
+]

@@ -1,0 +1,111 @@
+"""Building blocks of scripts: call engines, fence them, let them run again.
+
+A script is a generator: it yields effects, gets their results and returns the answer for the trainer. It does no I/O
+and knows no clock, so the same events always make the same effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sglang_rollout.fleet.update.events import Answer, Body, Result, Send, Write
+from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.wire.models import EngineState, FenceRequest, SyncRequest
+from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_SYNC
+
+INIT = "/init_weights_update_group"
+DESTROY = "/destroy_weights_update_group"
+BEGIN = "/begin_weight_update"
+UPDATE = "/update_weights_from_distributed"
+END = "/end_weight_update"
+PAUSE = "/pause_generation"
+CONTINUE = "/continue_generation"
+FLUSH = "/flush_cache"
+
+FENCE_DEADLINE = 15.0
+"""A fence answers as soon as the agent has closed the gate; a scheduler that is stuck in a collective cannot be helped
+over HTTP, and nobody should wait for it."""
+SYNC_DEADLINE = 5.0
+GRACE = 2.0
+"""After one engine failed, how long the others may still take until the trainer is told."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Yielded by a script to wait until it is the only one that changes the fleet."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """Yielded by a script to answer its caller now and go on working."""
+
+    answer: Answer
+
+
+Results = Mapping[str, Result]
+Step = Send | Write | Turn | Say
+_T = TypeVar("_T")
+Script = Generator[Step, Results, _T]
+
+
+def send(
+    path: str,
+    bodies: Mapping[str, Body],
+    deadline: float,
+    *,
+    grace: float | None = None,
+    idempotent: bool = False,
+) -> Script[Results]:
+    """Call engines, all at once. No engines: no call."""
+    if not bodies:
+        return {}
+    return (yield Send(path, bodies, deadline, grace=grace, idempotent=idempotent))
+
+
+def same(names: Iterable[str], body: Body | None = None) -> dict[str, Body]:
+    """The same body for each engine. SGLang wants a body on every POST: an empty one is ``{}``."""
+    return {name: dict(body or {}) for name in names}
+
+
+def failures(results: Results) -> dict[str, Result]:
+    """The calls that failed; an engine's own reason comes before one that was only not waited for."""
+    failed = {name: result for name, result in results.items() if not result.ok}
+    return dict(sorted(failed.items(), key=lambda item: item[1].status == 0))
+
+
+def told(results: Results) -> dict[str, Any]:
+    """Per-engine results for the reply."""
+    return {name: {"success": result.ok, "message": result.message} for name, result in results.items()}
+
+
+def fence(names: Iterable[str], reason: str) -> Script[Results]:
+    """Give up on these engines: sessions end, what is clean runs on, what is dirty stays closed."""
+    body = FenceRequest(reason=reason).model_dump(mode="json")
+    return (yield from send(AGENT_FENCE, same(names, body), FENCE_DEADLINE, idempotent=True))
+
+
+def sync(fleet: Fleet) -> Script[Results]:
+    """Tell every agent what is committed: this opens and closes gates."""
+    body = SyncRequest(committed=fleet.committed).model_dump(mode="json")
+    names = [name for name, engine in fleet.engines.items() if engine.reachable]
+    return (yield from send(AGENT_SYNC, same(names, body), SYNC_DEADLINE, idempotent=True))
+
+
+def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Script[Results]:
+    """Let engines generate again: continue what is clean, fence what is not or does not answer.
+
+    A dirty engine never gets a plain continue: its held requests would be answered from a mixture.
+    """
+    clean: list[str] = []
+    rest: list[str] = []
+    for name in names:
+        engine = fleet.engines.get(name)
+        status = engine.status if engine is not None else None
+        (rest if status is not None and status.state is EngineState.DIRTY else clean).append(name)
+    results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause)))
+    rest += failures(results)
+    if rest:
+        results |= yield from fence(rest, "the fleet resumed and this engine did not or must not")
+    return results

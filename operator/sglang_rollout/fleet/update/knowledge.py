@@ -1,0 +1,149 @@
+"""How facts come in: members, agents' statuses, the proof of what is committed, the epoch."""
+
+from __future__ import annotations
+
+from sglang_rollout.fleet.update.calls import Results
+from sglang_rollout.fleet.update.events import Seen, Wanted
+from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
+from sglang_rollout.fleet.update.state import Engine, Fleet
+from sglang_rollout.fleet.update.versions import key
+from sglang_rollout.wire.models import AgentStatus, EngineState, LastUpdate, Record, UpdateOutcome
+
+PATIENCE = 5.0
+"""With a record: how long a new coordinator waits for agents that may prove a newer version than the record says."""
+
+
+class Knowledge:
+    """Turns observations into the facts of a :class:`Fleet`."""
+
+    def __init__(self, fleet: Fleet, record: Record | None, at: float) -> None:
+        self._fleet = fleet
+        self._record = record
+        self._started = at
+        self._addressed: frozenset[str] | None = None
+        self._signature: tuple[tuple[str, int, str | None], ...] | None = None
+        self._fresh = True
+        """Whether anything was learned since the last conclusion."""
+        self.give_up: list[str] = []
+        """Engines that the rebuild found in the middle of an update that nobody leads any more."""
+
+    def learn(self, results: Results) -> None:
+        """Take in the statuses that calls brought."""
+        for result in results.values():
+            if result.agent is not None:
+                self._take(result.agent)
+
+    def seen(self, event: Seen) -> None:
+        """Take in the answer to a sync, or that there was none."""
+        engine = self._fleet.engines.get(event.name)
+        if engine is None:
+            return
+        if event.status is None:
+            engine.misses += 1
+        elif event.status.name == event.name:
+            self._take(event.status)
+
+    def _take(self, status: AgentStatus) -> None:
+        engine = self._fleet.engines.get(status.name)
+        if engine is not None:
+            engine.status, engine.misses, engine.heard = status, 0, self._fleet.now
+            self._fresh = True
+
+    def wanted(self, event: Wanted) -> None:
+        """Take in the members and the policy."""
+        fleet, known = self._fleet, self._fleet.engines
+        fleet.policy = event.intent.weights
+        fleet.generation = event.intent.generation
+        fleet.engines = {}
+        for wanted in event.intent.engines:
+            engine = known.get(wanted.name) or Engine(wanted)
+            engine.wanted = wanted
+            fleet.engines[wanted.name] = engine
+        # A group loses nothing when an engine joins; one that left takes its groups with it.
+        fleet.groups = {name: group for name, group in fleet.groups.items() if set(group.boots) <= set(fleet.engines)}
+        self._addressed = event.addressed & set(fleet.engines)
+        self._fresh = True
+
+    def conclude(self) -> None:
+        """Draw the conclusions that the facts allow: called whenever no script holds the turn."""
+        if not self._fresh and self._fleet.committed is not None:
+            return
+        self._fresh = False
+        if self._fleet.committed is None:
+            self._rebuild()
+        else:
+            self._adopt()
+        if self._fleet.committed is not None:
+            self._count_epoch()
+            self._drop_lost_groups()
+
+    def awaited(self) -> str:
+        """Whom a rebuild waits for, in words."""
+        if self._addressed is None:
+            return "the list of engines is not known yet"
+        missing = sorted(self._addressed - set(self._heard()))
+        return f"waiting for {', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}" if missing else "almost done"
+
+    def in_the_middle(self, since: float) -> list[str]:
+        """Engines that said after ``since`` that they are paused or in a session."""
+        engines = self._fleet.engines.items()
+        said = [name for name, engine in engines if engine.up and engine.status and in_the_middle(engine.status)]
+        return [name for name in said if self._fleet.engines[name].heard > since]
+
+    def _statuses(self) -> list[AgentStatus]:
+        return [engine.status for engine in self._fleet.engines.values() if engine.status is not None]
+
+    def _heard(self) -> list[str]:
+        return [status.name for status in self._statuses()]
+
+    def _rebuild(self) -> None:
+        """Decide what is committed, once everybody who could know was heard; with a record not for ever."""
+        if self._addressed is None:
+            return
+        waited = self._fleet.now - self._started >= PATIENCE
+        if not complete(self._addressed, self._heard()) and not (self._record is not None and waited):
+            return
+        fleet = self._fleet
+        proved = rebuild(self._record, self._statuses())
+        self.give_up = list(proved.give_up)
+        fleet.committed, fleet.burned, fleet.groups = proved.committed, proved.burned, dict(proved.groups)
+        if self._record is not None:
+            fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
+            before = {(row.name, row.boot_id) for row in self._record.engines}
+            if before == {(name, engine.boot) for name, engine in fleet.engines.items()}:
+                self._signature = self._members()
+
+    def _adopt(self) -> None:
+        """A version that is proved after all: an agent came back that knows of it."""
+        fleet = self._fleet
+        if fleet.committed is None or fleet.update is not None:
+            return
+        proved = prove(None, self._statuses())
+        if key(proved) > key(fleet.committed):
+            fleet.committed = proved
+            fleet.last_update = LastUpdate(
+                version=proved, outcome=UpdateOutcome.COMMITTED, finished=fleet.finished(),
+                reason="proved afterwards: every engine of the update says that it holds this version",
+                engines=[name for name, engine in fleet.engines.items() if engine.holds(proved)],
+            )  # fmt: skip
+        for status in self._statuses():
+            held = status.version if status.state is EngineState.CLEAN else None
+            if held is not None and key(held) > key(fleet.committed):
+                fleet.burn([held])
+
+    def _members(self) -> tuple[tuple[str, int, str | None], ...]:
+        engines = self._fleet.engines.items()
+        return tuple(sorted((name, engine.wanted.tensor_size, engine.boot) for name, engine in engines))
+
+    def _count_epoch(self) -> None:
+        members = self._members()
+        if members != self._signature:
+            self._signature = members
+            self._fleet.epoch += 1
+
+    def _drop_lost_groups(self) -> None:
+        """A group of which no member is left needs no name: its trainer gets the same refusal without it."""
+        fleet = self._fleet
+        fleet.groups = {
+            name: group for name, group in fleet.groups.items() if len(fleet.changed(group.boots)) < len(group.boots)
+        }

@@ -1,0 +1,277 @@
+"""The state machine: events in, effects out.
+
+Scripts (``groups``, ``transaction``, ``outcome``) say what happens in which order; this module runs them. One script
+at a time holds the *turn* and may change the fleet; the others wait in the order in which they came. That is also the
+one global order in which groups are opened on all engines, without which several groups deadlock.
+
+No I/O, no clock: the same events always make the same effects.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.fleet.update import groups, transaction
+from sglang_rollout.fleet.update.calls import Results, Say, Script, Turn
+from sglang_rollout.fleet.update.events import (
+    Answer,
+    Answered,
+    Asked,
+    Begin,
+    CloseGroup,
+    Continue,
+    Effect,
+    End,
+    Event,
+    Flush,
+    Left,
+    OpenGroup,
+    Pause,
+    Reply,
+    Request,
+    Result,
+    Save,
+    Seen,
+    SetLabel,
+    Tick,
+    Update,
+    Wanted,
+    Write,
+    Written,
+)
+from sglang_rollout.fleet.update.knowledge import Knowledge
+from sglang_rollout.fleet.update.outcome import abandon, tidy
+from sglang_rollout.fleet.update.state import Fleet, Phase
+from sglang_rollout.wire.models import Record
+
+STRAY_AFTER = 3.0
+"""An engine that says for so many seconds that it is paused or in a session, although nothing is open, is fenced.
+Longer than a sync may take, because an answer that was under way tells of the time before."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """One script that has not ended."""
+
+    script: Script[Answer]
+    call: int | None
+    """The request it answers; None: started by the machine itself."""
+    waiting_for: int | None = None
+    answered: bool = False
+
+
+class Machine:
+    """The coordinator's decisions. Feed it events with :meth:`handle`; ``fleet`` is for reading."""
+
+    def __init__(self, *, name: str, term: int, record: Record | None, at: float, wall_offset: float = 0.0) -> None:
+        self.fleet = Fleet(name=name, term=term, now=at, wall_offset=wall_offset)
+        self._knowledge = Knowledge(self.fleet, record, at)
+        self._ids = itertools.count(1)
+        self._running: dict[int, _Running] = {}
+        """Scripts by the effect they wait for."""
+        self._queue: deque[_Running] = deque()
+        """Scripts that wait for their turn."""
+        self._turn: _Running | None = None
+        self._heard = at
+        self._stray_since: dict[str, float] = {}
+        self._saved: Record | None = record
+        self._postponed: Wanted | None = None
+        self._out: list[Effect] = []
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the update that runs now."""
+        preparing = any(script is not self._turn for script in self._running.values())
+        return Phase.PREPARE if self.fleet.phase is Phase.IDLE and preparing else self.fleet.phase
+
+    @property
+    def changing(self) -> bool:
+        """Whether a script is changing the fleet at this moment."""
+        return self._turn is not None
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take one event; returns what is to be done now, in order."""
+        self.fleet.now = max(self.fleet.now, event.at)
+        match event:
+            case Asked():
+                self._asked(event)
+            case Left():
+                self._left(event.call)
+            case Answered():
+                self._knowledge.learn(event.results)
+                self._resume(event.effect, event.results)
+            case Written():
+                self._resume(event.effect, {"record": Result(ok=event.ok)})
+            case Seen():
+                self._knowledge.seen(event)
+            case Wanted():
+                self._postponed = event
+            case Tick():
+                pass
+        self._settle()
+        done, self._out = self._out, []
+        return done
+
+    def _asked(self, event: Asked) -> None:
+        self._heard = event.at
+        if self.fleet.committed is None:
+            message = (
+                "The coordinator has just started and asks the engines what they hold"
+                f" ({self._knowledge.awaited()}). Try again in a moment."
+            )
+            self._out.append(Reply(event.call, Answer(503, message)))
+            return
+        self._start(_Running(_script(self.fleet, event.request), event.call))
+
+    def _left(self, call: int) -> None:
+        """Drop what has not begun; what has begun goes on to its end: engines cannot be called back."""
+        for running in [*self._queue, *self._running.values()]:
+            if running.call == call and running is not self._turn:
+                running.script.close()
+                if running in self._queue:
+                    self._queue.remove(running)
+                self._running = {effect: other for effect, other in self._running.items() if other is not running}
+
+    def _start(self, running: _Running) -> None:
+        self._advance(running, None)
+
+    def _resume(self, effect: int, results: Results) -> None:
+        running = self._running.pop(effect, None)
+        if running is not None:
+            self._advance(running, results)
+
+    def _advance(self, running: _Running, results: Results | None) -> None:
+        """Run a script until it waits for something or ends."""
+        running.waiting_for = None
+        try:
+            step = next(running.script) if results is None else running.script.send(results)
+            while True:
+                if isinstance(step, Turn):
+                    if self._turn is not None and self._turn is not running:
+                        self._queue.append(running)
+                        return
+                    self._turn = running
+                    step = next(running.script)
+                elif isinstance(step, Say):
+                    self._reply(running, step.answer)
+                    step = next(running.script)
+                else:
+                    effect = next(self._ids)
+                    running.waiting_for = effect
+                    self._running[effect] = running
+                    if isinstance(step, Write):
+                        self._saved = step.record
+                    self._out.append(replace(step, id=effect))
+                    return
+        except StopIteration as ended:
+            self._end(running, ended.value)
+        except Refusal as refusal:
+            self._end(running, Answer(refusal.status, str(refusal), refusal.fleet))
+
+    def _reply(self, running: _Running, answer: Answer) -> None:
+        if running.call is not None and not running.answered:
+            running.answered = True
+            self._out.append(Reply(running.call, answer))
+
+    def _end(self, running: _Running, answer: Answer) -> None:
+        self._reply(running, answer)
+        if self._turn is not running:
+            return
+        self._turn = None
+        self._heard = self.fleet.now
+        rest = Phase.IDLE if self.fleet.hold is None else Phase.PAUSE
+        if self.fleet.update is not None:
+            rest = Phase.TRANSFER
+        if rest is not self.fleet.phase:
+            self.fleet.enter(rest)
+
+    def _settle(self) -> None:
+        """What follows from the facts after every event: own scripts, the next in the queue, the record."""
+        while self._turn is None:
+            if self.fleet.update is None and self._postponed is not None:
+                # Members never change under an open update: its idle deadline bounds how long this waits.
+                self._knowledge.wanted(self._postponed)
+                self._postponed = None
+            self._knowledge.conclude()
+            own = self._own_script() if self.fleet.committed is not None else None
+            if own is not None:
+                running = _Running(_with_turn(own), None)
+            elif self._queue:
+                running = self._queue.popleft()
+                # Its Turn was yielded already: it owns it now.
+                self._turn = running
+            else:
+                break
+            self._advance(running, None)
+        self._save()
+
+    def _own_script(self) -> Script[Answer] | None:
+        """What must be ended although nobody asked."""
+        fleet = self.fleet
+        if fleet.update is not None:
+            lost = fleet.changed(fleet.update.boots)
+            if lost:
+                return abandon(fleet, f"engine {lost[0]} was restarted or lost in the middle of the update")
+        idle = fleet.now - self._heard
+        if (fleet.update is not None or fleet.hold is not None) and idle > fleet.policy.deadlines.idle:
+            reason = f"nothing was heard of the trainer for {idle:.0f} s (deadlines.idle)"
+            return abandon(fleet, reason, close_groups=True)
+        strays = self._strays()
+        return tidy(fleet, strays) if strays else None
+
+    def _strays(self) -> list[str]:
+        """Engines that are paused or in a session although nothing is open."""
+        left, self._knowledge.give_up = self._knowledge.give_up, []
+        if self.fleet.update is not None or self.fleet.hold is not None:
+            self._stray_since = {}
+            return left
+        now = self.fleet.now
+        self._stray_since = {
+            name: self._stray_since.get(name, now) for name in self._knowledge.in_the_middle(since=self._heard)
+        }
+        late = [name for name, since in self._stray_since.items() if now - since >= STRAY_AFTER]
+        for name in late:
+            del self._stray_since[name]
+        return [*left, *late]
+
+    def _save(self) -> None:
+        record = self.fleet.record()
+        if record is not None and record != self._saved:
+            self._saved = record
+            self._out.append(Save(record))
+
+    def outranked(self, term: int) -> bool:
+        """An agent has seen a higher term. True: another coordinator leads, this one must end.
+
+        While nothing is proved yet it only means that the record was lost: go on above that term.
+        """
+        if self.fleet.committed is None:
+            self.fleet.term = max(self.fleet.term, term + 1)
+            return False
+        return term > self.fleet.term
+
+
+def _with_turn(script: Script[Answer]) -> Script[Answer]:
+    yield Turn()
+    return (yield from script)
+
+
+def _script(fleet: Fleet, request: Request) -> Script[Answer]:
+    return _SCRIPTS[type(request)](fleet, request)
+
+
+_SCRIPTS: dict[type[Request], Callable[..., Script[Answer]]] = {
+    OpenGroup: groups.open_group,
+    CloseGroup: groups.close_group,
+    Pause: transaction.pause,
+    Continue: transaction.resume_all,
+    Begin: transaction.begin,
+    Update: transaction.update,
+    End: transaction.end,
+    Flush: transaction.flush,
+    SetLabel: transaction.set_label,
+}

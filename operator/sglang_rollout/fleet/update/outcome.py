@@ -1,0 +1,157 @@
+"""How an update ends: committed on every engine that was told, or given up on all of them."""
+
+from __future__ import annotations
+
+from sglang_rollout.fleet.update.calls import (
+    DESTROY,
+    END,
+    FENCE_DEADLINE,
+    Results,
+    Say,
+    Script,
+    failures,
+    fence,
+    resume,
+    same,
+    send,
+    sync,
+    told,
+)
+from sglang_rollout.fleet.update.events import Answer, Write
+from sglang_rollout.fleet.update.state import By, Fleet, Phase
+from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, UpdateOutcome, Version
+from sglang_rollout.wire.ports import AGENT_ACK
+
+
+def finish(fleet: Fleet) -> Script[Answer]:
+    """End the session on every engine and commit. Answers only after the gates are open."""
+    update = fleet.update
+    if update is None:
+        raise RuntimeError("finish needs an open update")
+    fleet.enter(Phase.VERIFY)
+    lost = fleet.changed(update.boots)
+    if lost:
+        return (yield from fail(fleet, _lost(lost[0])))
+    results = yield from send(END, same(update.boots), fleet.policy.deadlines.update, grace=None)
+    failed = failures(results)
+    if failed:
+        name, result = next(iter(failed.items()))
+        return (yield from fail(fleet, f"engine {name} could not end the session: {result.message}", results))
+    starved = [name for name in update.boots if name not in update.fed]
+    if starved:
+        reason = f"the update ended and engine {starved[0]} had got no tensors of it"
+        return (yield from fail(fleet, reason))
+    return (yield from _commit(fleet))
+
+
+def _commit(fleet: Fleet) -> Script[Answer]:
+    """Every engine acknowledges, then the record is written, then the gates open, then the fleet runs."""
+    update = fleet.update
+    if update is None:
+        raise RuntimeError("commit needs an open update")
+    fleet.enter(Phase.COMMIT)
+    version = fleet.target()
+    cohort = list(update.boots)
+    bodies = {
+        name: AckRequest(version=version, boot_id=boot, cohort=cohort).model_dump(mode="json")
+        for name, boot in update.boots.items()
+    }
+    results = yield from send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, idempotent=True)
+    missing = [name for name in cohort if not _acknowledged(results, name, version)]
+    if missing:
+        # Some engine may hold this version now and say so later: the pair (run, n) must never name other weights.
+        fleet.burn([version])
+        name = missing[0]
+        reason = results[name].message if name in results else "no answer"
+        return (yield from fail(fleet, f"engine {name} did not acknowledge version {version}: {reason}", results))
+    fleet.committed, fleet.update, fleet.label = version, None, None
+    fleet.last_update = _last(fleet, version, UpdateOutcome.COMMITTED, "", cohort)
+    record = fleet.record()
+    if record is not None:
+        # Not written: the acknowledgements are the commit, and the record follows when the store can be reached again.
+        yield Write(record)
+    synced = yield from sync(fleet)
+    if fleet.hold is not None and fleet.hold.by is By.FLEET:
+        fleet.enter(Phase.RESUME)
+        yield from resume(fleet, fleet.hold.engines)
+        fleet.hold = None
+    fleet.last_update = _last(fleet, version, UpdateOutcome.COMMITTED, "", cohort)
+    return Answer(200, "Success", _particulars(fleet, version, {**results, **synced}))
+
+
+def _acknowledged(results: Results, name: str, version: Version) -> bool:
+    """Whether the engine's own status says that it holds the version: a 200 alone is no acknowledgement."""
+    result = results.get(name)
+    return (
+        result is not None
+        and result.ok
+        and result.agent is not None
+        and result.agent.state is EngineState.CLEAN
+        and result.agent.version == version
+    )
+
+
+def fail(fleet: Fleet, reason: str, results: Results | None = None) -> Script[Answer]:
+    """Give up the open update: tell the trainer, then fence every engine that was told or is paused.
+
+    The trainer is told first: an engine that is blocked in a collective with it comes free only when the trainer goes.
+    """
+    phase, update, hold = fleet.phase, fleet.update, fleet.hold
+    names = list(dict.fromkeys([*(update.boots if update else ()), *(hold.engines if hold else ())]))
+    sentence = reason
+    if update is not None:
+        fleet.last_update = _last(fleet, fleet.target(), UpdateOutcome.FAILED, reason, [])
+        sentence = (
+            f"{reason} (phase {phase.value}). The update was given up: version {fleet.committed} stays committed, and"
+            f" {', '.join(list(update.boots)[:8])} serve nobody until a complete update."
+            f" Open a new group with world_size={fleet.table.world_size} and push again."
+        )
+    fleet.update, fleet.hold, fleet.label = None, None, None
+    answer = Answer(400, sentence, {**fleet.advice(), "phase": phase.value, "engines": told(results or {})})
+    yield Say(answer)
+    yield from fence([name for name in names if _callable(fleet, name)], reason)
+    return answer
+
+
+def abandon(fleet: Fleet, reason: str, *, close_groups: bool = False) -> Script[Answer]:
+    """Give up whatever is open, because its trainer is gone or has begun anew."""
+    groups = [group for name, group in fleet.groups.items() if fleet.update is not None and name in fleet.update.data]
+    answer = yield from fail(fleet, reason)
+    if close_groups:
+        for group in groups:
+            fleet.groups.pop(group.name, None)
+            members = [name for name in group.boots if _callable(fleet, name)]
+            yield from send(DESTROY, same(members, {"group_name": group.name}), FENCE_DEADLINE)
+    return answer
+
+
+def tidy(fleet: Fleet, names: list[str]) -> Script[Answer]:
+    """End pauses and sessions that nobody of this coordinator's life opened."""
+    reason = "nobody leads the update that this engine is in: the coordinator was restarted, or the update was given up"
+    yield from fence([name for name in names if _callable(fleet, name)], reason)
+    return Answer(200, "Success")
+
+
+def _callable(fleet: Fleet, name: str) -> bool:
+    engine = fleet.engines.get(name)
+    return engine is not None and engine.reachable
+
+
+def _lost(name: str) -> str:
+    return f"engine {name} was restarted or lost during the update"
+
+
+def _last(fleet: Fleet, version: Version, outcome: UpdateOutcome, reason: str, engines: list[str]) -> LastUpdate:
+    return LastUpdate(
+        version=version, outcome=outcome, reason=reason, finished=fleet.finished(), phases_ms=fleet.phases_ms(),
+        engines=engines,
+    )  # fmt: skip
+
+
+def _particulars(fleet: Fleet, version: Version, results: Results) -> dict[str, object]:
+    return {
+        "epoch": fleet.epoch,
+        "committed": version.model_dump(mode="json"),
+        "phases_ms": fleet.phases_ms(),
+        "engines": told(results),
+    }

@@ -1,0 +1,263 @@
+"""What the coordinator knows: engines, groups, the pause, the open update. Facts only; scripts change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from sglang_rollout.fleet.ranks import RankTable, rank_table
+from sglang_rollout.fleet.update.versions import newest, next_version
+from sglang_rollout.wire.models import (
+    AgentStatus,
+    EngineRow,
+    EngineState,
+    FleetGroup,
+    LastUpdate,
+    Record,
+    Version,
+    WantedEngine,
+    WeightsPolicy,
+)
+
+MISSES = 3
+"""An agent that left so many syncs in a row unanswered counts as away."""
+
+
+class Phase(StrEnum):
+    """Where the transaction stands."""
+
+    IDLE = "idle"
+    PREPARE = "prepare"
+    """A group is being opened: everything is checked before any engine hears of it."""
+    PAUSE = "pause"
+    OPEN = "open"
+    TRANSFER = "transfer"
+    VERIFY = "verify"
+    COMMIT = "commit"
+    RESUME = "resume"
+
+
+class By(StrEnum):
+    """Who asked for a pause or a session: what the trainer opened, only the trainer closes."""
+
+    TRAINER = "trainer"
+    FLEET = "fleet"
+
+
+@dataclass
+class Engine:
+    """One wanted engine and the newest that is known of it."""
+
+    wanted: WantedEngine
+    status: AgentStatus | None = None
+    misses: int = MISSES
+    """Syncs in a row without an answer."""
+    heard: float = 0.0
+    """When it answered last."""
+
+    @property
+    def reachable(self) -> bool:
+        """Whether its agent answers."""
+        return self.status is not None and self.misses < MISSES
+
+    @property
+    def boot(self) -> str | None:
+        """The life of the engine process that was last seen."""
+        return self.status.boot_id if self.status is not None else None
+
+    @property
+    def up(self) -> bool:
+        """Whether the engine process runs and can be called."""
+        return self.reachable and self.boot is not None
+
+    @property
+    def serving(self) -> bool:
+        """Whether its gate is open."""
+        return self.reachable and self.status is not None and self.status.gate_open
+
+    def holds(self, version: Version) -> bool:
+        """Whether it says that all of its tensors belong to this version."""
+        seen = self.status
+        return seen is not None and seen.state is EngineState.CLEAN and seen.version == version
+
+    def why_down(self) -> str:
+        """Sentence: why it cannot take part."""
+        if self.status is None:
+            return "its agent has not answered yet"
+        if not self.reachable:
+            return "its agent does not answer"
+        return self.status.reason or "the engine is not up"
+
+    def row(self) -> EngineRow:
+        """The engine in the record and in the discovery document."""
+        name = self.wanted.name
+        if not self.reachable or self.status is None:
+            return EngineRow(
+                name=name, state=EngineState.UNKNOWN, version=None, boot_id=self.boot, gate_open=False,
+                reason=self.why_down(),
+            )  # fmt: skip
+        seen = self.status
+        return EngineRow(
+            name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
+            reason=seen.reason,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """A weight-update group that engines have joined."""
+
+    name: str
+    epoch: int
+    world_size: int
+    master: str
+    backend: str
+    boots: Mapping[str, str]
+    """Members, in rank order, and the life of each that joined: a new process of the same engine is no member."""
+
+    def row(self) -> FleetGroup:
+        """The group in the record and in the discovery document."""
+        return FleetGroup(
+            name=self.name, epoch=self.epoch, world_size=self.world_size, master=self.master, backend=self.backend,
+            members=list(self.boots),
+        )  # fmt: skip
+
+
+@dataclass
+class Hold:
+    """A pause of the fleet."""
+
+    by: By
+    mode: str | None
+    engines: tuple[str, ...]
+
+
+@dataclass
+class Update:
+    """An update whose boundary has been crossed: engines have been told and are dirty until it is complete."""
+
+    boots: dict[str, str]
+    """The engines that were told, and in which life."""
+    session: By
+    started: float
+    data: set[str] = field(default_factory=set)
+    """Groups that have brought tensors."""
+    fed: set[str] = field(default_factory=set)
+    """Engines that have taken tensors."""
+    label: str | None = None
+
+
+@dataclass
+class Fleet:
+    """Everything the state machine knows."""
+
+    name: str
+    term: int
+    policy: WeightsPolicy = field(default_factory=WeightsPolicy)
+    generation: int = 0
+    epoch: int = 0
+    committed: Version | None = None
+    """None while a restarted coordinator has not yet proved what is committed."""
+    burned: Version | None = None
+    """Highest version that some engine acknowledged and that was not committed."""
+    engines: dict[str, Engine] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    hold: Hold | None = None
+    update: Update | None = None
+    label: str | None = None
+    """Label that the trainer gave before its first tensors."""
+    phase: Phase = Phase.IDLE
+    last_update: LastUpdate | None = None
+    now: float = 0.0
+    """Time of the newest event."""
+    wall_offset: float = 0.0
+    """What to add to ``now`` to get seconds since 1970: only ever shown."""
+    since: float = 0.0
+    """When the phase began."""
+    marks: dict[Phase, float] = field(default_factory=dict)
+    """Seconds spent in each phase since the fleet was last idle."""
+
+    @property
+    def table(self) -> RankTable:
+        """Ranks of a group opened now."""
+        return rank_table(engine.wanted for engine in self.engines.values())
+
+    def up(self) -> list[str]:
+        """Engines that can be called."""
+        return [name for name, engine in self.engines.items() if engine.up]
+
+    def boot(self, name: str) -> str | None:
+        """The life of an engine that was last seen; None when it is gone or down."""
+        engine = self.engines.get(name)
+        return engine.boot if engine is not None else None
+
+    def changed(self, boots: Mapping[str, str]) -> list[str]:
+        """Of the engines that ran in these lives, those that do not any more."""
+        return [name for name, boot in boots.items() if self.boot(name) != boot]
+
+    def is_live(self, group: Group) -> bool:
+        """Whether every member that joined is still the same process. A joiner outside does not make a group stale."""
+        return not self.changed(group.boots)
+
+    def target(self) -> Version:
+        """The version that the open update becomes if it commits."""
+        label = self.update.label if self.update is not None else None
+        committed = self.committed
+        if committed is None:
+            raise RuntimeError("no update can be open before the committed version is proved")
+        return next_version(committed, label or self.label, self.burned)
+
+    def burn(self, versions: Iterable[Version | None]) -> None:
+        """Never use these versions for other weights."""
+        self.burned = newest(self.burned, *versions)
+
+    def advice(self) -> dict[str, Any]:
+        """What a refusal tells: with what a trainer would be right."""
+        table = self.table
+        return {
+            "epoch": self.epoch,
+            "world_size": table.world_size,
+            "rank_offset": 1,
+            "members": [
+                {"name": name, "tensor_size": size, "rank_offset": table.offsets()[name]}
+                for name, size in zip(table.names, table.sizes, strict=True)
+            ],
+        }
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to a phase, and note how long the one before took."""
+        if self.phase is not Phase.IDLE:
+            self.marks[self.phase] = self.marks.get(self.phase, 0.0) + self.now - self.since
+        if phase is Phase.IDLE:
+            self.marks = {}
+        self.phase, self.since = phase, self.now
+
+    def phases_ms(self) -> dict[str, int]:
+        """Milliseconds spent in each phase since the fleet was last idle, and their sum."""
+        marks = dict(self.marks)
+        if self.phase is not Phase.IDLE:
+            marks[self.phase] = marks.get(self.phase, 0.0) + self.now - self.since
+        shown = {phase.value: round(seconds * 1000) for phase, seconds in marks.items()}
+        return {**shown, "total": round(sum(marks.values()) * 1000)}
+
+    def finished(self) -> str:
+        """Wall-clock time of the newest event, RFC 3339 in UTC."""
+        moment = datetime.fromtimestamp(self.now + self.wall_offset, UTC)
+        return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def record(self) -> Record | None:
+        """What is persisted; None before the rebuild has ended: nothing unproved is ever written."""
+        if self.committed is None:
+            return None
+        return Record(
+            term=self.term,
+            epoch=self.epoch,
+            committed=self.committed,
+            intent_generation=self.generation,
+            engines=[engine.row() for engine in self.engines.values()],
+            groups=[group.row() for group in self.groups.values()],
+            last_update=self.last_update,
+        )

@@ -1,0 +1,1 @@
+"""`sglang-rollout local`: the whole fleet on one machine, without Kubernetes."""

@@ -1,0 +1,204 @@
+"""``sglang-rollout local``: gates, agents, smg, coordinator and front on this machine, in front of SGLang servers that already run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import click
+
+from sglang_rollout.local.plan import EngineArg, Folders, Plan, parse_engine, ports_needed
+from sglang_rollout.local.supervisor import Supervisor
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.cli import ADDRESS, find_haproxy
+from sglang_rollout.proxy.smg import POLICIES
+from sglang_rollout.wire.models import PauseMode, WeightsPolicy
+from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH
+
+_START_SECONDS = 60.0
+_LOWEST_PORT, _HIGHEST_PORT = 20000, 32767
+"""Below the start of Linux's ephemeral range, so that no outgoing connection takes a port between two starts of a child."""
+
+
+class CannotStartError(click.ClickException):
+    """The fleet cannot start; the message says why and what to do."""
+
+    exit_code = 2
+
+
+@click.command(name="local")
+@click.option("--engine", "engines", multiple=True, required=True, metavar="URL[,tp=N]", help="An SGLang server; once for each.")
+@click.option("--listen", type=ADDRESS, default="127.0.0.1:30000", show_default=True, help="The fleet's one URL.")
+@click.option(
+    "--backend", type=click.Choice(["nccl", "gloo"]), default="nccl", show_default=True, help="For groups of trainers that name none."
+)
+@click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How an engine is chosen.")
+@click.option(
+    "--pause-mode",
+    type=click.Choice([mode.value for mode in PauseMode]),
+    default="retract",
+    show_default=True,
+    help="How engines are paused when the trainer does not do it.",
+)
+@click.option("--tensor-size", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of engines without tp=N.")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    help="Folder for records, token and logs; kept [default: a temporary one, removed at the end].",
+)
+@click.option(
+    "--base-port", type=click.IntRange(1024, 65000), help="First of the loopback ports of the parts [default: free ones are looked for]."
+)
+def command(
+    *,
+    engines: tuple[str, ...],
+    listen: Address,
+    backend: str,
+    policy: str,
+    pause_mode: str,
+    tensor_size: int,
+    state_dir: Path | None,
+    base_port: int | None,
+) -> None:
+    """A fleet on this machine, without Kubernetes. Runs until Ctrl-C or SIGTERM."""
+    try:
+        parsed = tuple(parse_engine(text, tensor_size) for text in engines)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--engine") from None
+    _check_programs()
+    _check_engines(parsed)
+    _check_free(listen, "--listen")
+    weights = WeightsPolicy(backend=backend, pause_mode=PauseMode(pause_mode))
+    plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=_ports(ports_needed(len(parsed)), base_port))
+    runtime = Path(tempfile.mkdtemp(prefix="sglang-rollout-"))
+    try:
+        folders = Folders(state=state_dir.absolute() if state_dir else runtime / "state", runtime=runtime)
+        _prepare(plan, folders)
+        asyncio.run(_run(plan, folders))
+    finally:
+        shutil.rmtree(runtime, ignore_errors=True)
+
+
+async def _run(plan: Plan, folders: Folders) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    supervisor = Supervisor(plan.children(folders), folders.logs, say=lambda line: click.echo(line, err=True))
+    supervisor.start()
+    try:
+        if await _until_serving(supervisor, plan.listen.url, stop):
+            _announce(plan, folders)
+            await stop.wait()
+            click.echo("Ending.")
+    finally:
+        await supervisor.stop()
+
+
+async def _until_serving(supervisor: Supervisor, url: str, stop: asyncio.Event) -> bool:
+    """Wait until the coordinator answers through the front. False if the fleet is to end before that."""
+    end = time.monotonic() + _START_SECONDS
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
+        while not stop.is_set():
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(url + FLEET_HEALTH) as answer:
+                    if answer.status == 200:
+                        return True
+            failed = supervisor.failed()
+            if failed is not None:
+                raise CannotStartError(f"{failed.child.name} does not stay up. The end of its log:\n{failed.tail()}")
+            if time.monotonic() > end:
+                tail = next((keeper.tail() for keeper in supervisor.keepers if keeper.child.name == "coordinator"), "")
+                raise CannotStartError(
+                    f"{url}{FLEET_HEALTH} has not answered within {_START_SECONDS:g} s. The end of the coordinator's log:\n{tail}"
+                )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await stop.wait()
+    return False
+
+
+def _announce(plan: Plan, folders: Folders) -> None:
+    url = plan.listen.url
+    click.echo(f"The fleet answers at {url}; {len(plan.engines)} engine(s) wanted, each joins when it is up.")
+    click.echo(f"  generate    POST {url}/generate")
+    click.echo(f"  discovery   GET  {url}{FLEET}")
+    click.echo(f"  logs        {folders.logs}")
+    click.echo("Ctrl-C ends it; the engines go on.")
+
+
+def _prepare(plan: Plan, folders: Folders) -> None:
+    """Write what the children read."""
+    try:
+        for folder in (folders.logs, folders.runtime):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not folders.token.exists():
+            # Created readable by nobody else from the first moment on.
+            with os.fdopen(os.open(folders.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as token:
+                token.write(secrets.token_urlsafe(32))
+        folders.intent.write_text(plan.intent().model_dump_json(indent=2))
+    except OSError as error:
+        raise CannotStartError(
+            f"the folder {folders.state} cannot be used: {error.strerror}; name a writable one with --state-dir"
+        ) from None
+
+
+def _check_programs() -> None:
+    if find_haproxy() is None:
+        raise CannotStartError(
+            "haproxy is not installed (looked in PATH and the system's sbin folders); install the package 'haproxy', 2.6 or newer"
+        )
+    if importlib.util.find_spec("smg") is None:
+        raise CannotStartError("smg, the SGLang router, is not installed; install sglang-rollout[router]")
+
+
+def _check_engines(engines: tuple[EngineArg, ...]) -> None:
+    """Names must resolve, because haproxy does not start otherwise. That an engine is not up yet is no error."""
+    if len({engine.address for engine in engines}) != len(engines):
+        raise CannotStartError("an engine is named twice; each --engine must be another server")
+    for engine in engines:
+        try:
+            socket.getaddrinfo(engine.address.host, engine.address.port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            raise CannotStartError(f"the host of engine {engine.url} cannot be resolved: {error.strerror}") from None
+
+
+def _check_free(address: Address, option: str) -> None:
+    reason = _why_taken(address)
+    if reason:
+        raise CannotStartError(f"{option} {address} cannot be used: {reason}")
+
+
+def _why_taken(address: Address) -> str:
+    """Why nothing can listen there, or nothing."""
+    with socket.socket(socket.AF_INET6 if address.is_v6 else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def _ports(count: int, base: int | None) -> tuple[int, ...]:
+    """Loopback ports for the parts."""
+    if base is not None:
+        ports = tuple(range(base, base + count))
+        for port in ports:
+            _check_free(Address("127.0.0.1", port), f"--base-port {base}: port")
+        return ports
+    candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 500)
+    free = [port for port in candidates if not _why_taken(Address("127.0.0.1", port))][:count]
+    if len(free) < count:
+        raise CannotStartError(f"no {count} free ports found between {_LOWEST_PORT} and {_HIGHEST_PORT}; name a first one with --base-port")
+    return tuple(free)

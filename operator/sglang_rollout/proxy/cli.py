@@ -1,0 +1,171 @@
+"""``sglang-rollout proxy gate|front|smg``: write the configuration and become the proxy.
+
+The same commands are the containers' entry points in Kubernetes and the children of ``sglang-rollout local``.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.config import (
+    FRONT_CONNECTIONS,
+    GATE_CONNECTIONS,
+    FrontParams,
+    GateParams,
+    connections_for,
+    front_config,
+    gate_config,
+)
+from sglang_rollout.proxy.smg import POLICIES, smg_args
+from sglang_rollout.wire import ports
+
+_SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin"
+"""Where distributions put haproxy; an ordinary user's PATH often lacks the sbin folders."""
+
+
+class AddressType(click.ParamType[Address]):
+    """``host:port`` as a click parameter."""
+
+    name = "host:port"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Address:
+        """Parse, or fail with the parser's sentence."""
+        if isinstance(value, Address):
+            return value
+        try:
+            return Address.parse(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+ADDRESS = AddressType()
+
+
+@click.group(name="proxy")
+def command() -> None:
+    """Become one of the fleet's proxies: gate, front or smg."""
+
+
+@command.command()
+@click.option(
+    "--listen", type=ADDRESS, default=f"0.0.0.0:{ports.GATE_PORT}", show_default=True, help="Where the engine is reached by others."
+)
+@click.option("--engine", type=ADDRESS, default=f"127.0.0.1:{ports.ENGINE_PORT}", show_default=True, help="The SGLang server.")
+@click.option("--agent", type=ADDRESS, default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="The agent.")
+@click.option("--socket", required=True, help="haproxy's stats socket, through which the agent opens and closes the gate.")
+@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Writable folder for the configuration [default: the socket's].")
+@click.option(
+    "--maxconn",
+    type=click.IntRange(64),
+    default=GATE_CONNECTIONS,
+    show_default=True,
+    help="Most connections; lowered to fit the limit on open files.",
+)
+@click.option("--print", "only_print", is_flag=True, help="Print the configuration and exit.")
+def gate(
+    *, listen: Address, engine: Address, agent: Address, socket: str, runtime_dir: Path | None, maxconn: int, only_print: bool
+) -> None:
+    """haproxy in front of one engine; closed until the engine's agent opens it."""
+    params = GateParams(listen=listen, engine=engine, agent=agent, socket=socket, maxconn=_connections(maxconn, only_print))
+    try:
+        text = gate_config(params)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    _print_or_become("gate", text, runtime_dir or Path(socket).parent, only_print, socket=Path(socket))
+
+
+@command.command()
+@click.option("--listen", type=ADDRESS, default=f"0.0.0.0:{ports.FRONT_PORT}", show_default=True, help="The fleet's one URL.")
+@click.option("--smg", type=ADDRESS, default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, help="The SGLang router.")
+@click.option("--coordinator", type=ADDRESS, default=f"127.0.0.1:{ports.COORDINATOR_PORT}", show_default=True, help="The coordinator.")
+@click.option(
+    "--runtime-dir",
+    type=click.Path(path_type=Path),
+    help="Writable folder for the configuration [default: the system's folder for temporary files].",
+)
+@click.option(
+    "--maxconn",
+    type=click.IntRange(64),
+    default=FRONT_CONNECTIONS,
+    show_default=True,
+    help="Most connections; lowered to fit the limit on open files.",
+)
+@click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads of haproxy.")
+@click.option("--print", "only_print", is_flag=True, help="Print the configuration and exit.")
+def front(
+    *, listen: Address, smg: Address, coordinator: Address, runtime_dir: Path | None, maxconn: int, threads: int, only_print: bool
+) -> None:
+    """haproxy that owns the fleet's URL: generating goes to smg, everything else to the coordinator."""
+    text = front_config(
+        FrontParams(listen=listen, smg=smg, coordinator=coordinator, maxconn=_connections(maxconn, only_print), threads=threads)
+    )
+    _print_or_become("front", text, runtime_dir or Path(tempfile.gettempdir()), only_print)
+
+
+@command.command(context_settings={"ignore_unknown_options": True})
+@click.option("--listen", default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, help="Where smg takes requests.")
+@click.option("--metrics-listen", default=f"127.0.0.1:{ports.SMG_METRICS_PORT}", show_default=True, help="Where smg shows its metrics.")
+@click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How an engine is chosen.")
+@click.option("--served-name", help="Name of the model; requests for the model 'default' then mean it.")
+@click.option("--print", "only_print", is_flag=True, help="Print the command line and exit.")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED)
+def smg(*, listen: str, metrics_listen: str, policy: str, served_name: str | None, only_print: bool, extra: tuple[str, ...]) -> None:
+    """smg, the SGLang router. What follows -- is handed to it unchanged."""
+    try:
+        args = smg_args(listen=listen, metrics_listen=metrics_listen, policy=policy, served_name=served_name, extra=extra)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    line = [sys.executable, "-m", "smg.launch_router", *args]
+    if only_print:
+        click.echo(" ".join(line))
+        return
+    os.execv(line[0], line)  # noqa: S606 - no shell wanted
+
+
+def find_haproxy() -> str | None:
+    """Path of haproxy, also when it lies in a folder that only root has in PATH."""
+    return shutil.which("haproxy") or shutil.which("haproxy", path=_SYSTEM_FOLDERS)
+
+
+def _connections(wanted: int, only_print: bool) -> int:
+    """Fit the number to this process's limit on open files, unless the text is for another machine."""
+    if only_print:
+        return wanted
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return wanted if hard == resource.RLIM_INFINITY else connections_for(wanted, hard)
+
+
+def _print_or_become(name: str, text: str, folder: Path, only_print: bool, *, socket: Path | None = None) -> None:
+    if only_print:
+        click.echo(text, nl=False)
+        return
+    path = folder / f"{name}.cfg"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if socket is not None:
+            socket.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot write the {name}'s configuration to {path}: {error.strerror}; name a writable folder with --runtime-dir"
+        ) from None
+    _become_haproxy(path)
+
+
+def _become_haproxy(path: Path) -> NoReturn:
+    program = find_haproxy()
+    if program is None:
+        raise click.ClickException(
+            "haproxy is not installed (looked in PATH and the system's sbin folders); install the package 'haproxy', 2.6 or newer"
+        )
+    # -db: stay in the foreground, one process, so that signals and exit codes are haproxy's own.
+    os.execv(program, [program, "-db", "-f", str(path)])  # noqa: S606 - no shell wanted

@@ -1,0 +1,139 @@
+"""haproxy configurations of gate and front: parameters in, text out. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+
+import jinja2
+
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS
+
+GATE_CONNECTIONS = 4096
+"""Connections that a gate takes at once, where the limit on open files allows it."""
+FRONT_CONNECTIONS = 8000
+"""Connections that the front takes at once, where the limit on open files allows it."""
+_RESERVED_FILES = 128
+"""Files that haproxy needs besides its connections: sockets to listen on, checks, pollers, the stats socket."""
+_LEAST_CONNECTIONS = 64
+
+_SENTENCES = {
+    "closed": (
+        "engine_closed",
+        "The gate of this engine is closed: the engine is not up or does not hold the weights that the fleet has committed. "
+        "Ask another engine, or this one later.",
+    ),
+    "full": ("too_many_requests_open", "As many requests are open here as fit. Ask again when some have ended."),
+    "broken": ("engine_broke_off", "The server that worked on this request broke the connection before it had answered."),
+    "agent_away": (
+        "agent_unavailable",
+        "The agent of this engine does not answer, so control calls cannot be taken. It is restarted by itself: try again.",
+    ),
+    "nobody": (
+        "no_engine_serves",
+        "No engine can take this request now: none holds the weights that the fleet has committed, or the router is restarting. "
+        "GET /fleet tells the state of each engine. Try again.",
+    ),
+    "coordinator_broke": (
+        "coordinator_broke_off",
+        "The coordinator broke the connection before it had answered. GET /fleet tells what came of the call.",
+    ),
+    "coordinator_away": (
+        "coordinator_unavailable",
+        "The coordinator does not answer, so control calls cannot be taken; requests for tokens are served meanwhile. "
+        "It is restarted by itself: try again.",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GateParams:
+    """What the configuration of a gate depends on."""
+
+    listen: Address
+    engine: Address
+    agent: Address
+    socket: str
+    """Path of the stats socket, through which the agent opens and closes the gate."""
+    maxconn: int = GATE_CONNECTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class FrontParams:
+    """What the configuration of the front depends on."""
+
+    listen: Address
+    smg: Address
+    coordinator: Address
+    maxconn: int = FRONT_CONNECTIONS
+    threads: int = 2
+
+
+def connections_for(wanted: int, open_files: int) -> int:
+    """How many connections haproxy may take under a limit of ``open_files``. Each costs two files; with too many it does not start."""
+    return max(_LEAST_CONNECTIONS, min(wanted, (open_files - _RESERVED_FILES) // 2))
+
+
+def gate_config(params: GateParams) -> str:
+    """The configuration of a gate."""
+    if not params.socket.startswith("/") or any(c.isspace() or c in "'\"\\#" for c in params.socket):
+        raise ValueError(f"the gate's socket must be an absolute path without blanks and quotes, not {params.socket!r}")
+    return _template("gate.cfg.j2").render(
+        bind=_bind(params.listen),
+        engine=_server(params.engine),
+        agent=_server(params.agent),
+        agent_host=params.agent.host,
+        agent_port=params.agent.port,
+        socket=params.socket,
+        check_path=AGENT_GATE,
+        **_shared(params.maxconn),
+    )
+
+
+def front_config(params: FrontParams) -> str:
+    """The configuration of the front."""
+    return _template("front.cfg.j2").render(
+        bind=_bind(params.listen),
+        smg=_server(params.smg),
+        coordinator=_server(params.coordinator),
+        threads=params.threads,
+        **_shared(params.maxconn),
+    )
+
+
+def _shared(maxconn: int) -> dict[str, object]:
+    """Values that both templates use. One connection in eight, at least 16, stays free for control calls."""
+    return {
+        "maxconn": maxconn,
+        "data_limit": maxconn - max(16, maxconn // 8),
+        "data_paths": " ".join(DATA_PATHS),
+        **{name: _body(code, message) for name, (code, message) in _SENTENCES.items()},
+    }
+
+
+def _body(code: str, message: str) -> str:
+    """A JSON error body that fits between single quotes and can never be taken for a haproxy format."""
+    if "'" in message or "%" in message:
+        raise ValueError(f"a sentence in a haproxy configuration cannot hold ' or %: {message}")
+    return json.dumps({"error": {"code": code, "type": "service_unavailable", "message": message}})
+
+
+def _bind(address: Address) -> str:
+    return f"{address} v4v6" if address.host == "::" else str(address)
+
+
+def _server(address: Address) -> str:
+    return str(address)
+
+
+@cache
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sglang_rollout.proxy"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - not HTML; values are checked where they enter
+    )
+    return environment.get_template(name)

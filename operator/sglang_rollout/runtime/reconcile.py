@@ -1,0 +1,117 @@
+"""One reconcile: observe → plan → apply → status → Events. It only connects; what to do is decided in ``core``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_rollout.core.events import transitions
+from sglang_rollout.core.plan import plan
+from sglang_rollout.core.settings import Settings
+from sglang_rollout.core.status import build_status
+from sglang_rollout.core.world import World
+from sglang_rollout.runtime.apply import Outcome, execute
+from sglang_rollout.runtime.errors import Conflict, NotFound, Refused
+from sglang_rollout.runtime.events import EventPoster
+from sglang_rollout.runtime.kube import Kube
+from sglang_rollout.runtime.metrics import Key, Metrics
+from sglang_rollout.runtime.observe import observe
+from sglang_rollout.runtime.resources import ROLLOUTS, Object
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a reconcile ended, for the worker that called it."""
+
+    name: str
+    """``ok``, ``gone`` or ``refused``."""
+    requeue_after: float | None = None
+    """Look again after so many seconds, also if nothing happens until then."""
+    retry: bool = False
+    """Something was refused that may be accepted later: look again with growing delays."""
+
+
+class Reconciler:
+    """Makes one rollout's world as its spec says. Keeps nothing between calls: a restart changes nothing."""
+
+    def __init__(self, kube: Kube, settings: Settings, *, events: EventPoster, metrics: Metrics, now: Callable[[], str]) -> None:
+        self._kube = kube
+        self._settings = settings
+        self._events = events
+        self._metrics = metrics
+        self._now = now
+
+    async def reconcile(self, key: Key) -> Result:
+        """Bring the rollout ``key`` one step nearer to its spec; raises KubeError when it should be tried again."""
+        namespace, name = key
+        world = await observe(self._kube, namespace, name)
+        if world is None or world.cr["metadata"].get("deletionTimestamp"):
+            # Children go by their owner references; making new ones now would only be in the way.
+            self._metrics.ready(key, None)
+            return Result("gone")
+        steps = plan(world, self._settings)
+        outcome = await execute(self._kube, namespace, steps)
+        if outcome.writes:
+            # Status speaks of what is there now. With the old picture it could call a fleet of the previous
+            # generation ready under the new observedGeneration.
+            fresh = await observe(self._kube, namespace, name)
+            if fresh is None:
+                self._metrics.ready(key, None)
+                return Result("gone")
+            world = fresh
+        status = await self._report(world, outcome)
+        self._metrics.ready(key, ready_of(status))
+        if outcome.failure:
+            log.warning("%s/%s: %s", namespace, name, outcome.failure)
+        return Result("refused" if outcome.failure else "ok", steps.requeue_after, retry=bool(outcome.failure))
+
+    async def _report(self, world: World, outcome: Outcome) -> Object:
+        """Write the status if it differs, then tell people what changed."""
+        rollout = world.cr
+        old = rollout.get("status")
+        status = build_status(world, self._settings, self._now(), failure=outcome.failure)
+        if status == old:
+            return status
+        if not await self._write_status(rollout, status):
+            return status
+        for event in transitions(old, status):
+            metadata = rollout["metadata"]
+            log.info("%s/%s: %s: %s", metadata["namespace"], metadata["name"], event.reason, event.message)
+            await self._events.post(rollout, event)
+        return status
+
+    async def _write_status(self, rollout: Object, status: Object) -> bool:
+        """Whether the rollout was still there to take it."""
+        metadata = rollout["metadata"]
+        body = {
+            "apiVersion": rollout["apiVersion"],
+            "kind": rollout["kind"],
+            # The uid is a precondition: never a status for a new rollout of the same name.
+            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]},
+            "status": status,
+        }
+        try:
+            # Apply, not patch: fields that are in no status any more vanish, because nobody else owns them.
+            await self._kube.apply(body, subresource="status")
+        except (NotFound, Conflict):
+            # Deleted (and perhaps made anew) since it was read: its event is on the way.
+            log.debug("%s/%s is gone, its status is not needed", metadata["namespace"], metadata["name"])
+            return False
+        except Refused as error:
+            # Our own status does not fit our own schema: a defect, or a CRD of another release.
+            raise Refused(f"{error} (is the installed CRD of this release?)", code=error.code) from error
+        return True
+
+
+def ready_of(status: Object) -> str:
+    """Status of the Ready condition: True, False or Unknown."""
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "Ready":
+            return str(condition.get("status"))
+    return "Unknown"
+
+
+__all__ = ["ROLLOUTS", "Reconciler", "Result", "ready_of"]

@@ -1,0 +1,29 @@
+"""The rights that the operator needs, beside the code that needs them; a test runs it with exactly these.
+
+The chart grants them in a ClusterRole, or in a Role per namespace when the operator looks after named namespaces only.
+"""
+
+from __future__ import annotations
+
+from sglang_rollout.runtime.resources import Object
+
+_HEAL = ["list", "watch", "create", "patch", "delete"]
+
+OPERATOR_RULES: list[Object] = [
+    {"apiGroups": ["rollout.sglang.io"], "resources": ["sglangrollouts"], "verbs": ["get", "list", "watch"]},
+    {"apiGroups": ["rollout.sglang.io"], "resources": ["sglangrollouts/status"], "verbs": ["patch"]},
+    # Asked for where OwnerReferencesPermissionEnforcement is on (OpenShift): we set blockOwnerDeletion.
+    {"apiGroups": ["rollout.sglang.io"], "resources": ["sglangrollouts/finalizers"], "verbs": ["update"]},
+    {"apiGroups": [""], "resources": ["serviceaccounts", "services"], "verbs": _HEAL},
+    # get: is there a token already, when a create met an existing Secret.
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", *_HEAL]},
+    # get and update are the coordinator's: nobody may grant in a Role what he does not have himself.
+    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "update", *_HEAL]},
+    {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
+    # delete: an outdated engine's pod, one at a time.
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch", "delete"]},
+    {"apiGroups": ["apps"], "resources": ["deployments", "statefulsets"], "verbs": _HEAL},
+    {"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles", "rolebindings"], "verbs": _HEAL},
+    {"apiGroups": [""], "resources": ["events"], "verbs": ["get", "create", "patch"]},
+]
+"""``rules`` of the operator's ClusterRole."""

@@ -1,0 +1,38 @@
+"""The trainer's side of a rollout fleet: one URL to generate with and to push policy weights through.
+
+    from sglang_rollout.trainer import connect
+
+    with connect("http://demo-router:30000", timeout=600) as fleet:
+        samples = fleet.generate(["2 + 2 ="], sampling_params={"max_new_tokens": 8}, return_logprob=True)
+        ...                                     # your training step
+        result = fleet.push(model.state_dict(), version=1)
+
+``import sglang_rollout.trainer`` needs no torch; the first group that is opened does.
+"""
+
+from sglang_rollout.trainer.errors import (
+    FleetError,
+    FleetRefused,
+    FleetUnreachable,
+    GenerateFailed,
+    GroupFailed,
+    PushFailed,
+)
+from sglang_rollout.trainer.fleet import Fleet, connect
+from sglang_rollout.trainer.generate import Sample, VersionSpan
+from sglang_rollout.trainer.push import DEFAULT_BUCKET_BYTES, PushResult
+
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Fleet",
+    "FleetError",
+    "FleetRefused",
+    "FleetUnreachable",
+    "GenerateFailed",
+    "GroupFailed",
+    "PushFailed",
+    "PushResult",
+    "Sample",
+    "VersionSpan",
+    "connect",
+]

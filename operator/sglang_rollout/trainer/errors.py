@@ -1,0 +1,56 @@
+"""What can go wrong between a trainer and its fleet. Every message is a sentence: what, where, what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FleetError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class FleetUnreachable(FleetError):
+    """Nothing answered at the URL, or not in time."""
+
+
+class FleetRefused(FleetError):
+    """The fleet answered, and the answer was no."""
+
+    def __init__(self, path: str, status: int, reason: str, fleet: dict[str, Any] | None = None) -> None:
+        super().__init__(f"The fleet refused {path} with HTTP {status}: {reason}")
+        self.path = path
+        self.status = status
+        self.reason = reason
+        self.fleet = fleet or {}
+        """Per-engine results, and what would be right (``epoch``, ``world_size``, ``members``)."""
+
+
+class GenerateFailed(FleetError):
+    """A prompt could not be sampled before its deadline, or was refused for good."""
+
+
+class GroupFailed(FleetError):
+    """The weight-update group could not be opened. No engine holds anything of this attempt."""
+
+
+class PushFailed(FleetError):
+    """A weight push did not become the fleet's committed version.
+
+    The fleet goes on serving its old version from every engine that still holds it; engines that saw a part of this
+    push serve nobody until the next complete one. So the remedy is nearly always: push again. The group is re-opened by
+    then.
+    """
+
+    def __init__(self, *, phase: str, reason: str, engine: str | None = None, advice: str | None = None) -> None:
+        where = f" on engine {engine}" if engine else ""
+        advice = advice or "Push again: the group is opened anew, and a complete push makes every fenced engine serve."
+        super().__init__(f"The weight push failed in phase '{phase}'{where}: {_ended(reason)} {advice}")
+        self.phase = phase
+        """``begin``, ``prepare``, ``transfer``, ``end`` or ``commit``."""
+        self.engine = engine
+        """Name of the engine that the fleet blamed, if it blamed one."""
+        self.reason = reason
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."

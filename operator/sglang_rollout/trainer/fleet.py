@@ -1,0 +1,263 @@
+"""The fleet behind one URL, as a trainer sees it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import ValidationError
+
+from sglang_rollout.trainer.client import Http
+from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, GroupFailed, PushFailed
+from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
+from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, NamedTensors, Push, PushResult
+from sglang_rollout.trainer.waiting import Deadline, background
+from sglang_rollout.wire.models import FleetDocument
+from sglang_rollout.wire.ports import FLEET
+
+if TYPE_CHECKING:
+    from sglang_rollout.trainer.group import Group, Rendezvous
+
+log = logging.getLogger(__name__)
+
+INFO_SECONDS = 10.0
+"""Calls that only read are answered from the coordinator's memory."""
+DESTROY_SECONDS = 30.0
+"""Engines that are well leave a group within milliseconds; nobody should wait longer for the others."""
+
+
+def connect(url: str, *, timeout: float = 300.0) -> Fleet:
+    """Wait until the fleet at ``url`` can take weights (at least one engine is up), at most ``timeout`` seconds."""
+    http = Http(url)
+    deadline = Deadline(timeout)
+    why = "nothing was asked"
+    while True:
+        try:
+            http.get("/health", timeout=min(INFO_SECONDS, max(deadline.remaining, 1.0)))
+            return Fleet(http)
+        except FleetError as error:
+            why = str(error)
+        if deadline.passed:
+            http.close()
+            raise FleetUnreachable(
+                f"The fleet at {url} did not become healthy within {timeout:.0f} s. The last answer: {why} "
+                "Check the URL, and the engines with `kubectl get sglr`."
+            )
+        time.sleep(min(1.0, deadline.remaining))
+
+
+class Fleet:
+    """A rollout fleet. Made by ``connect``; close it, or use it in a ``with`` block, so that its group is closed."""
+
+    def __init__(self, http: Http) -> None:
+        self._http = http
+        self._group: Group | None = None
+        self._choices: dict[str, Any] = {}
+
+    @property
+    def url(self) -> str:
+        """The fleet's ONE URL."""
+        return self._http.url
+
+    def document(self) -> FleetDocument:
+        """What the fleet says about itself now: members, ranks, versions, epoch."""
+        try:
+            return FleetDocument.model_validate(self._http.get(FLEET, timeout=INFO_SECONDS))
+        except ValidationError as error:
+            raise FleetError(f"{self.url}{FLEET} is no discovery document: {error}. Is this the URL of a rollout's router?") from error
+
+    def generate(
+        self,
+        prompts: Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[Sequence[int]] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        return_logprob: bool = False,
+        timeout: float = 600.0,
+        concurrency: int = 256,
+    ) -> list[Sample]:
+        """Sample one completion per prompt, in the order of the prompts. Give ``prompts`` (texts) or ``input_ids``.
+
+        A fleet that may not serve right now (503) is asked again until ``timeout`` seconds have passed for the whole
+        call.
+        """
+        if (prompts is None) == (input_ids is None):
+            raise ValueError("Give either prompts or input_ids.")
+        return generate(
+            self._http,
+            prompts if prompts is not None else input_ids or [],
+            key="text" if prompts is not None else "input_ids",
+            sampling_params=sampling_params,
+            return_logprob=return_logprob,
+            timeout=timeout,
+            concurrency=concurrency,
+        )
+
+    def open_group(
+        self,
+        backend: str | None = None,
+        *,
+        host: str | None = None,
+        device: str | None = None,
+        timeout: float = 180.0,
+    ) -> Group:
+        """Open a weight-update group with all engines of the fleet, this process being rank 0.
+
+        ``backend``: the fleet's own by default. ``host``: the address at which the engines reach this process; by
+        default that of the interface which routes to the fleet. ``device``: where buckets are assembled; ``cpu`` for
+        gloo, the current GPU else. Later pushes open groups with the same choices.
+        """
+        from sglang_rollout.trainer.group import Group, Rendezvous  # noqa: PLC0415 - the one place that needs torch
+
+        self._choices = {"backend": backend, "host": host, "device": device, "timeout": timeout}
+        self.close_group()
+        document = self.document()
+        deadline = Deadline(timeout)
+        meeting = Rendezvous(
+            host=host or own_address(self._http.host, self._http.port),
+            world_size=document.world_size,
+            backend=backend or document.backend,
+            device=device,
+            deadline=deadline,
+        )
+        process_group = self._meet(meeting, deadline)
+        self._group = Group(meeting, process_group, epoch=document.epoch, members=[member.name for member in document.members])
+        return self._group
+
+    def push(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | str,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float = 330.0,
+    ) -> PushResult:
+        """Give every engine these weights as ``version``, and return when the fleet has committed it.
+
+        ``named_tensors``: a state dict, or an iterable of (name, tensor) with the names of a Hugging Face checkpoint;
+        an iterator is read bucket by bucket, so it may gather shards as it goes. ``timeout``: seconds for each step
+        (begin, a bucket, end); a little above the fleet's own deadline, so that the fleet, which knows the reason,
+        speaks first. Raises PushFailed; the fleet then goes on serving the version before.
+        """
+        started = time.monotonic()
+        group = self._current_group()
+        opened_ms = (time.monotonic() - started) * 1000
+        push = Push(self._http, group, version=str(version), bucket_bytes=bucket_bytes, timeout=timeout)
+        try:
+            push.run(named_tensors)
+            self._check_committed(str(version))
+        except BaseException:
+            # Also on KeyboardInterrupt: leaving the group makes engines that wait in a broadcast give up.
+            self.close_group()
+            raise
+        phases = {"group": opened_ms, **push.phases, "total": (time.monotonic() - started) * 1000}
+        return PushResult(
+            version=str(version),
+            epoch=group.epoch,
+            world_size=group.world_size,
+            bytes=push.bytes,
+            buckets=push.buckets,
+            phases={name: round(ms, 1) for name, ms in phases.items()},
+        )
+
+    def close_group(self) -> None:
+        """Leave the open group, if there is one, and tell the engines to leave it: a broadcast that waits on them ends
+        with that.
+        """
+        group, self._group = self._group, None
+        if group is not None:
+            self._destroy(group.name)
+            group.close()
+
+    def close(self) -> None:
+        """Close the group and all connections."""
+        self.close_group()
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _current_group(self) -> Group:
+        """The open group if it is still good for the fleet as it is now, else a new one."""
+        document = self.document()
+        group = self._group
+        if group is not None and group.epoch == document.epoch and any(g.name == group.name for g in document.groups):
+            return group
+        try:
+            return self.open_group(**self._choices)
+        except GroupFailed as error:
+            raise PushFailed(phase="group", reason=str(error), advice="Nothing was sent. Try again.") from error
+
+    def _meet(self, meeting: Rendezvous, deadline: Deadline) -> Any:
+        """Tell the fleet to join while this process joins. The first of both that fails ends the other."""
+        body = {
+            "master_address": meeting.host,
+            "master_port": meeting.port,
+            "rank_offset": 1,
+            "world_size": meeting.world_size,
+            "group_name": meeting.name,
+            "backend": meeting.backend,
+        }
+        told = background(self._http.post, "/init_weights_update_group", body, timeout=deadline.seconds)
+        joined = background(meeting.join)
+        both: list[Future[Any]] = [told, joined]
+        done, pending = wait(both, timeout=deadline.remaining, return_when=FIRST_EXCEPTION)
+        if not pending and not any(future.exception() for future in both):
+            return joined.result()
+        meeting.abort()
+        if told not in done and done:  # our own end failed first; the fleet may know why
+            wait([told], timeout=BLAME_SECONDS)
+        # Engines that joined although the group failed (a reply that got lost) must not keep it.
+        self._destroy(meeting.name)
+        raise GroupFailed(_why_no_group(told, joined, meeting, deadline))
+
+    def _destroy(self, name: str) -> None:
+        try:
+            self._http.post("/destroy_weights_update_group", {"group_name": name}, timeout=DESTROY_SECONDS)
+        except FleetRefused as error:  # the fleet dropped it first, with its engines or after a deadline
+            log.debug("group %s was gone already: %s", name, error)
+        except FleetUnreachable as error:
+            log.warning("could not tell the fleet to leave group %s; it will by itself when we are gone: %s", name, error)
+
+    def _check_committed(self, label: str) -> None:
+        committed = self.document().committed
+        if committed.label != label:
+            raise PushFailed(
+                phase="commit",
+                reason=f"every step succeeded, but the fleet's committed version is {committed.label!r}, not {label!r}",
+                advice="Does another trainer push to this fleet? Look at lastUpdate in GET /fleet.",
+            )
+
+
+def own_address(host: str, port: int) -> str:
+    """Our address on the interface that routes to the fleet: what its engines can most likely reach."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # UDP: chooses a route and sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise GroupFailed(
+            f"No route from here to the fleet's host {host}: {error}. Pass host= with an address the engines reach."
+        ) from error
+
+
+def _why_no_group(told: Future[Any], joined: Future[Any], meeting: Rendezvous, deadline: Deadline) -> str:
+    store = f"{meeting.host}:{meeting.port}"
+    where = f"group {meeting.name} (world size {meeting.world_size}, {meeting.backend}, store at {store})"
+    error = told.exception() if told.done() else None
+    if isinstance(error, FleetRefused):
+        return f"The fleet did not open {where}: {error.reason}"
+    error = error or (joined.exception() if joined.done() else None)
+    if error is not None:
+        return f"Opening {where} failed: {error}"
+    late = f"Not all engines joined {where} within {deadline.seconds:.0f} s."
+    return f"{late} Can their pods reach this address? Pass host= if not."

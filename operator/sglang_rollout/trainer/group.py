@@ -1,0 +1,140 @@
+"""The trainer's end of a weight-update group: rank 0, which hosts the store and broadcasts. The only module that needs
+torch.
+
+The engines join with SGLang's ``init_custom_process_group``: a TCP store at our address, then ``PrefixStore(<group>,
+store)``, into which torch's ``_new_process_group_helper`` puts ``<group>/`` and ``<device>/``. A plain
+``init_process_group`` would use other prefixes and never meet them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang_rollout.trainer.buckets import Bucket
+from sglang_rollout.trainer.waiting import Deadline
+
+log = logging.getLogger(__name__)
+
+
+class Rendezvous:
+    """The meeting point of one group: a fresh port and a random name each time.
+
+    A second group on an old port or name meets the leftovers of the first in the store and breaks at the first
+    broadcast.
+    """
+
+    def __init__(self, *, host: str, world_size: int, backend: str, device: str | None, deadline: Deadline) -> None:
+        self.name = f"rollout-{secrets.token_hex(6)}"
+        self.host = host
+        self.world_size = world_size
+        self.backend = backend
+        self.device = torch.device(device or ("cpu" if backend == "gloo" else "cuda"))
+        self._deadline = deadline
+        limit = timedelta(seconds=deadline.seconds)
+        # Server and client of the store are two objects, so that abort() can close the server under a client that
+        # waits. The server listens on all addresses; port 0 lets the kernel pick one that is free.
+        self._server: Any = dist.TCPStore("localhost", 0, None, True, timeout=limit, wait_for_workers=False)
+        self.port: int = self._server.port
+
+    def join(self) -> Any:
+        """Join as rank 0 and return the torch process group. Blocks until all engines are in (gloo), or the deadline."""
+        limit = timedelta(seconds=max(self._deadline.remaining, 1.0))
+        store = dist.TCPStore("localhost", self.port, None, False, timeout=limit, wait_for_workers=False)
+        return self._join_gloo(store, limit) if self.backend == "gloo" else self._join_other(store, limit)
+
+    def abort(self) -> None:
+        """Close the store: whoever waits in it, this trainer or an engine, gets an error at once, not a time-out."""
+        self._server = None
+
+    def _join_gloo(self, store: Any, limit: timedelta) -> Any:
+        prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, store)))
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = limit
+        options._devices = [self._gloo_device()]
+        return dist.ProcessGroupGloo(prefixed, 0, self.world_size, options)
+
+    def _gloo_device(self) -> Any:
+        """Listen for the engines' data connections on the address that they know, not on what our host name resolves
+        to.
+        """
+        try:
+            return dist.ProcessGroupGloo.create_device(hostname=self.host)
+        except RuntimeError as error:  # an address that is ours only from outside (NAT): let gloo choose
+            log.warning("gloo cannot listen on %s, so it chooses an address by itself: %s", self.host, error)
+            return dist.ProcessGroupGloo.create_default_device()
+
+    def _join_other(self, store: Any, limit: timedelta) -> Any:
+        c10d: Any = dist.distributed_c10d
+        group, _ = c10d._new_process_group_helper(
+            self.world_size,
+            0,
+            [],
+            c10d.Backend(self.backend),
+            dist.PrefixStore(self.name, store),
+            group_name=self.name,
+            backend_options=None,
+            timeout=limit,
+        )
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
+        return group
+
+
+class Group:
+    """An open group. It belongs to one epoch of the fleet: when engines come, go or restart, a new one is needed."""
+
+    def __init__(self, rendezvous: Rendezvous, process_group: Any, *, epoch: int, members: list[str]) -> None:
+        self.name = rendezvous.name
+        self.epoch = epoch
+        self.world_size = rendezvous.world_size
+        self.backend = rendezvous.backend
+        self.device = rendezvous.device
+        self.members = members
+        self._rendezvous = rendezvous
+        self._process_group: Any = process_group
+        self._staging: list[Any] = [None, None]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still broadcast."""
+        return self._process_group is not None
+
+    def flatten(self, bucket: Bucket[Any], turn: int) -> Any:
+        """The bucket's tensors as one byte tensor. Two staging buffers take turns: one is filled while the other is
+        sent.
+        """
+        buffer = self._staging[turn % 2]
+        if buffer is None or buffer.numel() < bucket.nbytes:
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
+            self._staging[turn % 2] = buffer
+        with torch.no_grad():
+            for offset, tensor in bucket.offsets():
+                source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                buffer[offset : offset + source.numel()].copy_(source)
+        return buffer[: bucket.nbytes]
+
+    def broadcast(self, buffer: Any, *, timeout: float) -> None:
+        """Send a buffer to every engine; return when it may be written again. Blocks: call it in a background thread."""
+        if self.backend == "gloo":
+            options = dist.BroadcastOptions()
+            options.rootRank = options.rootTensor = 0
+            options.timeout = timedelta(seconds=timeout)
+            self._process_group.broadcast([buffer], options).wait()
+            return
+        with torch.cuda.device(self.device):
+            dist.broadcast(buffer, src=0, group=self._process_group, async_op=True).wait()
+            torch.cuda.current_stream().synchronize()  # NCCL's wait() only orders streams
+
+    def close(self) -> None:
+        """Leave the group and free its buffers. Does not tell the fleet: that is ``Fleet``'s part."""
+        process_group, self._process_group = self._process_group, None
+        self._rendezvous.abort()
+        self._staging = [None, None]
+        if process_group is not None and self.backend != "gloo":
+            # abort, not destroy: destroying waits for operations that may never end
+            dist.distributed_c10d._abort_process_group(process_group)

@@ -1,0 +1,34 @@
+"""CR in → objects out, as YAML that a person can read.
+
+After a change that is meant: ``UPDATE_GOLDEN=1 pytest operator/tests/golden``, and look at the diff.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sglang_rollout.api.crdgen import to_yaml
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core.render import render_all
+from sglang_rollout.core.settings import Settings
+
+HERE = Path(__file__).parent
+SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
+
+
+@pytest.mark.parametrize("path", sorted((HERE / "in").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_objects_of_a_rollout(path: Path) -> None:
+    rollout = SGLangRollout.model_validate(yaml.safe_load(path.read_text()))
+    rendered = "---\n".join(to_yaml(made) for made in render_all(rollout, SETTINGS, token="t0ken"))
+    golden = HERE / "out" / path.name
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(rendered)
+    assert rendered == golden.read_text()
+
+
+def test_every_golden_file_has_its_input() -> None:
+    assert {path.name for path in (HERE / "out").glob("*.yaml")} == {path.name for path in (HERE / "in").glob("*.yaml")}

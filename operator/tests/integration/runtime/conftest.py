@@ -1,0 +1,69 @@
+"""A namespace per test on a real API server, and operators that look after it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from e2e.cluster.controlplane import ControlPlane
+from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
+from fleet_support import OperatorProcess, World, eventually
+
+from sglang_rollout.runtime.kube import Kube
+
+CRDS = Path(__file__).parents[4] / "crds"
+
+StartOperator = Callable[..., OperatorProcess]
+
+
+@pytest.fixture(scope="session")
+def api(kubernetes_api: ControlPlane) -> ControlPlane:  # noqa: F811
+    """The API server with our CRD."""
+    kubernetes_api.kubectl("apply", "--server-side", "-f", str(CRDS))
+    kubernetes_api.kubectl("wait", "--for=condition=Established", "crd/sglangrollouts.rollout.sglang.io", "--timeout=20s")
+    return kubernetes_api
+
+
+@pytest.fixture
+def namespace(api: ControlPlane) -> str:
+    name = f"t-{uuid.uuid4().hex[:8]}"
+    api.kubectl("create", "namespace", name)
+    return name
+
+
+@pytest.fixture
+async def kube(api: ControlPlane) -> AsyncIterator[Kube]:
+    async with await Kube.connect(field_manager="the-test", kubeconfig=str(api.kubeconfig)) as kube:
+        yield kube
+
+
+@pytest.fixture
+def world(kube: Kube, namespace: str) -> World:
+    return World(kube, namespace)
+
+
+@pytest.fixture
+def start_operator(api: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[StartOperator]:
+    """Starts operators for the test's namespace; all of them end with the test."""
+    started: list[OperatorProcess] = []
+
+    def start(kubeconfig: Path | None = None) -> OperatorProcess:
+        operator = OperatorProcess(kubeconfig or api.kubeconfig, [namespace], tmp_path / f"operator-{len(started)}.log")
+        started.append(operator)
+        operator.start()
+        return operator
+
+    yield start
+    for operator in started:
+        if operator.process is not None and operator.process.poll() is None:
+            operator.stop(9)
+
+
+@pytest.fixture
+def operator(start_operator: StartOperator) -> OperatorProcess:
+    return start_operator()
+
+
+__all__ = ["eventually"]

@@ -1,0 +1,177 @@
+"""Scaling, rolling updates and specs that cannot be carried out, against a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from e2e.cluster.controlplane import ControlPlane
+from fleet_support import OperatorProcess, World, eventually, rollout
+
+from sglang_rollout.core import names
+from sglang_rollout.runtime.resources import CONFIGMAPS, EVENTS, PODS, ROLLOUTS
+
+pytestmark = [pytest.mark.controlplane]
+
+
+async def test_scaling_adds_and_removes_engines(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace, replicas=1))
+    await eventually("one engine", lambda: world.is_complete("demo", 1))
+    scale = {"spec": {"replicas": 3}}
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", scale, subresource="scale")
+    await eventually("three engines", lambda: world.is_complete("demo", 3))
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"replicas": 1}})
+
+    async def one_left() -> bool:
+        left = {name for kind, name in await world.children("demo") if kind == "StatefulSet"}
+        return left == {"demo-engine-0"} and len(await world.pods("demo")) == 1
+
+    await eventually("one engine again", one_left)
+    intent = await world.kube.get(CONFIGMAPS, world.namespace, "demo-intent")
+    assert "demo-engine-1" not in intent["data"][names.INTENT_KEY]
+    assert operator.health() == 200
+
+
+async def test_a_changed_engine_rolls_one_at_a_time(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace, replicas=3))
+    await world.serve("demo", 3)
+    old = {name: pod["metadata"]["uid"] for name, pod in (await world.pods("demo")).items()}
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"engine": {"args": ["--log-level", "info"]}}})
+    order: list[str] = []
+
+    async def step() -> bool:
+        pods = await world.pods("demo")
+        fresh = [name for name in sorted(old) if name not in pods or pods[name]["metadata"]["uid"] != old[name]]
+        # One engine at a time: the next one goes only when we, the kubelet, have called the last one ready.
+        assert len(set(fresh) - set(order)) <= 1, f"{fresh} are away at once, ready before: {order}"
+        for name in set(fresh) - set(order):
+            if name in pods:
+                # Long enough for an operator that does not wait to give itself away.
+                await asyncio.sleep(1.0)
+                again = await world.pods("demo")
+                assert [
+                    other for other in old if other not in order and other != name and again[other]["metadata"]["uid"] != old[other]
+                ] == []
+                order.append(name)
+                await world.make_ready(pods[name])
+        return len(order) == 3
+
+    try:
+        end = time.monotonic() + 60
+        while not await step():
+            assert time.monotonic() < end, f"rolled so far: {order}; {await world.status('demo')}"
+            await asyncio.sleep(0.1)
+    finally:
+        print(operator.said())
+    assert order == ["demo-engine-2-0", "demo-engine-1-0", "demo-engine-0-0"]
+    await eventually("Ready again", lambda: _is_ready(world, "demo"))
+    assert (await world.status("demo"))["updatedReplicas"] == 3
+    reasons = {
+        event["reason"] for event in (await world.kube.list(EVENTS, world.namespace)).items if event["involvedObject"]["name"] == "demo"
+    }
+    assert {"RollingUpdateStarted", "RollingUpdateFinished"} <= reasons
+
+
+async def _is_ready(world: World, name: str) -> bool:
+    return (await world.condition(name)).get("status") == "True"
+
+
+async def test_what_the_server_refuses_is_said_in_the_status_and_not_hammered(operator: OperatorProcess, world: World) -> None:
+    template = {"spec": {"nodeSelector": {"not a label!": "x"}}}
+    await world.kube.create(rollout("demo", world.namespace, podTemplate=template))
+
+    async def said() -> bool:
+        ready = await world.condition("demo")
+        assert ready.get("reason") == "ApplyFailed", ready
+        return "not a label!" in ready["message"]
+
+    await eventually("the server's sentence in the status", said)
+    before = operator.metrics()['api_requests_total{outcome="error",verb="apply"}']
+    await asyncio.sleep(5.0)
+    tries = operator.metrics()['api_requests_total{outcome="error",verb="apply"}'] - before
+    assert tries <= 20, "a hot loop"
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"podTemplate": {"spec": {"nodeSelector": None}}}})
+    await eventually("children after the mend", lambda: world.is_complete("demo"))
+
+
+async def test_an_image_that_does_not_pull_is_a_sentence_and_an_event(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "img:1": not found'}
+    container = {
+        "name": "engine",
+        "image": "img:1",
+        "imageID": "",
+        "ready": False,
+        "restartCount": 0,
+        "state": {"waiting": waiting},
+    }
+    status = {"phase": "Pending", "containerStatuses": [container]}
+    await world.kube.merge_patch(PODS, world.namespace, "demo-engine-1-0", {"status": status}, subresource="status")
+
+    async def said() -> bool:
+        rows = {row["name"]: row for row in (await world.status("demo"))["engines"]}
+        assert "img:1" in rows["demo-engine-1"].get("reason", ""), rows
+        return rows["demo-engine-1"]["phase"] == "Failed"
+
+    await eventually("the reason in the status", said)
+
+    async def noted() -> bool:
+        return any(
+            event["type"] == "Warning" and "demo-engine-1" in event["message"]
+            for event in (await world.kube.list(EVENTS, world.namespace)).items
+            if event["involvedObject"]["name"] == "demo"
+        )
+
+    await eventually("a Warning", noted)
+    assert "EngineFailed" in operator.said()
+
+
+async def test_a_spec_that_cannot_be_read_touches_nothing(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
+    """Stored before a rule existed: played by taking the schema away for a moment."""
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    before = await world.settled("demo")
+    with without_schema(api):
+        await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"model": None}})
+    await eventually("InvalidSpec", lambda: _has_reason(world, "InvalidSpec"))
+    ready = await world.condition("demo")
+    assert ready["status"] == "False"
+    assert "model" in ready["message"]
+    await asyncio.sleep(1.0)
+    assert await world.versions("demo") == before
+    assert "Traceback" not in operator.said()
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"model": {"path": "tiny"}, "replicas": 1}})
+    await eventually("mended", lambda: world.is_complete("demo", 1))
+
+
+async def _has_reason(world: World, reason: str) -> bool:
+    ready = await world.condition("demo")
+    assert ready.get("reason") == reason, ready
+    return True
+
+
+@contextmanager
+def without_schema(api: ControlPlane) -> Iterator[None]:
+    """Let the API server take any spec while the block runs."""
+    crd = api.get("crd", "sglangrollouts.rollout.sglang.io")
+    (version,) = crd["spec"]["versions"]
+    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    loose = {"type": "object", "properties": {"spec": anything, "status": anything}}
+    _replace_schema(api, loose)
+    try:
+        yield
+    finally:
+        _replace_schema(api, version["schema"]["openAPIV3Schema"])
+
+
+def _replace_schema(api: ControlPlane, schema: Any) -> None:
+    patch = [{"op": "replace", "path": "/spec/versions/0/schema/openAPIV3Schema", "value": schema}]
+    api.kubectl("patch", "crd", "sglangrollouts.rollout.sglang.io", "--type=json", "-p", json.dumps(patch))
+    # The server takes a moment to serve another schema, and says nowhere when it does.
+    time.sleep(2.0)

@@ -1,0 +1,155 @@
+"""Children against a real API server and its controllers; only kubelet and coordinator are played."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fleet_support import OperatorProcess, World, eventually, expected, rollout
+
+from sglang_rollout.core import names
+from sglang_rollout.runtime.observe import CHILDREN
+from sglang_rollout.runtime.resources import (
+    CONFIGMAPS,
+    DEPLOYMENTS,
+    ROLEBINDINGS,
+    ROLES,
+    ROLLOUTS,
+    SECRETS,
+    SERVICEACCOUNTS,
+    SERVICES,
+    STATEFULSETS,
+    Resource,
+    resource_of,
+)
+from sglang_rollout.runtime.settings import watched_children
+
+pytestmark = [pytest.mark.controlplane]
+
+
+async def test_a_rollout_gets_all_its_children_and_owns_them(operator: OperatorProcess, world: World) -> None:
+    created = await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    children = await world.children("demo")
+    assert set(children) == expected("demo", 2)
+    for key, child in children.items():
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["name"], owner["uid"]) == ("SGLangRollout", "demo", created["metadata"]["uid"]), key
+        assert owner["controller"] is True
+    assert len(children["Secret", "demo-control"]["data"]["token"]) >= 32
+    live = await world.kube.get(ROLLOUTS, world.namespace, "demo")
+    assert "annotations" not in live["metadata"]
+    assert "finalizers" not in live["metadata"]
+    status = live["status"]
+    assert status["observedGeneration"] == live["metadata"]["generation"]
+    ready = await world.condition("demo")
+    assert ready["status"] == "False"
+    assert ready["message"].endswith(".")
+    assert operator.health() == 200
+    assert operator.metrics()['writes_total{verb="apply"}'] >= len(children)
+
+
+DRIFT: list[tuple[Resource, str, dict[str, Any]]] = [
+    (SERVICEACCOUNTS, "demo-engine", {"automountServiceAccountToken": True}),
+    (SERVICEACCOUNTS, "demo-router", {"metadata": {"labels": {names.LABEL_COMPONENT: "x"}}}),
+    (ROLES, "demo-router", {"rules": []}),
+    (ROLEBINDINGS, "demo-router", {"subjects": []}),
+    (SECRETS, "demo-control", {"metadata": {"labels": {names.LABEL_ROLLOUT: None}}}),
+    (CONFIGMAPS, "demo-intent", {"data": {"intent.json": "{}"}}),
+    (CONFIGMAPS, "demo-weights", {"metadata": {"labels": {"app.kubernetes.io/managed-by": "me"}}}),
+    (SERVICES, "demo-engines", {"spec": {"publishNotReadyAddresses": False}}),
+    (SERVICES, "demo-router", {"spec": {"selector": {names.LABEL_COMPONENT: "x"}}}),
+    (DEPLOYMENTS, "demo-router", {"spec": {"replicas": 5}}),
+    (STATEFULSETS, "demo-engine-1", {"spec": {"replicas": 0}}),
+]
+
+
+def rendered(obj: dict[str, Any], changed: dict[str, Any]) -> Any:
+    """The parts of an object that ``changed`` speaks of."""
+    return {key: rendered(obj.get(key, {}), value) if isinstance(value, dict) else obj.get(key) for key, value in changed.items()}
+
+
+async def test_drift_in_any_child_heals(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    before = await world.children("demo")
+    for resource, name, change in DRIFT:
+        await world.kube.merge_patch(resource, world.namespace, name, change)
+
+        async def healed(resource: Resource = resource, name: str = name, change: dict[str, Any] = change) -> bool:
+            live = await world.kube.get(resource, world.namespace, name)
+            return bool(rendered(live, change) == rendered(before[resource.kind, name], change))
+
+        await eventually(f"{resource.kind} {name} as rendered", healed, seconds=10)
+    # Also the Secret that lost its label, and with it was invisible for a moment, kept its token.
+    token = (await world.kube.get(SECRETS, world.namespace, "demo-control"))["data"]
+    assert token == before["Secret", "demo-control"]["data"]
+    assert operator.health() == 200
+
+
+async def test_any_deleted_child_comes_back(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    before = await world.children("demo")
+    for (kind, name), child in before.items():
+        resource = resource_of(child)
+        await world.kube.delete(resource, world.namespace, name)
+
+        async def back(resource: Resource = resource, name: str = name, old: str = child["metadata"]["uid"]) -> bool:
+            live = await world.kube.get(resource, world.namespace, name)
+            return bool(live["metadata"]["uid"] != old and not live["metadata"].get("deletionTimestamp"))
+
+        await eventually(f"{kind} {name} back", back, seconds=15)
+    await eventually("children", lambda: world.is_complete("demo"))
+    assert operator.health() == 200
+
+
+async def test_the_record_of_the_coordinator_is_never_overwritten(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    await world.record("demo", ["demo-engine-0"])
+    await world.kube.merge_patch(CONFIGMAPS, world.namespace, "demo-weights", {"metadata": {"labels": {"app.kubernetes.io/name": "x"}}})
+
+    async def healed() -> bool:
+        live = await world.kube.get(CONFIGMAPS, world.namespace, "demo-weights")
+        assert live["data"][names.WEIGHTS_KEY]
+        return bool(live["metadata"]["labels"]["app.kubernetes.io/name"] == "sglang-rollout")
+
+    await eventually("label healed", healed)
+    assert operator.health() == 200
+
+
+async def test_children_of_strangers_are_left_alone(operator: OperatorProcess, world: World) -> None:
+    stranger = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "theirs", "namespace": world.namespace, "labels": {names.LABEL_ROLLOUT: "demo"}},
+    }
+    await world.kube.create(stranger)
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    assert not await world.gone(CONFIGMAPS, "theirs")
+    assert operator.health() == 200
+
+
+async def test_a_deleted_rollout_takes_its_children_along(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    await world.kube.delete(ROLLOUTS, world.namespace, "demo")
+
+    async def empty() -> bool:
+        return not await world.children("demo") and not await world.pods("demo")
+
+    await eventually("no children", empty)
+    await asyncio.sleep(1.0)
+    assert await empty()
+    assert "Traceback" not in operator.said()
+    # And again under the same name, at once.
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children of the new one", lambda: world.is_complete("demo"))
+
+
+def test_every_kind_that_is_rendered_is_watched() -> None:
+    watched = {key[-1] for key in watched_children()}
+    assert watched == {resource.plural for resource in CHILDREN} | {"pods"}

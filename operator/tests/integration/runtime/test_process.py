@@ -1,0 +1,138 @@
+"""The operator's process: restarts, outages, idleness, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+from e2e.cluster.controlplane import ControlPlane
+from fleet_support import OperatorProcess, Relay, World, eventually, free_port, kubeconfig_through, rollout
+
+from sglang_rollout.runtime.kube import Kube
+from sglang_rollout.runtime.resources import PODS, ROLLOUTS, SERVICES
+
+pytestmark = [pytest.mark.controlplane]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_an_operator_restart_changes_no_child(start_operator: Any, world: World, number: signal.Signals) -> None:
+    first = start_operator()
+    await world.kube.create(rollout("demo", world.namespace))
+    await world.serve("demo", 2)
+    before = await world.settled("demo")
+    status = await world.status("demo")
+    began = time.monotonic()
+    code = first.stop(number)
+    if number == signal.SIGTERM:
+        assert code == 0, first.said()
+        assert time.monotonic() - began < 3
+    second = start_operator()
+    await eventually("a reconcile", lambda: _reconciled(second))
+    await asyncio.sleep(1.0)
+    assert await world.versions("demo") == before
+    assert await world.status("demo") == status
+    assert 'writes_total{verb="apply"}' not in second.metrics()
+
+
+async def _reconciled(operator: OperatorProcess) -> bool:
+    try:
+        return operator.metrics().get('reconcile_total{result="ok"}', 0) >= 1
+    except OSError:
+        return False
+
+
+async def test_a_steady_fleet_costs_no_write(operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await world.serve("demo", 2)
+    versions = await world.settled("demo")
+    before = operator.metrics()
+    for _ in range(5):
+        # An event of each kind that needs nothing to be done.
+        await world.kube.merge_patch(PODS, world.namespace, "demo-engine-0-0", {"metadata": {"annotations": {"t": str(time.time())}}})
+        await asyncio.sleep(0.5)
+    after = operator.metrics()
+    assert after['reconcile_total{result="ok"}'] > before['reconcile_total{result="ok"}']
+    writes = [key for key in after if key.startswith("writes_total")]
+    assert {key: after[key] for key in writes} == {key: before.get(key, 0) for key in writes}
+    assert await world.versions("demo") == versions
+
+
+async def test_an_api_server_that_goes_away_and_comes_back(api: ControlPlane, start_operator: Any, world: World, tmp_path: Path) -> None:
+    relay = Relay(int(api.url.rsplit(":", 1)[1]))
+    await relay.start()
+    operator = start_operator(kubeconfig_through(relay, api.kubeconfig, tmp_path / "relayed"))
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    await relay.stop()
+    # While it is away: a change, a deletion and a new rollout that no watch will tell of.
+    await world.kube.delete(SERVICES, world.namespace, "demo-router")
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"replicas": 3}})
+    await world.kube.create(rollout("other", world.namespace, replicas=1))
+    await asyncio.sleep(6.0)
+    assert operator.process.poll() is None, operator.said()
+    assert await asyncio.to_thread(operator.health) == 200
+    await relay.start()
+    began = time.monotonic()
+    await eventually("the old one healed", lambda: world.is_complete("demo", 3))
+    await eventually("the new one made", lambda: world.is_complete("other", 1))
+    print(f"recovered {time.monotonic() - began:.1f} s after the API server")
+    assert operator.said().count("ERROR") == 0, operator.said()
+    await relay.stop()
+
+
+async def test_all_namespaces_with_the_rights_of_the_kinds_it_watches(
+    api: ControlPlane, kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    operator = OperatorProcess(api.kubeconfig, [], tmp_path / "operator.log")
+    operator.start()
+    try:
+        world = World(kube, namespace)
+        await kube.create(rollout("demo", namespace))
+        await eventually("children", lambda: world.is_complete("demo"))
+    finally:
+        code = operator.stop()
+    assert code == 0, operator.said()
+    assert "Handler" not in operator.said()
+
+
+async def test_an_occupied_port_is_a_sentence(api: ControlPlane, namespace: str, tmp_path: Path) -> None:
+    server = await asyncio.start_server(lambda _r, _w: None, None, free_port())
+    port = server.sockets[0].getsockname()[1]
+    operator = OperatorProcess(api.kubeconfig, [namespace], tmp_path / "operator.log", health_port=port)
+    operator.start()
+    assert operator.process is not None
+    assert await asyncio.to_thread(operator.process.wait, 15) == 1
+    assert f"port {port} for health cannot be used" in operator.said()
+    server.close()
+
+
+async def test_a_missing_crd_is_a_sentence(api: ControlPlane, namespace: str, tmp_path: Path) -> None:
+    """Played by a scripted server: taking the CRD away from the shared one would take all rollouts along."""
+    config = yaml.safe_load(api.kubeconfig.read_text())
+
+    async def missing(_: web.Request) -> web.Response:
+        return web.json_response({"kind": "Status", "code": 404, "message": "not found"}, status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", missing)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    for cluster in config["clusters"]:
+        cluster["cluster"] = {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"}
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(config))
+    operator = OperatorProcess(kubeconfig, [namespace], tmp_path / "operator.log")
+    operator.start()
+    assert operator.process is not None
+    assert await asyncio.to_thread(operator.process.wait, 30) == 1
+    assert "sglangrollouts (rollout.sglang.io/v1alpha1) is not installed" in operator.said()
+    assert "Traceback" not in operator.said()
+    await runner.cleanup()

@@ -1,0 +1,87 @@
+"""The Helm chart, judged by helm and a real API server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from e2e.cluster.controlplane import ControlPlane
+from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.controlplane
+
+CHART = Path(__file__).parents[3] / "charts/sglang-rollout-operator"
+NAMESPACE = "chart"
+
+
+def helm(api: ControlPlane, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(api.binaries / "helm"), *words], env=api.environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def api(kubernetes_api: ControlPlane) -> ControlPlane:  # noqa: F811
+    kubernetes_api.kubectl("create", "namespace", NAMESPACE)
+    # The level that the chart promises: the API server warns about every pod template that does not meet it.
+    kubernetes_api.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/warn=restricted")
+    kubernetes_api.kubectl("create", "namespace", "watched")
+    return kubernetes_api
+
+
+def rendered(api: ControlPlane, *words: str) -> list[dict[str, Any]]:
+    text = helm(api, "template", "x", str(CHART), "-n", NAMESPACE, "--kube-version=1.34.3", *words).stdout
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def test_lint_is_clean(api: ControlPlane) -> None:
+    helm(api, "lint", "--strict", str(CHART), "--kube-version=1.34.3")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        ("--set", "rbac.scope=Namespace", "--set", "watchNamespaces={watched}"),
+        ("--set", "metrics.service=false", "--set", "log.format=json", "--set", "images.pullSecrets={mine}"),
+    ],
+    ids=["cluster", "namespace", "options"],
+)
+def test_everything_it_renders_is_accepted_as_restricted(api: ControlPlane, values: tuple[str, ...]) -> None:
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": rendered(api, *values)})
+    done = api.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=text)
+    assert "would violate PodSecurity" not in done.stderr
+
+
+def test_the_namespace_scope_has_no_cluster_rights(api: ControlPlane) -> None:
+    objects = rendered(api, "--set", "rbac.scope=Namespace", "--set", "watchNamespaces={a,b}")
+    kinds = [made["kind"] for made in objects]
+    assert "ClusterRole" not in kinds
+    assert [made["metadata"]["namespace"] for made in objects if made["kind"] == "Role"] == ["a", "b"]
+    deployment = next(made for made in objects if made["kind"] == "Deployment")
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[:2] == ["--namespace=a", "--namespace=b"]
+
+
+def test_a_wrong_value_is_refused(api: ControlPlane) -> None:
+    done = helm(api, "template", "x", str(CHART), "--kube-version=1.34.3", "--set", "rbac.scop=Cluster", check=False)
+    assert done.returncode != 0
+    assert "scop" in done.stderr
+
+
+def test_the_definition_follows_an_upgrade_and_outlives_the_release(api: ControlPlane) -> None:
+    name = "sglangrollouts.rollout.sglang.io"
+    api.kubectl("delete", "crd", name, "--ignore-not-found")
+    helm(api, "install", "x", str(CHART), "-n", NAMESPACE)
+    patch = '[{"op": "replace", "path": "/spec/versions/0/additionalPrinterColumns", "value": []}]'
+    api.kubectl("patch", "crd", name, "--type=json", "-p", patch)
+    helm(api, "upgrade", "x", str(CHART), "-n", NAMESPACE)
+    assert api.get("crd", name)["spec"]["versions"][0]["additionalPrinterColumns"], "the upgrade did not reach it"
+    helm(api, "uninstall", "x", "-n", NAMESPACE)
+    assert api.get("crd", name)["metadata"]["name"] == name

@@ -1,0 +1,162 @@
+"""The definition and everything that the operator renders, judged by a real API server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from e2e.cluster.controlplane import ControlPlane
+from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
+
+from sglang_rollout.api.crdgen import crd_yaml
+from sglang_rollout.core.names import CHILD_KINDS, FIELD_MANAGER, LABEL_ROLLOUT
+from sglang_rollout.core.plan import Apply, plan
+from sglang_rollout.core.render.policies import with_token
+from sglang_rollout.core.settings import Settings
+from sglang_rollout.core.status import build_status
+from sglang_rollout.core.world import World, observe_world
+
+pytestmark = pytest.mark.controlplane
+
+ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
+VALID = sorted([*(ROOT / "operator/tests/golden/in").glob("*.yaml"), *(ROOT / "examples").glob("rollout*.yaml")])
+
+
+@pytest.fixture(scope="module")
+def api(kubernetes_api: ControlPlane) -> ControlPlane:  # noqa: F811
+    kubernetes_api.kubectl("apply", "--server-side", "-f", "-", stdin=crd_yaml())
+    kubernetes_api.kubectl("wait", "--for=condition=Established", "crd/sglangrollouts.rollout.sglang.io", "--timeout=20s")
+    return kubernetes_api
+
+
+@pytest.fixture(scope="module")
+def refusals(api: ControlPlane) -> str:
+    """What kubectl prints when all wrong objects are applied at once; each message names its file."""
+    done = api.kubectl("apply", "--dry-run=server", "-f", str(HERE / "invalid"), check=False)
+    assert not done.stdout.strip(), f"accepted: {done.stdout}"
+    return done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((HERE / "invalid").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_wrong_object_is_refused_with_a_sentence(refusals: str, path: Path) -> None:
+    expected = path.read_text().splitlines()[0].removeprefix("# expect: ")
+    assert f'{path.name}":' in refusals, "it was accepted"
+    assert expected in refusals.split(f'{path.name}":', 1)[1].split("Error from server", 1)[0]
+
+
+def test_explain_describes_every_field_of_the_spec(api: ControlPlane) -> None:
+    text = api.kubectl("explain", "sglr.spec", "--recursive=false").stdout
+    assert "Number of engines" in text
+    assert "<no description>" not in text
+
+
+@pytest.mark.parametrize("path", VALID, ids=lambda path: path.stem)
+def test_what_is_rendered_is_accepted_and_stays_as_it_is(api: ControlPlane, path: Path) -> None:
+    """One pass makes everything; the second one, over what the API server made of it, has nothing to do."""
+    namespace = f"crd-{path.stem}"
+    api.kubectl("create", "namespace", namespace)
+    cr = yaml.safe_load(path.read_text())
+    cr["metadata"] = {"name": cr["metadata"]["name"], "namespace": namespace}
+    api.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(cr))
+
+    _execute(api, _observe(api, namespace, cr["metadata"]["name"]))
+    after = plan(_observe(api, namespace, cr["metadata"]["name"]), SETTINGS)
+
+    assert [(a.object["kind"], a.object["metadata"]["name"], a.reason) for a in after.actions if isinstance(a, Apply)] == []
+    assert after.actions == ()
+    api.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
+    name, namespace = "shown", "crd-status"
+    api.kubectl("create", "namespace", namespace)
+    cr = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
+    cr["metadata"] = {"name": name, "namespace": namespace}
+    api.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(cr))
+    _execute(api, _observe(api, namespace, name))
+    record = {
+        "term": 3,
+        "epoch": 5,
+        "committed": {"run": 1, "n": 4, "label": "step-4"},
+        "engines": [
+            {
+                "name": f"{name}-engine-0",
+                "state": "clean",
+                "version": {"run": 1, "n": 4, "label": "step-4"},
+                "boot_id": "b",
+                "gate_open": True,
+            }
+        ],
+        "last_update": {
+            "version": {"run": 1, "n": 4, "label": "step-4"},
+            "outcome": "Committed",
+            "finished": "2026-11-21T03:00:00Z",
+            "phases_ms": {"total": 120},
+            "engines": [f"{name}-engine-0"],
+        },
+    }
+    patch = json.dumps({"data": {"weights.json": json.dumps(record)}})
+    api.kubectl("patch", "configmap", f"{name}-weights", "-n", namespace, "--type=merge", "-p", patch)
+
+    status = build_status(_observe(api, namespace, name), SETTINGS, "2026-11-21T03:00:00Z")
+    body = {"apiVersion": cr["apiVersion"], "kind": cr["kind"], "metadata": cr["metadata"], "status": status}
+    api.kubectl("apply", "--server-side", f"--field-manager={FIELD_MANAGER}", "--subresource=status", "-f", "-", stdin=json.dumps(body))
+
+    world = _observe(api, namespace, name)
+    assert world.cr["status"] == status, "the API server changed or dropped something: status would be written for ever"
+    assert build_status(world, SETTINGS, "2026-11-22T00:00:00Z") == status
+    assert plan(world, SETTINGS).actions == (), "the record of the coordinator must not look like drift"
+    columns = api.kubectl("get", "sglr", name, "-n", namespace, "-o", "wide").stdout
+    assert "step-4" in columns
+    assert "0/2" in columns
+    path = f"/apis/rollout.sglang.io/v1alpha1/namespaces/{namespace}/sglangrollouts/{name}/scale"
+    scale = json.loads(api.kubectl("get", "--raw", path).stdout)
+    assert scale["spec"]["replicas"] == 2
+    assert LABEL_ROLLOUT in scale["status"]["selector"]
+
+
+def test_a_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
+    name, namespace = "drift", "crd-drift"
+    api.kubectl("create", "namespace", namespace)
+    cr = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
+    cr["metadata"] = {"name": name, "namespace": namespace}
+    api.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(cr))
+    _execute(api, _observe(api, namespace, name))
+    api.kubectl("delete", "service", f"{name}-router", "-n", namespace)
+    api.kubectl("scale", "statefulset", f"{name}-engine-1", "-n", namespace, "--replicas=0")
+    api.kubectl("label", "deployment", f"{name}-router", "-n", namespace, "app.kubernetes.io/name=other", "--overwrite")
+    api.kubectl("patch", "role", f"{name}-router", "-n", namespace, "--type=json", "-p", '[{"op": "remove", "path": "/rules/0"}]')
+
+    actions = plan(_observe(api, namespace, name), SETTINGS).actions
+
+    assert {(a.object["kind"], a.reason) for a in actions if isinstance(a, Apply)} == {
+        ("Role", "rules"),
+        ("Service", "does not exist"),
+        ("Deployment", "metadata.labels.app.kubernetes.io/name"),
+        ("StatefulSet", "spec.replicas"),
+    }
+    _execute(api, _observe(api, namespace, name))
+    assert plan(_observe(api, namespace, name), SETTINGS).actions == ()
+
+
+def _observe(api: ControlPlane, namespace: str, name: str) -> World:
+    """What the operator reads; waits until controllers of the API server have seen the newest objects."""
+    kinds = ",".join([*(kind.plural for kind in CHILD_KINDS), "pods"])
+    found: list[dict[str, Any]] = api.get(kinds, "-n", namespace, "-l", f"{LABEL_ROLLOUT}={name}")["items"]
+    pods = [item for item in found if item["kind"] == "Pod"]
+    return observe_world(api.get("sglr", name, "-n", namespace), [item for item in found if item not in pods], pods)
+
+
+def _execute(api: ControlPlane, world: World) -> None:
+    objects = []
+    for action in plan(world, SETTINGS).actions:
+        assert isinstance(action, Apply)
+        objects.append(with_token(action.object, "t0ken") if action.needs_token else action.object)
+    manager = f"--field-manager={FIELD_MANAGER}"
+    text = "\n---\n".join(json.dumps(made) for made in objects)
+    api.kubectl("apply", "--server-side", "--force-conflicts", manager, "-f", "-", stdin=text)

@@ -1,0 +1,258 @@
+"""A world around the state machine: agents as the contract describes them, a store, and a trainer. No I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_rollout.fleet.update import Machine, calls
+from sglang_rollout.fleet.update.events import (
+    Answer,
+    Answered,
+    Asked,
+    Effect,
+    Event,
+    Left,
+    Reply,
+    Request,
+    Result,
+    Save,
+    Seen,
+    Send,
+    Tick,
+    Wanted,
+    Write,
+    Written,
+)
+from sglang_rollout.wire.models import (
+    BASE,
+    AgentStatus,
+    EngineState,
+    Intent,
+    Record,
+    Version,
+    WantedEngine,
+)
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
+
+
+@dataclass
+class FakeAgent:
+    """One engine and its agent: the semantics that the coordinator relies on."""
+
+    name: str
+    life: int = 1
+    up: bool = True
+    answers: bool = True
+    state: EngineState = EngineState.CLEAN
+    version: Version | None = BASE
+    content: object = "base"
+    """What the weights really are: one token per completed update, or a mixture."""
+    cohort: list[str] = field(default_factory=list)
+    committed: Version | None = None
+    term: int = 0
+    paused: bool = False
+    session: bool = False
+    fed: int = 0
+    failed: bool = False
+    groups: list[str] = field(default_factory=list)
+
+    @property
+    def boot(self) -> str:
+        return f"{self.name}#{self.life}"
+
+    @property
+    def gate_open(self) -> bool:
+        return self.up and self.state is EngineState.CLEAN and self.version is not None and self.version == self.committed
+
+    def restart(self) -> None:
+        self.life += 1
+        self.up, self.state, self.version, self.content, self.cohort = True, EngineState.CLEAN, BASE, "base", []
+        self.committed, self.paused, self.session, self.fed, self.failed, self.groups = None, False, False, 0, False, []
+
+    def status(self) -> AgentStatus:
+        return AgentStatus(
+            name=self.name, boot_id=self.boot if self.up else None,
+            state=self.state if self.up else EngineState.UNKNOWN, version=self.version if self.up else None,
+            cohort=self.cohort, committed=self.committed, term=self.term, gate_open=self.gate_open, paused=self.paused,
+            session=self.session, groups=self.groups,
+        )  # fmt: skip
+
+    def soil(self) -> None:
+        if self.state is EngineState.CLEAN:
+            self.state, self.version, self.fed, self.failed, self.content = EngineState.DIRTY, None, 0, False, "mixture"
+
+    def call(self, path: str, body: dict[str, Any], token: object, works: bool) -> Result:
+        """Answer one call. ``works``: the engine does what it is told."""
+        path = path.partition("?")[0]
+        if not self.answers:
+            return Result(ok=False, message="no answer within 60 s.")
+        if path == AGENT_SYNC:
+            committed = body.get("committed")
+            if committed is not None:
+                self.committed = Version.model_validate(committed)
+            return Result(ok=True, status=200, agent=self.status())
+        if path == AGENT_FENCE:
+            self.session = self.paused = False
+            return Result(ok=True, status=200, agent=self.status())
+        if not self.up:
+            return Result(ok=False, status=503, message="the engine is not up.")
+        if path == AGENT_PREFLIGHT:
+            return Result(ok=works, status=200, message="" if works else "connection refused.")
+        return self._control(path, body, token, works)
+
+    def _control(self, path: str, body: dict[str, Any], token: object, works: bool) -> Result:
+        refused = Result(ok=False, status=400, message="the engine failed.")
+        done = Result(ok=True, status=200, message="Success")
+        if path == AGENT_ACK:
+            version = Version.model_validate(body["version"])
+            if not works or body["boot_id"] != self.boot or self.session:
+                return refused
+            if self.state is EngineState.CLEAN:
+                return Result(ok=True, status=200, agent=self.status()) if self.version == version else refused
+            if not self.fed or self.failed:
+                return refused
+            self.state, self.version, self.cohort, self.content = EngineState.CLEAN, version, body["cohort"], token
+            return Result(ok=True, status=200, agent=self.status())
+        if path == calls.CONTINUE:
+            if self.state is EngineState.DIRTY or not works:
+                return refused
+            self.paused = False
+            return done
+        if path == calls.BEGIN:
+            self.soil()
+            if not works or self.session:
+                return refused
+            self.session = True
+            return done
+        if path == calls.UPDATE:
+            self.soil()
+            if not works or not self.session or body["group_name"] not in self.groups:
+                self.failed = True
+                return refused
+            self.fed += 1
+            return done
+        if path == calls.END:
+            if not works or not self.session:
+                return refused
+            self.session = False
+            return done
+        if path == calls.PAUSE:
+            self.paused = True
+            return done if works else refused
+        if path == calls.INIT:
+            if not works:
+                return refused
+            self.groups = [*self.groups, body["group_name"]]
+            return done
+        if path == calls.DESTROY:
+            known = body["group_name"] in self.groups
+            self.groups = [name for name in self.groups if name != body["group_name"]]
+            return done if known else Result(ok=False, status=400, message="The group to be destroyed does not exist.")
+        return done if works else refused
+
+
+class World:
+    """Agents, a store and a machine. Sends are answered when the test says so, in any order."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.agents = {f"e{index}": FakeAgent(f"e{index}") for index in range(len(sizes))}
+        self.engines = [WantedEngine(name=f"e{index}", tensor_size=size) for index, size in enumerate(sizes)]
+        self.now = 100.0
+        self.record: Record | None = None
+        self.pending: list[Send | Write] = []
+        self.answers: dict[int, Answer] = {}
+        self.calls = 0
+        self.attempts = 0
+        self.sent: list[Send] = []
+        self.history: list[Version] = []
+        self.generation = 1
+        self.start()
+
+    def start(self) -> None:
+        """A new coordinator."""
+        self.pending = []
+        term = (self.record.term if self.record else 0) + 1
+        self.machine = Machine(name="demo", term=term, record=self.record, at=self.now)
+        self.want()
+
+    def want(self) -> None:
+        intent = Intent(generation=self.generation, name="demo", namespace="default", engines=self.engines)
+        self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
+
+    def feed(self, event: Event) -> None:
+        self.carry_out(self.machine.handle(event))
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send() | Write():
+                    self.pending.append(effect)
+                    if isinstance(effect, Send):
+                        self.sent.append(effect)
+                case Save(record):
+                    self.record = record
+                case Reply(call, answer):
+                    assert call not in self.answers, "answered twice"
+                    self.answers[call] = answer
+        committed = self.machine.fleet.committed
+        if committed is not None and (not self.history or self.history[-1] != committed):
+            self.history.append(committed)
+
+    def ask(self, request: Request) -> int:
+        self.calls += 1
+        self.feed(Asked(self.calls, request, self.now))
+        return self.calls
+
+    def leave(self, call: int) -> None:
+        self.feed(Left(call, self.now))
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(Tick(self.now))
+
+    def sync(self, name: str) -> None:
+        agent, fleet = self.agents[name], self.machine.fleet
+        status = None
+        if agent.answers:
+            if fleet.committed is not None:
+                agent.committed = fleet.committed
+            status = agent.status()
+        self.feed(Seen(name, status, self.now))
+
+    def sync_all(self) -> None:
+        for name in list(self.agents):
+            self.sync(name)
+
+    def complete(self, index: int = 0, broken: frozenset[str] = frozenset(), lost: frozenset[str] = frozenset()) -> None:
+        """One pending effect ends. ``broken`` engines fail; the answers of ``lost`` ones do not come back."""
+        effect = self.pending.pop(index % len(self.pending))
+        self.now += 0.01
+        if isinstance(effect, Write):
+            ok = not broken
+            if ok:
+                self.record = effect.record
+            self.feed(Written(effect.id, ok, self.now))
+            return
+        self.attempts += 1
+        token = ("update", self.attempts)
+        results = {}
+        for name, body in effect.bodies.items():
+            agent = self.agents.get(name)
+            if agent is None:
+                results[name] = Result(ok=False, message="it has no address.")
+                continue
+            result = agent.call(effect.path, dict(body), token, name not in broken)
+            results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")
+        self.feed(Answered(effect.id, results, self.now))
+
+    def drain(self) -> None:
+        """Everything pending ends well."""
+        while self.pending:
+            self.complete()
+
+    def do(self, request: Request) -> Answer:
+        """Ask and let everything end well."""
+        call = self.ask(request)
+        self.drain()
+        return self.answers[call]

@@ -1,0 +1,230 @@
+"""Arbitrary interleavings of trainers, failures, restarts and time: the fence holds in all of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from fleet_world import FakeAgent, World
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update.calls import UPDATE
+from sglang_rollout.fleet.update.versions import key
+from sglang_rollout.wire.models import EngineState, Version, WantedEngine
+
+ENGINES = ["e0", "e1", "e2"]
+names = st.frozensets(st.sampled_from(ENGINES))
+rarely = st.one_of(st.just(frozenset()), st.just(frozenset()), names)
+groups = st.sampled_from(["g", "h"])
+labels = st.sampled_from([None, "1", "2", "7", "step-a"])
+
+
+class Fence(RuleBasedStateMachine):
+    """One fleet under everything at once."""
+
+    @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    def begin(self, sizes: list[int]) -> None:
+        self.world = World(sizes)
+        self.world.sync_all()
+        self.contents: dict[tuple[int, int], object] = {}
+
+    def ask(self, request: ev.Request) -> None:
+        self.world.ask(request)
+
+    @rule(name=groups, port=st.integers(1000, 2000))
+    def open_group(self, name: str, port: int) -> None:
+        world_size = self.world.machine.fleet.table.world_size
+        body = {
+            "master_address": "10.0.0.9", "master_port": port, "rank_offset": 1, "world_size": world_size, "group_name": name,
+        }  # fmt: skip
+        self.ask(ev.OpenGroup(body))
+
+    @rule(name=st.one_of(st.none(), groups))
+    def close_group(self, name: str | None) -> None:
+        self.ask(ev.CloseGroup(name))
+
+    @rule(mode=st.sampled_from(["abort", "retract", "in_place"]))
+    def pause(self, mode: str) -> None:
+        self.ask(ev.Pause(mode, {"mode": mode}))
+
+    @rule()
+    def resume(self) -> None:
+        self.ask(ev.Continue())
+
+    @rule()
+    def begin_update(self) -> None:
+        self.ask(ev.Begin())
+
+    @rule(name=st.one_of(st.none(), groups), label=labels)
+    def update(self, name: str | None, label: str | None) -> None:
+        self.ask(ev.Update(name, label, {"names": ["w"]}))
+
+    @rule()
+    def end(self) -> None:
+        self.ask(ev.End())
+
+    @rule()
+    def flush(self) -> None:
+        self.ask(ev.Flush())
+
+    @rule(label=st.sampled_from(["3", "x"]))
+    def set_label(self, label: str) -> None:
+        self.ask(ev.SetLabel(label))
+
+    @precondition(lambda self: self.world.pending)
+    @rule(index=st.integers(0, 9), broken=rarely, lost=rarely)
+    def complete(self, index: int, broken: frozenset[str], lost: frozenset[str]) -> None:
+        self.world.complete(index, broken, lost)
+
+    @precondition(lambda self: self.world.pending)
+    @rule()
+    def drain(self) -> None:
+        self.world.drain()
+
+    @rule()
+    def push(self) -> None:
+        """A whole push that nothing disturbs: so that deep states are reached."""
+        self.world.drain()
+        self.world.sync_all()
+        self.world.drain()
+        self.open_group("g", 1500)
+        self.world.drain()
+        for request in (ev.Begin(), ev.Update("g", None, {"names": ["w"]}), ev.End()):
+            self.ask(request)
+            self.world.drain()
+
+    @rule(name=st.sampled_from(ENGINES))
+    def sync(self, name: str) -> None:
+        if name in self.world.agents:
+            self.world.sync(name)
+
+    @rule(name=st.sampled_from(ENGINES))
+    def restart_engine(self, name: str) -> None:
+        if name in self.world.agents:
+            self.world.agents[name].restart()
+
+    @rule(name=st.sampled_from(ENGINES), up=st.booleans())
+    def engine_up(self, name: str, up: bool) -> None:
+        agent = self.world.agents.get(name)
+        if agent is not None and agent.up != up:
+            agent.restart()
+            agent.up = up
+
+    @rule(name=st.sampled_from(ENGINES), answers=st.booleans())
+    def agent_answers(self, name: str, answers: bool) -> None:
+        if name in self.world.agents:
+            self.world.agents[name].answers = answers
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, 200.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.tick(seconds)
+
+    @precondition(lambda self: self.world.calls)
+    @rule(back=st.integers(0, 5))
+    def leave(self, back: int) -> None:
+        self.world.leave(max(1, self.world.calls - back))
+
+    @rule(keep_record=st.booleans())
+    def restart_coordinator(self, keep_record: bool) -> None:
+        if not keep_record:
+            # With the record gone, the agents are the only proof left: where they know nothing, history begins anew.
+            self.world.record = None
+            told = [agent.committed for agent in self.world.agents.values() if agent.up and agent.committed]
+            if not told or max(map(key, told)) < max(map(key, self.world.history), default=(0, 0)):
+                self.world.history = []
+                self.contents = {}
+        self.world.start()
+
+    @rule(count=st.integers(1, 3))
+    def scale(self, count: int) -> None:
+        for name in ENGINES[:count]:
+            if name not in self.world.agents:
+                self.world.agents[name] = FakeAgent(name)
+        self.world.engines = [WantedEngine(name=name) for name in ENGINES[:count]]
+        self.world.generation += 1
+        self.world.want()
+
+    @invariant()
+    def only_committed_weights_are_served(self) -> None:
+        """Every open gate shows the very bytes that were committed under that version."""
+        for agent in self.world.agents.values():
+            if agent.gate_open:
+                assert agent.state is EngineState.CLEAN
+                assert agent.version is not None
+                assert agent.content != "mixture"
+                known = self.contents.setdefault(key(agent.version), agent.content)
+                assert known == agent.content, "two contents under one version"
+
+    @invariant()
+    def versions_never_go_back(self) -> None:
+        history = self.world.history
+        assert all(key(before) < key(after) for before, after in pairwise(history))
+
+    @invariant()
+    def nothing_runs_without_a_bound(self) -> None:
+        """Whoever holds the turn waits for an effect, and every effect has a deadline."""
+        machine = self.world.machine
+        assert not machine.changing or self.world.pending
+        assert all(effect.deadline > 0 for effect in self.world.pending if isinstance(effect, ev.Send))
+
+    @invariant()
+    def one_transaction_at_a_time(self) -> None:
+        """Of all calls under way at most one set changes engines; preflights tell engines nothing."""
+        sends = [effect for effect in self.world.pending if isinstance(effect, ev.Send)]
+        assert sum(effect.path != "/agent/preflight" for effect in sends) <= 1
+
+    def teardown(self) -> None:
+        """However it went: when everything answers again, every pause ends and a complete push is served by all."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for agent in world.agents.values():
+            agent.answers = True
+            if not agent.up:
+                agent.restart()
+        for _ in range(8):
+            world.drain()
+            world.tick(150.0)
+            world.drain()
+            world.sync_all()
+        assert world.machine.fleet.hold is None
+        assert world.machine.fleet.update is None
+        members = [world.agents[engine.name] for engine in world.engines]
+        assert not any(agent.paused or agent.session for agent in members)
+        body = {
+            "master_address": "10.0.0.9", "master_port": 1, "rank_offset": 1, "group_name": "last",
+            "world_size": world.machine.fleet.table.world_size,
+        }  # fmt: skip
+        assert world.do(ev.OpenGroup(body)).success
+        assert world.do(ev.Update("last", None, {"names": ["w"]})).success
+        assert world.do(ev.Continue()).success
+        assert all(agent.gate_open for agent in members)
+        assert len({agent.content for agent in members}) == 1
+        self.only_committed_weights_are_served()
+
+
+Fence.TestCase.settings = settings(max_examples=1000, stateful_step_count=40, deadline=None)
+TestFence = Fence.TestCase
+
+
+def push(world: World, label: str | None) -> Version | None:
+    body = {
+        "master_address": "10.0.0.9", "master_port": 1, "rank_offset": 1, "group_name": "g",
+        "world_size": world.machine.fleet.table.world_size,
+    }  # fmt: skip
+    assert world.do(ev.OpenGroup(body)).success
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", label, {"names": ["w"]})).success
+    assert world.do(ev.End()).success
+    return world.machine.fleet.committed
+
+
+def test_a_push_reaches_every_engine_and_is_served() -> None:
+    world = World([1, 2])
+    world.sync_all()
+    assert push(world, "5") == Version(run=1, n=5, label="5")
+    assert [agent.gate_open for agent in world.agents.values()] == [True, True]
+    assert not any(agent.paused for agent in world.agents.values())
+    assert [send.path for send in world.sent if send.path == UPDATE] == [UPDATE]

@@ -1,0 +1,127 @@
+"""The command line: lazy subcommands, sentences instead of tracebacks; and the two small web servers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from click.testing import CliRunner
+
+from sglang_rollout import __version__, cli
+from sglang_rollout.cli import SUBCOMMANDS, Subcommand, load, main
+from sglang_rollout.runtime.metrics import Metrics
+from sglang_rollout.runtime.web import health_app, metrics_app
+
+
+def test_help_and_version_import_no_subcommand() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from sglang_rollout.cli import main;"
+        "print(CliRunner().invoke(main, ['--help']).output); print(CliRunner().invoke(main, ['--version']).output);"
+        "print({'kopf', 'kubernetes', 'aiohttp', 'torch', 'pydantic'} & set(sys.modules))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(name in output for name in SUBCOMMANDS)
+    assert f"sglang-rollout, version {__version__}" in output
+    assert output.strip().endswith("set()")
+
+
+def test_a_missing_library_is_a_sentence_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_module: str) -> None:
+        raise ModuleNotFoundError("No module named 'kopf'", name="kopf.on")
+
+    monkeypatch.setattr(cli.importlib, "import_module", missing)
+    result = CliRunner().invoke(main, ["operator", "--help"])
+    assert result.exit_code == 1
+    assert "needs the library kopf.on, which is not installed: install sglang-rollout[operator]" in result.output
+
+
+def test_a_missing_module_of_ours_is_a_defect_and_no_advice() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        load("x", Subcommand("sglang_rollout.nowhere:command", "fleet", ""))
+
+
+def test_a_target_that_is_no_command_is_a_defect() -> None:
+    with pytest.raises(TypeError, match="is no click command"):
+        load("x", Subcommand("sglang_rollout:__version__", "fleet", ""))
+
+
+def test_an_unknown_subcommand() -> None:
+    result = CliRunner().invoke(main, ["opreator"])
+    assert result.exit_code == 2
+    assert "No such command 'opreator'" in result.output
+
+
+def test_the_operators_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from sglang_rollout.runtime import cli as operator_cli
+
+    seen: list[operator_cli.OperatorSettings] = []
+
+    async def note(settings: operator_cli.OperatorSettings) -> None:
+        seen.append(settings)
+
+    monkeypatch.setattr(operator_cli, "run", note)
+    monkeypatch.setattr(operator_cli, "configure_logging", lambda *_, **__: None)
+    kubeconfig = tmp_path / "k"
+    kubeconfig.touch()
+    words = [
+        "--namespace=a",
+        "--namespace=b",
+        "--fleet-image=f:1",
+        "--image-pull-policy=Never",
+        f"--kubeconfig={kubeconfig}",
+    ]
+    environment = {"SGLANG_ROLLOUT_ROUTER_IMAGE": "r:1", "SGLANG_ROLLOUT_METRICS_PORT": "0"}
+    result = CliRunner().invoke(operator_cli.command, words, env=environment)
+    assert result.exit_code == 0, result.output
+    (settings,) = seen
+    assert settings.namespaces == ("a", "b")
+    assert (settings.render.fleet_image, settings.render.router_image) == ("f:1", "r:1")
+    assert settings.render.image_pull_policy == "Never"
+    assert (settings.metrics_port, settings.health_port) == (0, 8081)
+    assert settings.kubeconfig == str(kubeconfig)
+
+
+def test_no_credentials_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from sglang_rollout.runtime import cli as operator_cli
+
+    monkeypatch.setattr(operator_cli, "configure_logging", lambda *_, **__: None)
+    result = CliRunner().invoke(operator_cli.command, [], env={"KUBECONFIG": str(tmp_path / "none")})
+    assert result.exit_code == 1
+    assert "Error: the operator ends: no kubeconfig at" in result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+async def test_metrics_and_health_over_http() -> None:
+    metrics = Metrics("1.2.3")
+    metrics.request("apply", "services", "ok")
+    metrics.request("create", "events", "ok")
+    metrics.request("apply", "services", "error")
+    metrics.ready(("n", "a"), "True")
+    metrics.ready(("n", "b"), "False")
+    metrics.ready(("n", "a"), None)
+    async with TestClient(TestServer(metrics_app(metrics))) as client:
+        reply = await client.get("/metrics")
+        text = await reply.text()
+    assert reply.headers["Content-Type"].startswith("text/plain")
+    assert 'sglang_rollout_operator_writes_total{verb="apply"} 1.0' in text
+    assert 'writes_total{verb="create"}' not in text
+    assert 'sglang_rollout_operator_rollouts{ready="True"} 0.0' in text
+    assert 'sglang_rollout_operator_rollouts{ready="False"} 1.0' in text
+    assert 'sglang_rollout_operator_build_info{version="1.2.3"} 1.0' in text
+
+    problems = ["", "worker 0 has ended: cancelled"]
+    async with TestClient(TestServer(health_app(lambda: problems.pop(0)))) as client:
+        assert (await client.get("/healthz")).status == 200
+        reply = await client.get("/healthz")
+        assert (reply.status, await reply.text()) == (500, "worker 0 has ended: cancelled\n")
+
+
+def test_all_subcommands_that_are_here_are_commands() -> None:
+    for name, subcommand in SUBCOMMANDS.items():
+        module = Path(cli.__file__).parent.joinpath(*subcommand.target.partition(":")[0].split(".")[1:]).with_suffix(".py")
+        if module.exists():
+            assert isinstance(load(name, subcommand), click.Command)

@@ -1,0 +1,142 @@
+"""One reconcile connects the steps in the right order; the steps themselves are played."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_rollout.core.events import EventToPost
+from sglang_rollout.core.plan import Plan
+from sglang_rollout.core.settings import Settings
+from sglang_rollout.core.world import World
+from sglang_rollout.runtime import reconcile as module
+from sglang_rollout.runtime.apply import Outcome
+from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
+from sglang_rollout.runtime.metrics import Metrics
+from sglang_rollout.runtime.reconcile import Reconciler, Result, ready_of
+
+KEY = ("n", "demo")
+NEWS = EventToPost("Normal", "Ready", "all is well", "Ready")
+
+
+def world(generation: int, **changes: Any) -> World:
+    metadata = {"name": "demo", "namespace": "n", "uid": "u", "generation": generation, **changes.pop("metadata", {})}
+    cr = {"apiVersion": "rollout.sglang.io/v1alpha1", "kind": "SGLangRollout", "metadata": metadata, **changes}
+    return World(cr=cr, rollout=None)
+
+
+class Stage:
+    """Plays API server and core, and notes what was done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.worlds: list[World | None] = [world(1)]
+        self.outcome = Outcome(0)
+        self.plan = Plan()
+        self.done: list[str] = []
+        self.applied: list[tuple[dict[str, Any], str]] = []
+        self.error: KubeError | None = None
+        self.metrics = Metrics()
+        monkeypatch.setattr(module, "observe", self.observe)
+        monkeypatch.setattr(module, "plan", self.make_plan)
+        monkeypatch.setattr(module, "execute", self.execute)
+        monkeypatch.setattr(module, "build_status", self.build_status)
+        monkeypatch.setattr(module, "transitions", lambda _old, _new: [NEWS])
+
+    async def observe(self, *_: Any) -> World | None:
+        self.done.append("observe")
+        return self.worlds.pop(0)
+
+    def make_plan(self, *_: Any) -> Plan:
+        self.done.append("plan")
+        return self.plan
+
+    async def execute(self, *_: Any) -> Outcome:
+        self.done.append("execute")
+        return self.outcome
+
+    def build_status(self, seen: World, _settings: Settings, now: str, failure: str = "") -> dict[str, Any]:
+        generation = seen.cr["metadata"]["generation"]
+        conditions = [{"type": "Ready", "status": "True"}]
+        return {"observedGeneration": generation, "conditions": conditions, "failure": failure}
+
+    async def apply(self, obj: dict[str, Any], *, subresource: str) -> None:
+        self.done.append("status")
+        self.applied.append((obj, subresource))
+        if self.error:
+            raise self.error
+
+    async def post(self, _rollout: Any, event: EventToPost) -> None:
+        self.done.append(f"event {event.reason}")
+
+    async def run(self) -> Result:
+        settings = Settings(fleet_image="f", router_image="r")
+        reconciler = Reconciler(self, settings, events=self, metrics=self.metrics, now=lambda: "now")  # type: ignore[arg-type]
+        return await reconciler.reconcile(KEY)
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(monkeypatch)
+
+
+async def test_a_change_goes_through_all_steps_and_status_speaks_of_the_world_afterwards(stage: Stage) -> None:
+    stage.worlds, stage.outcome, stage.plan = [world(1), world(2)], Outcome(3), Plan((), 5.0)
+    assert await stage.run() == Result("ok", 5.0)
+    assert stage.done == ["observe", "plan", "execute", "observe", "status", "event Ready"]
+    ((body, subresource),) = stage.applied
+    assert subresource == "status"
+    assert body["status"]["observedGeneration"] == 2
+    assert body["metadata"] == {"name": "demo", "namespace": "n", "uid": "u"}
+    assert 'rollouts{ready="True"} 1.0' in stage.metrics.text().decode()
+
+
+async def test_a_steady_world_is_read_and_left_alone(stage: Stage) -> None:
+    status = stage.build_status(world(1), Settings("f", "r"), "")
+    stage.worlds = [world(1, status=status)]
+    assert await stage.run() == Result("ok")
+    assert stage.done == ["observe", "plan", "execute"]
+
+
+@pytest.mark.parametrize("seen", [None, world(1, metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})])
+async def test_what_is_gone_or_going_is_left_to_the_garbage_collector(stage: Stage, seen: World | None) -> None:
+    stage.metrics.ready(KEY, "True")
+    stage.worlds = [seen]
+    assert await stage.run() == Result("gone")
+    assert stage.done == ["observe"]
+    assert 'rollouts{ready="True"} 0.0' in stage.metrics.text().decode()
+
+
+async def test_a_rollout_that_goes_while_we_write_is_gone(stage: Stage) -> None:
+    stage.worlds, stage.outcome = [world(1), None], Outcome(1)
+    assert await stage.run() == Result("gone")
+
+
+async def test_a_refusal_reaches_the_status_and_is_tried_again(stage: Stage) -> None:
+    stage.outcome = Outcome(0, "no such field")
+    assert await stage.run() == Result("refused", retry=True)
+    assert stage.applied[0][0]["status"]["failure"] == "no such field"
+
+
+@pytest.mark.parametrize("error", [NotFound("gone"), Conflict("another uid")])
+async def test_no_status_for_a_rollout_that_is_not_there_any_more(stage: Stage, error: KubeError) -> None:
+    stage.error = error
+    assert (await stage.run()).name == "ok"
+    assert "event Ready" not in stage.done
+
+
+async def test_no_event_before_the_status_is_written(stage: Stage) -> None:
+    stage.error = ApiUnavailable("away")
+    with pytest.raises(ApiUnavailable):
+        await stage.run()
+    assert "event Ready" not in stage.done
+
+
+async def test_a_status_that_the_crd_refuses_names_the_likely_cause(stage: Stage) -> None:
+    stage.error = Refused("status.x: unknown", code=422)
+    with pytest.raises(Refused, match="is the installed CRD of this release"):
+        await stage.run()
+
+
+def test_ready_of_a_status_without_conditions() -> None:
+    assert ready_of({}) == "Unknown"

@@ -1,0 +1,90 @@
+"""Which events wake which rollout, and what kopf is told."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import kopf
+import pytest
+
+from sglang_rollout.core.names import LABEL_ROLLOUT
+from sglang_rollout.runtime.kube import Credentials
+from sglang_rollout.runtime.settings import Patience, _Outages, configure, watched_children
+from sglang_rollout.runtime.triggers import build_registry, owner_of
+
+OWNER = {"kind": "SGLangRollout", "name": "owner", "uid": "u"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "key"),
+    [
+        ({"namespace": "n", "labels": {LABEL_ROLLOUT: "demo"}}, ("n", "demo")),
+        ({"namespace": "n", "labels": {LABEL_ROLLOUT: "demo"}, "ownerReferences": [OWNER]}, ("n", "demo")),
+        ({"namespace": "n", "ownerReferences": [{"kind": "ReplicaSet", "name": "x"}, OWNER]}, ("n", "owner")),
+        ({"namespace": "n", "labels": None}, None),
+        ({"labels": {LABEL_ROLLOUT: "demo"}}, None),
+        ({}, None),
+    ],
+)
+def test_a_child_wakes_its_rollout(metadata: dict[str, object], key: tuple[str, str] | None) -> None:
+    assert owner_of({"metadata": metadata}) == key
+
+
+def test_only_handlers_that_keep_no_state_are_registered() -> None:
+    async def login() -> Credentials:
+        raise NotImplementedError
+
+    registry = build_registry(lambda key: None, login)
+    assert len(registry._watching.get_all_handlers()) == 1 + len(watched_children())
+    assert not registry._changing.get_all_handlers()
+    assert not registry._spawning.get_all_handlers()
+    assert not registry._indexing.get_all_handlers()
+
+
+def test_kopf_is_told_to_select_on_the_server_and_to_be_patient() -> None:
+    settings = kopf.OperatorSettings()
+    configure(settings)
+    assert settings.scanning.disabled
+    assert not settings.posting.enabled
+    for key in watched_children():
+        assert isinstance(key, tuple)
+        assert settings.watching.label_selectors[key] == LABEL_ROLLOUT
+    delays = list(itertools.islice(Patience(), 100))
+    assert delays[0] < 0.5
+    assert delays[-1] == 3.0
+
+
+def record(name: str, message: str, created: float) -> logging.LogRecord:
+    made = logging.LogRecord(name, logging.ERROR, "", 0, message, (), None)
+    made.created = created
+    return made
+
+
+def test_an_outage_is_one_warning_a_minute_and_not_a_line_per_watch() -> None:
+    name, message = (
+        "kopf._cogs.clients.watching",
+        "Request attempt #3 failed; will retry: GET x -> ClientConnectorError()",
+    )
+    outages = _Outages()
+    first = record(name, message, 1000.0)
+    assert outages.filter(first)
+    assert first.levelname == "WARNING"
+    assert not any(outages.filter(record(name, message, 1000.0 + second)) for second in range(60))
+    assert outages.filter(record(name, message, 1061.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("kopf._cogs.clients.watching", "Request attempt #3 failed; will retry: GET x -> APIForbiddenError()"),
+        ("kopf.objects", "something else"),
+        ("sglang_rollout.runtime", "it failed; will retry"),
+    ],
+)
+def test_everything_else_is_logged_as_it_is(name: str, message: str) -> None:
+    outages = _Outages()
+    for _ in range(3):
+        one = record(name, message, 1000.0)
+        assert outages.filter(one)
+        assert one.levelname == "ERROR"

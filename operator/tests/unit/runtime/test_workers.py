@@ -1,0 +1,149 @@
+"""What workers do with results and failures; time is virtual."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import pytest
+from virtual_time import run
+
+from sglang_rollout.runtime.errors import ApiUnavailable, Conflict
+from sglang_rollout.runtime.metrics import Key, Metrics
+from sglang_rollout.runtime.queue import WorkQueue
+from sglang_rollout.runtime.reconcile import Result
+from sglang_rollout.runtime.workers import RECONCILE_DEADLINE, Workers, relist
+
+KEY = ("n", "demo")
+
+
+class Bench:
+    """Workers around a scripted reconcile; notes when it was called."""
+
+    def __init__(self, *steps: Result | Exception | Callable[[], Awaitable[Result]]) -> None:
+        self.steps = list(steps)
+        self.times: list[float] = []
+        self.metrics = Metrics()
+
+    async def reconcile(self, _key: Key) -> Result:
+        self.times.append(asyncio.get_running_loop().time())
+        step = self.steps.pop(0) if self.steps else Result("ok")
+        if isinstance(step, Exception):
+            raise step
+        return step if isinstance(step, Result) else await step()
+
+    def run(self, seconds: float) -> list[float]:
+        async def main() -> None:
+            queue: WorkQueue[Key] = WorkQueue(first_delay=1.0, last_delay=60.0, jitter=lambda: 1.0)
+            workers = Workers(queue, self.reconcile, metrics=self.metrics)
+            workers.start(2)
+            queue.add(KEY)
+            await asyncio.sleep(seconds)
+            assert workers.dead() == ""
+            await workers.stop()
+            queue.close()
+
+        run(main())
+        return self.times
+
+    def count(self, line: str) -> float:
+        text = self.metrics.text().decode()
+        found = [value for value in text.splitlines() if value.startswith(f"sglang_rollout_operator_{line} ")]
+        return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+
+def test_success_ends_it() -> None:
+    assert Bench(Result("ok")).run(1000) == [0.0]
+
+
+def test_success_may_ask_to_look_again() -> None:
+    assert Bench(Result("ok", 30.0), Result("ok", 30.0), Result("ok")).run(1000) == [0.0, 30.0, 60.0]
+
+
+def test_a_refusal_is_tried_again_ever_more_slowly_until_it_is_accepted() -> None:
+    refused = Result("refused", retry=True)
+    bench = Bench(refused, refused, refused, Result("ok"))
+    assert bench.run(1000) == [0.0, 1.0, 3.0, 7.0]
+    assert bench.count('reconcile_total{result="refused"}') == 3
+    assert bench.count("retries_total") == 3
+
+
+def test_conflicts_are_tried_again() -> None:
+    assert Bench(Conflict("changed"), Conflict("changed")).run(1000) == [0.0, 1.0, 3.0]
+
+
+def test_an_outage_is_said_once_and_waited_for_at_an_even_pace(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench(*[ApiUnavailable("connection refused")] * 20)
+    times = bench.run(1000)
+    assert len(times) == 21
+    assert times[-1] - times[-2] == pytest.approx(3.0)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "waiting for the API server: connection refused"
+    assert len(messages) == 2
+    assert messages[1].startswith("the API server answers again, after")
+
+
+def test_retry_after_is_respected() -> None:
+    assert Bench(ApiUnavailable("slow down", retry_after=17.0)).run(1000) == [0.0, 17.0]
+
+
+def test_a_defect_is_logged_with_its_traceback_and_does_not_end_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(KeyError("oops"))
+    assert bench.run(1000) == [0.0, 1.0]
+    assert bench.count('reconcile_total{result="error"}') == 1
+    assert "Traceback" in caplog.text
+    assert "n/demo: a defect in the operator" in caplog.text
+
+
+def test_a_reconcile_that_hangs_is_cut_off() -> None:
+    async def hang() -> Result:
+        await asyncio.sleep(1e9)
+        return Result("ok")
+
+    times = Bench(hang).run(1000)
+    assert times == [0.0, RECONCILE_DEADLINE + 1.0]
+
+
+def test_a_worker_that_ended_is_reported() -> None:
+    async def main() -> str:
+        queue: WorkQueue[Key] = WorkQueue()
+
+        async def die(_key: Key) -> Result:
+            raise asyncio.CancelledError
+
+        workers = Workers(queue, die, metrics=Metrics())
+        workers.start(2)
+        queue.add(KEY)
+        await asyncio.sleep(1.0)
+        sentence = workers.dead()
+        await workers.stop()
+        return sentence
+
+    assert run(main()) == "worker 0 has ended: cancelled"
+
+
+def test_relist_queues_all_rollouts_and_survives_an_outage() -> None:
+    class Lists:
+        replies: list[object] = [["a", "b"], ApiUnavailable("away"), ["c"]]  # noqa: RUF012
+
+        async def list(self, _resource: object, namespace: str | None) -> object:
+            assert namespace is None
+            reply = self.replies.pop(0) if self.replies else []
+            if isinstance(reply, Exception):
+                raise reply
+            from sglang_rollout.runtime.stream import Listing
+
+            assert isinstance(reply, list)
+            return Listing([{"metadata": {"namespace": "n", "name": name}} for name in reply], "1")
+
+    async def main() -> None:
+        queue: WorkQueue[Key] = WorkQueue()
+        task = asyncio.create_task(relist(Lists(), queue, (), seconds=300, metrics=Metrics()))  # type: ignore[arg-type]
+        loop = asyncio.get_running_loop()
+        seen = [(await queue.get(), loop.time()) for _ in range(3)]
+        assert seen == [(("n", "a"), 0.0), (("n", "b"), 0.0), (("n", "c"), 305.0)]
+        task.cancel()
+
+    run(main())
