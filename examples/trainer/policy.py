@@ -12,6 +12,8 @@ PROMPT_TOKENS = 6
 TARGET_EVERY = 4
 """A quarter of the vocabulary is what the policy shall learn to say."""
 
+ENTROPY_BONUS = 0.05
+
 
 @dataclass(frozen=True)
 class Step:
@@ -19,8 +21,9 @@ class Step:
 
     reward: float
     gap: float
-    """Largest difference between the log-probability of a sampled token here and on the engine that sampled it. Near zero while
-    the engines hold exactly this policy."""
+    """Largest difference between the log-probability of a sampled token here and on the engine that sampled it. Near
+    zero while the engines hold exactly this policy.
+    """
 
 
 class Policy:
@@ -41,19 +44,20 @@ class Policy:
     def train(self, prompts: list[list[int]], outputs: list[list[int]], sampled_logprobs: list[list[float]]) -> Step:
         """One policy-gradient step on samples of equal length.
 
-        REINFORCE: the log-probability of each sampled token, weighed by the reward that came from there on minus what the batch got
-        from there on in the mean.
+        REINFORCE: the log-probability of each sampled token, weighed by its reward minus a baseline, the mean reward of
+        the batch. A token's reward depends on that token alone, so nothing that came later is credited to it. The
+        entropy bonus keeps the policy from saying one word for ever.
         """
         tokens = torch.tensor(outputs)
         rewards = (tokens % TARGET_EVERY == 0).float()
-        to_go = rewards.flip(1).cumsum(1).flip(1)
-        advantage = to_go - to_go.mean(0, keepdim=True)
-        advantage = advantage / (advantage.std() + 1e-6)
+        advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
         logits = self.model(torch.cat([torch.tensor(prompts), tokens], dim=1)).logits
         predicted = logits[:, PROMPT_TOKENS - 1 : -1]
-        logprobs = torch.log_softmax(predicted, dim=-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
-        loss = -(advantage * logprobs).mean()
+        log_policy = torch.log_softmax(predicted, dim=-1)
+        logprobs = log_policy.gather(2, tokens.unsqueeze(2)).squeeze(2)
+        entropy = -(log_policy.exp() * log_policy).sum(-1).mean()
+        loss = -(advantage * logprobs).mean() - ENTROPY_BONUS * entropy
         self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -51,9 +51,7 @@ def _wanted(world: World, name: str, current: str) -> EngineView:
 
 
 def _leaving(world: World, name: str, current: str) -> EngineView:
-    return EngineView(
-        _row(world, name, current, EnginePhase.STOPPING, "it is not wanted any more and goes away."), None
-    )
+    return EngineView(_row(world, name, current, EnginePhase.STOPPING, "it is not wanted any more and goes away."), None)
 
 
 def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) -> EngineStatus:
@@ -79,12 +77,17 @@ def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
     if pods.is_terminating(pod):
         return EnginePhase.STOPPING, Reason.PODS_NOT_READY, "its pod is going away and will be made anew."
     if not pods.is_ready(pod):
-        return _not_ready(pod)
+        return _not_ready(pod, _failed_before(world, name))
     return _closed(world, name)
 
 
-def _not_ready(pod: Object) -> tuple[EnginePhase, Reason, str]:
-    found = pods.trouble(pod)
+def _failed_before(world: World, name: str) -> bool:
+    rows = (world.cr.get("status") or {}).get("engines") or []
+    return any(row.get("name") == name and row.get("phase") == EnginePhase.FAILED for row in rows)
+
+
+def _not_ready(pod: Object, failed_before: bool) -> tuple[EnginePhase, Reason, str]:
+    found = pods.trouble(pod, failed_before=failed_before)
     if found and found.kind in _TROUBLE_REASONS:
         return EnginePhase.FAILED, _TROUBLE_REASONS[found.kind], f"{found.text}."
     nowhere = pods.unschedulable(pod)

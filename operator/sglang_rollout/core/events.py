@@ -36,9 +36,7 @@ def _conditions_first(new: Status) -> EventToPost:
     ready = find(new, ConditionType.READY)
     if ready.get("reason") == Reason.INVALID_SPEC:
         return EventToPost("Warning", "InvalidSpec", str(ready.get("message")), "InvalidSpec")
-    return EventToPost(
-        "Normal", "Accepted", f"The fleet is being made; its URL is {new.get('endpoints', {}).get('url')}.", "Accepted"
-    )
+    return EventToPost("Normal", "Accepted", f"The fleet is being made; its URL is {new.get('endpoints', {}).get('url')}.", "Accepted")
 
 
 def _engines(old: Status, new: Status) -> Iterator[EventToPost]:
@@ -52,17 +50,11 @@ def _engines(old: Status, new: Status) -> Iterator[EventToPost]:
             version = f" version {row['version']}" if row.get("version") else ""
             yield EventToPost("Normal", "EngineServing", f"Engine {name} serves{version}.", f"EngineServing/{name}")
         elif phase == EnginePhase.FAILED:
-            yield EventToPost(
-                "Warning", "EngineFailed", f"Engine {name}: {row.get('reason', '')}", f"EngineFailed/{name}"
-            )
+            yield EventToPost("Warning", "EngineFailed", f"Engine {name}: {row.get('reason', '')}", f"EngineFailed/{name}")
         elif was == EnginePhase.SERVING and phase == EnginePhase.STOPPING:
-            yield EventToPost(
-                "Normal", "EngineStopping", f"Engine {name}: {row.get('reason', '')}", f"EngineStopping/{name}"
-            )
+            yield EventToPost("Normal", "EngineStopping", f"Engine {name}: {row.get('reason', '')}", f"EngineStopping/{name}")
         elif was == EnginePhase.SERVING:
-            yield EventToPost(
-                "Warning", "EngineLost", f"Engine {name} serves no more: {row.get('reason', '')}", f"EngineLost/{name}"
-            )
+            yield EventToPost("Warning", "EngineLost", f"Engine {name} serves no more: {row.get('reason', '')}", f"EngineLost/{name}")
 
 
 def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
@@ -86,9 +78,7 @@ def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
         )
     last = after.get("lastUpdate")
     if last and last != before.get("lastUpdate") and last["outcome"] != "Committed":
-        message = (
-            f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
-        )
+        message = f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
         yield EventToPost("Warning", "WeightUpdateFailed", message, "WeightUpdateFailed")
 
 
@@ -98,9 +88,7 @@ def _rolling(old: Status, new: Status) -> Iterator[EventToPost]:
     if now and not was:
         yield EventToPost("Normal", "RollingUpdateStarted", str(after.get("message")), "RollingUpdateStarted")
     if was and not now:
-        yield EventToPost(
-            "Normal", "RollingUpdateFinished", "All engines are made from the current spec.", "RollingUpdateFinished"
-        )
+        yield EventToPost("Normal", "RollingUpdateFinished", "All engines are made from the current spec.", "RollingUpdateFinished")
 
 
 def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
@@ -119,8 +107,6 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
         if before.get("status") is None and after.get("reason") == Reason.ROUTER_NOT_READY:
             return
         kind: Literal["Normal", "Warning"] = (
-            "Normal"
-            if after.get("reason") == Reason.ROUTER_NOT_READY and before.get("status") == "False"
-            else "Warning"
+            "Normal" if after.get("reason") == Reason.ROUTER_NOT_READY and before.get("status") == "False" else "Warning"
         )
         yield EventToPost(kind, str(after["reason"]), str(after.get("message")), f"NotReady/{after['reason']}")

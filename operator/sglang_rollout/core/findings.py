@@ -25,9 +25,7 @@ SEVERITY = (
 )
 """Of several engines that do not serve, the one that comes first here is spoken of."""
 
-_NEEDS_A_PERSON = frozenset(
-    {Reason.IMAGE_PULL_FAILED, Reason.CREATE_FAILED, Reason.ENGINE_CRASHED, Reason.INSUFFICIENT_CAPACITY}
-)
+_NEEDS_A_PERSON = frozenset({Reason.IMAGE_PULL_FAILED, Reason.CREATE_FAILED, Reason.ENGINE_CRASHED, Reason.INSUFFICIENT_CAPACITY})
 
 
 @dataclass(frozen=True)
@@ -113,20 +111,14 @@ def _ready(facts: Facts) -> Finding:
 def _all_serve(facts: Facts) -> Finding:
     if not facts.wanted:
         return Finding(ConditionType.READY, "True", Reason.SCALED_TO_ZERO, "No engine is wanted (spec.replicas is 0).")
-    return Finding(
-        ConditionType.READY, "True", Reason.ALL_SERVING, f"All {len(facts.wanted)} engines serve{_version(facts)}."
-    )
+    return Finding(ConditionType.READY, "True", Reason.ALL_SERVING, f"All {len(facts.wanted)} engines serve{_version(facts)}.")
 
 
 def _available(facts: Facts) -> Finding:
     if facts.serving:
         message = f"{facts.serving} of {len(facts.wanted)} engines serve{_version(facts)}."
         return Finding(ConditionType.AVAILABLE, "True", Reason.ENGINES_SERVING, message)
-    message = (
-        "No engine serves: requests for tokens are answered with 503 and the reason."
-        if facts.router
-        else facts.router_why
-    )
+    message = "No engine serves: requests for tokens are answered with 503 and the reason." if facts.router else facts.router_why
     return Finding(ConditionType.AVAILABLE, "False", Reason.NO_ENGINE_SERVING, message)
 
 
@@ -134,11 +126,7 @@ def _progressing(facts: Facts) -> Finding:
     kind = ConditionType.PROGRESSING
     if facts.outdated:
         return Finding(kind, "True", Reason.UPDATING, _rolling(facts))
-    missing = [
-        view
-        for view in facts.wanted
-        if view.row.phase in {EnginePhase.PENDING, EnginePhase.STARTING, EnginePhase.STOPPING}
-    ]
+    missing = [view for view in facts.wanted if view.row.phase in {EnginePhase.PENDING, EnginePhase.STARTING, EnginePhase.STOPPING}]
     if missing or facts.leaving:
         parts = [
             f"{len(missing)} of {len(facts.wanted)} engines are on their way up" if missing else "",
@@ -158,15 +146,11 @@ def _router(facts: Facts) -> Finding:
 def _weights(facts: Facts) -> Finding:
     kind, record = ConditionType.WEIGHTS_CONSISTENT, facts.world.record
     if record is None:
-        return Finding(
-            kind, "Unknown", Reason.NOT_REPORTED, facts.world.record_problem or "The coordinator has not reported yet."
-        )
+        return Finding(kind, "Unknown", Reason.NOT_REPORTED, facts.world.record_problem or "The coordinator has not reported yet.")
     behind = [view for view in facts.wanted if view.reason in {Reason.WEIGHTS_DIVERGED, Reason.WAITING_FOR_WEIGHTS}]
     if behind:
         worst = min(behind, key=lambda view: SEVERITY.index(view.reason) if view.reason else 99)
-        return Finding(
-            kind, "False", worst.reason or Reason.WAITING_FOR_WEIGHTS, _and_more(worst.sentence, len(behind))
-        )
+        return Finding(kind, "False", worst.reason or Reason.WAITING_FOR_WEIGHTS, _and_more(worst.sentence, len(behind)))
     message = f"Every engine that is up holds version {version_text(record.committed)}."
     return Finding(kind, "True", Reason.ALL_AT_COMMITTED, message)
 
@@ -182,10 +166,7 @@ def _degraded(facts: Facts) -> Finding:
             return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
     last = record.last_update if record else None
     if last and last.outcome is not UpdateOutcome.COMMITTED:
-        message = (
-            f"The last weight update (to {version_text(last.version)}) ended {last.outcome.value}:"
-            f" {last.reason or 'no reason given'}"
-        )
+        message = f"The last weight update (to {version_text(last.version)}) ended {last.outcome.value}: {last.reason or 'no reason given'}"
         return Finding(kind, "True", Reason.UPDATE_FAILED, message)
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
 
@@ -196,9 +177,7 @@ def _sentence(facts: Facts, worst: EngineView) -> str:
 
 def _and_more(sentence: str, count: int) -> str:
     others = count - 1
-    return (
-        sentence if others < 1 else f"{sentence} ({others} more engine{'s' if others > 1 else ''} for the same reason.)"
-    )
+    return sentence if others < 1 else f"{sentence} ({others} more engine{'s' if others > 1 else ''} for the same reason.)"
 
 
 def _rolling(facts: Facts) -> str:

@@ -85,9 +85,7 @@ def plan(world: World, settings: Settings) -> Plan:
         if reason:
             applies.append(Apply(rendered, reason, needs_token=rendered["kind"] == "Secret" and token is None))
     prunes = _prunes(world, wanted)
-    restarts, waits = _rolling(
-        world, {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)}
-    )
+    restarts, waits = _rolling(world, {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)})
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
     return Plan((*applies, *prunes, *restarts), requeue)
 
@@ -119,9 +117,7 @@ def _prunes(world: World, wanted: list[Object]) -> list[Delete]:
         for (kind, name), child in world.children.items()
         if (kind, name) not in keep and _is_ours(child, world.uid)
     ]
-    return sorted(
-        found, key=lambda delete: (-(names.engine_index(rollout, delete.name) or 0), delete.kind, delete.name)
-    )
+    return sorted(found, key=lambda delete: (-(names.engine_index(rollout, delete.name) or 0), delete.kind, delete.name))
 
 
 def _is_ours(child: Object, uid: str) -> bool:
@@ -140,9 +136,7 @@ def _rolling(world: World, changing: set[str]) -> tuple[list[Delete], bool]:
     outdated = {engine: pod for engine in engines if (pod := world.pod_of(engine)) and _is_outdated(pod, wanted)}
     if not outdated:
         return [], False
-    settled = {
-        engine: pod for engine, pod in outdated.items() if engine not in changing and _is_observed(world, engine)
-    }
+    settled = {engine: pod for engine, pod in outdated.items() if engine not in changing and _is_observed(world, engine)}
     broken = [engine for engine, pod in settled.items() if not pods.is_ready(pod)]
     if broken:
         return [_restart(settled[engine], "outdated, and not ready") for engine in broken], True

@@ -71,9 +71,7 @@ def node_of(pod: Object | None) -> str | None:
 
 def restarts_of(pod: Object | None, container: str = ENGINE_CONTAINER) -> int:
     """Return how often a container of the pod was restarted."""
-    return next(
-        (int(status.get("restartCount", 0)) for status in _statuses(pod or {}) if status.get("name") == container), 0
-    )
+    return next((int(status.get("restartCount", 0)) for status in _statuses(pod or {}) if status.get("name") == container), 0)
 
 
 def unschedulable(pod: Object) -> str:
@@ -84,8 +82,12 @@ def unschedulable(pod: Object) -> str:
     return ""
 
 
-def trouble(pod: Object) -> Trouble | None:
-    """Return why the pod does not come up; None if nothing is known to be wrong."""
+def trouble(pod: Object, *, failed_before: bool = False) -> Trouble | None:
+    """Return why the pod does not come up; None if nothing is known to be wrong.
+
+    ``failed_before``: it was called crashed when it was looked at last. It stays so until it has come up, else a crash
+    loop would look like a recovery at each of its restarts.
+    """
     for status in _statuses(pod):
         name = str(status.get("name"))
         waiting = (status.get("state") or {}).get("waiting") or {}
@@ -100,18 +102,14 @@ def trouble(pod: Object) -> Trouble | None:
             return Trouble("create", name, f"container {name} cannot be created: {waiting.get('message') or reason}")
         ended = _last_end(status)
         if ended and not status.get("ready") and not status.get("started"):
-            return Trouble(_crash_kind(status), name, f"container {name} {describe_end(ended)} ({_times(status)})")
+            return Trouble(_crash_kind(status, failed_before), name, f"container {name} {describe_end(ended)} ({_times(status)})")
     return _pod_failure(pod)
 
 
 def describe_end(ended: Object) -> str:
     """Return how a container ended: exit code, and the last telling line of its log."""
     reason, code = str(ended.get("reason") or ""), ended.get("exitCode")
-    how = (
-        "was killed for using more memory than its limit (OOMKilled)"
-        if reason == "OOMKilled"
-        else f"exited with code {code}"
-    )
+    how = "was killed for using more memory than its limit (OOMKilled)" if reason == "OOMKilled" else f"exited with code {code}"
     line = telling_line(str(ended.get("message") or ""))
     return f"{how}: {line}" if line else how
 
@@ -141,19 +139,14 @@ def _last_end(status: Object) -> Object | None:
     for state in (status.get("state") or {}, status.get("lastState") or {}):
         ended: Object | None = state.get("terminated")
         if ended:
-            return (
-                None
-                if ended.get("exitCode") == 0 and ended.get("reason") == "Completed" and status.get("ready")
-                else ended
-            )
+            return None if ended.get("exitCode") == 0 and ended.get("reason") == "Completed" and status.get("ready") else ended
     return None
 
 
-def _crash_kind(status: Object) -> str:
-    """One restart is an accident; the second one without having come up in between is a crash, also while the container
-    runs again."""
-    runs = bool((status.get("state") or {}).get("running"))
-    return "restart" if runs and int(status.get("restartCount", 0)) < 2 else "crash"
+def _crash_kind(status: Object, failed_before: bool) -> str:
+    """The kubelet restarts a container at once the first time, and backs off when it ends again soon after."""
+    waiting = (status.get("state") or {}).get("waiting") or {}
+    return "crash" if failed_before or waiting.get("reason") == CRASH_REASON else "restart"
 
 
 def _times(status: Object) -> str:
@@ -170,6 +163,4 @@ def _pod_failure(pod: Object) -> Trouble | None:
     status = pod.get("status") or {}
     if status.get("phase") != "Failed":
         return None
-    return Trouble(
-        "crash", "pod", f"its pod failed: {status.get('reason') or ''} {status.get('message') or ''}".strip()
-    )
+    return Trouble("crash", "pod", f"its pod failed: {status.get('reason') or ''} {status.get('message') or ''}".strip())

@@ -11,9 +11,7 @@ def router_ready(world: World) -> bool:
     """Whether the router's Deployment runs as it is wanted now."""
     router = world.child("Deployment", names.router_name(world.cr["metadata"]["name"])) or {}
     status = router.get("status") or {}
-    return bool(status.get("readyReplicas")) and status.get("observedGeneration") == router.get("metadata", {}).get(
-        "generation"
-    )
+    return bool(status.get("readyReplicas")) and status.get("observedGeneration") == router.get("metadata", {}).get("generation")
 
 
 def serves(world: World, engine: str) -> bool:

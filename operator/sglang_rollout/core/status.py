@@ -38,11 +38,7 @@ def build_status(world: World, settings: Settings, now: str, failure: str = "") 
     if world.rollout is None:
         found = invalid_findings(world.invalid)
         made = conditions(found, previous, generation=generation, now=now)
-        return _dump(
-            RolloutStatus(
-                observed_generation=generation, selector=names.selector_string(metadata["name"]), conditions=made
-            )
-        )
+        return _dump(RolloutStatus(observed_generation=generation, selector=names.selector_string(metadata["name"]), conditions=made))
     views = engine_views(world)
     facts = Facts.of(world, views, failure)
     return _dump(

@@ -13,7 +13,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 
 from sglang_rollout.fleet.update.events import Body, Result, Send
 from sglang_rollout.wire.models import AgentStatus, SyncRequest, Version
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 
 SYNC_DEADLINE = 2.0
 CONNECT_DEADLINE = 5.0
@@ -132,9 +132,10 @@ class Agents:
         try:
             async with (
                 asyncio.timeout(deadline),
-                self._pool().post(url + path, json=dict(body), headers=self._headers()) as reply,
+                self._pool().post(url + path, json=dict(body), headers=self._headers(deadline)) as reply,
             ):
                 data = await reply.read()
+                self._check_term(reply)
                 return self._result(path, reply.status, _json(data))
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return Result(ok=False, message=_reason(error, deadline))
@@ -143,9 +144,6 @@ class Agents:
         ok = 200 <= status < 300
         fields = body if isinstance(body, dict) else {}
         if not ok:
-            term = _term_of(fields)
-            if status == CONFLICT and term is not None and term > self._term():
-                self.outranked(term)
             return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.")
         if path in STATUS_PATHS:
             return _status(status, fields)
@@ -154,8 +152,18 @@ class Agents:
         # SGLang says 200 and success: false in some places.
         return Result(ok=fields.get("success") is not False, status=status, message=_message(body))
 
-    def _headers(self) -> Mapping[str, str]:
-        return {"Authorization": f"Bearer {self._token()}", TERM_HEADER: str(self._term())}
+    def _check_term(self, reply: aiohttp.ClientResponse) -> None:
+        """An agent that refuses our term says which one it follows."""
+        text = reply.headers.get(TERM_HEADER, "")
+        if reply.status == CONFLICT and text.isascii() and text.isdigit() and int(text) > self._term():
+            self.outranked(int(text))
+
+    def _headers(self, deadline: float | None = None) -> Mapping[str, str]:
+        headers = {"Authorization": f"Bearer {self._token()}", TERM_HEADER: str(self._term())}
+        if deadline is not None:
+            # The agent answers a little before we stop listening: its sentence says more than our silence.
+            headers[DEADLINE_HEADER] = f"{max(deadline * 0.5, deadline - 1.0):.3f}"
+        return headers
 
     def _pool(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -173,16 +181,6 @@ def _status(status: int, fields: Mapping[str, Any]) -> Result:
     except ValidationError as error:
         where = "; ".join(str(problem["loc"]) for problem in error.errors()[:3])
         return Result(ok=False, status=status, message=f"its agent's answer is no status (fields {where}).")
-
-
-def _term_of(fields: Mapping[str, Any]) -> int | None:
-    """The higher term in a refusal, wherever the agent put it."""
-    fleet = fields.get("fleet")
-    for place in (fields, fleet if isinstance(fleet, dict) else {}):
-        term = place.get("term")
-        if isinstance(term, int) and not isinstance(term, bool):
-            return term
-    return None
 
 
 def _json(data: bytes) -> Any:

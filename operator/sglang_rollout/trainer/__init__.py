@@ -18,7 +18,7 @@ from sglang_rollout.trainer.errors import (
     GroupFailed,
     PushFailed,
 )
-from sglang_rollout.trainer.fleet import Fleet, connect
+from sglang_rollout.trainer.fleet import Fleet, connect, connect_engine
 from sglang_rollout.trainer.generate import Sample, VersionSpan
 from sglang_rollout.trainer.push import DEFAULT_BUCKET_BYTES, PushResult
 
@@ -35,4 +35,5 @@ __all__ = [
     "Sample",
     "VersionSpan",
     "connect",
+    "connect_engine",
 ]

@@ -51,6 +51,14 @@ def connect(url: str, *, timeout: float = 300.0) -> Fleet:
         time.sleep(min(1.0, deadline.remaining))
 
 
+def connect_engine(url: str) -> Fleet:
+    """One engine of a fleet by itself, past the router, to look at what it says: only ``generate`` works on it.
+
+    ``url`` is a member's of the discovery document. An engine that may not serve answers 503.
+    """
+    return Fleet(Http(url))
+
+
 class Fleet:
     """A rollout fleet. Made by ``connect``; close it, or use it in a ``with`` block, so that its group is closed."""
 

@@ -24,6 +24,7 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
+from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import (
     BASE,
     AgentStatus,
@@ -164,6 +165,8 @@ class World:
         self.answers: dict[int, Answer] = {}
         self.calls = 0
         self.attempts = 0
+        self.contents: dict[tuple[int, int], object] = {}
+        """What was served under each version."""
         self.sent: list[Send] = []
         self.history: list[Version] = []
         self.generation = 1
@@ -172,6 +175,7 @@ class World:
     def start(self) -> None:
         """A new coordinator."""
         self.pending = []
+        self.lossy = self.record is None
         term = (self.record.term if self.record else 0) + 1
         self.machine = Machine(name="demo", term=term, record=self.record, at=self.now)
         self.want()
@@ -196,8 +200,18 @@ class World:
                     assert call not in self.answers, "answered twice"
                     self.answers[call] = answer
         committed = self.machine.fleet.committed
+        if committed is not None and self.lossy:
+            self.lossy = False
+            # The record is gone and no agent that was told lives any more: nothing is left that could prove anything.
+            if self.history and key(committed) < key(self.history[-1]) and not self._witnesses(self.history[-1]):
+                self.history.clear()
+                self.contents.clear()
         if committed is not None and (not self.history or self.history[-1] != committed):
             self.history.append(committed)
+
+    def _witnesses(self, version: Version) -> list[str]:
+        told = [agent for agent in self.agents.values() if agent.committed is not None]
+        return [agent.name for agent in told if agent.committed and key(agent.committed) >= key(version)]
 
     def ask(self, request: Request) -> int:
         self.calls += 1

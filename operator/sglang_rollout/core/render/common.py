@@ -20,9 +20,7 @@ CONTROL_MOUNT: Object = {"name": "control", "mountPath": names.CONTROL_DIR, "rea
 HOME_ENV: Object = {"name": "HOME", "value": "/tmp"}  # noqa: S108 - the only writable folder; libraries look for a home
 
 
-def child(
-    rollout: api.SGLangRollout, *, api_version: str, kind: str, name: str, component: str, engine: str | None = None
-) -> Object:
+def child(rollout: api.SGLangRollout, *, api_version: str, kind: str, name: str, component: str, engine: str | None = None) -> Object:
     """Return the head of a child object: labels, and the owner reference by which it is deleted with its
     SGLangRollout."""
     return {

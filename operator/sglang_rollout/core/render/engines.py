@@ -68,9 +68,7 @@ def engine_statefulsets(rollout: SGLangRollout, settings: Settings) -> list[Obje
 
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
     name = names.engine_name(rollout.name, index)
-    made = child(
-        rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name
-    )
+    made = child(rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name)
     made["spec"] = {
         "replicas": 1,
         "serviceName": names.engines_service(rollout.name),
@@ -186,9 +184,7 @@ def _engine(rollout: SGLangRollout) -> Object:
             timeoutSeconds=3,
             failureThreshold=START_SECONDS // PROBE_SECONDS,
         ),
-        "readinessProbe": http_probe(
-            AGENT_ENGINE, GATE_PORT, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3
-        ),
+        "readinessProbe": http_probe(AGENT_ENGINE, GATE_PORT, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3),
         # Only the agent's file kills: an absent or confused agent never ends a healthy engine.
         "livenessProbe": {
             "exec": {"command": ["test", "!", "-e", names.KILL_FILE]},
@@ -226,9 +222,7 @@ def _server_args(rollout: SGLangRollout) -> list[str]:
 def _environment(rollout: SGLangRollout) -> list[Object]:
     """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
     ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
-    return ours + [
-        variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env
-    ]
+    return ours + [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:

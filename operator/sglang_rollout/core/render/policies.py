@@ -39,9 +39,7 @@ def intent(rollout: SGLangRollout) -> Object:
         name=rollout.name,
         namespace=rollout.namespace,
         engines=[
-            WantedEngine(
-                name=names.engine_name(rollout.name, index), tensor_size=rollout.spec.engine.parallelism.tensor
-            )
+            WantedEngine(name=names.engine_name(rollout.name, index), tensor_size=rollout.spec.engine.parallelism.tensor)
             for index in range(rollout.spec.replicas)
         ],
         weights=weights_policy(rollout),

@@ -1,0 +1,146 @@
+"""A cluster in a dictionary: just enough of an API server, of controllers and of a coordinator to carry out plans."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_rollout.core import names
+from sglang_rollout.core.plan import Action, Delete, Plan, plan
+from sglang_rollout.core.render.policies import with_token
+from sglang_rollout.core.serving import serves
+from sglang_rollout.core.settings import Settings
+from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.wire.models import BASE, EngineRow, EngineState, Record
+
+SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
+Object = dict[str, Any]
+
+
+@dataclass
+class Cluster:
+    """Objects by (kind, name), pods by name; every mutation goes through a method that a real cluster would do."""
+
+    cr: Object
+    objects: dict[tuple[str, str], Object] = field(default_factory=dict)
+    pods: dict[str, Object] = field(default_factory=dict)
+    serial: Any = field(default_factory=lambda: itertools.count(1))
+
+    def observe(self) -> World:
+        return observe_world(copy.deepcopy(self.cr), copy.deepcopy(list(self.objects.values())), copy.deepcopy(list(self.pods.values())))
+
+    def plan(self, settings: Settings = SETTINGS) -> Plan:
+        return plan(self.observe(), settings)
+
+    def execute(self, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            if isinstance(action, Delete):
+                self._delete(action)
+            else:
+                self._apply(with_token(action.object, "t0ken") if action.needs_token else action.object)
+
+    def settle(self) -> None:
+        """What the cluster does by itself between two looks of the operator."""
+        self._statefulsets()
+        self._kubelet()
+        self._coordinator()
+
+    def run(self, settings: Settings = SETTINGS, rounds: int = 30) -> None:
+        """Let operator and cluster take turns until the operator has nothing to do and the cluster does nothing either."""
+        for _ in range(rounds):
+            made = self.plan(settings)
+            self.execute(made.actions)
+            self.settle()
+            if not made.actions and self.plan(settings).actions == ():
+                return
+        raise AssertionError(f"not settled after {rounds} rounds; still planned: {self.plan(settings).actions}")
+
+    def converge(self, settings: Settings = SETTINGS) -> None:
+        """Run, and see that nothing is waited for either."""
+        self.run(settings)
+        assert self.plan(settings).requeue_after is None
+
+    def serving(self) -> set[str]:
+        world = self.observe()
+        return {name for name in world.engines() if serves(world, name)}
+
+    def edit_spec(self, spec: Object) -> None:
+        if spec != self.cr["spec"]:
+            self.cr["spec"] = copy.deepcopy(spec)
+            self.cr["metadata"]["generation"] += 1
+
+    def _apply(self, obj: Object) -> None:
+        key = (obj["kind"], obj["metadata"]["name"])
+        live = self.objects.get(key)
+        metadata = {"uid": f"uid-{next(self.serial)}", "generation": 0} if live is None else live["metadata"]
+        spec_changed = live is None or live.get("spec") != obj.get("spec")
+        made = copy.deepcopy(obj)
+        made["metadata"] |= {"uid": metadata["uid"], "generation": metadata["generation"] + spec_changed}
+        # The API server fills in fields that nobody rendered, and keeps those that others own.
+        made["status"] = (live or {}).get("status", {})
+        if obj["kind"] == "ConfigMap" and "data" not in obj and live and "data" in live:
+            made["data"] = live["data"]
+        self.objects[key] = made
+
+    def _delete(self, action: Delete) -> None:
+        if action.kind == "Pod":
+            assert self.pods[action.name]["metadata"]["uid"] == action.uid
+            del self.pods[action.name]
+            return
+        assert self.objects[action.kind, action.name]["metadata"]["uid"] == action.uid
+        del self.objects[action.kind, action.name]
+        if action.kind == "StatefulSet":
+            self.pods.pop(names.engine_pod(action.name), None)
+
+    def _statefulsets(self) -> None:
+        for (kind, name), child in self.objects.items():
+            if kind in {"StatefulSet", "Deployment"}:
+                child["status"] = {"observedGeneration": child["metadata"]["generation"], "readyReplicas": 1}
+            if kind == "StatefulSet" and names.engine_pod(name) not in self.pods:
+                template = child["spec"]["template"]
+                self.pods[names.engine_pod(name)] = {
+                    "kind": "Pod",
+                    "metadata": {
+                        "name": names.engine_pod(name),
+                        "uid": f"uid-{next(self.serial)}",
+                        "labels": dict(template["metadata"]["labels"]),
+                    },
+                    "spec": copy.deepcopy(template["spec"]),
+                    "status": {},
+                }
+
+    def _kubelet(self) -> None:
+        """An engine comes up unless its image is called broken."""
+        for pod in self.pods.values():
+            image = pod["spec"]["containers"][0]["image"]
+            ready = "False" if "broken" in image else "True"
+            pod["status"] = {"conditions": [{"type": "Ready", "status": ready}]}
+
+    def _coordinator(self) -> None:
+        config_map = self.objects.get(("ConfigMap", names.weights_name(self.cr["metadata"]["name"])))
+        if config_map is None:
+            return
+        rows = [
+            EngineRow(name=name.removesuffix("-0"), state=EngineState.CLEAN, version=BASE, boot_id="b", gate_open=True)
+            for name, pod in sorted(self.pods.items())
+            if pod["status"]["conditions"][0]["status"] == "True"
+        ]
+        record = Record(term=1, epoch=1, committed=BASE, engines=rows)
+        config_map["data"] = {names.WEIGHTS_KEY: record.model_dump_json()}
+
+
+def rollout(name: str = "demo", **spec: Any) -> Object:
+    """Return a small CPU rollout with ``spec`` laid over it."""
+    base = {
+        "replicas": 2,
+        "model": {"path": "/models/tiny"},
+        "engine": {"image": "example.org/engine:1", "gpuResource": ""},
+    }
+    return {
+        "apiVersion": "rollout.sglang.io/v1alpha1",
+        "kind": "SGLangRollout",
+        "metadata": {"name": name, "namespace": "default", "uid": "uid-cr", "generation": 1},
+        "spec": {**base, **spec},
+    }

@@ -1,0 +1,64 @@
+"""Calls that an engine must not be asked for."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_rollout.agent import guards
+from sglang_rollout.agent import state as s
+from sglang_rollout.wire.models import BASE, EngineState
+
+CLEAN = s.State(memory=s.Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", groups=["g"]), up=True, informed=True)
+DIRTY = replace(CLEAN, memory=CLEAN.memory.model_copy(update={"state": EngineState.DIRTY, "version": None, "session": True}))
+
+
+def with_memory(**changes: Any) -> s.State:
+    return replace(CLEAN, memory=CLEAN.memory.model_copy(update=changes))
+
+
+@pytest.mark.parametrize(
+    ("state", "call", "body", "status", "words"),
+    [
+        (replace(CLEAN, up=False), "flush_cache", {}, 503, "not up"),
+        (with_memory(pending=s.INIT_GROUP), s.PAUSE, {}, 409, "has not answered init_weights_update_group"),
+        (DIRTY, s.CONTINUE, {}, 409, "mixture"),
+        (CLEAN, s.UPDATE, {"group_name": "g"}, 409, "no session"),
+        (DIRTY, s.UPDATE, {"group_name": "h"}, 400, "no group 'h'; its groups: g"),
+        (DIRTY, s.UPDATE, {}, 400, "weight_update_group"),
+        (CLEAN, s.END, {}, 400, "no weight update session"),
+        (CLEAN, s.INIT_GROUP, {"group_name": "g"}, 400, "already"),
+        (CLEAN, s.INIT_GROUP, {"group_name": ""}, 400, "needs a name"),
+        (CLEAN, s.RESUME, {"tags": ["weights"]}, 409, "weights is not released"),
+        (CLEAN, s.RESUME, {}, 409, "nothing is not released"),
+    ],
+)
+def test_refused(state: s.State, call: str, body: dict[str, Any], status: int, words: str) -> None:
+    refused = guards.refusal(state, call, body)
+    assert refused is not None
+    assert refused.status == status
+    assert words in refused.message
+
+
+@pytest.mark.parametrize(
+    ("state", "call", "body"),
+    [
+        (CLEAN, s.CONTINUE, {}),
+        (CLEAN, s.BEGIN, {}),
+        (DIRTY, s.BEGIN, {}),
+        (DIRTY, s.UPDATE, {"group_name": "g"}),
+        (DIRTY, s.END, {}),
+        (CLEAN, s.INIT_GROUP, {"group_name": "new"}),
+        (with_memory(released=["kv_cache"]), s.RESUME, {}),
+    ],
+)
+def test_allowed(state: s.State, call: str, body: dict[str, Any]) -> None:
+    assert guards.refusal(state, call, body) is None
+
+
+def test_bodies_are_made_safe() -> None:
+    memory = s.Memory(released=["kv_cache"])
+    assert guards.prepared(s.SET_VERSION, {"new_version": "7", "abort_all_requests": True}, memory)["abort_all_requests"] is False
+    assert guards.prepared(s.RESUME, {"tags": None}, memory) == {"tags": ["kv_cache"]}
+    assert guards.prepared(s.RELEASE, {}, memory) == {"tags": ["kv_cache", "weights", "cuda_graph"]}
+    assert guards.prepared(s.PAUSE, {"mode": "retract"}, memory) == {"mode": "retract"}

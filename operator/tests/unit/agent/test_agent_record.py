@@ -1,0 +1,47 @@
+"""The record on disk."""
+
+from pathlib import Path
+
+import pytest
+
+from sglang_rollout.agent.record import RecordError, RecordFile
+from sglang_rollout.agent.state import Memory
+from sglang_rollout.wire.models import BASE, EngineState
+
+MEMORY = Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", cohort=["e0"], committed=BASE, term=7, groups=["g"])
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    record = RecordFile(tmp_path / "made" / "here")
+    assert record.load() == (Memory(), "")
+    record.save(MEMORY)
+    assert record.load() == (MEMORY, "")
+    assert [path.name for path in record.path.parent.iterdir()] == ["record.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"term": "high"}', "[]"])
+def test_a_broken_record_is_told_and_proves_nothing(tmp_path: Path, text: str) -> None:
+    record = RecordFile(tmp_path)
+    record.path.write_text(text)
+    memory, complaint = record.load()
+    assert memory == Memory()
+    assert "cannot be used" in complaint
+
+
+def test_a_half_written_record_leaves_the_old_one(tmp_path: Path) -> None:
+    record = RecordFile(tmp_path)
+    record.save(MEMORY)
+    (tmp_path / "record.json.new").write_text('{"boot')
+    assert record.load() == (MEMORY, "")
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match=r"cannot be written: "):
+        RecordFile(tmp_path / "file").save(MEMORY)
+
+
+def test_fields_of_a_newer_agent_are_ignored(tmp_path: Path) -> None:
+    record = RecordFile(tmp_path)
+    record.path.write_text(MEMORY.model_dump_json()[:-1] + ', "later": 1}')
+    assert record.load() == (MEMORY, "")

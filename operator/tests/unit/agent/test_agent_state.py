@@ -1,0 +1,217 @@
+"""The agent's state machine: above all, that the gate is open only while the engine holds the committed version completely."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_rollout.agent import events as ev
+from sglang_rollout.agent import state as s
+from sglang_rollout.wire.models import BASE, EngineState, Version
+
+V1, V2 = Version(run=1, n=1, label="1"), Version(run=1, n=2, label="2")
+
+
+def facts(boot: str = "a", live: str = "base", launch: str = "base") -> s.EngineFacts:
+    return s.EngineFacts(boot_id=boot, live_label=live, launch_label=launch, sglang_version="0.5.23", tensor_size=1)
+
+
+def run(state: s.State, *events: ev.Event) -> s.State:
+    for event in events:
+        state, _ = ev.step(state, event)
+    return state
+
+
+def call(name: str, ok: bool = True, boot: str = "a", what: str = "", tags: tuple[str, ...] = ()) -> tuple[ev.Event, ev.Event]:
+    return ev.CallBegan(name, what, tags), ev.CallEnded(name, ok, boot, what, tags)
+
+
+FRESH = run(s.State(), ev.Identified(facts()))
+SERVING = run(FRESH, ev.Told(1, BASE))
+UPDATED = run(SERVING, *call(s.BEGIN), *call(s.UPDATE), *call(s.END))
+
+
+def test_a_fresh_engine_is_clean_base_and_closed_until_told() -> None:
+    assert FRESH.memory.state is EngineState.CLEAN
+    assert FRESH.memory.version == BASE
+    assert not s.gate_may_open(FRESH)
+    assert s.gate_may_open(SERVING)
+
+
+def test_an_engine_that_was_changed_before_we_saw_it_is_unknown() -> None:
+    state = run(s.State(), ev.Identified(facts(live="7")), ev.Told(1, BASE))
+    assert state.memory.state is EngineState.UNKNOWN
+    assert not s.gate_may_open(state)
+
+
+def test_a_complete_update_opens_the_gate_after_ack_and_commit() -> None:
+    assert UPDATED.memory.state is EngineState.DIRTY
+    assert s.ack_refusal(UPDATED, "a", V1) == ""
+    acked = run(UPDATED, ev.Acknowledged(V1, ("e0",)))
+    assert not s.gate_may_open(acked)
+    assert s.gate_may_open(run(acked, ev.Told(1, V1)))
+
+
+def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call() -> None:
+    state, effects = ev.step(SERVING, ev.CallBegan(s.BEGIN))
+    assert [type(effect) for effect in effects] == [ev.Save, ev.SetGate]
+    assert isinstance(effects[0], ev.Save)
+    assert effects[0].memory.state is EngineState.DIRTY
+    assert effects[1] == ev.SetGate(False)
+    assert not s.gate_may_open(state)
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        (call(s.BEGIN), "session is still open"),
+        ((*call(s.BEGIN), *call(s.END)), "received no weights"),
+        ((*call(s.BEGIN), *call(s.UPDATE), *call(s.UPDATE, ok=False), *call(s.END)), "failed"),
+        ((*call(s.BEGIN), *call(s.UPDATE), *call(s.END, ok=False)), "still open"),
+        ((*call(s.BEGIN), *call(s.UPDATE), ev.CallBegan(s.END)), "not answered end_weight_update"),
+        ((*call(s.BEGIN), *call(s.UPDATE), *call(s.END), ev.GivenUp()), "failed"),
+        ((), "no update"),
+        ((ev.Lost("x"),), "gone"),
+    ],
+)
+def test_what_cannot_be_acknowledged(events: tuple[ev.Event, ...], why: str) -> None:
+    assert why in s.ack_refusal(run(SERVING, *events), "a", V1)
+
+
+def test_an_ack_for_another_life_is_refused() -> None:
+    assert "gone" in s.ack_refusal(UPDATED, "b", V1)
+
+
+def test_a_new_begin_clears_an_earlier_failure() -> None:
+    state = run(SERVING, *call(s.BEGIN), *call(s.UPDATE, ok=False), ev.GivenUp(), *call(s.END))
+    state = run(state, *call(s.BEGIN), *call(s.UPDATE), *call(s.END))
+    assert s.ack_refusal(state, "a", V2) == ""
+
+
+def test_a_restarted_engine_is_base_and_closed_when_another_version_is_committed() -> None:
+    state = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1), ev.Lost("gone"), ev.Identified(facts("b")))
+    assert state.memory.version == BASE
+    assert not s.gate_may_open(state)
+    assert s.status(state, name="e0", gate_open=False).reason == "The engine holds version base, committed is 1/1."
+
+
+def test_an_answer_from_an_earlier_life_changes_nothing() -> None:
+    began = run(SERVING, *call(s.BEGIN), ev.CallBegan(s.UPDATE), ev.Lost("gone"), ev.Identified(facts("b")))
+    assert run(began, ev.CallEnded(s.UPDATE, True, "a")).memory == began.memory
+
+
+def test_a_version_that_changes_behind_the_agents_back_closes_the_gate() -> None:
+    state = run(SERVING, ev.Polled("9", SERVING.calls))
+    assert state.memory.state is EngineState.UNKNOWN
+    assert not s.gate_may_open(state)
+
+
+def test_an_observation_from_before_the_last_call_does_not_count() -> None:
+    acked = run(UPDATED, ev.Acknowledged(V1, ()), ev.Told(1, V1))
+    assert s.gate_may_open(run(acked, ev.Polled("base", UPDATED.calls)))
+
+
+def test_a_restarted_agent_believes_its_record_only_unchallenged() -> None:
+    memory = run(UPDATED, ev.Acknowledged(V1, ()), ev.Told(4, V1)).memory
+    again = run(ev.restored(memory), ev.Identified(facts(live="1")))
+    assert again.memory.term == 4
+    assert not s.gate_may_open(again)
+    assert s.gate_may_open(run(again, ev.Unchallenged()))
+    assert not s.gate_may_open(run(again, ev.Told(4, V2), ev.Unchallenged()))
+
+
+def test_a_record_of_another_life_says_nothing_about_what_is_committed() -> None:
+    again = run(ev.restored(SERVING.memory), ev.Identified(facts("b")), ev.Unchallenged())
+    assert again.memory.committed is None
+    assert not s.gate_may_open(again)
+
+
+def test_a_call_whose_answer_nobody_heard_counts_as_failed() -> None:
+    memory = run(SERVING, *call(s.BEGIN), ev.CallBegan(s.UPDATE)).memory
+    again = run(ev.restored(memory), ev.Identified(facts()))
+    assert again.memory.pending == ""
+    assert again.memory.failed
+    assert "failed" in s.ack_refusal(run(again, *call(s.END)), "a", V1)
+
+
+def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
+    state = run(SERVING, *call(s.RELEASE, tags=("kv_cache",)))
+    assert not s.gate_may_open(state)
+    assert s.gate_may_open(run(state, *call(s.RESUME, tags=("kv_cache",))))
+    assert run(SERVING, *call(s.RELEASE, tags=("weights",))).memory.state is EngineState.DIRTY
+
+
+def test_draining_closes_the_gate() -> None:
+    assert not s.gate_may_open(run(SERVING, ev.Draining(True)))
+    assert s.gate_may_open(run(SERVING, ev.Draining(True), ev.Draining(False)))
+
+
+def test_groups_and_pause_are_remembered() -> None:
+    state = run(SERVING, *call(s.INIT_GROUP, what="g"), *call(s.INIT_GROUP, ok=False, what="h"), *call(s.PAUSE))
+    assert (state.memory.groups, state.memory.paused) == (["g"], True)
+    state = run(state, *call(s.DESTROY_GROUP, what="g"), *call(s.CONTINUE))
+    assert (state.memory.groups, state.memory.paused) == ([], False)
+
+
+def test_status_speaks_of_the_engine_only_while_it_is_up() -> None:
+    status = s.status(replace(SERVING, up=False, down_reason="it fell"), name="e0", gate_open=False)
+    assert (status.boot_id, status.state, status.version) == (None, EngineState.UNKNOWN, None)
+    assert status.reason == "The engine is not up: it fell."
+
+
+_versions = st.sampled_from([BASE, V1, V2])
+_calls = st.sampled_from([s.BEGIN, s.END, s.UPDATE, s.UPDATE_DISK, s.PAUSE, s.CONTINUE, s.RELEASE, s.RESUME, s.SET_VERSION, "flush_cache"])
+_boots = st.sampled_from(["a", "b", "c"])
+_labels = st.sampled_from(["base", "1", "2"])
+_tags = st.sampled_from([(), ("weights",), ("kv_cache",)])
+_events = st.one_of(
+    st.just(ev.Lost("x")),
+    st.builds(ev.Identified, st.builds(facts, _boots, _labels)),
+    st.builds(ev.Polled, _labels, st.integers(0, 8)),
+    st.builds(ev.Told, st.integers(0, 3), st.none() | _versions),
+    st.just(ev.Unchallenged()),
+    st.builds(ev.CallBegan, _calls, _labels, _tags),
+    st.builds(ev.CallEnded, _calls, st.booleans(), _boots, _labels, _tags),
+    st.builds(ev.Acknowledged, _versions, st.just(("e0",))),
+    st.just(ev.GivenUp()),
+    st.builds(ev.Draining, st.booleans()),
+)
+
+
+@given(st.lists(_events | st.just("restart"), max_size=40))
+@settings(deadline=None, max_examples=400)
+def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event | str]) -> None:
+    """Whatever happens, in whatever order, restarts of the agent included. Acks pass their check first, as in the agent."""
+    state, truth = s.State(), None      # truth: the version that all tensors of the present life belong to, None for a mixture
+    for event in events:
+        if isinstance(event, str):
+            state = ev.restored(state.memory)
+            continue
+        if isinstance(event, ev.Acknowledged) and s.ack_refusal(state, state.memory.boot_id or "", event.version):
+            continue
+        before = state
+        state, effects = ev.step(state, event)
+        match event:
+            case ev.Identified(seen) if seen.boot_id != before.memory.boot_id:
+                truth = BASE if seen.live_label == seen.launch_label else None
+            case ev.CallBegan(s.BEGIN | s.UPDATE | s.UPDATE_DISK):
+                truth = None
+            case ev.CallBegan(s.RELEASE, tags=tags) if "weights" in tags:
+                truth = None
+            case ev.Acknowledged(version):
+                truth = version
+        memory = state.memory
+        opened = s.gate_may_open(state)
+        if opened:
+            assert state.up
+            assert memory.state is EngineState.CLEAN
+            assert truth is not None
+            assert memory.version is not None
+            assert memory.committed is not None
+            assert s.rank(truth) == s.rank(memory.version) == s.rank(memory.committed)
+        assert (memory.version is not None) == (memory.state is EngineState.CLEAN)
+        assert memory.term >= before.memory.term
+        # Whoever carries the effects out knows everything: what is to be remembered, and every move of the gate.
+        assert (ev.Save(memory) in effects) == (memory != before.memory)
+        assert (ev.SetGate(opened) in effects) == (opened != s.gate_may_open(before))

@@ -1,0 +1,250 @@
+"""What a fleet's status says, world by world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from worlds import (
+    BASE,
+    NOW,
+    SETTINGS,
+    V1,
+    V2,
+    EngineState,
+    cr,
+    crashed,
+    pod,
+    record,
+    row,
+    unschedulable,
+    waiting,
+    world,
+)
+
+from sglang_rollout.core.status import build_status
+from sglang_rollout.core.world import World, observe_world
+
+Object = dict[str, Any]
+
+
+def status_of(seen: World, failure: str = "") -> Object:
+    return build_status(seen, SETTINGS, NOW, failure)
+
+
+def condition(status: Object, kind: str) -> Object:
+    return next(one for one in status["conditions"] if one["type"] == kind)
+
+
+def ready(seen: World, failure: str = "") -> tuple[str, str, str]:
+    found = condition(status_of(seen, failure), "Ready")
+    return found["status"], found["reason"], found["message"]
+
+
+def test_a_fleet_that_serves() -> None:
+    status = status_of(world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1)))
+    assert status["ready"] == "2/2"
+    assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (2, 2, 2)
+    assert status["observedGeneration"] == 4
+    assert status["weights"] == {"committedVersion": "step-1", "run": 1, "number": 1, "epoch": 3}
+    assert status["endpoints"]["url"] == "http://demo-router.default.svc:30000"
+    assert status["endpoints"]["discovery"] == "http://demo-router.default.svc:30000/fleet"
+    assert {one["type"]: one["status"] for one in status["conditions"]} == {
+        "Ready": "True",
+        "Available": "True",
+        "Progressing": "False",
+        "RouterReady": "True",
+        "WeightsConsistent": "True",
+        "Degraded": "False",
+    }
+    assert [row["phase"] for row in status["engines"]] == ["Serving", "Serving"]
+    assert condition(status, "Ready")["message"] == "All 2 engines serve version step-1."
+
+
+def test_the_base_version_is_called_base() -> None:
+    status = status_of(world([pod(0), pod(1)], written=record(row(0), row(1))))
+    assert status["weights"]["committedVersion"] == "base"
+
+
+def test_nothing_yet() -> None:
+    status = status_of(world([], router=False))
+    assert "weights" not in status
+    assert condition(status, "Ready")["reason"] == "RouterNotReady"
+    assert condition(status, "WeightsConsistent")["status"] == "Unknown"
+    assert [row["phase"] for row in status["engines"]] == ["Pending", "Pending"]
+
+
+def test_an_unchanged_fleet_has_an_unchanged_status() -> None:
+    pods, written = [pod(0), pod(1, ready=False)], record(row(0))
+    before = status_of(world(pods, written=written))
+    again = build_status(world(pods, written=written, custom=cr(status=before)), SETTINGS, "2026-11-22T00:00:00Z")
+    assert again == before
+
+
+def test_only_a_condition_that_changed_has_a_new_time() -> None:
+    before = status_of(world([pod(0), pod(1)], written=record(row(0), row(1))))
+    later = "2026-11-22T00:00:00Z"
+    after = build_status(world([pod(0), pod(1, ready=False)], written=record(row(0)), custom=cr(status=before)), SETTINGS, later)
+    assert condition(after, "Ready")["lastTransitionTime"] == later
+    assert condition(after, "Available")["lastTransitionTime"] == NOW
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/sgl/server.py", line 5, in <module>
+OSError: /models/none does not exist
+[2026-11-21] Received sigquit from a child process. It usually means the child failed.
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "parts"),
+    [
+        (
+            crashed(code=2, message="launch_server.py: error: unrecognized arguments: --nonsense\n"),
+            "EngineCrashed",
+            ["demo-engine-1", "container engine", "code 2", "unrecognized arguments: --nonsense", "restarted 3 times"],
+        ),
+        (crashed(message=TRACEBACK), "EngineCrashed", ["OSError: /models/none does not exist"]),
+        (crashed(message=TRACEBACK, waiting=False, restarts=1), "PodsNotReady", ["OSError", "starting again"]),
+        (crashed(code=137, reason="OOMKilled"), "EngineCrashed", ["OOMKilled", "memory"]),
+        (
+            waiting("ImagePullBackOff", 'Back-off pulling image "x": not found'),
+            "ImagePullFailed",
+            ["demo-engine-1", "container engine", "example.org/x:1", "not found"],
+        ),
+        (waiting("ErrImageNeverPull", "not present"), "ImagePullFailed", ["not present"]),
+        (waiting("CreateContainerConfigError", 'secret "hf" not found'), "CreateFailed", ['secret "hf" not found']),
+        (
+            unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu."),
+            "InsufficientCapacity",
+            ["demo-engine-1", "Insufficient nvidia.com/gpu"],
+        ),
+        ({}, "PodsNotReady", ["demo-engine-1", "starting"]),
+    ],
+)
+def test_why_an_engine_does_not_come_up(said: Object, reason: str, parts: list[str]) -> None:
+    seen = world([pod(0), pod(1, ready=False, status=said)], written=record(row(0)))
+    status, found, message = ready(seen)
+    assert (status, found) == ("False", reason)
+    for part in parts:
+        assert part in message
+    assert condition(status_of(seen), "Available")["status"] == "True", "the other engine serves"
+
+
+def test_a_crash_loop_does_not_look_like_a_recovery_at_each_restart() -> None:
+    def seen(*, waiting: bool, status: Object | None = None) -> World:
+        broken = pod(1, ready=False, status=crashed(message=TRACEBACK, waiting=waiting))
+        return world([pod(0), broken], written=record(row(0)), custom=cr(status=status))
+
+    before = status_of(seen(waiting=True))
+    after = status_of(seen(waiting=False, status=before))
+    assert after == before
+
+
+def test_a_sidecar_without_its_image_is_named() -> None:
+    said = {"initContainerStatuses": waiting("ErrImagePull", "denied", container="gate")["containerStatuses"]}
+    _, reason, message = ready(world([pod(0), pod(1, ready=False, status=said)], written=record(row(0))))
+    assert reason == "ImagePullFailed"
+    assert "container gate" in message
+
+
+def test_several_engines_with_one_trouble_are_counted() -> None:
+    said = crashed(message="ValueError: no")
+    _, _, message = ready(world([pod(0, ready=False, status=said), pod(1, ready=False, status=said)], written=record()))
+    assert "1 more engine for the same reason" in message
+
+
+def test_an_engine_restarted_in_place_waits_for_weights() -> None:
+    seen = world([pod(0), pod(1)], written=record(row(0, V1), row(1, BASE, gate=False), committed=V1))
+    status, reason, message = ready(seen)
+    assert (status, reason) == ("False", "WaitingForWeights")
+    assert "demo-engine-1" in message
+    assert "holds version base, the fleet serves step-1" in message
+    said = status_of(seen)
+    assert said["ready"] == "1/2"
+    assert condition(said, "WeightsConsistent")["reason"] == "WaitingForWeights"
+    assert said["engines"][1]["phase"] == "Waiting"
+
+
+def test_an_engine_with_half_an_update() -> None:
+    dirty = row(1, None, gate=False, state=EngineState.DIRTY)
+    seen = world([pod(0), pod(1)], written=record(row(0, V1), dirty, committed=V1, failed="engine demo-engine-1: timeout"))
+    assert ready(seen)[1] == "WeightsDiverged"
+    degraded = condition(status_of(seen), "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "UpdateFailed")
+    assert "step-2" in degraded["message"]
+    assert "timeout" in degraded["message"]
+
+
+def test_a_record_of_an_earlier_life_does_not_make_an_engine_serve() -> None:
+    seen = world([pod(0), pod(1, ready=False)], written=record(row(0), row(1)))
+    assert status_of(seen)["ready"] == "1/2"
+
+
+def test_without_a_router_nobody_serves() -> None:
+    seen = world([pod(0), pod(1)], written=record(row(0), row(1)), router=False)
+    assert status_of(seen)["ready"] == "0/2"
+    assert ready(seen)[1] == "RouterNotReady"
+
+
+def test_ready_counts_only_engines_of_the_current_revision() -> None:
+    seen = world([pod(0, current="older"), pod(1)], written=record(row(0), row(1)))
+    status, reason, message = ready(seen)
+    assert (status, reason) == ("False", "Updating")
+    assert "1 of 2 engines are made from the current spec" in message
+    said = status_of(seen)
+    assert (said["updatedReplicas"], said["readyReplicas"]) == (1, 2)
+    assert condition(said, "Progressing")["reason"] == "Updating"
+
+
+def test_a_rolling_update_that_waits_says_for_what() -> None:
+    behind = record(row(0, V2), row(1, BASE, gate=False), committed=V2)
+    _, _, message = ready(world([pod(0, current="older"), pod(1)], written=behind))
+    assert "waits for this: Engine demo-engine-1" in message
+
+
+def test_an_apply_that_was_refused_comes_first() -> None:
+    seen = world([pod(0), pod(1)], written=record(row(0), row(1)))
+    sentence = "StatefulSet demo-engine-0 was refused: spec.template.spec.volumes[4].name: Duplicate value"
+    assert ready(seen, sentence) == ("False", "ApplyFailed", sentence)
+
+
+def test_scaled_to_zero_is_ready() -> None:
+    assert ready(world([], written=record(), custom=cr(replicas=0)))[:2] == ("True", "ScaledToZero")
+
+
+def test_an_object_that_cannot_be_read_says_where() -> None:
+    custom = cr(engine={"img": "x"})
+    status = build_status(observe_world(custom, [], []), SETTINGS, NOW)
+    found = condition(status, "Ready")
+    assert (found["status"], found["reason"]) == ("False", "InvalidSpec")
+    assert "spec.engine.image" in found["message"]
+
+
+def test_a_record_that_was_edited_by_hand_is_no_crash() -> None:
+    seen = world([pod(0), pod(1)])
+    seen.children["ConfigMap", "demo-weights"]["data"] = {"weights.json": "{nonsense"}
+    again = observe_world(seen.cr, list(seen.children.values()), list(seen.pods.values()))
+    said = condition(status_of(again), "WeightsConsistent")
+    assert said["status"] == "Unknown"
+    assert "cannot be read" in said["message"]
+
+
+def test_a_big_fleet_lists_the_engines_that_need_attention() -> None:
+    pods = [pod(index, ready=index != 79) for index in range(80)]
+    seen = world(pods, written=record(*(row(index) for index in range(80))), custom=cr(replicas=80))
+    said = status_of(seen)
+    assert said["ready"] == "79/80"
+    assert len(said["engines"]) == 64
+    assert said["engines"][0]["name"] == "demo-engine-79"
+
+
+def test_an_engine_on_its_way_out_is_shown() -> None:
+    small = cr(replicas=1)
+    leaving = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "demo-engine-1"}}
+    seen = world([pod(0), pod(1)], written=record(row(0), row(1)), custom=small, extra=(leaving,))
+    said = status_of(seen)
+    assert said["replicas"] == 2
+    assert [row["phase"] for row in said["engines"]] == ["Serving", "Stopping"]
+    assert condition(said, "Progressing")["reason"] == "Scaling"

@@ -1,0 +1,84 @@
+"""Which changes of status are told as Events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from worlds import NOW, SETTINGS, V1, V2, cr, crashed, pod, record, row, world
+
+from sglang_rollout.core.events import transitions
+from sglang_rollout.core.status import build_status
+from sglang_rollout.core.world import World
+from sglang_rollout.wire.models import Version
+
+
+def reasons(before: World | None, after: World) -> list[tuple[str, str]]:
+    old = None if before is None else build_status(before, SETTINGS, NOW)
+    return [(event.type, event.reason) for event in transitions(old, build_status(after, SETTINGS, NOW))]
+
+
+HEALTHY = world([pod(0), pod(1)], written=record(row(0), row(1)))
+
+
+def test_nothing_changed_nothing_told() -> None:
+    assert reasons(HEALTHY, HEALTHY) == []
+
+
+def test_the_first_status_says_where_the_fleet_will_be() -> None:
+    assert reasons(None, world([], router=False)) == [("Normal", "Accepted")]
+
+
+def test_an_engine_comes_up() -> None:
+    before = world([pod(0), pod(1, ready=False)], written=record(row(0)))
+    assert reasons(before, HEALTHY) == [("Normal", "EngineServing"), ("Normal", "Ready")]
+
+
+def test_an_engine_is_lost() -> None:
+    after = world([pod(0), pod(1, ready=False)], written=record(row(0), row(1)))
+    assert reasons(HEALTHY, after) == [("Warning", "EngineLost")]
+
+
+def test_an_engine_crashes_and_goes_on_crashing() -> None:
+    first = world([pod(0), pod(1, ready=False, status=crashed(message="ValueError: a"))], written=record(row(0)))
+    later = world([pod(0), pod(1, ready=False, status=crashed(message="ValueError: a", restarts=9))], written=record(row(0)))
+    assert reasons(HEALTHY, first) == [("Warning", "EngineFailed")]
+    assert reasons(first, later) == [], "a crash loop is told once"
+
+
+def test_a_version_is_committed() -> None:
+    one = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
+    two = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
+    assert reasons(HEALTHY, one) == [("Normal", "WeightsCommitted")]
+    (told,) = transitions(build_status(one, SETTINGS, NOW), build_status(two, SETTINGS, NOW))
+    assert told.message == "The fleet serves version step-2 (run 1)."
+    assert told.key == "WeightsCommitted", "one Event object, however many versions"
+
+
+def test_a_new_run_is_told() -> None:
+    one = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
+    fresh = Version(run=2, n=1, label="step-1")
+    two = world([pod(0), pod(1)], written=record(row(0, fresh), row(1, fresh), committed=fresh))
+    assert reasons(one, two) == [("Normal", "NewRun"), ("Normal", "WeightsCommitted")]
+
+
+def test_a_failed_update_is_told_once() -> None:
+    failed = world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout"))
+    assert reasons(HEALTHY, failed) == [("Warning", "WeightUpdateFailed")]
+    assert reasons(failed, failed) == []
+
+
+def test_a_rolling_update_starts_and_finishes() -> None:
+    rolling = world([pod(0, current="older"), pod(1)], written=record(row(0), row(1)))
+    assert ("Normal", "RollingUpdateStarted") in reasons(HEALTHY, rolling)
+    assert ("Normal", "RollingUpdateFinished") in reasons(rolling, HEALTHY)
+
+
+def test_an_object_that_cannot_be_read_is_told_at_once() -> None:
+    assert reasons(None, world_of_nonsense()) == [("Warning", "InvalidSpec")]
+
+
+def world_of_nonsense() -> World:
+    from sglang_rollout.core.world import observe_world
+
+    custom: dict[str, Any] = cr(model={})
+    return observe_world(custom, [], [])

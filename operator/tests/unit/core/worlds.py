@@ -1,0 +1,101 @@
+"""Small worlds for tests of status: a rollout, its objects as if applied, and pods as a test wants them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.render import render_all
+from sglang_rollout.core.settings import Settings
+from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.wire.models import BASE, EngineRow, EngineState, LastUpdate, Record, UpdateOutcome, Version
+
+SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
+NOW = "2026-11-21T03:00:00Z"
+Object = dict[str, Any]
+
+V1 = Version(run=1, n=1, label="step-1")
+V2 = Version(run=1, n=2, label="step-2")
+
+
+def cr(replicas: int = 2, status: Object | None = None, **spec: Any) -> Object:
+    made: Object = {
+        "apiVersion": "rollout.sglang.io/v1alpha1",
+        "kind": "SGLangRollout",
+        "metadata": {"name": "demo", "namespace": "default", "uid": "u", "generation": 4},
+        "spec": {
+            "replicas": replicas,
+            "model": {"path": "/models/tiny"},
+            "engine": {"image": "example.org/engine:1", "gpuResource": ""},
+            **spec,
+        },
+    }
+    return {**made, "status": status} if status else made
+
+
+def pod(index: int, *, ready: bool = True, current: str | None = None, status: Object | None = None, **more: Any) -> Object:
+    """A pod of an engine; ``status`` replaces what the kubelet says."""
+    engine = names.engine_name("demo", index)
+    name = revision(SGLangRollout.model_validate(cr())) if current is None else current
+    said = {"conditions": [{"type": "Ready", "status": "True" if ready else "False"}], "containerStatuses": [], **(status or {})}
+    return {
+        "metadata": {
+            "name": names.engine_pod(engine),
+            "labels": {**names.selector("demo", "engine", engine), names.LABEL_REVISION: name},
+            **more,
+        },
+        "spec": {"nodeName": "node-1"},
+        "status": said,
+    }
+
+
+def crashed(*, code: int = 1, message: str = "", restarts: int = 3, waiting: bool = True, reason: str = "Error") -> Object:
+    """Status of a pod whose engine container ended."""
+    ended = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
+    state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}} if waiting else {"running": {}}
+    container = {"name": "engine", "ready": False, "started": False, "restartCount": restarts, "state": state, "lastState": ended}
+    return {"containerStatuses": [container]}
+
+
+def waiting(reason: str, message: str, *, container: str = "engine") -> Object:
+    """Status of a pod with a container that does not start."""
+    said = {"name": container, "image": "example.org/x:1", "ready": False, "state": {"waiting": {"reason": reason, "message": message}}}
+    return {"containerStatuses": [said]}
+
+
+def unschedulable(message: str) -> Object:
+    """Status of a pod that no node takes."""
+    return {
+        "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}],
+    }
+
+
+def row(index: int, version: Version | None = BASE, *, gate: bool = True, state: EngineState = EngineState.CLEAN) -> EngineRow:
+    return EngineRow(name=names.engine_name("demo", index), state=state, version=version, boot_id="b", gate_open=gate, reason="")
+
+
+def record(*rows: EngineRow, committed: Version = BASE, failed: str = "") -> Record:
+    last = LastUpdate(version=V2, outcome=UpdateOutcome.FAILED, reason=failed, finished=NOW) if failed else None
+    return Record(term=1, epoch=3, committed=committed, engines=list(rows), last_update=last)
+
+
+def world(
+    pods: list[Object],
+    *,
+    written: Record | None = None,
+    router: bool = True,
+    custom: Object | None = None,
+    extra: tuple[Object, ...] = (),
+) -> World:
+    """Everything applied; ``written`` is the coordinator's record, ``router`` whether its pod runs."""
+    custom = custom or cr()
+    children = render_all(SGLangRollout.model_validate({**custom, "status": None}), SETTINGS, token="t0ken")
+    for child in children:
+        child["metadata"]["generation"] = 1
+        if child["kind"] == "Deployment":
+            child["status"] = {"observedGeneration": 1, "readyReplicas": int(router)}
+        if written and child["metadata"]["name"] == "demo-weights":
+            child["data"] = {names.WEIGHTS_KEY: written.model_dump_json()}
+    return observe_world(custom, [*children, *extra], pods)

@@ -1,0 +1,50 @@
+"""Which processes make up a local fleet."""
+
+from pathlib import Path
+
+import pytest
+
+from sglang_rollout.local.plan import Folders, Plan, parse_engine, ports_needed
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.wire.models import WeightsPolicy
+
+ENGINES = (parse_engine("http://127.0.0.1:1001", 1), parse_engine("127.0.0.1:1002,tp=2", 1))
+PLAN = Plan(
+    listen=Address("0.0.0.0", 30000), engines=ENGINES, weights=WeightsPolicy(backend="gloo"), policy="RoundRobin", ports=tuple(range(24001, 24008))
+)
+FOLDERS = Folders(state=Path("/s"), runtime=Path("/r"))
+
+
+def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
+    children = PLAN.children(FOLDERS)
+    assert [child.name for child in children] == [
+        *("local-engine-0-gate", "local-engine-0-agent", "local-engine-1-gate", "local-engine-1-agent"),
+        *("smg", "coordinator", "front"),
+    ]
+    assert ports_needed(2) == 7
+    agent = children[3].command
+    assert agent[agent.index("--tensor-size") + 1] == "2"
+    assert agent[agent.index("--engine-url") + 1] == "http://127.0.0.1:1002"
+    gate = children[2].command
+    assert gate[gate.index("--socket") + 1] == agent[agent.index("--gate-socket") + 1]
+    assert gate[gate.index("--agent") + 1] == agent[agent.index("--listen") + 1]
+
+
+def test_the_intent_names_the_gates() -> None:
+    intent = PLAN.intent()
+    assert [(engine.name, engine.tensor_size, engine.url) for engine in intent.engines] == [
+        ("local-engine-0", 1, "http://127.0.0.1:24004"),
+        ("local-engine-1", 2, "http://127.0.0.1:24006"),
+    ]
+    assert intent.weights.backend == "gloo"
+
+
+def test_no_address_is_used_twice() -> None:
+    listens = [child.command[child.command.index("--listen") + 1] for child in PLAN.children(FOLDERS)]
+    assert len(set(listens)) == len(listens)
+
+
+@pytest.mark.parametrize("text", ["https://x:1", "http://x", "http://x:1/path", "http://x:1,tp=0", "http://x:1,pp=2", "http://u@x:1", ""])
+def test_what_is_no_engine_is_refused_with_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not understood|is not the URL"):
+        parse_engine(text, 1)

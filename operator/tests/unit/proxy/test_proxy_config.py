@@ -1,0 +1,76 @@
+"""Configurations of gate and front, checked against their golden texts and by haproxy itself."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.cli import find_haproxy
+from sglang_rollout.proxy.config import FrontParams, GateParams, connections_for, front_config, gate_config
+
+GOLDEN = Path(__file__).parent / "golden"
+LOOPBACK = Address("127.0.0.1", 30001)
+GATE = GateParams(Address("0.0.0.0", 30000), LOOPBACK, Address("127.0.0.1", 30002), "/run/rollout/gate/gate.sock")
+FRONT = FrontParams(Address("0.0.0.0", 30000), Address("127.0.0.1", 30010), Address("127.0.0.1", 30020))
+TEXTS = {"gate": gate_config(GATE), "front": front_config(FRONT)}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_golden(name: str) -> None:
+    path = GOLDEN / f"{name}.cfg"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(TEXTS[name])
+    assert TEXTS[name] == path.read_text(), "rendered text changed: if that is meant, run with UPDATE_GOLDEN=1"
+
+
+@pytest.mark.router
+@pytest.mark.parametrize("name", TEXTS)
+def test_haproxy_takes_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "haproxy.cfg"
+    path.write_text(TEXTS[name].replace("/run/rollout/gate", str(tmp_path)))
+    done = subprocess.run([find_haproxy() or "haproxy", "-c", "-f", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_bodies_are_json_with_a_sentence(name: str) -> None:
+    bodies = [line.split(" string '")[1].split("'")[0] for line in TEXTS[name].splitlines() if " string '" in line]
+    assert len(bodies) >= 5
+    for body in bodies:
+        assert json.loads(body)["error"]["message"].endswith(".")
+
+
+def test_the_gate_starts_closed() -> None:
+    server = next(line for line in TEXTS["gate"].splitlines() if line.strip().startswith("server e "))
+    assert server.endswith(" disabled")
+
+
+@pytest.mark.parametrize(("files", "connections"), [(20000, 4096), (1024, 448), (1_000_000, 4096), (256, 64), (10, 64)])
+def test_connections_fit_the_limit_on_open_files(files: int, connections: int) -> None:
+    assert connections_for(4096, files) == connections
+
+
+@pytest.mark.parametrize("socket", ["gate.sock", "/run/a b/gate.sock", "/run/'x'/gate.sock"])
+def test_sockets_that_would_break_the_configuration_are_refused(socket: str) -> None:
+    with pytest.raises(ValueError, match="absolute path"):
+        gate_config(GateParams(LOOPBACK, LOOPBACK, LOOPBACK, socket))
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("127.0.0.1:80", "127.0.0.1", 80), ("[::1]:80", "::1", 80), ("demo-engine-0.demo:30000", "demo-engine-0.demo", 30000)],
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert Address.parse(text) == Address(host, port)
+    assert str(Address.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "80", "host:", ":80", "host:0", "host:65536", "host:8o", "ho st:80", "::1:80x", "a\n:80", "-x:80"])
+def test_what_is_no_address_is_refused_with_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an address"):
+        Address.parse(text)
