@@ -42,10 +42,12 @@ lint: venv cluster-binaries ## ruff, mypy, import-linter, shellcheck, helm lint,
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports | tail -n 1
 	@$(BIN)/python -m sglang_rollout.api.crdgen --check
+	@$(BIN)/python charts/generate.py --check
 	@e2e/lint.sh
 
 generate: venv ## Write everything that is generated: CRD, CR reference, chart README and values schema
 	@$(BIN)/python -m sglang_rollout.api.crdgen
+	@$(BIN)/python charts/generate.py
 
 lock: venv ## Resolve requirements/*.lock anew
 	@requirements/lock.sh

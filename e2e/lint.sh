@@ -9,4 +9,4 @@ else
   echo "shellcheck is missing (apt-get install shellcheck)" && exit 1
 fi
 eval "$(.venv/bin/python -m e2e.cluster env --tools)"
-helm lint --quiet --strict charts/sglang-rollout-operator
+helm lint --quiet --strict --kube-version 1.34.3 charts/sglang-rollout-operator

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from e2e.cases.actions import Client, document, generate, push, serving
-from e2e.kube import Kubectl, eventually
+from e2e.kube import Kubectl, condition, eventually
 
 
 def member(url: str, name: str) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str
 
 
 def test_a_changed_engine_rolls_one_at_a_time(kubectl: Kubectl, fleet: str, url: str, client: str) -> None:
-    """Runs last in this file: both engines restart, so no engine holds the version until the next push."""
+    """The second engine waits until the first serves again: with a trainer that is one push later."""
     serving(url, 2)
     uids = {name: kubectl.get("pod", f"{name}-0")["metadata"]["uid"] for name in (f"{fleet}-engine-0", f"{fleet}-engine-1")}
     kubectl("patch", "sglr", fleet, "--type=merge", "-p", '{"spec":{"engine":{"env":[{"name":"ROLLED","value":"yes"}]}}}')
@@ -136,7 +136,14 @@ def test_a_changed_engine_rolls_one_at_a_time(kubectl: Kubectl, fleet: str, url:
     eventually("the first engine is replaced", lambda: len(replaced()) == 1, within=120)
     time.sleep(5)
     assert len(replaced()) == 1, "the second waits for the first"
-    eventually("both are replaced", lambda: len(replaced()) == 2, within=400, every=2)
-    eventually("all are updated", lambda: kubectl.get("sglr", fleet)["status"]["updatedReplicas"] == 2, within=300, every=2)
+    eventually("it says what it waits for", lambda: "serve" in condition(kubectl.get("sglr", fleet), "Ready")["message"], within=60)
+    first = f"{fleet}-engine-{next(iter(replaced()))[-1]}"
+    eventually("the new engine is up", lambda: member(url, first)["state"] == "clean", within=300, every=2)
     push(kubectl, fleet, "401", seed=401)
+    eventually("the second follows when the first serves", lambda: len(replaced()) == 2, within=120)
+    eventually("all are updated", lambda: kubectl.get("sglr", fleet)["status"]["updatedReplicas"] == 2, within=300, every=2)
+    serving(url, 1)
+    second = next(name for name in uids if name != first)
+    eventually("the second is up", lambda: member(url, second)["state"] == "clean", within=300, every=2)
+    push(kubectl, fleet, "402", seed=402)
     serving(url, 2, within=60)

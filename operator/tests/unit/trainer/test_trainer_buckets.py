@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_rollout.trainer.buckets import TensorSpec, pairs, plan
+
+SIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
+specs = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.lists(st.integers(1, 9), max_size=3)), max_size=30).map(
+    lambda rows: [TensorSpec(f"t{i}", dtype, tuple(shape), SIZES[dtype]) for i, (dtype, shape) in enumerate(rows)]
+)
+
+
+def named(*tensors: TensorSpec) -> list[tuple[TensorSpec, str]]:
+    return [(spec, spec.name) for spec in tensors]
+
+
+def floats(name: str, number: int) -> TensorSpec:
+    return TensorSpec(name, "float32", (number,), 4)
+
+
+@given(specs, st.integers(1, 400))
+def test_any_plan_keeps_order_limit_and_alignment(tensors: list[TensorSpec], limit: int) -> None:
+    buckets = list(plan(named(*tensors), limit))
+    assert [spec for bucket in buckets for spec, _ in bucket.items] == tensors
+    assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True] * bool(buckets)
+    for bucket in buckets:
+        assert bucket.nbytes <= limit or len(bucket.items) == 1
+        assert bucket.nbytes == sum(spec.nbytes for spec, _ in bucket.items)
+        for (offset, _), (spec, _) in zip(bucket.offsets(), bucket.items, strict=True):
+            assert offset % spec.itemsize == 0
+
+
+def test_a_tensor_that_would_be_misaligned_starts_a_bucket() -> None:
+    odd = TensorSpec("odd", "bfloat16", (3,), 2)
+    assert [len(b.items) for b in plan(named(odd, floats("after", 1), floats("last", 1)), 1000)] == [1, 2]
+
+
+def test_a_tensor_above_the_limit_travels_alone() -> None:
+    buckets = list(plan(named(floats("a", 1), floats("huge", 100), floats("b", 1)), 16))
+    assert [[name for _, name in bucket.items] for bucket in buckets] == [["a"], ["huge"], ["b"]]
+
+
+def test_tensors_are_read_no_further_than_one_ahead() -> None:
+    read: list[str] = []
+
+    def gather():
+        for i in range(10):
+            read.append(f"t{i}")
+            yield floats(f"t{i}", 1), f"t{i}"
+
+    next(plan(gather(), 8))
+    assert read == ["t0", "t1", "t2"]
+
+
+def test_the_request_is_what_sglang_wants() -> None:
+    (bucket,) = plan(named(TensorSpec("w", "bfloat16", (2, 3), 2), floats("norm", 4)), 1000)
+    assert bucket.request("g") == {
+        "names": ["w", "norm"],
+        "dtypes": ["bfloat16", "float32"],
+        "shapes": [[2, 3], [4]],
+        "group_name": "g",
+        "load_format": "flattened_bucket",
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "limit", "sentence"),
+    [
+        ([floats("w", 1), floats("w", 1)], 100, "appears twice"),
+        ([floats("w", 0)], 100, "no bytes to send"),
+        ([floats("w", 1)], 0, "must be positive"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_with_a_sentence(tensors, limit, sentence) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        list(plan(named(*tensors), limit))
+
+
+def test_scalars_and_state_dicts_are_fine() -> None:
+    assert TensorSpec("step", "float32", (), 4).nbytes == 4
+    assert list(pairs({"a": 1})) == [("a", 1)] == list(pairs(iter([("a", 1)])))
+
+
+def test_the_package_imports_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import sglang_rollout.trainer"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

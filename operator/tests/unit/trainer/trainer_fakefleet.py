@@ -1,0 +1,87 @@
+"""A scripted fleet over real HTTP: each path answers what a test says, and every call is remembered."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Reply = tuple[int, dict[str, Any]] | tuple[int, dict[str, Any], dict[str, str]]
+Script = Reply | Callable[[dict[str, Any]], Reply]
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    """A discovery document of two engines at base."""
+    base = {"run": 0, "n": 0, "label": "base"}
+    members = [
+        {
+            "name": f"demo-engine-{i}",
+            "state": "clean",
+            "version": base,
+            "boot_id": f"boot-{i}",
+            "gate_open": True,
+            "url": f"http://127.0.0.1:{9000 + i}",
+            "tensor_size": 1,
+            "rank_offset": 1 + i,
+            "routed": True,
+        }
+        for i in range(2)
+    ]
+    fixed = {"name": "demo", "namespace": "default", "term": 1, "epoch": 1, "world_size": 3, "backend": "gloo"}
+    return fixed | {"committed": base, "serving": 2, "members": members} | changes
+
+
+class FakeFleet:
+    """Use in a ``with`` block. ``replies[path]`` is a reply, a function of the body, or a list of them used up in
+    order.
+    """
+
+    def __init__(self) -> None:
+        self.replies: dict[str, Script | list[Script]] = {"/health": (200, {}), "/fleet": (200, document())}
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.counts: dict[str, int] = defaultdict(int)
+        self._lock = threading.Lock()
+        fleet = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None:
+                """Keep quiet."""
+
+            def _answer(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                status, reply, *headers = fleet.answer(self.path, json.loads(self.rfile.read(length) or b"{}"))
+                payload = json.dumps(reply).encode()
+                self.send_response(status)
+                for name, value in ({"Content-Length": str(len(payload))} | (headers[0] if headers else {})).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(payload)
+
+            do_GET = do_POST = _answer  # noqa: N815 - names of the standard library
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def answer(self, path: str, body: dict[str, Any]) -> Reply:
+        """The next scripted reply of a path."""
+        with self._lock:
+            self.calls.append((path, body))
+            self.counts[path] += 1
+            script = self.replies.get(path, (404, {"success": False, "message": f"nothing at {path}"}))
+            if isinstance(script, list):
+                script = script.pop(0) if len(script) > 1 else script[0]
+        return script(body) if callable(script) else script
+
+    def __enter__(self) -> FakeFleet:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
