@@ -28,7 +28,7 @@ $(VENV)/.done: requirements/dev.lock pyproject.toml
 .PHONY: venv engine-venv cluster-binaries preflight
 venv: $(VENV)/.done ## The project's own Python environment, from the lock
 preflight: venv ## Look for what is missing on this machine and, as root on Debian, install it
-	@$(BIN)/python -m e2e.preflight
+	@$(BIN)/python -m e2e.cluster preflight
 engine-venv: venv ## A real SGLang for CPU in an environment of its own (cached by content)
 	@$(BIN)/python -m e2e.engine prepare
 cluster-binaries: venv ## Kubernetes, etcd, CoreDNS and Helm, built from Go modules (cached by content)

@@ -60,7 +60,7 @@ def job(name: str, *arguments: str) -> dict[str, Any]:
     return document
 
 
-def train(name: str, *arguments: str, seconds: float = 300) -> list[dict[str, Any]]:
+def train(name: str, *arguments: str, seconds: float = 300) -> dict[str, Any]:
     """Run a trainer Job to its end, show what it prints, and return its curve."""
     DEMO("delete", "job", name, "--ignore-not-found", "--wait=true", timeout=90)
     DEMO.apply(job(name, *arguments))
@@ -69,7 +69,7 @@ def train(name: str, *arguments: str, seconds: float = 300) -> list[dict[str, An
         ["kubectl", "-n", DEMO.namespace, "logs", "-f", f"job/{name}", "--pod-running-timeout=60s"], stdout=subprocess.PIPE, text=True
     )
     assert follow.stdout is not None
-    curve: list[dict[str, Any]] = []
+    curve: dict[str, Any] = {}
     deadline = time.monotonic() + seconds
     for line in follow.stdout:
         if line.startswith("CURVE "):
@@ -84,12 +84,24 @@ def train(name: str, *arguments: str, seconds: float = 300) -> list[dict[str, An
     return curve
 
 
+def draw(out: pathlib.Path, *curves: dict[str, Any]) -> None:
+    """Both reward curves as one picture, ``reward.png``."""
+    files = []
+    for curve in curves:
+        files.append(out / f"curve-{'pushing' if curve['push'] else 'not-pushing'}.json")
+        files[-1].write_text(json.dumps(curve))
+    command = [sys.executable, str(ROOT / "examples/trainer/plot.py"), *map(str, files), "--out", str(out / "reward.png")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
+
+
 def main() -> None:
     """Run the demo on the cluster of the current environment."""
     began = time.monotonic()
     OUT.mkdir(exist_ok=True)
     with step("install the operator: helm install charts/sglang-rollout-operator"):
         install()
+    trainer = DEMO("create", "configmap", "demo-trainer", f"--from-file={ROOT / 'examples/trainer'}", "--dry-run=client", "-o", "yaml")
+    DEMO("apply", "-f", "-", stdin=trainer)
     with step("apply the fleet: kubectl apply -f examples/rollout-cpu.yaml"):
         DEMO("apply", "-f", str(ROOT / "examples/rollout-cpu.yaml"))
     with step("two real SGLang engines load their model and become Ready"):
@@ -100,12 +112,9 @@ def main() -> None:
         flat = train("trainer-no-push", "--no-push")
     with step("trainer that pushes its weights through the URL after every step"):
         pushed = train("trainer")
-    OUT.joinpath("curves.json").write_text(json.dumps({"pushing": pushed, "not pushing": flat}))
     with step("draw both curves"):
-        subprocess.run(
-            [sys.executable, str(ROOT / "examples/trainer/plot.py"), str(OUT / "curves.json"), str(OUT / "reward.png")], check=True
-        )
-    eventually("the last version shows in the status", lambda: str(pushed[-1]["version"]) in DEMO("get", "sglr", "demo"), within=15)
+        draw(OUT, pushed, flat)
+    eventually("the last version shows in the status", lambda: str(pushed["rows"][-1]["step"]) in DEMO("get", "sglr", "demo"), within=15)
     say("\nkubectl get sglr, before and after:")
     say(before + DEMO("get", "sglr", "demo").splitlines()[-1])
     say(

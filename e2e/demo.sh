@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export CLUSTER=${CLUSTER:-lab} PYTHONPATH=$PWD
 make --no-print-directory venv
-.venv/bin/python -m e2e.preflight
+.venv/bin/python -m e2e.cluster preflight
 if [ "$CLUSTER" = none ]; then
   make --no-print-directory engine-venv > /dev/null
   exec .venv/bin/python -m e2e.demo_local

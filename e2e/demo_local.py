@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 import requests
 
 from e2e.cluster.say import LabError, say, step, wait_until
+from e2e.demo import draw
 from e2e.engine import environment, start_engine
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -85,11 +85,8 @@ def main() -> None:
             train(url, OUT / "pushed.json")
         document = requests.get(f"{url}/fleet", timeout=5).json()
         say(f"\nGET {url}/fleet: committed {json.dumps(document['committed'])}, {document['serving']} engines serve")
-    curves = {"pushing": json.loads((OUT / "pushed.json").read_text()), "not pushing": json.loads((OUT / "flat.json").read_text())}
-    (OUT / "curves.json").write_text(json.dumps(curves))
     with step("draw both curves"):
-        command = [str(environment.python()), str(ROOT / "examples/trainer/plot.py"), str(OUT / "curves.json"), str(OUT / "reward.png")]
-        subprocess.run(command, check=True, env=os.environ | environment.environment_variables())
+        draw(OUT, json.loads((OUT / "pushed.json").read_text()), json.loads((OUT / "flat.json").read_text()))
     say(f"\nDone in {time.monotonic() - began:.0f} s; nothing is left running. Reward curves: {OUT / 'reward.png'}, logs: {OUT}")
 
 

@@ -99,23 +99,15 @@ def url(kubectl: Kubectl, fleet: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def client(kubectl: Kubectl, operator: Kubectl) -> str:
     """A pod in the cluster with torch and our client library: where a trainer would run. Its name."""
-    kubectl.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "client"},
-            "spec": {
-                "terminationGracePeriodSeconds": 1,
-                "containers": [
-                    {
-                        "name": "client",
-                        "image": sample()["spec"]["engine"]["image"],
-                        "imagePullPolicy": "IfNotPresent",
-                        "command": ["sleep", "86400"],
-                    }
-                ],
-            },
-        }
-    )
-    kubectl("wait", "pod/client", "--for=condition=Ready", "--timeout=60s", timeout=90)
+    # The client library comes from the fleet image, as in examples/trainer/job.yaml.
+    job = yaml.safe_load((ROOT / "examples/trainer/job.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    pod["terminationGracePeriodSeconds"] = 1
+    container = pod["containers"][0]
+    del container["args"]
+    container["command"] = ["sleep", "86400"]
+    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] == "client"]
+    pod["volumes"] = [volume for volume in pod["volumes"] if volume["name"] == "client"]
+    kubectl.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "client"}, "spec": pod})
+    kubectl("wait", "pod/client", "--for=condition=Ready", "--timeout=90s", timeout=120)
     return "client"

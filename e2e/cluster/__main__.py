@@ -6,41 +6,50 @@ import shlex
 import subprocess
 import sys
 
-from e2e.cluster import binaries, lab, network, store
+from e2e.cluster import binaries, lab, network, preflight, store
 from e2e.cluster.say import LabError, say
 
 _DIRECT = ("localhost", "127.0.0.1", network.API, "10.88.0.0/16", "10.96.0.0/16", ".svc", ".cluster.local")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lab", description="A real Kubernetes on one Linux machine without Docker. "
-                                     "CLUSTER=current uses your kubectl context instead, CLUSTER=none no cluster.")
+    parser = argparse.ArgumentParser(
+        prog="lab",
+        description="A real Kubernetes on one Linux machine without Docker. "
+        "CLUSTER=current uses your kubectl context instead, CLUSTER=none no cluster.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("binaries", help="build Kubernetes, etcd, CoreDNS and Helm into the cache and print their folder")
+    commands.add_parser("preflight", help="look for what is missing on this machine; as root on Debian, install it")
     up = commands.add_parser("up", help="bring the cluster up")
     up.add_argument("--nodes", type=int, default=1, help="number of nodes (1)")
     up.add_argument("--gpus", type=int, default=0, help="GPUs that every node pretends to have (0)")
     commands.add_parser("status", help="print what runs; exit code 1 unless it is a whole cluster")
     down = commands.add_parser("down", help="remove the cluster from the machine; images stay in the cache")
     down.add_argument("--data", action="store_true", help="delete images, certificates and logs too")
-    env = commands.add_parser("env", help="print the shell lines for kubectl and helm: eval \"$(… env)\"")
+    env = commands.add_parser("env", help='print the shell lines for kubectl and helm: eval "$(… env)"')
     env.add_argument("--tools", action="store_true", help="only the programs, no cluster")
     load = commands.add_parser("load", help="import images into all nodes, those that are there already take no time")
     load.add_argument("words", nargs="*", metavar="REF ARCHIVE KEY", help="without any: lines from stdin")
     return parser
 
 
+def _kubectl(*words: str) -> str:
+    return subprocess.run(["kubectl", *words], capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+
 def _current_context() -> str:
     """Return the name of the user's context after it answered; nothing is changed there."""
     try:
-        context = subprocess.run(["kubectl", "config", "current-context"], capture_output=True, text=True, check=True, timeout=30)
-        subprocess.run(["kubectl", "--request-timeout=10s", "get", "--raw", "/readyz"], capture_output=True, text=True, check=True, timeout=30)
+        context = _kubectl("config", "current-context")
+        _kubectl("--request-timeout=10s", "get", "--raw", "/readyz")
     except FileNotFoundError as error:
         raise LabError("CLUSTER=current needs kubectl on PATH") from error
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        words = (error.stderr or b"") if isinstance(error.stderr, (str, bytes)) else ""
-        raise LabError(f"CLUSTER=current, but the current kubectl context does not answer: {str(words).strip()[-500:]}") from error
-    return context.stdout.strip()
+    except subprocess.TimeoutExpired as error:
+        raise LabError("CLUSTER=current, but the current kubectl context did not answer within 30 s") from error
+    except subprocess.CalledProcessError as error:
+        raise LabError(f"CLUSTER=current, but the current kubectl context does not answer: {error.stderr.strip()[-500:]}") from error
+    return context
 
 
 def _environment(cluster: str, *, tools: bool) -> None:
@@ -73,6 +82,8 @@ def _run(options: argparse.Namespace) -> int:
         _environment(cluster, tools=options.tools)
     elif cluster != "lab":
         _foreign(options.command, cluster)
+    elif options.command == "preflight":
+        preflight.check()
     elif options.command == "up":
         lab.up(options.nodes, options.gpus)
     elif options.command == "down":

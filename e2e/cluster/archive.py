@@ -23,12 +23,15 @@ def pack(program: Path, reference: str, archive: Path) -> None:
         _add(tar, program.name, program.read_bytes(), 0o755)
     digest = hashlib.sha256(layer.getvalue()).hexdigest()
     machine = os.uname().machine
-    config = json.dumps({
-        "architecture": _ARCHITECTURES.get(machine, machine),
-        "os": "linux",
-        "config": {"Entrypoint": [f"/{program.name}"], "User": "65535:65535", "WorkingDir": "/"},
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
-    }, sort_keys=True).encode()
+    config = json.dumps(
+        {
+            "architecture": _ARCHITECTURES.get(machine, machine),
+            "os": "linux",
+            "config": {"Entrypoint": [f"/{program.name}"], "User": "65535:65535", "WorkingDir": "/"},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+        },
+        sort_keys=True,
+    ).encode()
     name = hashlib.sha256(config).hexdigest() + ".json"
     manifest = [{"Config": name, "RepoTags": [reference], "Layers": [f"{digest}/layer.tar"]}]
     archive.parent.mkdir(parents=True, exist_ok=True)

@@ -73,8 +73,9 @@ class Programs:
         """Start a program and keep it running."""
         self.commands[name] = command
         with (self.logs / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd="/",
-                                                  stdin=subprocess.DEVNULL, start_new_session=True)
+            self.running[name] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True
+            )
         say(f"{time.strftime('%H:%M:%S')} {name} started as {self.running[name].pid}")
 
     def watch(self) -> None:
@@ -104,20 +105,33 @@ def _control_plane(programs: Programs, binaries: Path, pki: Pki) -> None:
 def _controllers(programs: Programs, binaries: Path, pki: Pki) -> None:
     programs.start("kube-controller-manager", apiserver.controller_manager(binaries, pki, 10257))
     config = pki.root / "sched.kubeconfig"
-    programs.start("kube-scheduler", [
-        str(binaries / "kube-scheduler"), f"--kubeconfig={config}", f"--authentication-kubeconfig={config}",
-        f"--authorization-kubeconfig={config}", "--leader-elect=false", "--bind-address=127.0.0.1",
-    ])
+    programs.start(
+        "kube-scheduler",
+        [
+            str(binaries / "kube-scheduler"),
+            f"--kubeconfig={config}",
+            f"--authentication-kubeconfig={config}",
+            f"--authorization-kubeconfig={config}",
+            "--leader-elect=false",
+            "--bind-address=127.0.0.1",
+        ],
+    )
     programs.start("coredns", [str(binaries / "coredns"), "-conf", str(nodeconf.node_folder(0) / "Corefile")])
 
 
 def _node(programs: Programs, node: int, binaries: Path, pki: Pki) -> None:
     folder = nodeconf.node_folder(node)
-    programs.start("kubelet", [
-        str(binaries / "kubelet"), f"--config={folder}/kubelet.yaml", f"--kubeconfig={pki.root}/node{node}.kubeconfig",
-        f"--root-dir={nodeconf.runtime_folder(node)}/kubelet", f"--hostname-override=node{node}",
-        f"--node-ip={network.address(node)}",
-    ])
+    programs.start(
+        "kubelet",
+        [
+            str(binaries / "kubelet"),
+            f"--config={folder}/kubelet.yaml",
+            f"--kubeconfig={pki.root}/node{node}.kubeconfig",
+            f"--root-dir={nodeconf.runtime_folder(node)}/kubelet",
+            f"--hostname-override=node{node}",
+            f"--node-ip={network.address(node)}",
+        ],
+    )
     programs.start("kube-proxy", [str(binaries / "kube-proxy"), f"--config={folder}/proxy.yaml"])
 
 

@@ -81,11 +81,13 @@ def _already_up(count: int) -> bool:
     found = leftovers()
     if not found:
         return False
-    if _state().get("nodes") == count and sorted(nodes.running()) == list(range(count)) and kubeconfig().exists():
-        if apiserver.ready(URL, pki()):
-            return True
-    raise LabError(f"There is a lab cluster on this machine already, or a part of one ({found[0]} and {len(found) - 1} more things). "
-                   "Remove it with `make cluster-down` (python -m e2e.cluster down), then try again")
+    whole = _state().get("nodes") == count and sorted(nodes.running()) == list(range(count)) and kubeconfig().exists()
+    if whole and apiserver.ready(URL, pki()):
+        return True
+    raise LabError(
+        f"There is a lab cluster on this machine already, or a part of one ({found[0]} and {len(found) - 1} more things). "
+        "Remove it with `make cluster-down` (python -m e2e.cluster down), then try again"
+    )
 
 
 def up(count: int, gpus: int) -> None:
@@ -116,11 +118,12 @@ def _start(count: int, programs: Path) -> None:
             pki().certificate(f"node{node}", f"/O=system:nodes/CN=system:node:node{node}", f"DNS:node{node},IP:{network.address(node)}")
             pki().kubeconfig(f"node{node}", URL)
     with step(f"network {network.BRIDGE} with {count} node(s)"):
-        made = [folder for folder in _OWN_FOLDERS if not Path(folder).exists()]
-        state = {"nodes": count, "made": made, "unmount_netns": not network.netns_mounted()}
+        old = _state()  # of an `up` that was killed before it had anything else to remove
+        made = sorted({folder for folder in _OWN_FOLDERS if not Path(folder).exists()} | set(old.get("made", [])))
+        state = {"nodes": count, "made": made, "unmount_netns": bool(old.get("unmount_netns")) or not network.netns_mounted()}
         _state_file().write_text(json.dumps(state))
         for folder in made:
-            Path(folder).mkdir(parents=True)
+            Path(folder).mkdir(parents=True, exist_ok=True)
         network.up(count)
     with step("containerd and the pause image"):
         for node in range(count):
@@ -192,5 +195,6 @@ def status() -> bool:
     states = _node_states() if answers else {}
     for node in sorted(live):
         images = ", ".join(store.loaded(node)) or "none"
-        print(f"node{node}: {'Ready' if states.get(f'node{node}') else 'NOT READY'}; logs in {nodeconf.node_folder(node)}/logs; images: {images}")
+        condition = "Ready" if states.get(f"node{node}") else "NOT READY"
+        print(f"node{node}: {condition}; logs in {nodeconf.node_folder(node)}/logs; images: {images}")
     return answers and bool(states) and all(states.values())

@@ -70,8 +70,12 @@ disabled_plugins = {disabled}
 
 
 def _cni(node: int) -> dict[str, object]:
-    ipam = {"type": "host-local", "dataDir": str(RUN / "ipam"),
-            "ranges": [[{"subnet": network.pods(node)}]], "routes": [{"dst": "10.0.0.0/8"}]}
+    ipam = {
+        "type": "host-local",
+        "dataDir": str(RUN / "ipam"),
+        "ranges": [[{"subnet": network.pods(node)}]],
+        "routes": [{"dst": "10.0.0.0/8"}],
+    }
     bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "ipMasq": False, "hairpinMode": True, "ipam": ipam}
     portmap = {"type": "portmap", "capabilities": {"portMappings": True}, "snat": True}
     return {"cniVersion": "0.4.0", "name": "sgr", "plugins": [bridge, portmap]}
@@ -84,8 +88,7 @@ def _kubelet(node: int) -> dict[str, object]:
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
         "address": network.address(node),
-        "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": True},
-                           "x509": {"clientCAFile": str(pki / "ca.crt")}},
+        "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": True}, "x509": {"clientCAFile": str(pki / "ca.crt")}},
         "authorization": {"mode": "Webhook"},
         "tlsCertFile": str(pki / f"node{node}.crt"),
         "tlsPrivateKeyFile": str(pki / f"node{node}.key"),
@@ -100,8 +103,7 @@ def _kubelet(node: int) -> dict[str, object]:
         "failSwapOn": False,
         "hairpinMode": "none",
         "maxOpenFiles": hard if 0 < hard < 1_000_000 else 1_000_000,
-        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%",
-                         "nodefs.inodesFree": "1%"},
+        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%", "nodefs.inodesFree": "1%"},
         "imageGCHighThresholdPercent": 100,
         "syncFrequency": "5s",
         "nodeStatusUpdateFrequency": "4s",

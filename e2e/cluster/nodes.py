@@ -20,8 +20,8 @@ def start(node: int, binaries: Path) -> None:
     """Start a node. It outlives this process; ``stop_all`` finds and ends it."""
     folder = nodeconf.node_folder(node)
     shutil.rmtree(nodeconf.runtime_folder(node), ignore_errors=True)
-    for log in (folder / "logs").glob("*.log"):
-        log.unlink()
+    for old in (folder / "logs").glob("*.log"):
+        old.unlink()
     nodeconf.write(node)
     environment = {k: v for k, v in os.environ.items() if k.lower() not in _PROXIES}
     environment |= {
@@ -30,14 +30,34 @@ def start(node: int, binaries: Path) -> None:
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     }
     command = [
-        "nsenter", f"--net=/run/netns/{network.namespace(node)}",
-        "unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child=TERM", "--mount-proc",
-        "--uts", "--ipc", "tini", "-s", "-g", "--",
-        sys.executable, "-u", "-m", _MODULE, str(node), str(binaries), str(lab_root()),
+        "nsenter",
+        f"--net=/run/netns/{network.namespace(node)}",
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "--pid",
+        "--fork",
+        "--kill-child=TERM",
+        "--mount-proc",
+        "--uts",
+        "--ipc",
+        "tini",
+        "-s",
+        "-g",
+        "--",
+        sys.executable,
+        "-u",
+        "-m",
+        _MODULE,
+        str(node),
+        str(binaries),
+        str(lab_root()),
     ]
     with (folder / "logs" / "init.log").open("wb") as log:
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd="/",
-                         env=environment, start_new_session=True)
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd="/", env=environment, start_new_session=True
+        )
 
 
 def _processes() -> list[tuple[int, str, int]]:

@@ -11,10 +11,26 @@ from e2e.cluster.say import LabError, say, step
 
 # Program -> Debian package. The last ones are for building images, for the router and for the checks.
 _PROGRAMS = {
-    "containerd": "containerd", "ctr": "containerd", "runc": "runc", "ip": "iproute2", "iptables": "iptables",
-    "conntrack": "conntrack", "ipset": "ipset", "ebtables": "ebtables", "ethtool": "ethtool", "socat": "socat",
-    "tini": "tini", "openssl": "openssl", "curl": "curl", "nsenter": "util-linux", "unshare": "util-linux",
-    "mount": "mount", "debootstrap": "debootstrap", "buildah": "buildah", "haproxy": "haproxy", "jq": "jq",
+    "containerd": "containerd",
+    "ctr": "containerd",
+    "runc": "runc",
+    "ip": "iproute2",
+    "iptables": "iptables",
+    "conntrack": "conntrack",
+    "ipset": "ipset",
+    "ebtables": "ebtables",
+    "ethtool": "ethtool",
+    "socat": "socat",
+    "tini": "tini",
+    "openssl": "openssl",
+    "curl": "curl",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "mount": "mount",
+    "debootstrap": "debootstrap",
+    "buildah": "buildah",
+    "haproxy": "haproxy",
+    "jq": "jq",
     "shellcheck": "shellcheck",
 }
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
@@ -72,14 +88,18 @@ def check_machine() -> None:
     if os.uname().sysname != "Linux":
         raise LabError("The lab cluster runs on Linux only. With a cluster you have: CLUSTER=current; without any: CLUSTER=none")
     if os.geteuid() != 0:
-        raise LabError("The lab cluster needs root, for namespaces and a bridge. Run it as root, "
-                       "use a cluster you have (CLUSTER=current), or plain processes (CLUSTER=none)")
+        raise LabError(
+            "The lab cluster needs root, for namespaces and a bridge. Run it as root, "
+            "use a cluster you have (CLUSTER=current), or plain processes (CLUSTER=none)"
+        )
     cache = cache_root()
     cache.mkdir(parents=True, exist_ok=True)
     free, memory = shutil.disk_usage(cache).free / 1e9, _memory_gb()
     if free < _GB_DISK:
-        raise LabError(f"The lab needs {_GB_DISK:.0f} GB of disk at {cache}, {free:.1f} GB are free. "
-                       "Make room, or set SGLANG_ROLLOUT_CACHE to a folder on a larger disk")
+        raise LabError(
+            f"The lab needs {_GB_DISK:.0f} GB of disk at {cache}, {free:.1f} GB are free. "
+            "Make room, or set SGLANG_ROLLOUT_CACHE to a folder on a larger disk"
+        )
     if memory < _GB_MEMORY:
         raise LabError(f"The lab needs {_GB_MEMORY:.0f} GB of memory, {memory:.1f} GB are available")
     if free < _GB_DISK_DEMO:
@@ -97,8 +117,9 @@ def check_storage() -> None:
         subprocess.run(["modprobe", "overlay"], capture_output=True, check=False)
     route = network.taken()
     if route:
-        raise LabError(f"This machine has a route {route}; the lab uses 10.88.0.0/16 and 10.96.0.0/16. "
-                       "Use a machine without it, or CLUSTER=current")
+        raise LabError(
+            f"This machine has a route {route}; the lab uses 10.88.0.0/16 and 10.96.0.0/16. Use a machine without it, or CLUSTER=current"
+        )
 
 
 def check() -> None:

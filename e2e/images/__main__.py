@@ -8,6 +8,7 @@ With CLUSTER=current it also says how such a cluster gets the images.
 """
 
 import argparse
+import fcntl
 import os
 import shutil
 import sys
@@ -15,46 +16,48 @@ from collections.abc import Sequence
 
 from e2e.cluster.say import LabError, say, step
 from e2e.images.builder import Builder, choose
-from e2e.images.catalog import CATALOG, Image, folder
+from e2e.images.catalog import CATALOG, Version, folder, versions
 
 _NEEDED_GB = 25  # engine image: build storage, archive, and one copy in the cluster's own store
 
 
-def build(names: Sequence[str]) -> list[str]:
-    """Build the images called ``names`` (all if empty) and return their lines."""
+def build(names: Sequence[str]) -> list[Version]:
+    """Build the images called ``names`` (all if empty) and return them."""
     builder = choose()
     folder().mkdir(parents=True, exist_ok=True)
+    with (folder() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second build at the same time waits, then finds most of its work done
+        return _build(builder, names)
+
+
+def _build(builder: Builder, names: Sequence[str]) -> list[Version]:
     base = builder.base()
-    wanted = [image for image in CATALOG if not names or image.name in names]
-    missing = [image for image in wanted if not image.archive(base).exists()]
+    wanted = versions(base, names)
+    missing = [version for version in wanted if not version.archive.exists()]
     free = shutil.disk_usage(folder()).free / 1e9
-    if any(image.name == "engine-cpu" for image in missing) and free < _NEEDED_GB:
+    if any(version.image.name == "engine-cpu" for version in missing) and free < _NEEDED_GB:
         raise LabError(f"The images need about {_NEEDED_GB} GB of disk; {folder()} has {free:.1f} GB free")
-    for image in missing:
-        _build_one(builder, image, base)
-    return [_line(image, base) for image in wanted]
+    for version in missing:
+        _build_one(builder, version, base)
+    return wanted
 
 
-def _build_one(builder: Builder, image: Image, base: str) -> None:
-    archive = image.archive(base)
-    part = archive.with_suffix(".part")
+def _build_one(builder: Builder, version: Version, base: str) -> None:
+    image, log = version.image, folder() / f"{version.image.name}.log"
+    part = version.archive.with_suffix(".part")
     part.unlink(missing_ok=True)
-    (folder() / f"{image.name}.log").unlink(missing_ok=True)
-    with step(f"image {image.name} (log: {folder()}/{image.name}.log)"):
-        builder.build(image, base, part)
+    log.unlink(missing_ok=True)
     for old in folder().glob(f"{image.name}-[0-9a-f]*.tar"):  # only the newest content is kept: they are large
         old.unlink()
-    part.rename(archive)
+    with step(f"image {image.name} (log: {log})"):
+        builder.build(image, base, part)
+    part.rename(version.archive)
 
 
-def _line(image: Image, base: str) -> str:
-    return f"{image.reference} {image.archive(base)} {image.key(base)}"
-
-
-def _explain_current(lines: Sequence[str]) -> None:
+def _explain_current(built: Sequence[Version]) -> None:
     say("CLUSTER=current: your cluster has to get these images. With kind:")
-    for line in lines:
-        say(f"  kind load image-archive {line.split()[1]}")
+    for version in built:
+        say(f"  kind load image-archive {version.archive}")
     say("With any other: push them to a registry it can pull from and set the chart's image values.")
 
 
@@ -69,16 +72,15 @@ def main() -> None:
         parser.error(f"no image is called {', '.join(sorted(unknown))}; there are {', '.join(i.name for i in CATALOG)}")
     try:
         if args.command == "build":
-            lines = build(args.names)
+            found = build(args.names)
         else:
-            base = choose().base()
-            lines = [_line(image, base) for image in CATALOG if image.archive(base).exists()]
+            found = [version for version in versions(choose().base(), args.names) if version.archive.exists()]
     except LabError as error:
         say(f"error: {error}")
         sys.exit(1)
-    print("\n".join(lines))
+    print("\n".join(map(str, found)))
     if os.environ.get("CLUSTER") == "current":
-        _explain_current(lines)
+        _explain_current(found)
 
 
 if __name__ == "__main__":

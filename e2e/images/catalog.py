@@ -1,6 +1,7 @@
 """Which images there are, what each is made of, and the key that says when it has to be made again."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,8 @@ PREFIX = "localhost/sglang-rollout"
 TAG = "dev"
 _PACKAGE = REPOSITORY / "operator" / "sglang_rollout"
 _LOCKS = REPOSITORY / "requirements"
-_SHARED = (IMAGES / "sglang-rollout", REPOSITORY / "LICENSE", REPOSITORY / ".dockerignore", _LOCKS / "uv.lock", _PACKAGE)
+_SHARED = (REPOSITORY / ".dockerignore", _LOCKS / "uv.lock")
+_OURS = (IMAGES / "sglang-rollout", REPOSITORY / "LICENSE", _PACKAGE)
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,34 @@ class Image:
         files = files_below(IMAGES / self.name, *_SHARED, *self.files)
         return content_key(files, base, os.environ.get("TORCH_INDEX", ""), os.uname().machine)
 
-    def archive(self, base: str) -> Path:
-        """Return where the archive with this content lies once it is built."""
-        return folder() / f"{self.name}-{self.key(base)}.tar"
-
 
 CATALOG = (
-    Image("operator", (_LOCKS / "operator.lock",)),
-    Image("fleet", (_LOCKS / "fleet.lock",)),
-    Image("router", (_LOCKS / "router.lock",)),
-    Image("engine-cpu", (_LOCKS / "engine-torch.lock", _LOCKS / "engine-cpu.lock", REPOSITORY / "examples")),
+    Image("operator", (*_OURS, _LOCKS / "operator.lock")),
+    Image("fleet", (*_OURS, _LOCKS / "fleet.lock")),
+    Image("router", (*_OURS, _LOCKS / "router.lock")),
+    Image("engine-cpu", (_LOCKS / "engine-torch.lock", _LOCKS / "engine-cpu.lock")),  # large: must not depend on our code
 )
+
+
+@dataclass(frozen=True)
+class Version:
+    """An image with the content it has now. Computed once for a run: sources may be edited while a build is under way."""
+
+    image: Image
+    key: str
+
+    @property
+    def archive(self) -> Path:
+        """Where the archive with this content lies once it is built."""
+        return folder() / f"{self.image.name}-{self.key}.tar"
+
+    def __str__(self) -> str:
+        return f"{self.image.reference} {self.archive} {self.key}"
+
+
+def versions(base: str, names: Sequence[str] = ()) -> list[Version]:
+    """Return the present version of the images called ``names`` (all if empty)."""
+    return [Version(image, image.key(base)) for image in CATALOG if not names or image.name in names]
 
 
 def folder() -> Path:

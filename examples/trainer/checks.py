@@ -8,7 +8,7 @@ from policy import PROMPT_TOKENS, Policy
 
 from sglang_rollout.trainer import Fleet, FleetError, connect_engine
 
-PROBES = [[10 + 7 * row + column for column in range(PROMPT_TOKENS)] for row in range(8)]
+PROBES = [[10 + 7 * row + column for column in range(PROMPT_TOKENS)] for row in range(12)]
 PROBE_TOKENS = 16
 
 

@@ -63,7 +63,7 @@ class Trainer:
         self._policy = policy
         self._options = options
         self._checks = EngineChecks(fleet, policy) if options.check and options.push else None
-        self._expected = fleet.document().committed.label
+        self._expected = self._start()
         self.rows: list[Row] = []
 
     def run(self) -> None:
@@ -77,6 +77,20 @@ class Trainer:
                 f"checked on every engine after each of {self._checks.pushes} pushes: greedy tokens equal the policy's; "
                 f"{self._checks.changed} pushes changed them"
             )
+
+    def _start(self) -> str:
+        """Label of the version that the first step samples from.
+
+        A fresh fleet serves the model's own weights. What a trainer before this one left is replaced by them, so that
+        every run starts from the same policy, with and without pushes.
+        """
+        committed = self._fleet.document().committed
+        if committed.is_base and not self._options.push:
+            return committed.label
+        self._fleet.open_group(self._options.backend, host=self._options.host)
+        if committed.is_base:
+            return committed.label
+        return self._fleet.push(self._policy.model.state_dict(), version=0).version
 
     def _step(self, step: int) -> Row:
         watch = Stopwatch()
@@ -111,14 +125,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", help="torch.distributed backend of the pushes [default: what the fleet says]")
     parser.add_argument("--host", help="our address as the engines reach it [default: that of the route to the fleet]")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=64, help="samples per step")
+    parser.add_argument("--batch", type=int, default=48, help="samples per step")
     parser.add_argument("--tokens", type=int, default=12, help="tokens per sample")
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--learning-rate", type=float, default=1.4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wait", type=float, default=600, help="seconds to wait for a healthy fleet")
     parser.add_argument("--no-push", dest="push", action="store_false", help="keep the weights here: the curve stays flat")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="ask each engine after a push")
-    parser.add_argument("--out", type=Path, help="write the curve to this JSON file")
+    parser.add_argument("--out", type=Path, help="write the curve to this JSON file; - prints it as a line CURVE {…}")
     return parser.parse_args(argv)
 
 
@@ -133,8 +147,6 @@ def main() -> int:
             document = fleet.document()
             names = ", ".join(member.name for member in document.members)
             print(f"fleet {document.name}: {names}; world size {document.world_size}, committed {document.committed}")
-            if options.push:
-                fleet.open_group(options.backend, host=options.host)
             trainer = Trainer(fleet, policy, options)
             trainer.run()
     except (FleetError, CheckFailed) as error:
@@ -145,7 +157,10 @@ def main() -> int:
     print(f"reward {first:.3f} -> {last:.3f} in {len(trainer.rows)} steps, {seconds:.0f} s, pushes {'on' if options.push else 'off'}")
     if options.out:
         curve = {"push": options.push, "seed": options.seed, "seconds": seconds, "rows": [asdict(row) for row in trainer.rows]}
-        options.out.write_text(json.dumps(curve, indent=1) + "\n")
+        if str(options.out) == "-":
+            print(f"CURVE {json.dumps(curve)}")
+        else:
+            options.out.write_text(json.dumps(curve, indent=1) + "\n")
     return 0
 
 

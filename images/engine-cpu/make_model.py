@@ -104,6 +104,8 @@ def main() -> None:
         args.arch, hidden=args.hidden, layers=args.layers, vocabulary=args.vocabulary, context=args.context, end=end, seed=args.seed
     )
     model.to(getattr(torch, args.dtype)).save_pretrained(args.out)
+    for file in args.out.iterdir():
+        file.chmod(0o644)  # safetensors writes 0600, and the server may run as another user
     print(f"{args.out}: {args.arch}, {sum(p.numel() for p in model.parameters()):,} parameters, {args.dtype}")
 
 

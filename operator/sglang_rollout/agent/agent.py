@@ -104,6 +104,20 @@ class Agent:
         except RecordError as error:
             self.dispatch(ev.Lost(str(error)))
 
+    async def watch_connection(self) -> None:
+        """Return after the engine's process has ended and what is there now has been looked at. Polls alone would miss a quick restart."""
+        try:
+            await self.engine.until_it_ends()
+        except EngineGoneError:
+            return  # the next poll says so
+        if not self.state.up:
+            return
+        try:
+            facts = await self._identify(await self.engine.label())
+            self.dispatch(ev.Identified(facts))
+        except (EngineError, RecordError) as error:
+            self.dispatch(ev.Lost(str(error)))
+
     async def _identify(self, label: str) -> s.EngineFacts:
         boot, facts = self.engine.container_boot(), self.state.facts
         if boot is not None and facts is not None and facts.boot_id == boot:

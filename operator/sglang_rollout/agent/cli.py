@@ -106,6 +106,7 @@ async def _run(
         await runner.setup()
         tasks = [
             asyncio.create_task(_every(_INTERVAL, "watching the engine", agent.observe)),
+            asyncio.create_task(_every(_INTERVAL, "watching the engine's connection", agent.watch_connection)),
             asyncio.create_task(_follow_gate(agent)),
             asyncio.create_task(_trust_record(agent)),
         ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -89,6 +91,21 @@ class Engine:
             return self._boot_file.read_text().strip() or None
         except OSError:
             return None
+
+    async def until_it_ends(self) -> None:
+        """Hold an idle connection and return when the other side ends it: the process died, however soon another takes its place."""
+        parts = urlsplit(self.url)
+        try:
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        except OSError as error:
+            raise EngineGoneError(f"nothing listens at {self.url} ({error.strerror or error})") from None
+        try:
+            while await reader.read(1024):
+                pass
+        except OSError:
+            return  # reset: the same news
+        finally:
+            writer.close()
 
     async def label(self) -> str:
         """The live weight version. Answers also while the scheduler is busy for minutes."""

@@ -30,7 +30,7 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
-from sglang_rollout.wire.models import Intent, Record
+from sglang_rollout.wire.models import Intent, LastUpdate, Record, UpdateOutcome, Version
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Driver:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
+        self._reported: tuple[Version, UpdateOutcome, str] | None = None
         self._syncing: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -131,6 +132,18 @@ class Driver:
                     if future is not None and not future.done():
                         future.set_result(answer)
         self._metrics.observe(self._machine)
+        self._report(self._machine.fleet.last_update)
+
+    def _report(self, last: LastUpdate | None) -> None:
+        """One line for each update that ended; later changes of the same one only add to its figures."""
+        if last is None or (last.version, last.outcome, last.reason) == self._reported:
+            return
+        self._reported = (last.version, last.outcome, last.reason)
+        what = f"{last.outcome}: version {last.version} (label {last.version.label}) {last.phases_ms}"
+        if last.outcome is UpdateOutcome.COMMITTED:
+            log.info("%s", what)
+        else:
+            log.warning("%s: %s", what, last.reason)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -158,7 +171,7 @@ class Driver:
             if not result.ok:
                 log.warning("%s on %s: %s %s", effect.path, name, result.status or "no answer:", result.message)
         self._metrics.fan_out(effect.path, ended - began, results)
-        log.info("%s on %d engines: %.0f ms", effect.path, len(results), (ended - began) * 1000)
+        log.debug("%s on %d engines: %.0f ms", effect.path, len(results), (ended - began) * 1000)
         self.feed(Answered(effect.id, results, ended))
 
     async def _write(self, effect: Write) -> None:

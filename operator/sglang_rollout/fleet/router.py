@@ -55,10 +55,10 @@ class Routable:
         self._url = url
         self._before: frozenset[str] = frozenset()
 
-    def urls(self, machine: Machine | None) -> frozenset[str]:
-        """Base URLs to have in the list now."""
-        if machine is None:
-            return frozenset()
+    def urls(self, machine: Machine | None) -> frozenset[str] | None:
+        """Base URLs to have in the list now; None: a new coordinator does not know yet and leaves the list alone."""
+        if machine is None or machine.fleet.committed is None:
+            return None
         fleet = machine.fleet
         names = {name for name, engine in fleet.engines.items() if engine.serving}
         if fleet.update is not None:
@@ -72,7 +72,7 @@ class Routable:
 class Router:
     """Keeps smg's list. ``wanted`` says which base URLs should be in it now."""
 
-    def __init__(self, url: str, wanted: Callable[[], frozenset[str]]) -> None:
+    def __init__(self, url: str, wanted: Callable[[], frozenset[str] | None]) -> None:
         self._url = url.rstrip("/")
         self._wanted = wanted
         self._posted: dict[str, float] = {}
@@ -103,6 +103,8 @@ class Router:
         self.routed = frozenset(url.rstrip("/") for url in listed.values())
         now = asyncio.get_running_loop().time()
         wanted = self._wanted()
+        if wanted is None:
+            return
         self._posted = {
             url: at for url, at in self._posted.items() if url in wanted - self.routed and now - at < POST_AGAIN
         }

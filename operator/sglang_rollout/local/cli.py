@@ -27,6 +27,7 @@ from sglang_rollout.wire.models import PauseMode, WeightsPolicy
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH
 
 _START_SECONDS = 60.0
+_LONGEST_RUNTIME_PATH = 50
 _LOWEST_PORT, _HIGHEST_PORT = 20000, 32767
 """Below the start of Linux's ephemeral range, so that no outgoing connection takes a port between two starts of a child."""
 
@@ -81,7 +82,7 @@ def command(
     _check_free(listen, "--listen")
     weights = WeightsPolicy(backend=backend, pause_mode=PauseMode(pause_mode))
     plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=_ports(ports_needed(len(parsed)), base_port))
-    runtime = Path(tempfile.mkdtemp(prefix="sglang-rollout-"))
+    runtime = _runtime_folder()
     try:
         folders = Folders(state=state_dir.absolute() if state_dir else runtime / "state", runtime=runtime)
         _prepare(plan, folders)
@@ -126,6 +127,15 @@ async def _until_serving(supervisor: Supervisor, url: str, stop: asyncio.Event) 
                 async with asyncio.timeout(0.2):
                     await stop.wait()
     return False
+
+
+def _runtime_folder() -> Path:
+    """A folder for sockets, whose paths Linux limits to 107 characters; haproxy needs some of them for itself."""
+    folder = Path(tempfile.mkdtemp(prefix="sglang-rollout-"))
+    if len(str(folder)) <= _LONGEST_RUNTIME_PATH:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="sglang-rollout-", dir="/tmp"))
 
 
 def _announce(plan: Plan, folders: Folders) -> None:

@@ -162,6 +162,7 @@ class Fleet:
         except BaseException:
             # Also on KeyboardInterrupt: leaving the group makes engines that wait in a broadcast give up.
             self.close_group()
+            push.settle(BLAME_SECONDS)
             raise
         phases = {"group": opened_ms, **push.phases, "total": (time.monotonic() - started) * 1000}
         return PushResult(
@@ -225,6 +226,8 @@ class Fleet:
             wait([told], timeout=BLAME_SECONDS)
         # Engines that joined although the group failed (a reply that got lost) must not keep it.
         self._destroy(meeting.name)
+        # Our own thread ends now that the store is closed. If the interpreter ended before it, torch would abort the process.
+        wait([joined], timeout=BLAME_SECONDS)
         raise GroupFailed(_why_no_group(told, joined, meeting, deadline))
 
     def _destroy(self, name: str) -> None:

@@ -75,6 +75,7 @@ class Push:
         self.phases: dict[str, float] = {}
         self.bytes = 0
         self.buckets = 0
+        self._sent: Future[None] | None = None
 
     def run(self, named_tensors: NamedTensors) -> None:
         """Transfer all tensors; returns when the fleet has replied to ``end``. Raises PushFailed."""
@@ -86,12 +87,20 @@ class Push:
         self._timed("transfer", lambda: self._transfer(first, prepared))
         self._timed("end", lambda: self._call("end", "/end_weight_update", {}))
 
+    def settle(self, seconds: float) -> None:
+        """After a failure, and after the group was closed everywhere: wait for the broadcast that was under way to end with it.
+
+        If the interpreter ended before that thread, torch would abort the process.
+        """
+        if self._sent is not None:
+            wait([self._sent], timeout=seconds)
+
     def _transfer(self, current: tuple[Bucket[Any], Any] | None, prepared: Iterator[tuple[Bucket[Any], Any]]) -> None:
         while current is not None:
             bucket, buffer = current
             deadline = Deadline(self._timeout)
             reply = background(self._http.post, UPDATE, self._body(bucket), timeout=self._timeout)
-            sent = background(self._group.broadcast, buffer, timeout=self._timeout)
+            sent = self._sent = background(self._group.broadcast, buffer, timeout=self._timeout)
             upcoming = None if bucket.last else self._timed("prepare", lambda: self._next(prepared))
             _await_bucket(reply, sent, deadline)
             self.bytes += bucket.nbytes

@@ -124,7 +124,7 @@ class Pod:
     async def start(self) -> None:
         await self.gate.start()
         await self.agent.start()
-        await until(self.agent_answers, 15, "the agent answers through the gate")
+        await until(self.agent_answers, 40, "the agent answers through the gate")
 
     async def agent_answers(self) -> bool:
         try:

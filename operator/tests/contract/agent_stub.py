@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import web
-
 from agent_lab import free_port
+from aiohttp import web
 
 
 @dataclass
@@ -42,9 +41,10 @@ class StubEngine:
         app = web.Application()
         app.add_routes(
             [
-                web.get("/model_info", lambda _: _json({"weight_version": self.label})),
-                web.get("/ready", lambda _: _json({})),
-                web.get("/v1/loads", lambda _: _json({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})),
+                web.get("/model_info", self._model_info),
+                web.get("/ready", self._ready),
+                web.get("/v1/loads", self._loads),
+                web.get("/begin_weight_update", self._wrong_method),
                 web.get("/server_info", self._server_info),
                 web.post("/generate", self._generate),
                 web.post("/{call}", self._call),
@@ -58,6 +58,18 @@ class StubEngine:
         if self.runner is not None:
             await self.runner.cleanup()
             self.runner = None
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
+
+    async def _wrong_method(self, _: web.Request) -> web.Response:
+        return web.Response(status=404 if self.old else 405)
 
     async def _server_info(self, _: web.Request) -> web.Response:
         info = {"version": "0.5.20" if self.old else "0.5.23", "tp_size": 1, "weight_version": "base", "startup_time": {"all": self.born}}
@@ -95,10 +107,6 @@ class StubEngine:
         elif call == "update_weight_version":
             self.label = self.bodies[call]["new_version"]
         return web.json_response({"success": True, "message": "Success"})
-
-
-async def _json(document: Any) -> web.Response:
-    return web.json_response(document)
 
 
 @asynccontextmanager

@@ -16,11 +16,11 @@ import aiohttp
 from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "properties"))
-from fleet_world import FakeAgent  # noqa: E402 - shared with the property tests: one model of an agent
+from fleet_world import FakeAgent
 
-from sglang_rollout.fleet.cli import Options, serve  # noqa: E402
-from sglang_rollout.wire.models import Deadlines, Intent, WantedEngine, WeightsPolicy  # noqa: E402
-from sglang_rollout.wire.ports import AGENT_PREFLIGHT, TERM_HEADER  # noqa: E402
+from sglang_rollout.fleet.cli import Options, serve
+from sglang_rollout.wire.models import Deadlines, Intent, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.ports import AGENT_PREFLIGHT, TERM_HEADER
 
 TOKEN = "secret"
 QUICK = Deadlines(group=3.0, update=3.0, idle=5.0, pause=3.0)

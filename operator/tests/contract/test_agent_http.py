@@ -106,7 +106,7 @@ async def test_one_call_at_a_time_and_the_engine_goes_on_after_the_deadline(lab:
     second = await lab.control("/pause_generation")
     assert second.status == 409
     assert "has not answered init_weights_update_group" in second.reason
-    assert (await lab.status()).gate_open      # joining a group changes no weights: sync and gate go on
+    assert (await lab.status()).gate_open  # joining a group changes no weights: sync and gate go on
     assert await lab.is_open()
     engine.held["init_weights_update_group"].set()
     await until(lambda: _status(lab, "/pause_generation", 200), 5, "calls are taken again")
@@ -186,7 +186,7 @@ async def test_bad_bodies_and_unknown_paths(lab: Pod, engine: StubEngine) -> Non
             assert reply.status == 400
             assert "the body" in (await reply.json())["message"]
     async with lab.http.post(lab.url + "/begin_weight_update", headers=headers) as reply:
-        assert reply.status == 200      # no body at all is {} for SGLang
+        assert reply.status == 200  # no body at all is {} for SGLang
     assert (await lab.control(AGENT_SYNC, {"committed": {"run": -1, "n": 0, "label": "x"}})).status == 400
     assert (await lab.control("/update_weights_from_tensor")).status == 501
     assert (await lab.ask("GET", "/nothing")).status == 404
@@ -213,8 +213,8 @@ async def test_an_engine_restarted_in_place_is_closed_and_base(lab: Pod, engine:
     assert (await lab.status(V1.model_dump())).gate_open
     first = (await lab.status()).boot_id
     await engine.stop()
-    await until(lab.is_closed, 3, "the gate closes when the engine is gone")
-    await engine.start()
+    await engine.start()  # at once: no poll sees that it was away
+    assert await until(lab.is_closed, 3, "the gate closes") < 1
     await until(lab.engine_up, 5, "the agent sees the new engine")
     status = await lab.status()
     assert (status.state, status.version, status.gate_open) == (EngineState.CLEAN, BASE, False)
@@ -229,7 +229,7 @@ async def test_a_restarted_container_is_noticed_by_its_boot_file(tmp_path: Path)
         await lab.open_with_base()
         assert (await lab.status()).boot_id == "first"
         await lab.control("/begin_weight_update")
-        lab.boot("second")      # the engine behind it may answer already
+        lab.boot("second")  # the engine behind it may answer already
         await until(lambda: _boot(lab, "second"), 5, "the new life is seen")
         status = await lab.status()
         assert (status.state, status.session) == (EngineState.CLEAN, False)
@@ -272,7 +272,7 @@ async def test_metrics(lab: Pod) -> None:
 async def test_the_agent_ends_at_once_on_sigterm(lab: Pod) -> None:
     began = time.monotonic()
     assert await lab.agent.end(signal.SIGTERM) == 0
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 3  # it waits for nothing; starting python's exit takes its time on a busy machine
 
 
 async def _true(value: bool) -> bool:

@@ -95,6 +95,7 @@ class FakeAgent:
             return Result(ok=True, status=200, agent=self.status())
         if path == AGENT_FENCE:
             self.session = self.paused = False
+            self.failed = self.failed or self.state is EngineState.DIRTY
             return Result(ok=True, status=200, agent=self.status())
         if not self.up:
             return Result(ok=False, status=503, message="the engine is not up.")
@@ -124,7 +125,8 @@ class FakeAgent:
             self.soil()
             if not works or self.session:
                 return refused
-            self.session = True
+            # A new update begins from nothing: what an abandoned one brought or broke does not count.
+            self.session, self.fed, self.failed = True, 0, False
             return done
         if path == calls.UPDATE:
             self.soil()
@@ -210,7 +212,8 @@ class World:
             self.history.append(committed)
 
     def _witnesses(self, version: Version) -> list[str]:
-        told = [agent for agent in self.agents.values() if agent.committed is not None]
+        wanted = {engine.name for engine in self.engines}
+        told = [agent for agent in self.agents.values() if agent.name in wanted]
         return [agent.name for agent in told if agent.committed and key(agent.committed) >= key(version)]
 
     def ask(self, request: Request) -> int:

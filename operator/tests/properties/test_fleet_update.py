@@ -137,6 +137,8 @@ class Fence(RuleBasedStateMachine):
         for name in ENGINES[:count]:
             if name not in self.world.agents:
                 self.world.agents[name] = FakeAgent(name)
+        for name in ENGINES[count:]:
+            self.world.agents.pop(name, None)  # its pod is deleted with it
         self.world.engines = [WantedEngine(name=name) for name in ENGINES[:count]]
         self.world.generation += 1
         self.world.want()
@@ -200,7 +202,7 @@ class Fence(RuleBasedStateMachine):
         self.only_committed_weights_are_served()
 
 
-Fence.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+Fence.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestFence = Fence.TestCase
 
 

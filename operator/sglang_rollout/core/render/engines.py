@@ -45,13 +45,22 @@ KILL_GRACE_SECONDS = 3
 
 RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
 
+ENDED_BY_ITSELF = 70
+"""Exit code of an engine that ended with 0 though nobody had asked it to (EX_SOFTWARE of sysexits.h)."""
+
 START_SCRIPT = f"""\
 rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE}
 cat /proc/sys/kernel/random/uuid > {names.BOOT_FILE}.new && mv {names.BOOT_FILE}.new {names.BOOT_FILE} || exit 1
-exec "$@"
+"$@" &
+engine=$!
+trap 'kill -TERM "$engine"' TERM
+wait "$engine"; code=$?
+while kill -0 "$engine" 2> /dev/null; do wait "$engine"; code=$?; done
+test "$code" -ne 0 || test -e {names.DRAIN_FILE} || code={ENDED_BY_ITSELF}
+exit "$code"
 """
 """Gives this life of the container an identity before SGLang can answer anybody: the agent closes the gate on a new
-one."""
+one. SGLang ends with 0 also when its scheduler has crashed; the kubelet keeps the last lines of the log only for other codes."""
 
 DRAIN_SCRIPT = f"""\
 test -e {names.KILL_FILE} && exit 0

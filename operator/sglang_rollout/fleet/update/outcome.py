@@ -6,6 +6,7 @@ from sglang_rollout.fleet.update.calls import (
     DESTROY,
     END,
     FENCE_DEADLINE,
+    FLUSH,
     Results,
     Say,
     Script,
@@ -19,7 +20,7 @@ from sglang_rollout.fleet.update.calls import (
 )
 from sglang_rollout.fleet.update.events import Answer, Write
 from sglang_rollout.fleet.update.state import By, Fleet, Phase
-from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, UpdateOutcome, Version
+from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, PauseMode, UpdateOutcome, Version
 from sglang_rollout.wire.ports import AGENT_ACK
 
 
@@ -41,10 +42,24 @@ def finish(fleet: Fleet) -> Script[Answer]:
     if starved:
         reason = f"the update ended and engine {starved[0]} had got no tensors of it"
         return (yield from fail(fleet, reason))
-    return (yield from _commit(fleet))
+    flushed = yield from _flush(fleet, list(update.boots))
+    return (yield from _commit(fleet, flushed))
 
 
-def _commit(fleet: Fleet) -> Script[Answer]:
+def _flush(fleet: Fleet, names: list[str]) -> Script[list[str]]:
+    """Drop what was computed with the old weights; returns the engines that could not.
+
+    Several trainers send ``flush_cache: false`` with every bucket. A prompt that was seen before would then be continued
+    from keys and values of the old weights, under the new version's name. Only the mode in_place keeps the cache, because
+    its running requests go on with it: who chooses that, wants it.
+    """
+    if fleet.hold is not None and fleet.hold.mode == PauseMode.IN_PLACE:
+        return []
+    results = yield from send(FLUSH, same(names), fleet.policy.deadlines.pause)
+    return list(failures(results))
+
+
+def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     """Every engine acknowledges, then the record is written, then the gates open, then the fleet runs."""
     update = fleet.update
     if update is None:
@@ -76,7 +91,8 @@ def _commit(fleet: Fleet) -> Script[Answer]:
         yield from resume(fleet, fleet.hold.engines)
         fleet.hold = None
     fleet.last_update = _last(fleet, version, UpdateOutcome.COMMITTED, "", cohort)
-    return Answer(200, "Success", _particulars(fleet, version, {**results, **synced}))
+    particulars = _particulars(fleet, version, {**results, **synced})
+    return Answer(200, "Success", {**particulars, "cache_not_flushed": unflushed} if unflushed else particulars)
 
 
 def _acknowledged(results: Results, name: str, version: Version) -> bool:
@@ -91,10 +107,11 @@ def _acknowledged(results: Results, name: str, version: Version) -> bool:
     )
 
 
-def fail(fleet: Fleet, reason: str, results: Results | None = None) -> Script[Answer]:
+def fail(fleet: Fleet, reason: str, results: Results | None = None, *, tell: bool = True) -> Script[Answer]:
     """Give up the open update: tell the trainer, then fence every engine that was told or is paused.
 
     The trainer is told first: an engine that is blocked in a collective with it comes free only when the trainer goes.
+    Not ``tell``: the caller of this script asked for something else and gets its own answer.
     """
     phase, update, hold = fleet.phase, fleet.update, fleet.hold
     names = list(dict.fromkeys([*(update.boots if update else ()), *(hold.engines if hold else ())]))
@@ -108,15 +125,18 @@ def fail(fleet: Fleet, reason: str, results: Results | None = None) -> Script[An
         )
     fleet.update, fleet.hold, fleet.label = None, None, None
     answer = Answer(400, sentence, {**fleet.advice(), "phase": phase.value, "engines": told(results or {})})
-    yield Say(answer)
+    if tell:
+        yield Say(answer)
     yield from fence([name for name in names if _callable(fleet, name)], reason)
+    # What comes next, in this script or another, is a new transaction with times of its own.
+    fleet.enter(Phase.IDLE)
     return answer
 
 
 def abandon(fleet: Fleet, reason: str, *, close_groups: bool = False) -> Script[Answer]:
     """Give up whatever is open, because its trainer is gone or has begun anew."""
     groups = [group for name, group in fleet.groups.items() if fleet.update is not None and name in fleet.update.data]
-    answer = yield from fail(fleet, reason)
+    answer = yield from fail(fleet, reason, tell=False)
     if close_groups:
         for group in groups:
             fleet.groups.pop(group.name, None)

@@ -183,7 +183,7 @@ _events = st.one_of(
 @settings(deadline=None, max_examples=400)
 def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event | str]) -> None:
     """Whatever happens, in whatever order, restarts of the agent included. Acks pass their check first, as in the agent."""
-    state, truth = s.State(), None      # truth: the version that all tensors of the present life belong to, None for a mixture
+    state, truth = s.State(), None  # truth: the version that all tensors of the present life belong to, None for a mixture
     for event in events:
         if isinstance(event, str):
             state = ev.restored(state.memory)

@@ -10,7 +10,11 @@ from sglang_rollout.wire.models import WeightsPolicy
 
 ENGINES = (parse_engine("http://127.0.0.1:1001", 1), parse_engine("127.0.0.1:1002,tp=2", 1))
 PLAN = Plan(
-    listen=Address("0.0.0.0", 30000), engines=ENGINES, weights=WeightsPolicy(backend="gloo"), policy="RoundRobin", ports=tuple(range(24001, 24008))
+    listen=Address("0.0.0.0", 30000),
+    engines=ENGINES,
+    weights=WeightsPolicy(backend="gloo"),
+    policy="RoundRobin",
+    ports=tuple(range(24001, 24008)),
 )
 FOLDERS = Folders(state=Path("/s"), runtime=Path("/r"))
 

@@ -50,7 +50,9 @@ def test_print_shows_what_would_run() -> None:
     assert smg.output.strip().endswith("--log-level debug")
 
 
-@pytest.mark.parametrize("line", [["gate", "--socket", "x"], ["gate", "--socket", "/x", "--listen", "80"], ["smg", "--policy", "No"], ["smg", "--listen", "x"]])
+@pytest.mark.parametrize(
+    "line", [["gate", "--socket", "x"], ["gate", "--socket", "/x", "--listen", "80"], ["smg", "--policy", "No"], ["smg", "--listen", "x"]]
+)
 def test_bad_input_is_a_usage_error(line: list[str]) -> None:
     result = CliRunner().invoke(command, [*line, "--print"])
     assert result.exit_code == 2

@@ -1,0 +1,108 @@
+"""What the fleet's URL adds to a request: front, smg and gate against the engine directly, in one run.
+
+    python -m bench.latency [--seconds 6]
+
+One-token requests, and the first event of a streamed one, at 1, 16 and 256 at a time, against one engine. Blocks of both ways take
+turns, so that both see the same machine. Printed: p50 and p99 of both ways and their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+from bench.common import local_fleet, machine, percentile, save
+
+CONCURRENT = (1, 16, 256)
+BLOCKS = 3
+Request = Callable[[aiohttp.ClientSession, str, int], Awaitable[float]]
+
+
+def body(number: int, *, stream: bool) -> dict[str, Any]:
+    """A short prompt, another one each time: the prefix cache helps neither way."""
+    ids = [10 + number % 1900, 11 + number // 1900 % 1900, 20, 30]
+    params = {"max_new_tokens": 4 if stream else 1, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": ids, "sampling_params": params, "stream": stream}
+
+
+async def one_token(session: aiohttp.ClientSession, url: str, number: int) -> float:
+    """Seconds until the whole reply of a one-token request is here."""
+    started = time.monotonic()
+    async with session.post(f"{url}/generate", json=body(number, stream=False)) as reply:
+        reply.raise_for_status()
+        await reply.read()
+    return time.monotonic() - started
+
+
+async def first_event(session: aiohttp.ClientSession, url: str, number: int) -> float:
+    """Seconds until the first token of a streamed request is here."""
+    started = time.monotonic()
+    async with session.post(f"{url}/generate", json=body(number, stream=True)) as reply:
+        reply.raise_for_status()
+        await reply.content.readuntil(b"\n\n")
+        took = time.monotonic() - started
+        await reply.read()
+    return took
+
+
+async def block(session: aiohttp.ClientSession, url: str, request: Request, concurrent: int, seconds: float) -> list[float]:
+    """As many requests as fit into ``seconds``, ``concurrent`` at a time."""
+    end = time.monotonic() + seconds
+    numbers = iter(range(int(time.monotonic() * 1000) % 1_000_000, 1 << 40))
+    times: list[float] = []
+
+    async def client() -> None:
+        while time.monotonic() < end:
+            times.append(await request(session, url, next(numbers)))
+
+    await asyncio.gather(*(client() for _ in range(concurrent)))
+    return times
+
+
+async def compare(direct: str, fleet: str, request: Request, concurrent: int, seconds: float) -> dict[str, Any]:
+    """Both ways in turns; milliseconds and ratios."""
+    times: dict[str, list[float]] = {"direct": [], "fleet": []}
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        for url in (direct, fleet):
+            await block(session, url, request, concurrent, 1.0)  # opens the connections
+        for _ in range(BLOCKS):
+            times["direct"] += await block(session, direct, request, concurrent, seconds / BLOCKS)
+            times["fleet"] += await block(session, fleet, request, concurrent, seconds / BLOCKS)
+    row: dict[str, Any] = {"what": request.__name__, "concurrent": concurrent}
+    for way, values in times.items():
+        row[way] = {"requests": len(values), **{f"p{p}_ms": round(percentile(values, p) * 1000, 2) for p in (50, 99)}}
+    row["ratio"] = {f"p{p}": round(row["fleet"][f"p{p}_ms"] / row["direct"][f"p{p}_ms"], 3) for p in (50, 99)}
+    return row
+
+
+def main() -> int:
+    """Measure, print a table, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each way, kind and concurrency")
+    options = parser.parse_args()
+    facts = machine()
+    rows = []
+    print(f"{'what':<12} {'at once':>7} {'direct p50':>11} {'p99':>8} {'fleet p50':>10} {'p99':>8} {'ratio p50':>10} {'p99':>6}   (ms)")
+    with local_fleet(1, args=("--max-running-requests", "256", "--max-total-tokens", "65536")) as fleet:
+        for request in (one_token, first_event):
+            for concurrent in CONCURRENT:
+                row = asyncio.run(compare(fleet.engines[0].url, fleet.url, request, concurrent, options.seconds))
+                rows.append(row)
+                direct, through, ratio = row["direct"], row["fleet"], row["ratio"]
+                print(
+                    f"{row['what']:<12} {concurrent:>7} {direct['p50_ms']:>11} {direct['p99_ms']:>8} {through['p50_ms']:>10} "
+                    f"{through['p99_ms']:>8} {ratio['p50']:>10} {ratio['p99']:>6}",
+                    flush=True,
+                )
+    save("latency", facts, {"rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The coordinator with real SGLang engines, real gates and agents, and a trainer that knows nothing of us."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from e2e.engine import Engine, environment, start_engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.router, pytest.mark.timeout(600)]
+
+PORTS = (25301, 25302)
+URL = "http://127.0.0.1:25300"
+TRAINER = Path(__file__).with_name("fleet_trainer.py")
+PROMPT = {"input_ids": [11, 22, 33], "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+
+
+@dataclass
+class Stack:
+    """A local fleet over two real engines."""
+
+    engines: list[Engine]
+    state: Path
+
+    def document(self) -> dict[str, Any]:
+        reply = requests.get(f"{URL}/fleet", timeout=5)
+        return dict(reply.json()) if reply.ok else {}
+
+    def until(self, what: str, check: Callable[[], bool], within: float = 30.0) -> None:
+        end = time.monotonic() + within
+        while True:
+            try:
+                if check():
+                    return
+            except requests.RequestException:
+                pass
+            assert time.monotonic() < end, f"not within {within} s: {what}: {self.document()}"
+            time.sleep(0.1)
+
+    def serving(self, number: int, within: float = 30.0) -> None:
+        self.until(f"{number} engines serve", lambda: self.document().get("serving") == number, within)
+
+    def train(self, group: str, manner: str, seed: int, version: str | None = None) -> dict[str, Any]:
+        command = [str(environment.python(make=False)), str(TRAINER), URL, str(environment.model()), group, str(seed), manner]
+        command += [version] if version else []
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        if manner == "die":
+            assert done.returncode == -signal.SIGKILL, done.stderr
+            return {}
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def tokens(self) -> list[tuple[list[int], str]]:
+        """What each engine itself generates, past its gate."""
+        replies = [requests.post(f"{engine.url}/generate", json=PROMPT, timeout=30).json() for engine in self.engines]
+        return [(reply["output_ids"], reply["meta_info"]["weight_version"]) for reply in replies]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    state = tmp_path_factory.mktemp("fleet")
+    with ExitStack() as cleanup:
+        engines = [cleanup.enter_context(start_engine(port, wait=False)) for port in PORTS]
+        for engine in engines:
+            engine.wait()
+        line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", "127.0.0.1:25300", "--backend", "gloo"]
+        line += ["--state-dir", str(state), *(part for engine in engines for part in ("--engine", engine.url))]
+        local = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        cleanup.callback(local.wait, 30)
+        cleanup.callback(local.terminate)
+        found = Stack(engines, state)
+        found.serving(2, within=60)
+        yield found
+
+
+def test_a_trainer_with_a_session_updates_every_engine(stack: Stack) -> None:
+    before = stack.tokens()
+    found = stack.train("a", "session", seed=1, version="5")
+    assert set(found["statuses"]) == {200}
+    after = stack.tokens()
+    assert after[0] == after[1]
+    assert after[0][1] == "5"
+    assert after[0][0] != before[0][0], "other weights, other tokens"
+    routed = requests.post(f"{URL}/generate", json=PROMPT, timeout=30).json()
+    assert (routed["output_ids"], routed["meta_info"]["weight_version"]) == after[0]
+    assert stack.document()["committed"] == {"run": 1, "n": 5, "label": "5"}
+
+
+def test_a_trainer_without_session_and_version_commits_when_it_continues(stack: Stack) -> None:
+    n = stack.document()["committed"]["n"]
+    assert set(stack.train("b", "plain", seed=2)["statuses"]) == {200}
+    after = stack.tokens()
+    assert after[0] == after[1]
+    assert after[0][1] == str(n + 1)
+
+
+def test_a_wrong_world_size_reaches_no_engine(stack: Stack) -> None:
+    body = {"master_address": "127.0.0.1", "master_port": 25399, "rank_offset": 1, "world_size": 7, "group_name": "x"}
+    reply = requests.post(f"{URL}/init_weights_update_group", json=body, timeout=30)
+    assert (reply.status_code, "Use world_size=3." in reply.reason) == (400, True)
+    assert stack.document()["serving"] == 2
+
+
+def test_a_trainer_that_is_killed_leaves_a_fence_and_its_successor_starts(stack: Stack) -> None:
+    before = stack.document()["committed"]
+    stack.train("c", "die", seed=3)
+    found = stack.document()
+    assert (found["serving"], found["committed"]) == (0, before)
+    assert requests.get(f"{URL}/health", timeout=5).status_code == 200
+    assert set(stack.train("d", "session", seed=4)["statuses"]) == {200}
+    stack.serving(2)
+    after = stack.tokens()
+    assert after[0] == after[1]
+
+
+def test_an_engine_that_restarts_with_base_weights_serves_nobody_until_the_next_push(stack: Stack) -> None:
+    epoch = stack.document()["epoch"]
+    victim = stack.engines[1]
+    victim.kill()
+    stack.serving(1)
+    victim.start()
+    victim.wait()
+    stack.until("its agent sees it", lambda: stack.document()["members"][1]["state"] == "clean")
+    found = stack.document()
+    assert found["epoch"] > epoch
+    assert found["members"][1]["version"]["label"] == "base"
+    refused = requests.post(f"{found['members'][1]['url']}/generate", json=PROMPT, timeout=5)
+    assert (refused.status_code, refused.headers.get("Retry-After")) == (503, "1")
+    assert requests.post(f"{URL}/generate", json=PROMPT, timeout=30).json()["meta_info"]["weight_version"] != "base"
+    assert set(stack.train("e", "session", seed=5)["statuses"]) == {200}
+    stack.serving(2)
+    after = stack.tokens()
+    assert after[0] == after[1]

@@ -1,0 +1,136 @@
+"""The client library and the example trainer against a whole fleet on this machine: two real engines behind `sglang-rollout local`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import requests
+from agent_lab import free_port
+from e2e.engine import LabError, environment, start_engine
+
+pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[2]
+EXAMPLE = REPOSITORY / "examples" / "trainer" / "train.py"
+
+
+def wait_serving(url: str, engines: int, seconds: float, local: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert local.poll() is None, f"local ended with {local.returncode}: {log.read_text()[-2000:]}"
+        try:
+            if requests.get(f"{url}/fleet", timeout=5).json().get("serving") == engines:
+                return
+        except requests.RequestException:
+            pass  # the front is not up yet, or answers for a coordinator that is not
+        time.sleep(0.5)
+    pytest.fail(f"{engines} engines did not serve within {seconds:.0f} s: {log.read_text()[-2000:]}")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    try:
+        environment.python(make=False)
+    except LabError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("fleet")
+    log = folder / "local.log"
+    with ExitStack() as stack:
+        engines = [stack.enter_context(start_engine(free_port(), wait=False)) for _ in range(2)]
+        for engine in engines:
+            engine.wait()
+        address = f"127.0.0.1:{free_port()}"  # only now: engines take ports too while they start
+        wanted = [part for engine in engines for part in ("--engine", engine.url)]
+        command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
+        with log.open("wb") as out:
+            local = subprocess.Popen([*command, "--state-dir", str(folder / "state")], stdout=out, stderr=out)
+        try:
+            wait_serving(f"http://{address}", 2, 90, local, log)
+            yield f"http://{address}"
+        finally:
+            local.send_signal(signal.SIGTERM)
+            local.wait(30)
+
+
+def engine_python(*args: str, seconds: float) -> str:
+    """Run a script with torch and this project's package; its standard output."""
+    variables = environment.environment_variables()
+    variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "operator"), variables["PYTHONPATH"]])
+    command = [str(environment.python(make=False)), *args]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture
+def case(url: str) -> Callable[[str], dict[str, Any]]:
+    def run(name: str) -> dict[str, Any]:
+        out = engine_python(str(HERE / "trainer_cases.py"), name, url, str(environment.model()), seconds=240)
+        reply: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return reply
+
+    return run
+
+
+def test_engines_hold_what_was_pushed_in_buckets_of_any_size(case: Callable[[str], dict[str, Any]]) -> None:
+    rows = case("buckets")["rows"]
+    assert [row["equal"] for row in rows] == [True] * 4
+    single, few, one, mixed = (row["buckets"] for row in rows)
+    assert single > few > one == mixed == 1
+    assert rows[0]["bytes"] == rows[1]["bytes"] == rows[2]["bytes"] > rows[3]["bytes"]
+
+
+def test_a_tensor_that_does_not_fit_fails_with_a_reason_and_the_next_push_heals(case: Callable[[str], dict[str, Any]]) -> None:
+    seen = case("wrong_shape")
+    assert seen["failed"].startswith("transfer: ")
+    assert "loaded_weight" in seen["failed"]
+    assert seen["seconds"] < 20
+    assert seen["serving"] == 0, "engines that saw a part of a failed push must not serve"
+    assert seen["healed"]
+
+
+def test_a_refused_group_ends_the_rendezvous_at_once(case: Callable[[str], dict[str, Any]]) -> None:
+    seen = case("wrong_world")
+    assert seen["seconds"] < 10
+    assert f"world_size={seen['world_size']}" in seen["failed"]
+
+
+def test_a_push_after_the_group_was_lost_opens_a_new_one(case: Callable[[str], dict[str, Any]]) -> None:
+    seen = case("lost_group")
+    assert seen["failed"]
+    assert seen["seconds"] < 20
+    assert seen["equal"]
+
+
+def test_the_examples_reward_rises_with_pushes_and_not_without(url: str, tmp_path: Path) -> None:
+    def final_reward(seed: int, *more: str) -> float:
+        out = tmp_path / "curve.json"
+        small = ["--steps", "14", "--batch", "32", "--tokens", "12", "--learning-rate", "4e-3", "--no-check"]
+        fixed = ["--url", url, "--model", str(environment.model()), "--seed", str(seed), "--out", str(out)]
+        engine_python(str(EXAMPLE), *fixed, *small, *more, seconds=240)
+        return mean(row["reward"] for row in json.loads(out.read_text())["rows"][-3:])
+
+    gaps = []
+    for seed in range(3):
+        pushed, frozen = final_reward(seed), final_reward(seed, "--no-push")
+        assert frozen < 0.35, f"seed {seed}: without pushes the reward went to {frozen:.2f}"
+        gaps.append(pushed - frozen)
+    assert min(gaps) > 0.15, gaps
+
+
+def test_the_example_proves_on_each_engine_that_it_holds_the_policy(url: str) -> None:
+    fixed = ["--url", url, "--model", str(environment.model()), "--steps", "4", "--batch", "8"]
+    out = engine_python(str(EXAMPLE), *fixed, seconds=240)
+    assert "after each of 4 pushes: greedy tokens equal the policy's; 4 pushes changed them" in out

@@ -1,0 +1,114 @@
+"""The dialects of trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_rollout.fleet import compat
+from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.fleet.update.events import Answer, CloseGroup, Continue, Flush, Pause, SetLabel, Update
+
+TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
+
+
+@pytest.mark.parametrize("data", [b"", b"  \n", b"null", b"{}"])
+def test_an_empty_body_is_an_empty_object(data: bytes) -> None:
+    assert compat.parse(data) == {}
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b'{"a": ', "the body is no JSON: line 1, column 7: Expecting value."),
+        (b'{"a":1}\n{"b"', "line 2, column 1: Extra data."),
+        (b"\xff\xfe{", "no UTF-8"),
+        (b"[1]", "the body must be a JSON object, not list."),
+        (b'"x"', "not str."),
+        (b"[" * 100_000, "nests too deep"),
+    ],
+)
+def test_what_is_no_object_is_refused_with_its_position(data: bytes, sentence: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        compat.parse(data)
+    assert sentence in str(caught.value)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
+    with contextlib.suppress(Refusal):
+        assert isinstance(compat.parse(data), dict)
+
+
+def update(body: dict[str, Any]) -> Update:
+    request = compat.update(body)
+    assert isinstance(request, Update)
+    return request
+
+
+def test_the_singular_form_becomes_lists_and_needs_no_group() -> None:
+    request = update({"name": "w", "dtype": "torch.bfloat16", "shape": [2, 3]})
+    assert request.group is None
+    assert request.body == {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
+
+
+def test_a_version_may_be_a_number_and_unknown_fields_are_passed_on() -> None:
+    request = update({**TENSORS, "weight_version": 7, "group_name": "g", "load_format": "flattened_bucket", "x": [1]})
+    assert (request.label, request.group) == ("7", "g")
+    assert request.body["weight_version"] == "7"
+    assert request.body["x"] == [1]
+    assert request.body["dtypes"] == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"shapes": [[1]]}, "the tensors do not add up: 2 names, 2 dtypes, 1 shapes."),
+        ({"names": []}, "names is missing"),
+        ({"names": "a"}, "names is missing"),
+        ({"weight_version": 1.5}, "weight_version 1.5 is no version"),
+        ({"weight_version": "x" * 300}, "300 characters long"),
+        ({"group_name": 5}, "group_name 5 is no name."),
+    ],
+)
+def test_an_update_that_would_hang_or_mislead_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        update({**TENSORS, **changes})
+    assert sentence in str(caught.value)
+
+
+def test_a_pause_without_mode_is_what_sglang_makes_of_it() -> None:
+    assert compat.pause({}) == Pause("abort", {"mode": "abort"})
+    assert compat.pause({"mode": "in_place"}) == Pause("in_place", {"mode": "in_place"})
+    with pytest.raises(Refusal, match="use retract, abort, in_place"):
+        compat.pause({"mode": "nap"})
+
+
+def test_small_ones() -> None:
+    assert compat.close_group({}) == CloseGroup(None)
+    assert compat.set_label({"new_version": 4, "abort_all_requests": True}) == SetLabel("4")
+    assert compat.flush({"timeout": "3"}) == Flush(3.0)
+    with pytest.raises(Refusal):
+        compat.set_label({})
+    with pytest.raises(Refusal):
+        compat.flush({"timeout": "nan"})
+
+
+def test_answers_have_the_shape_that_clients_read() -> None:
+    paused = compat.shape(Continue(), Answer(200, "Generation continued successfully."))
+    assert paused == {"success": True, "message": "Generation continued successfully.", "status": "ok"}
+    assert compat.shape(SetLabel("7"), Answer(200, "ok"))["new_version"] == "7"
+    json.dumps(compat.shape(Continue(), Answer(400, "no", {"epoch": 3})))
+
+
+@given(st.text(max_size=600))
+def test_a_reason_phrase_is_one_short_printable_line(message: str) -> None:
+    phrase = compat.reason_phrase(message)
+    assert len(phrase) <= 200
+    assert phrase.encode("latin-1").decode("latin-1").isprintable() or not phrase
+    assert "\n" not in phrase

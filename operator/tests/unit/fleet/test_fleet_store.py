@@ -1,0 +1,179 @@
+"""Records and intents: never healed to empty, written again when lost, and late rather than never."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_rollout.fleet import store
+from sglang_rollout.fleet.members import gate_url, hostnames
+from sglang_rollout.fleet.router import plan
+from sglang_rollout.fleet.store import ConfigMapRecord, FileIntent, FileRecord, Keeper, LostError, StoreError
+from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, NotFound
+from sglang_rollout.wire.models import Intent, Record, Version
+
+
+def record(n: int, term: int = 1) -> Record:
+    return Record(term=term, epoch=1, committed=Version(run=1, n=n, label=str(n)))
+
+
+class FakeKube:
+    """One ConfigMap."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, str] | None = {}
+        self.version = 1
+        self.away = False
+        self.writes = 0
+
+    async def get(self, resource: Any, namespace: str, name: str) -> dict[str, Any]:
+        if self.away:
+            raise ApiUnavailable("the API server cannot be reached")
+        if self.data is None:
+            raise NotFound("not found")
+        return {"metadata": {"name": name, "resourceVersion": str(self.version)}, "data": dict(self.data)}
+
+    async def merge_patch(self, resource: Any, namespace: str, name: str, patch: Any, *, resource_version: str) -> Any:
+        if self.away:
+            raise ApiUnavailable("the API server cannot be reached")
+        if resource_version != str(self.version):
+            raise Conflict("changed")
+        assert self.data is not None
+        self.data.update(patch["data"])
+        self.version += 1
+        self.writes += 1
+        return {}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"QUIET": 0.01, "FIRST_DELAY": 0.01, "LAST_DELAY": 0.02, "CHECK_EVERY": 0.05, "POLL_EVERY": 0.01}.items():
+        monkeypatch.setattr(store, name, value)
+
+
+async def until(check: Any) -> None:
+    async with asyncio.timeout(3):
+        while not check():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_file_record_is_replaced_whole(tmp_path: Path) -> None:
+    files = FileRecord(tmp_path / "deep" / "record.json")
+    assert await files.read() is None
+    await files.write(record(1))
+    await files.write(record(2))
+    assert await files.read() == record(2)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["record.json"]
+
+
+async def test_a_broken_file_counts_as_lost(tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text("{")
+    assert await FileRecord(tmp_path / "record.json").read() is None
+
+
+async def test_an_empty_config_map_is_no_record() -> None:
+    kube = FakeKube()
+    maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
+    assert await maps.read() is None
+    await maps.write(record(1))
+    assert await maps.read() == record(1)
+    await maps.write(record(1))
+    assert kube.writes == 1
+
+
+async def test_a_coordinator_of_a_lower_term_cannot_write() -> None:
+    kube = FakeKube()
+    maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
+    await maps.write(record(5, term=3))
+    with pytest.raises(LostError):
+        await maps.write(record(6, term=2))
+    assert await maps.read() == record(5, term=3)
+
+
+async def test_a_deleted_config_map_is_written_again_with_the_record(quick: None) -> None:
+    kube = FakeKube()
+    maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
+    keeper = Keeper(maps)
+    task = asyncio.create_task(keeper.run())
+    try:
+        assert await keeper.write(record(4))
+        kube.data = None
+        await asyncio.sleep(0.1)
+        kube.data, kube.version = {}, 70
+        await until(lambda: kube.data)
+        assert await maps.read() == record(4)
+    finally:
+        task.cancel()
+
+
+async def test_a_commit_does_not_wait_for_an_api_server_that_is_away(quick: None) -> None:
+    kube = FakeKube()
+    maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
+    keeper = Keeper(maps)
+    kube.away = True
+    assert not await keeper.write(record(4))
+    assert "cannot be reached" in keeper.problem
+    task = asyncio.create_task(keeper.run())
+    try:
+        kube.away = False
+        await until(lambda: kube.writes == 1)
+        assert await maps.read() == record(4)
+        await until(lambda: keeper.problem == "")
+    finally:
+        task.cancel()
+
+
+async def test_saves_are_gathered(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "QUIET", 0.2)
+    kube = FakeKube()
+    keeper = Keeper(ConfigMapRecord(kube, "ns", "demo"))  # type: ignore[arg-type]
+    task = asyncio.create_task(keeper.run())
+    try:
+        for n in range(50):
+            keeper.save(record(n))
+            await asyncio.sleep(0.002)
+        await until(lambda: kube.data and '"n":49' in kube.data["weights.json"])
+        assert kube.writes <= 4
+    finally:
+        task.cancel()
+
+
+async def test_a_store_that_is_away_says_so() -> None:
+    kube = FakeKube()
+    kube.away = True
+    with pytest.raises(StoreError, match="cannot be reached"):
+        await ConfigMapRecord(kube, "ns", "demo").read()  # type: ignore[arg-type]
+
+
+async def test_the_intent_is_read_again_when_its_file_changes(tmp_path: Path, quick: None) -> None:
+    path = tmp_path / "intent.json"
+    intents = FileIntent(path).follow()
+    waiting = asyncio.ensure_future(anext(intents))
+    await asyncio.sleep(0.03)
+    path.write_text("{ not yet")
+    await asyncio.sleep(0.03)
+    path.write_text(Intent(generation=1, name="d", namespace="n", engines=[]).model_dump_json())
+    assert (await waiting).generation == 1
+    path.write_text(Intent(generation=2, name="d", namespace="n", engines=[]).model_dump_json())
+    async with asyncio.timeout(2):
+        assert (await anext(intents)).generation == 2
+
+
+def test_engines_are_found_before_they_are_ready() -> None:
+    slices = [
+        {"endpoints": [{"hostname": "d-engine-0-0", "addresses": ["10.0.0.5"], "conditions": {"ready": False}}]},
+        {"endpoints": [{"addresses": ["10.0.0.6"]}, {"hostname": "d-engine-1-0", "addresses": ["fd00::7"]}]},
+        {"endpoints": None},
+    ]
+    assert hostnames(slices) == {"d-engine-0-0": "10.0.0.5", "d-engine-1-0": "fd00::7"}
+    assert gate_url("10.0.0.5") == "http://10.0.0.5:30000"
+    assert gate_url("fd00::7") == "http://[fd00::7]:30000"
+
+
+def test_the_plan_for_smg() -> None:
+    todo = plan(frozenset({"http://a", "http://b", "http://c"}), {"1": "http://a/", "2": "http://z"}, frozenset({"http://b"}))
+    assert (todo.add, todo.remove) == (("http://c",), ("2",))
+    assert plan(frozenset({"http://a"}), {"1": "http://a"}, frozenset()) == plan(frozenset(), {}, frozenset())

@@ -1,0 +1,56 @@
+"""What an update's version becomes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_rollout.fleet.update.versions import key, newest, next_version
+from sglang_rollout.wire.models import BASE, Version
+
+
+def version(run: int, n: int, label: str | None = None) -> Version:
+    return Version(run=run, n=n, label=label or str(n))
+
+
+@pytest.mark.parametrize(
+    ("committed", "label", "expected"),
+    [
+        (BASE, "1", (1, 1, "1")),
+        (BASE, "0", (1, 0, "0")),
+        (BASE, "640", (1, 640, "640")),
+        (BASE, None, (1, 1, "1")),
+        (BASE, "step-a", (1, 1, "step-a")),
+        (version(1, 5), "6", (1, 6, "6")),
+        (version(1, 5), "9", (1, 9, "9")),
+        (version(1, 5), None, (1, 6, "6")),
+        (version(1, 5), "v6", (1, 6, "v6")),
+        (version(1, 5), "5", (2, 5, "5")),
+        (version(1, 5), "1", (2, 1, "1")),
+        (version(3, 0), "1", (3, 1, "1")),
+        (version(1, 5), "9" * 30, (1, 6, "9" * 30)),
+        (version(1, 5), "-3", (1, 6, "-3")),
+        (version(1, 5), "٣", (1, 6, "٣")),
+    ],
+)
+def test_next_version(committed: Version, label: str | None, expected: tuple[int, int, str]) -> None:
+    found = next_version(committed, label)
+    assert (found.run, found.n, found.label) == expected
+
+
+def test_a_version_that_an_engine_acknowledged_in_vain_is_never_used_again() -> None:
+    assert key(next_version(version(1, 5), "6", burned=version(1, 6))) == (2, 6)
+    assert key(next_version(version(1, 5), None, burned=version(1, 6))) == (1, 7)
+    assert key(next_version(BASE, "1", burned=version(1, 1))) == (2, 1)
+
+
+@given(st.integers(0, 5), st.integers(0, 100), st.none() | st.text(max_size=20) | st.integers(0, 200).map(str))
+def test_versions_only_grow(run: int, n: int, label: str | None) -> None:
+    committed = BASE if run == 0 else version(run, n)
+    assert key(next_version(committed, label)) > key(committed)
+
+
+def test_newest() -> None:
+    assert newest(None, None) is None
+    assert newest(None, version(1, 9), version(2, 0)) == version(2, 0)
