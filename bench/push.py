@@ -2,7 +2,7 @@
 
     python -m bench.push [--rounds 7]
 
-Both ways move a ~190 MB model (94 M parameters, bfloat16) in the same flattened buckets over the same kind of group. The bare way calls
+Both ways move a 197 MB model (99 M parameters, bfloat16) in the same flattened buckets over the same kind of group. The bare way calls
 SGLang's own control API on each engine, in parallel threads; the fleet way is ``Fleet.push``. What is compared:
 
 - *transfer*: begin, buckets, end on engines that are paused already (bare) against the same span of the push;
@@ -24,7 +24,7 @@ from e2e.engine import environment
 
 AIM = 1.3
 REPOSITORY = Path(__file__).resolve().parents[1]
-MODEL = ("--dtype", "bfloat16", "--hidden", "1024", "--layers", "8", "--seed", "1")
+MODEL = ("--dtype", "bfloat16", "--hidden", "1024", "--layers", "10", "--seed", "1")
 
 
 def measure(url: str, engines: list[str], model: Path, rounds: int, bucket_mib: int) -> dict[str, list[dict[str, float]]]:

@@ -203,9 +203,9 @@ async def pod(folder: Path, engine_url: str, *, with_boot_file: bool = False, st
     """A pod for the length of the block; its processes are gone after it."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
         made = Pod(folder, engine_url, http, with_boot_file)
-        if start:
-            await made.start()
         try:
+            if start:
+                await made.start()
             yield made
         finally:
             for child in (made.gate, made.agent):

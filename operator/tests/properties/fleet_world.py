@@ -166,6 +166,8 @@ class World:
         self.pending: list[Send | Write] = []
         self.answers: dict[int, Answer] = {}
         self.calls = 0
+        self.acked: dict[tuple[tuple[int, int], tuple[str, ...]], set[str]] = {}
+        """Who acknowledged which version of which cohort."""
         self.attempts = 0
         self.contents: dict[tuple[int, int], object] = {}
         """What was served under each version."""
@@ -260,6 +262,9 @@ class World:
                 results[name] = Result(ok=False, message="it has no address.")
                 continue
             result = agent.call(effect.path, dict(body), token, name not in broken)
+            if effect.path == AGENT_ACK and result.ok:
+                version = Version.model_validate(body["version"])
+                self.acked.setdefault((key(version), tuple(body["cohort"])), set()).add(name)
             results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")
         self.feed(Answered(effect.id, results, self.now))
 

@@ -13,6 +13,7 @@ from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import UPDATE
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import EngineState, Version, WantedEngine
+from sglang_rollout.wire.ports import AGENT_ACK
 
 ENGINES = ["e0", "e1", "e2"]
 names = st.frozensets(st.sampled_from(ENGINES))
@@ -160,6 +161,11 @@ class Fence(RuleBasedStateMachine):
         assert all(key(before) < key(after) for before, after in pairwise(history))
 
     @invariant()
+    def every_commit_was_acknowledged_by_every_member(self) -> None:
+        complete = {version for (version, cohort), acked in self.world.acked.items() if acked >= set(cohort)}
+        assert all(version.is_base or key(version) in complete for version in self.world.history)
+
+    @invariant()
     def nothing_runs_without_a_bound(self) -> None:
         """Whoever holds the turn waits for an effect, and every effect has a deadline."""
         machine = self.world.machine
@@ -225,3 +231,47 @@ def test_a_push_reaches_every_engine_and_is_served() -> None:
     assert [agent.gate_open for agent in world.agents.values()] == [True, True]
     assert not any(agent.paused for agent in world.agents.values())
     assert [send.path for send in world.sent if send.path == UPDATE] == [UPDATE]
+
+
+def test_one_missing_acknowledgement_means_no_commit() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    push(world, "1")
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", "2", {"names": ["w"]})).success
+    call = world.ask(ev.End())
+    while world.pending:
+        path = getattr(world.pending[0], "path", "")
+        world.complete(broken=frozenset({"e1"} if path == AGENT_ACK else ()))
+    answer = world.answers[call]
+    assert answer.status == 400
+    assert "engine e1 did not acknowledge version 1/2" in answer.message
+    assert world.machine.fleet.committed == Version(run=1, n=1, label="1")
+    assert not any(agent.gate_open for agent in world.agents.values()), "one holds 1/2, one holds a mixture: nobody serves"
+    again = push(world, "2")
+    assert again == Version(run=2, n=2, label="2"), "1/2 is what e0 held: the name is not used for other weights"
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_a_second_coordinator_proves_a_commit_that_the_first_could_not_write() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    push(world, "1")
+    kept = world.record
+    push(world, "2")
+    world.record = kept
+    world.start()
+    world.sync_all()
+    assert world.machine.fleet.committed == Version(run=1, n=2, label="2")
+
+
+def test_a_client_that_leaves_before_its_turn_changes_nothing() -> None:
+    world = World([1])
+    world.sync_all()
+    first = world.ask(ev.Pause("abort", {"mode": "abort"}))
+    second = world.ask(ev.Continue())
+    world.leave(second)
+    world.drain()
+    assert world.answers[first].success
+    assert second not in world.answers
+    assert world.agents["e0"].paused

@@ -25,6 +25,8 @@ from sglang_rollout.wire.models import (
 MISSES = 3
 """An agent that left so many syncs in a row unanswered counts as away."""
 
+UNDER_WAY = "A weight update is under way."
+
 
 class Phase(StrEnum):
     """Where the transaction stands."""
@@ -82,6 +84,12 @@ class Engine:
         """Whether it says that all of its tensors belong to this version."""
         seen = self.status
         return seen is not None and seen.state is EngineState.CLEAN and seen.version == version
+
+    def soil(self) -> None:
+        """Know already what its agent will say when it has been told of an update: dirty, and serving nobody."""
+        if self.status is not None:
+            told = {"state": EngineState.DIRTY, "version": None, "gate_open": False, "reason": UNDER_WAY}
+            self.status = self.status.model_copy(update=told)
 
     def why_down(self) -> str:
         """Sentence: why it cannot take part."""

@@ -137,6 +137,8 @@ def _tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[
         fleet.update = OpenUpdate(boots={}, session=by, started=fleet.now, label=fleet.label)
     # Noted before the call: an engine that was told and whose answer is lost is dirty too.
     fleet.update.boots.update(missing)
+    for name in missing:
+        fleet.engines[name].soil()
     results = yield from send(BEGIN, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
     failed_calls = failures(results)
     if failed_calls:
