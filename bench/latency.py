@@ -20,6 +20,7 @@ from bench.common import local_fleet, machine, percentile, save
 
 CONCURRENT = (1, 16, 256)
 BLOCKS = 3
+WARM_SECONDS = 0.5
 Request = Callable[[aiohttp.ClientSession, str, int], Awaitable[float]]
 
 
@@ -50,30 +51,35 @@ async def first_event(session: aiohttp.ClientSession, url: str, number: int) -> 
     return took
 
 
-async def block(session: aiohttp.ClientSession, url: str, request: Request, concurrent: int, seconds: float) -> list[float]:
-    """As many requests as fit into ``seconds``, ``concurrent`` at a time."""
-    end = time.monotonic() + seconds
-    numbers = iter(range(int(time.monotonic() * 1000) % 1_000_000, 1 << 40))
+async def block(url: str, request: Request, concurrent: int, seconds: float) -> list[float]:
+    """As many requests as fit into ``seconds``, ``concurrent`` at a time.
+
+    Each block has its own connections: the engine closes those that idle through the other way's block. Requests that began while
+    they were being opened are not counted.
+    """
+    warm = time.monotonic() + WARM_SECONDS
+    end = warm + seconds
+    numbers = iter(range(int(warm * 1000) % 1_000_000, 1 << 40))
     times: list[float] = []
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
-    async def client() -> None:
-        while time.monotonic() < end:
-            times.append(await request(session, url, next(numbers)))
+        async def client() -> None:
+            while (began := time.monotonic()) < end:
+                took = await request(session, url, next(numbers))
+                if began > warm:
+                    times.append(took)
 
-    await asyncio.gather(*(client() for _ in range(concurrent)))
+        await asyncio.gather(*(client() for _ in range(concurrent)))
     return times
 
 
 async def compare(direct: str, fleet: str, request: Request, concurrent: int, seconds: float) -> dict[str, Any]:
     """Both ways in turns; milliseconds and ratios."""
     times: dict[str, list[float]] = {"direct": [], "fleet": []}
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        for url in (direct, fleet):
-            await block(session, url, request, concurrent, 1.0)  # opens the connections
-        for _ in range(BLOCKS):
-            times["direct"] += await block(session, direct, request, concurrent, seconds / BLOCKS)
-            times["fleet"] += await block(session, fleet, request, concurrent, seconds / BLOCKS)
+    for _ in range(BLOCKS):
+        times["direct"] += await block(direct, request, concurrent, seconds / BLOCKS)
+        times["fleet"] += await block(fleet, request, concurrent, seconds / BLOCKS)
     row: dict[str, Any] = {"what": request.__name__, "concurrent": concurrent}
     for way, values in times.items():
         row[way] = {"requests": len(values), **{f"p{p}_ms": round(percentile(values, p) * 1000, 2) for p in (50, 99)}}

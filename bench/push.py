@@ -5,8 +5,9 @@
 Both ways move a 197 MB model (99 M parameters, bfloat16) in the same flattened buckets over the same kind of group. The bare way calls
 SGLang's own control API on each engine, in parallel threads; the fleet way is ``Fleet.push``. What is compared:
 
-- *transfer*: begin, buckets, end on engines that are paused already (bare) against the same span of the push;
-- *whole*: pause, begin, buckets, end, continue (bare) against ``Fleet.push`` from call to return, including its commit.
+- *transfer*: only the buckets, each from its assembly to the replies of all engines;
+- *whole*: pause, begin, buckets, end, continue (bare) against ``Fleet.push`` from call to return, which also proves what every engine
+  holds, records the version and opens the gates.
 """
 
 from __future__ import annotations

@@ -22,16 +22,17 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class RefusedError(Exception):
     """A call that is answered with a refusal; the message is the sentence."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.headers = headers or {}
 
 
-def refuse(status: int, message: str) -> web.Response:
+def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
     """An answer in SGLang's shape; the sentence is in the reason phrase too, which is all that some clients print."""
     reason = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")[:200]
     body = ControlReply(success=False, message=message).model_dump(exclude_none=True)
-    return web.json_response(body, status=status, reason=reason)
+    return web.json_response(body, status=status, reason=reason, headers=headers)
 
 
 class Access:
@@ -66,7 +67,9 @@ class Access:
             raise RefusedError(400, f"{request.path}: the header {TERM_HEADER} must hold the coordinator's term, a number.")
         highest = self._agent.state.memory.term
         if int(text) < highest:
-            raise RefusedError(409, f"{request.path}: term {int(text)} is over; a coordinator of term {highest} leads now.")
+            sentence = f"{request.path}: term {int(text)} is over; a coordinator of term {highest} leads now."
+            # The header lets a coordinator whose record was lost start above every term that agents have seen.
+            raise RefusedError(409, sentence, {TERM_HEADER: str(highest)})
         self._agent.dispatch(ev.Told(int(text)))
 
 

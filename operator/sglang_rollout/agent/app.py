@@ -167,7 +167,7 @@ async def _sentences(request: web.Request, handler: Handler) -> web.StreamRespon
     try:
         return await handler(request)
     except RefusedError as error:
-        return refuse(error.status, str(error))
+        return refuse(error.status, str(error), error.headers)
     except EngineError as error:
         return refuse(503, f"{request.path}: {error}.")
     except RecordError as error:

@@ -167,5 +167,6 @@ def _become_haproxy(path: Path) -> NoReturn:
         raise click.ClickException(
             "haproxy is not installed (looked in PATH and the system's sbin folders); install the package 'haproxy', 2.6 or newer"
         )
-    # -db: stay in the foreground, one process, so that signals and exit codes are haproxy's own.
-    os.execv(program, [program, "-db", "-f", str(path)])  # noqa: S606 - no shell wanted
+    # -db: stay in the foreground. -W: a master that handles SIGTERM; alone haproxy leaves it to the kernel, which never ends a
+    # container's first process by a signal without a handler, and the pod would linger until its grace is over.
+    os.execv(program, [program, "-W", "-db", "-f", str(path)])  # noqa: S606 - no shell wanted

@@ -10,12 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Tensor(Protocol):
+    """What the planning reads of a ``torch.Tensor``."""
+
+    @property
+    def dtype(self) -> object:
+        """Prints as ``torch.bfloat16``."""
+
+    @property
+    def shape(self) -> Iterable[int]:
+        """Sizes of its dimensions."""
+
+    def element_size(self) -> int:
+        """Bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,7 @@ class Bucket(Generic[T]):
         return placed
 
 
-def described(tensor: torch.Tensor, name: str) -> TensorSpec:
+def described(tensor: Tensor, name: str) -> TensorSpec:
     """The spec of a torch tensor."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.element_size())
 
