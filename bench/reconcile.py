@@ -212,9 +212,7 @@ def main() -> None:
     for what in ("created", "healed"):
         values = results[f"{what}_seconds"]
         print(f"{what:8} p50 {values['p50']:.3f} s   p99 {values['p99']:.3f} s   (n={values['n']})")
-    print(
-        f"burst    {results['burst_seconds']:.1f} s until {options.rollouts} rollouts applied at once have all children"
-    )
+    print(f"burst    {results['burst_seconds']:.1f} s until {options.rollouts} rollouts applied at once have all children")
     print(f"steady   {results['steady_writes']} writes in {options.steady:.0f} s with {results['rollouts']} rollouts")
     print(f"written to {options.out}")
 

@@ -66,7 +66,9 @@ def train(name: str, *arguments: str, seconds: float = 300) -> dict[str, Any]:
     DEMO.apply(job(name, *arguments))
     eventually("the trainer's pod starts", lambda: DEMO.list("pods", f"job-name={name}")[0]["status"]["phase"] != "Pending", within=90)
     follow = subprocess.Popen(
-        ["kubectl", "-n", DEMO.namespace, "logs", "-f", "-c", "trainer", f"job/{name}", "--pod-running-timeout=60s"], stdout=subprocess.PIPE, text=True
+        ["kubectl", "-n", DEMO.namespace, "logs", "-f", "-c", "trainer", f"job/{name}", "--pod-running-timeout=60s"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert follow.stdout is not None
     curve: dict[str, Any] = {}

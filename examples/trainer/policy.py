@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 PROMPT_TOKENS = 6
 TARGET_EVERY = 4
@@ -32,6 +33,7 @@ class Policy:
     def __init__(self, path: str, *, seed: int, learning_rate: float) -> None:
         torch.manual_seed(seed)
         self._random = random.Random(seed)
+        transformers_logging.disable_progress_bar()  # a progress table follows
         # float32 on both sides, so that greedy tokens can be compared exactly.
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.vocabulary: int = self.model.config.vocab_size

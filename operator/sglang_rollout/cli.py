@@ -63,8 +63,7 @@ def load(name: str, subcommand: Subcommand) -> click.Command:
         if error.name is None or error.name.partition(".")[0] == __package__:
             raise
         raise click.ClickException(
-            f"`sglang-rollout {name}` needs the library {error.name}, which is not installed: "
-            f"install sglang-rollout[{subcommand.extra}]"
+            f"`sglang-rollout {name}` needs the library {error.name}, which is not installed: install sglang-rollout[{subcommand.extra}]"
         ) from error
     if not isinstance(command, click.Command):
         raise TypeError(f"{subcommand.target} is no click command")

@@ -56,9 +56,7 @@ def refuse(status: int, message: str, fleet: dict[str, object] | None = None) ->
     """A refusal in SGLang's shape, with the reason in the status line too: clients print that and drop the body."""
     body = ControlReply(success=False, message=message, fleet=fleet)
     headers = {"Retry-After": "1"} if status == 503 else {}
-    return web.json_response(
-        body.model_dump(mode="json", exclude_none=True), status=status, reason=reason_phrase(message), headers=headers
-    )
+    return web.json_response(body.model_dump(mode="json", exclude_none=True), status=status, reason=reason_phrase(message), headers=headers)
 
 
 @web.middleware

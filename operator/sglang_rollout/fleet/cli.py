@@ -92,9 +92,7 @@ async def serve(options: Options, token: str) -> None:
         )  # fmt: skip
         await agents.start()
         stack.push_async_callback(agents.close)
-        runner = web.AppRunner(
-            make_app(parts), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE
-        )
+        runner = web.AppRunner(make_app(parts), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, options.host, options.port).start()
@@ -144,9 +142,7 @@ async def _until_signal(driver: Driver, router: Router, infos: Infos) -> None:
 @click.option("--log-level", default="INFO", show_default=True, help="DEBUG, INFO, WARNING or ERROR.")
 def command(listen: str, log_level: str, **given: Any) -> None:
     """Run the coordinator: one SGLang-compatible control endpoint for all engines of a fleet."""
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit():
         raise click.UsageError(f"--listen {listen} is no HOST:PORT")

@@ -49,11 +49,7 @@ class Infos:
                 continue
             self._due[name] = now + AGAIN_AFTER
             replies = await asyncio.gather(*(self._agents.get(name, path) for path in PATHS))
-            found = {
-                path: body
-                for path, (status, body) in zip(PATHS, replies, strict=True)
-                if status == 200 and isinstance(body, dict)
-            }
+            found = {path: body for path, (status, body) in zip(PATHS, replies, strict=True) if status == 200 and isinstance(body, dict)}
             if len(found) == len(PATHS):
                 self._known[name] = (boot, found)
             else:

@@ -27,12 +27,8 @@ class Metrics:
         self._term = Gauge(f"{PREFIX}_term", "Term of this coordinator", registry=self.registry)
         self._paused = Gauge(f"{PREFIX}_paused", "1 while the fleet is paused", registry=self.registry)
         self._updates = Counter(f"{PREFIX}_updates", "Weight updates that ended", ["outcome"], registry=self.registry)
-        self._calls = Histogram(
-            f"{PREFIX}_fan_out_seconds", "Calls on all engines", ["path"], buckets=BUCKETS, registry=self.registry
-        )
-        self._failures = Counter(
-            f"{PREFIX}_fan_out_failures", "Engines on which a call failed", ["path"], registry=self.registry
-        )
+        self._calls = Histogram(f"{PREFIX}_fan_out_seconds", "Calls on all engines", ["path"], buckets=BUCKETS, registry=self.registry)
+        self._failures = Counter(f"{PREFIX}_fan_out_failures", "Engines on which a call failed", ["path"], registry=self.registry)
         self._last: tuple[str, str] | None = None
 
     def observe(self, machine: Machine) -> None:

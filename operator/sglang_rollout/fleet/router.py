@@ -105,9 +105,7 @@ class Router:
         wanted = self._wanted()
         if wanted is None:
             return
-        self._posted = {
-            url: at for url, at in self._posted.items() if url in wanted - self.routed and now - at < POST_AGAIN
-        }
+        self._posted = {url: at for url, at in self._posted.items() if url in wanted - self.routed and now - at < POST_AGAIN}
         todo = plan(wanted, listed, frozenset(self._posted))
         # A worker that is still pending is not listed: one that is not wanted any more must go before it is ready.
         for worker in todo.remove:

@@ -40,16 +40,16 @@ WIRE_VERSION = 1
 """Version of the messages in this package; sent in every status and discovery document."""
 
 # Agent paths beside SGLang's own ones. Those marked (open) need no token.
-AGENT_HEALTH = "/agent/health"       # (open) GET 200: the agent runs
-AGENT_ENGINE = "/agent/engine"       # (open) GET 200: the engine's process is up and has finished warming up (start-up probe and readiness)
-AGENT_GATE = "/agent/gate"           # (open) GET 200: the gate may be open; haproxy's health check
-AGENT_METRICS = "/agent/metrics"     # (open) GET Prometheus text
-AGENT_SYNC = "/agent/sync"           # POST SyncRequest -> AgentStatus
-AGENT_PREFLIGHT = "/agent/preflight" # POST PreflightRequest -> PreflightReply
-AGENT_ACK = "/agent/ack"             # POST AckRequest -> AgentStatus: the engine holds this version completely
-AGENT_FENCE = "/agent/fence"         # POST FenceRequest -> AgentStatus: give up a half-done update; gate closed, nothing held
+AGENT_HEALTH = "/agent/health"  # (open) GET 200: the agent runs
+AGENT_ENGINE = "/agent/engine"  # (open) GET 200: the engine's process is up and has finished warming up (start-up probe and readiness)
+AGENT_GATE = "/agent/gate"  # (open) GET 200: the gate may be open; haproxy's health check
+AGENT_METRICS = "/agent/metrics"  # (open) GET Prometheus text
+AGENT_SYNC = "/agent/sync"  # POST SyncRequest -> AgentStatus
+AGENT_PREFLIGHT = "/agent/preflight"  # POST PreflightRequest -> PreflightReply
+AGENT_ACK = "/agent/ack"  # POST AckRequest -> AgentStatus: the engine holds this version completely
+AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up a half-done update; gate closed, nothing held
 
 # Coordinator paths beside SGLang's own ones.
-FLEET = "/fleet"                     # GET FleetDocument
-FLEET_HEALTH = "/fleet/health"       # GET 200: the coordinator runs (liveness); no statement about engines
-FLEET_METRICS = "/fleet/metrics"     # GET Prometheus text
+FLEET = "/fleet"  # GET FleetDocument
+FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no statement about engines
+FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text

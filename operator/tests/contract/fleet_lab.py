@@ -159,8 +159,7 @@ class Lab:
     def want(self, sizes: dict[str, int] | None = None) -> None:
         self.generation += 1
         engines = [
-            WantedEngine(name=agent.agent.name, tensor_size=(sizes or {}).get(agent.agent.name, 1), url=agent.url)
-            for agent in self.agents
+            WantedEngine(name=agent.agent.name, tensor_size=(sizes or {}).get(agent.agent.name, 1), url=agent.url) for agent in self.agents
         ]
         intent = Intent(
             generation=self.generation, name="demo", namespace="default", engines=engines,

@@ -59,9 +59,7 @@ def test_any_body_is_accepted_or_refused_with_a_sentence(given_body: dict[str, o
 def test_the_sentence_of_a_wrong_world_size() -> None:
     with pytest.raises(Refusal) as caught:
         check_group(body(7), rank_table(engines([2, 2])))
-    assert str(caught.value) == (
-        "world_size 7 does not fit this fleet: rank_offset 1 + 4 GPUs on 2 engines [2, 2] = 5. Use world_size=5."
-    )
+    assert str(caught.value) == ("world_size 7 does not fit this fleet: rank_offset 1 + 4 GPUs on 2 engines [2, 2] = 5. Use world_size=5.")
 
 
 def test_numbers_may_be_strings_and_unknown_fields_are_kept() -> None:

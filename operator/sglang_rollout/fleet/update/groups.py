@@ -86,8 +86,7 @@ def _preflight(spec: GroupSpec, names: Mapping[str, str], limit: float) -> Scrip
     if failed:
         name, result = next(iter(failed.items()))
         raise Refusal(
-            f"engine {name} cannot reach the trainer at {spec.host}:{spec.port}: {result.message}"
-            " No engine has joined anything.",
+            f"engine {name} cannot reach the trainer at {spec.host}:{spec.port}: {result.message} No engine has joined anything.",
             fleet={"engines": told(results)},
         )
 

@@ -144,6 +144,4 @@ class Knowledge:
     def _drop_lost_groups(self) -> None:
         """A group of which no member is left needs no name: its trainer gets the same refusal without it."""
         fleet = self._fleet
-        fleet.groups = {
-            name: group for name, group in fleet.groups.items() if len(fleet.changed(group.boots)) < len(group.boots)
-        }
+        fleet.groups = {name: group for name, group in fleet.groups.items() if len(fleet.changed(group.boots)) < len(group.boots)}

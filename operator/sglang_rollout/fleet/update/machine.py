@@ -230,9 +230,7 @@ class Machine:
             self._stray_since = {}
             return left
         now = self.fleet.now
-        self._stray_since = {
-            name: self._stray_since.get(name, now) for name in self._knowledge.in_the_middle(since=self._heard)
-        }
+        self._stray_since = {name: self._stray_since.get(name, now) for name in self._knowledge.in_the_middle(since=self._heard)}
         late = [name for name, since in self._stray_since.items() if now - since >= STRAY_AFTER]
         for name in late:
             del self._stray_since[name]

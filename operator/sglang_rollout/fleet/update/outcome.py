@@ -67,10 +67,7 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     fleet.enter(Phase.COMMIT)
     version = fleet.target()
     cohort = list(update.boots)
-    bodies = {
-        name: AckRequest(version=version, boot_id=boot, cohort=cohort).model_dump(mode="json")
-        for name, boot in update.boots.items()
-    }
+    bodies = {name: AckRequest(version=version, boot_id=boot, cohort=cohort).model_dump(mode="json") for name, boot in update.boots.items()}
     results = yield from send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, idempotent=True)
     missing = [name for name in cohort if not _acknowledged(results, name, version)]
     if missing:

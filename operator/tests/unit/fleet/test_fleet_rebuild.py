@@ -74,9 +74,7 @@ def test_an_open_update_is_given_up() -> None:
 
 
 def test_groups_survive_only_with_all_members_in_the_life_in_which_they_joined() -> None:
-    rows = [
-        EngineRow(name=name, state=EngineState.CLEAN, version=OLD, boot_id=f"{name}1", gate_open=True) for name in BOTH
-    ]
+    rows = [EngineRow(name=name, state=EngineState.CLEAN, version=OLD, boot_id=f"{name}1", gate_open=True) for name in BOTH]
     group = FleetGroup(name="g", epoch=2, world_size=3, master="h:1", backend="gloo", members=BOTH)
     kept = record(OLD, engines=rows, groups=[group])
     both = [clean("a", OLD, groups=["g"]), clean("b", OLD, groups=["g"])]
