@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import pathlib
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
 
+from e2e.cases.actions import document, push, serving
 from e2e.kube import Kubectl, Refused, condition, eventually
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -82,16 +84,25 @@ def ready(kubectl: Kubectl, name: str = NAME) -> bool:
 
 
 @pytest.fixture(scope="session")
-def fleet(kubectl: Kubectl, operator: Kubectl) -> str:
-    """A Ready rollout of two engines; its name."""
+def fleet(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
+    """A Ready rollout of two engines, made anew; its name."""
+    remove(kubectl, NAME)
     kubectl.apply(sample())
     eventually("the rollout is Ready", lambda: ready(kubectl), within=400, every=2)
-    return NAME
+    yield NAME
+    remove(kubectl, NAME)
 
 
-@pytest.fixture(scope="session")
+def remove(kubectl: Kubectl, name: str) -> None:
+    """Delete a rollout and wait until its pods are gone."""
+    kubectl("delete", "sglr", name, "--ignore-not-found", "--wait=false")
+    selector = f"rollout.sglang.io/rollout={name}"
+    eventually(f"the pods of {name} are gone", lambda: not kubectl.list("pods", selector), within=120, every=1)
+
+
+@pytest.fixture
 def url(kubectl: Kubectl, fleet: str) -> Iterator[str]:
-    """The ONE URL, reachable from this machine."""
+    """The ONE URL, reachable from this machine. Of each case's own: a forward ends with the process it leads to."""
     with kubectl.forward(f"svc/{fleet}-router", 30000) as address:
         yield address
 
@@ -111,3 +122,19 @@ def client(kubectl: Kubectl, operator: Kubectl) -> str:
     kubectl.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "client"}, "spec": pod})
     kubectl("wait", "pod/client", "--for=condition=Ready", "--timeout=90s", timeout=120)
     return "client"
+
+
+@pytest.fixture
+def whole(kubectl: Kubectl, fleet: str, client: str, url: str) -> None:
+    """Both engines serve when the case begins, whatever the case before it left behind."""
+    if kubectl.get("sglr", fleet)["spec"]["replicas"] != 2:
+        kubectl("scale", "sglr", fleet, "--replicas=2")
+
+    def up() -> bool:
+        seen = document(url)
+        return len(seen["members"]) == 2 and all(member["state"] != "unknown" for member in seen["members"])
+
+    eventually("both engines are up", up, within=300, every=2)
+    if document(url)["serving"] != 2:
+        push(kubectl, fleet, str(int(time.time())), seed=1)
+    serving(url, 2, within=60)

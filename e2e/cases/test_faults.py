@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from e2e.kube import Kubectl, condition, eventually
 
 def member(url: str, name: str) -> dict[str, Any]:
     """One engine's row of the discovery document."""
-    return next(row for row in document(url)["members"] if row["name"] == name)
+    return {row["name"]: row for row in document(url)["members"]}[name]
 
 
 def restarts(kubectl: Kubectl, pod: str, container: str) -> int:
@@ -33,7 +34,6 @@ def router_pod(kubectl: Kubectl, fleet: str) -> str:
 def test_a_restarted_engine_serves_nobody_until_it_holds_the_version(kubectl: Kubectl, fleet: str, url: str, client: str, how: str) -> None:
     version = {"container": "201", "pod": "203"}[how]
     push(kubectl, fleet, version, seed=int(version))
-    serving(url, 2)
     victim = f"{fleet}-engine-1"
     boot = member(url, victim)["boot_id"]
     with Client(url) as user:
@@ -66,8 +66,7 @@ def test_a_restarted_engine_serves_nobody_until_it_holds_the_version(kubectl: Ku
 
 
 @pytest.mark.parametrize("part", ["coordinator", "smg", "front"])
-def test_a_part_of_the_router_dies_and_the_version_is_remembered(kubectl: Kubectl, fleet: str, url: str, part: str) -> None:
-    serving(url, 2)
+def test_a_part_of_the_router_dies_and_the_version_is_remembered(kubectl: Kubectl, fleet: str, url: str, whole: None, part: str) -> None:
     committed = document(url)["committed"]
     pod = router_pod(kubectl, fleet)
     before = restarts(kubectl, pod, part)
@@ -83,13 +82,17 @@ def test_a_part_of_the_router_dies_and_the_version_is_remembered(kubectl: Kubect
 
 def test_an_operator_restart_changes_no_child(kubectl: Kubectl, operator: Kubectl, fleet: str) -> None:
     def children() -> dict[str, str]:
+        """All that the operator writes: everything but status and the coordinator's record."""
         kinds = "statefulsets,deployments,services,serviceaccounts,roles,rolebindings,secrets,configmaps"
-        rows = kubectl.list(kinds, f"rollout.sglang.io/rollout={fleet}")
-        return {
-            f"{row['kind']}/{row['metadata']['name']}": row["metadata"]["resourceVersion"]
-            for row in rows
-            if row["metadata"]["name"] != f"{fleet}-weights"  # the coordinator's own
-        }
+        found = {}
+        for row in kubectl.list(kinds, f"rollout.sglang.io/rollout={fleet}"):
+            row.pop("status", None)
+            meta = row["metadata"]
+            meta["managedFields"] = [entry for entry in meta.get("managedFields", []) if entry.get("subresource") != "status"]
+            meta.pop("resourceVersion")
+            if meta["name"] != f"{fleet}-weights":
+                found[f"{row['kind']}/{meta['name']}"] = json.dumps(row, sort_keys=True)
+        return found
 
     before = children()
     assert before
@@ -99,15 +102,14 @@ def test_an_operator_restart_changes_no_child(kubectl: Kubectl, operator: Kubect
     assert children() == before
 
 
-def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str) -> None:
+def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
     old = kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"]
     kubectl("delete", "service", f"{fleet}-engines")
     eventually("it is back", lambda: kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"] != old, within=20)
     serving(url, 2, within=60)
 
 
-def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, client: str) -> None:
-    serving(url, 2)
+def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
     kubectl("scale", "sglr", fleet, "--replicas=1")
     eventually("one engine is left", lambda: len(document(url)["members"]) == 1, within=120, every=1)
     eventually("its pod is gone", lambda: len(kubectl.list("statefulsets", f"rollout.sglang.io/rollout={fleet}")) == 1, within=60)
@@ -120,9 +122,8 @@ def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str
     serving(url, 2, within=30)
 
 
-def test_a_changed_engine_rolls_one_at_a_time(kubectl: Kubectl, fleet: str, url: str, client: str) -> None:
+def test_a_changed_engine_rolls_one_at_a_time(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
     """The second engine waits until the first serves again: with a trainer that is one push later."""
-    serving(url, 2)
     uids = {name: kubectl.get("pod", f"{name}-0")["metadata"]["uid"] for name in (f"{fleet}-engine-0", f"{fleet}-engine-1")}
     kubectl("patch", "sglr", fleet, "--type=merge", "-p", '{"spec":{"engine":{"env":[{"name":"ROLLED","value":"yes"}]}}}')
 

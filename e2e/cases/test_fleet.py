@@ -6,11 +6,11 @@ import json
 
 import requests
 
-from e2e.cases.actions import document, generate, push, serving
+from e2e.cases.actions import document, generate, push
 from e2e.kube import Kubectl, condition, eventually
 
 
-def test_status_and_columns_tell_what_runs(kubectl: Kubectl, fleet: str) -> None:
+def test_status_and_columns_tell_what_runs(kubectl: Kubectl, fleet: str, whole: None) -> None:
     rollout = kubectl.get("sglr", fleet)
     status = rollout["status"]
     assert condition(rollout, "Ready")["status"] == "True", status
@@ -24,7 +24,7 @@ def test_status_and_columns_tell_what_runs(kubectl: Kubectl, fleet: str) -> None
     assert not rollout["metadata"].get("finalizers")
 
 
-def test_one_url_generates_and_says_who_serves(url: str) -> None:
+def test_one_url_generates_and_says_who_serves(url: str, whole: None) -> None:
     reply = generate(url)
     assert reply.status_code == 200, reply.text
     assert len(reply.json()["output_ids"]) == 8
@@ -34,8 +34,7 @@ def test_one_url_generates_and_says_who_serves(url: str) -> None:
     assert [member["rank_offset"] for member in seen["members"]] == [1, 2]
 
 
-def test_a_push_reaches_every_engine_and_the_status(kubectl: Kubectl, fleet: str, url: str, client: str) -> None:
-    serving(url, 2)
+def test_a_push_reaches_every_engine_and_the_status(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
     before = push(kubectl, fleet, "101", seed=1)
     after = push(kubectl, fleet, "102", seed=2)
     for name, answer in after["engines"].items():

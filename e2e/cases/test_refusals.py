@@ -7,7 +7,7 @@ import time
 import pytest
 import requests
 
-from e2e.cases.actions import document, generate, serving
+from e2e.cases.actions import document, generate
 from e2e.cases.conftest import sample
 from e2e.kube import Kubectl, Refused, condition, eventually
 
@@ -23,8 +23,7 @@ GROUP = {"master_address": "192.0.2.1", "master_port": 29500, "rank_offset": 1, 
     ],
     ids=["world-size", "rank-offset", "no-address"],
 )
-def test_a_wrong_group_is_refused_before_any_engine_joins(url: str, body: dict[str, object], sentence: str) -> None:
-    serving(url, 2)
+def test_a_wrong_group_is_refused_before_any_engine_joins(url: str, whole: None, body: dict[str, object], sentence: str) -> None:
     reply = requests.post(f"{url}/init_weights_update_group", json=body, timeout=30)
     assert reply.status_code == 400
     assert sentence in reply.json()["message"]
@@ -33,8 +32,7 @@ def test_a_wrong_group_is_refused_before_any_engine_joins(url: str, body: dict[s
     assert generate(url).status_code == 200
 
 
-def test_a_trainer_that_no_engine_can_reach_is_refused_within_the_deadline(kubectl: Kubectl, fleet: str, url: str) -> None:
-    serving(url, 2)
+def test_a_trainer_that_no_engine_can_reach_is_refused_within_the_deadline(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
     limit = kubectl.get("sglr", fleet)["spec"]["weights"]["deadlines"]["groupSeconds"]
     started = time.monotonic()
     reply = requests.post(f"{url}/init_weights_update_group", json=GROUP, timeout=limit + 30)
@@ -45,8 +43,7 @@ def test_a_trainer_that_no_engine_can_reach_is_refused_within_the_deadline(kubec
     assert generate(url).status_code == 200
 
 
-def test_an_update_of_an_unknown_group_touches_no_engine(url: str) -> None:
-    serving(url, 2)
+def test_an_update_of_an_unknown_group_touches_no_engine(url: str, whole: None) -> None:
     body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
     reply = requests.post(f"{url}/update_weights_from_distributed", json=body, timeout=30)
     assert reply.status_code == 400
@@ -54,7 +51,7 @@ def test_an_update_of_an_unknown_group_touches_no_engine(url: str) -> None:
     assert document(url)["serving"] == 2
 
 
-def test_junk_is_refused_and_the_fleet_serves_on(url: str) -> None:
+def test_junk_is_refused_and_the_fleet_serves_on(url: str, whole: None) -> None:
     malformed = requests.post(f"{url}/init_weights_update_group", data=b'{"a":', timeout=30)
     assert malformed.status_code == 400
     assert "JSON" in malformed.json()["message"]

@@ -80,6 +80,8 @@ def _run(options: argparse.Namespace) -> int:
         print(binaries.build())
     elif options.command == "env":
         _environment(cluster, tools=options.tools)
+    elif cluster != "lab" and options.command == "preflight":
+        preflight.install(lab=False)
     elif cluster != "lab":
         _foreign(options.command, cluster)
     elif options.command == "preflight":

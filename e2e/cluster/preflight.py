@@ -33,6 +33,7 @@ _PROGRAMS = {
     "jq": "jq",
     "shellcheck": "shellcheck",
 }
+_WITHOUT_LAB = {"haproxy", "shellcheck"}
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _GB_DISK, _GB_DISK_DEMO = 5.0, 25.0
 _GB_MEMORY, _GB_MEMORY_DEMO = 2.0, 8.0
@@ -43,10 +44,10 @@ def _have(program: str) -> bool:
     return shutil.which(program, path=f"{os.environ.get('PATH', '')}:{_SBIN}") is not None
 
 
-def missing_packages() -> list[str]:
-    """Return the Debian packages of programs that are not on this machine."""
-    packages = {package for program, package in _PROGRAMS.items() if not _have(program)}
-    if not nodeconf.plugin_folder():
+def missing_packages(*, lab: bool = True) -> list[str]:
+    """Return the Debian packages of programs that are not on this machine; without ``lab`` only what plain processes need."""
+    packages = {package for program, package in _PROGRAMS.items() if not _have(program) and (lab or program in _WITHOUT_LAB)}
+    if lab and not nodeconf.plugin_folder():
         packages.add("containernetworking-plugins")
     return sorted(packages)
 
@@ -56,9 +57,9 @@ def _apt(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["apt-get", "-qq", *words], env=env, capture_output=True, text=True, check=False, timeout=900)
 
 
-def install() -> None:
+def install(*, lab: bool = True) -> None:
     """Install what is missing, where this is root on a Debian (or Ubuntu); elsewhere say what to install."""
-    packages = missing_packages()
+    packages = missing_packages(lab=lab)
     if not packages:
         return
     names = " ".join(packages)
@@ -71,7 +72,7 @@ def install() -> None:
             done = _apt(*command)
             if done.returncode:
                 raise LabError(f"apt-get install {names} failed: {done.stderr.strip()[-800:]}")
-    still = missing_packages()
+    still = missing_packages(lab=lab)
     if still:
         raise LabError(f"After apt-get install these are still not found: {' '.join(still)}")
 
