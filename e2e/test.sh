@@ -38,6 +38,9 @@ run "unit, property, golden, contract and integration tests" .venv/bin/pytest op
 if [ "$CLUSTER" = none ]; then
   summary+=("SKIPPED e2e/cases: CLUSTER=none has no cluster")
 else
+  if [ "$CLUSTER" = lab ] && ! $python -m e2e.cluster status > /dev/null 2>&1; then
+    $python -m e2e.cluster down # what a crashed run left would be in the way
+  fi
   run "cluster with the project's images" make --no-print-directory cluster-up
   eval "$($python -m e2e.cluster env)"
   run "end-to-end cases" .venv/bin/pytest e2e/cases || failed=1

@@ -33,6 +33,7 @@ def sample(name: str = NAME, **engine: Any) -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
     document["metadata"] |= {"name": name, "namespace": NAMESPACE}
     document["spec"]["engine"] |= engine
+    document["spec"]["weights"] |= {"deadlines": {"groupSeconds": 20}}
     return document
 
 

@@ -112,7 +112,8 @@ def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str, whol
 def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
     kubectl("scale", "sglr", fleet, "--replicas=1")
     eventually("one engine is left", lambda: len(document(url)["members"]) == 1, within=120, every=1)
-    eventually("its pod is gone", lambda: len(kubectl.list("statefulsets", f"rollout.sglang.io/rollout={fleet}")) == 1, within=60)
+    pods = f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component=engine"
+    eventually("its pod is gone", lambda: len(kubectl.list("pods", pods)) == 1, within=120, every=1)
     assert generate(url).status_code == 200
     kubectl("scale", "sglr", fleet, "--replicas=2")
     newcomer = f"{fleet}-engine-1"
