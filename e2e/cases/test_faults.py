@@ -110,6 +110,7 @@ def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str, whol
 
 
 def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
+    push(kubectl, fleet, "300", seed=300)
     kubectl("scale", "sglr", fleet, "--replicas=1")
     eventually("one engine is left", lambda: len(document(url)["members"]) == 1, within=120, every=1)
     pods = f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component=engine"
