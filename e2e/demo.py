@@ -16,34 +16,10 @@ from typing import Any
 import yaml
 
 from e2e.cluster.say import LabError, say, step
-from e2e.kube import Kubectl, Refused, condition, eventually
+from e2e.kube import ROOT, Kubectl, Refused, condition, eventually, install_operator
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 OUT = ROOT / "out"
-SYSTEM = "rollout-system"
 DEMO = Kubectl("default")
-
-
-def install() -> None:
-    """The operator, from the chart."""
-    command = [
-        "helm",
-        "upgrade",
-        "--install",
-        "sglang-rollout-operator",
-        str(ROOT / "charts/sglang-rollout-operator"),
-        "-n",
-        SYSTEM,
-        "--create-namespace",
-        "-f",
-        str(ROOT / "e2e/values.yaml"),
-        "--wait",
-        "--timeout",
-        "3m",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    if done.returncode:
-        raise LabError(f"helm could not install the operator: {done.stderr.strip()}")
 
 
 def ready() -> bool:
@@ -101,7 +77,7 @@ def main() -> None:
     began = time.monotonic()
     OUT.mkdir(exist_ok=True)
     with step("install the operator: helm install charts/sglang-rollout-operator"):
-        install()
+        install_operator()
     trainer = DEMO("create", "configmap", "demo-trainer", f"--from-file={ROOT / 'examples/trainer'}", "--dry-run=client", "-o", "yaml")
     DEMO("apply", "-f", "-", stdin=trainer)
     with step("apply the fleet: kubectl apply -f examples/rollout-cpu.yaml"):

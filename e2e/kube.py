@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pathlib
 import re
 import subprocess
 import time
@@ -12,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SYSTEM = "rollout-system"
+"""Namespace of the operator."""
 
 
 class Refused(Exception):
@@ -88,6 +93,15 @@ def eventually(what: str, probe: Callable[[], T], *, within: float = 60, every: 
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within:.0f} s: {what} (last seen: {str(last)[:500]!r})")
         time.sleep(every)
+
+
+def install_operator() -> None:
+    """Install or upgrade the operator from the chart with the images built here; Refused with helm's own words."""
+    command = ["helm", "upgrade", "--install", "sglang-rollout-operator", str(ROOT / "charts/sglang-rollout-operator"), "-n", SYSTEM]
+    command += ["--create-namespace", "-f", str(ROOT / "e2e/values.yaml"), "--wait", "--timeout", "3m"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    if done.returncode:
+        raise Refused(f"helm could not install the operator: {done.stderr.strip()}")
 
 
 def condition(rollout: dict[str, Any], kind: str) -> dict[str, str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
-import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +11,9 @@ import pytest
 import yaml
 
 from e2e.cases.actions import document, push, serving
-from e2e.kube import Kubectl, Refused, condition, eventually
+from e2e.kube import ROOT, SYSTEM, Kubectl, Refused, condition, eventually, install_operator
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAMESPACE = "e2e"
-SYSTEM = "rollout-system"
 NAME = "demo"
 
 
@@ -48,33 +44,15 @@ def kubectl() -> Kubectl:
 @pytest.fixture(scope="session")
 def operator(kubectl: Kubectl) -> Kubectl:
     """The operator, installed from the chart; kubectl in its namespace."""
-    with_retries = Kubectl(SYSTEM)
-    subprocess.run(
-        [
-            "helm",
-            "upgrade",
-            "--install",
-            "sglang-rollout-operator",
-            str(ROOT / "charts/sglang-rollout-operator"),
-            "-n",
-            SYSTEM,
-            "--create-namespace",
-            "-f",
-            str(ROOT / "e2e/values.yaml"),
-            "--wait",
-            "--timeout",
-            "3m",
-        ],
-        check=True,
-        timeout=240,
-    )
-    with_retries("wait", "crd/sglangrollouts.rollout.sglang.io", "--for=condition=Established", "--timeout=30s")
+    system = Kubectl(SYSTEM)
+    install_operator()
+    system("wait", "crd/sglangrollouts.rollout.sglang.io", "--for=condition=Established", "--timeout=30s")
     try:
         kubectl("create", "namespace", NAMESPACE)
     except Refused as error:
         if "AlreadyExists" not in str(error):
             raise
-    return with_retries
+    return system
 
 
 def ready(kubectl: Kubectl, name: str = NAME) -> bool:
