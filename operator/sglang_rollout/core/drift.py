@@ -34,6 +34,10 @@ _KEPT_ZEROS = frozenset(
 """Fields whose false or 0 the API server keeps. From others it drops an empty value, which then looks like a missing
 one."""
 
+_WHOLE = frozenset({"spec.selector"})
+"""Maps that are one value to the API server (``x-kubernetes-map-type: atomic``) and mean something else with a key more: a
+Service with another key in its selector selects nothing."""
+
 _SERVER_SIDE_ONLY = frozenset({"stringData"})
 
 
@@ -57,6 +61,8 @@ def difference(stamp: Mapping[str, Any], live: Mapping[str, Any]) -> str:
 
 def _value(rendered: Any, live: Any, path: str, key: str, quantities: bool) -> str:
     quantities = quantities or key in _QUANTITY_FIELDS
+    if path in _WHOLE:
+        return "" if rendered == live else path
     if isinstance(rendered, Mapping):
         return _mapping(rendered, live, path, quantities) if isinstance(live, Mapping) else path
     if isinstance(rendered, list):

@@ -148,3 +148,17 @@ def test_the_longest_name_fits_every_label() -> None:
         longest = made["metadata"]["name"] + ("-" + "x" * 10 if made["kind"] == "StatefulSet" else "")
         assert len(longest) <= 63
         assert all(len(value) <= 63 for value in made["metadata"]["labels"].values())
+
+
+def test_a_key_added_to_a_services_selector_is_drift() -> None:
+    """The Service would select nothing: the fleet's URL is dead although every rendered key is there."""
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "demo-router", "namespace": "default"},
+        "spec": {"selector": {"rollout": "demo"}},
+    }
+    live = stamped(service)
+    assert difference(stamped(service), live) == ""
+    added = live | {"spec": {"selector": {"rollout": "demo", "a": "b"}}}
+    assert difference(stamped(service), added) == "spec.selector"
