@@ -8,6 +8,7 @@ from pathlib import Path
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import EngineError
+from sglang_rollout.wire.models import EngineState
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ async def _idle(agent: Agent) -> bool:
         return True
     if agent.view is not None and agent.view.ready:
         return False
+    memory = agent.state.memory
+    if memory.pending or (memory.state is EngineState.DIRTY and not memory.failed):
+        return False  # an update is under way: all its engines would lose it with this one
     try:
         return await agent.engine.running() == 0
     except EngineError:

@@ -151,6 +151,7 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         paused=memory.paused,
         session=memory.session,
         groups=memory.groups,
+        draining=state.draining,
         tensor_size=facts.tensor_size if facts else None,
         sglang_version=facts.sglang_version if facts else None,
         reason=reason,

@@ -12,6 +12,7 @@ from sglang_rollout.fleet.app import PARTS, Parts, refuse
 from sglang_rollout.fleet.compat import reason_phrase
 from sglang_rollout.fleet.document import document, server_info
 from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.fleet.update.membership import why_incomplete
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, FLEET_METRICS, VERSION_HEADER
 
 LOADS_DEADLINE = 2.0
@@ -24,13 +25,8 @@ async def fleet_health(request: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """Control health: weights can be taken, also while no engine may serve."""
-    fleet = request.app[PARTS].machine.fleet
-    if fleet.up():
-        return web.Response()
-    reasons = [f"{name}: {engine.why_down()}" for name, engine in fleet.engines.items()]
-    if not reasons:
-        return refuse(503, "This fleet has no engines.")
-    return refuse(503, f"No engine of this fleet is up. {'; '.join(reasons[:4])}")
+    reason = why_incomplete(request.app[PARTS].machine.fleet)
+    return refuse(503, reason) if reason else web.Response()
 
 
 async def get_document(request: web.Request) -> web.Response:

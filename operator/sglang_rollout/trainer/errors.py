@@ -32,6 +32,11 @@ class GenerateFailed(FleetError):
 class GroupFailed(FleetError):
     """The weight-update group could not be opened. No engine holds anything of this attempt."""
 
+    def __init__(self, message: str, *, temporary: bool = False) -> None:
+        super().__init__(message)
+        self.temporary = temporary
+        """The fleet itself says that trying again may help: engines are starting, or the coordinator was restarted."""
+
 
 class PushFailed(FleetError):
     """A weight push did not become the fleet's committed version.

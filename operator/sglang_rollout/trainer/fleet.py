@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from http import HTTPStatus
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 INFO_SECONDS = 10.0
 """Calls that only read are answered from the coordinator's memory."""
+AGAIN_SECONDS = 2.0
+"""Between two attempts to open a group."""
 DESTROY_SECONDS = 30.0
 """Engines that are well leave a group within milliseconds; nobody should wait longer for the others."""
 
@@ -118,24 +121,40 @@ class Fleet:
 
         ``backend``: the fleet's own by default. ``host``: the address at which the engines reach this process; by
         default that of the interface which routes to the fleet. ``device``: where buckets are assembled; ``cpu`` for
-        gloo, the current GPU else. Later pushes open groups with the same choices.
+        gloo, the current GPU else. A fleet that cannot take part yet (503: it is starting, say) is asked again until
+        ``timeout`` seconds have passed. Later pushes open groups with the same choices.
         """
-        from sglang_rollout.trainer.group import Group, Rendezvous  # noqa: PLC0415 - the one place that needs torch
-
         self._choices = {"backend": backend, "host": host, "device": device, "timeout": timeout}
         self.close_group()
-        document = self.document()
         deadline = Deadline(timeout)
+        while True:
+            document = self.document()
+            try:
+                group = self._open(document, deadline)
+            except GroupFailed as error:
+                if not error.temporary or deadline.remaining < AGAIN_SECONDS:
+                    raise
+                log.info("the fleet cannot open a group yet: %s", error)
+                time.sleep(AGAIN_SECONDS)
+            else:
+                self._group = group
+                return group
+
+    def _open(self, document: FleetDocument, deadline: Deadline) -> Group:
+        """One attempt with the members that the document names."""
+        from sglang_rollout.trainer.group import Group, Rendezvous  # noqa: PLC0415 - the one place that needs torch
+
+        choices = self._choices
         meeting = Rendezvous(
-            host=host or own_address(self._http.host, self._http.port),
+            host=choices["host"] or own_address(self._http.host, self._http.port),
             world_size=document.world_size,
-            backend=backend or document.backend,
-            device=device,
+            backend=choices["backend"] or document.backend,
+            device=choices["device"],
             deadline=deadline,
         )
         process_group = self._meet(meeting, deadline)
-        self._group = Group(meeting, process_group, epoch=document.epoch, members=[member.name for member in document.members])
-        return self._group
+        members = [member.name for member in document.members if member.rank_offset is not None]
+        return Group(meeting, process_group, epoch=document.epoch, members=members)
 
     def push(
         self,
@@ -228,7 +247,7 @@ class Fleet:
         self._destroy(meeting.name)
         # Our own thread ends now that the store is closed. If the interpreter ended before it, torch would abort the process.
         wait([joined], timeout=BLAME_SECONDS)
-        raise GroupFailed(_why_no_group(told, joined, meeting, deadline))
+        raise _no_group(told, joined, meeting, deadline)
 
     def _destroy(self, name: str) -> None:
         try:
@@ -261,14 +280,14 @@ def own_address(host: str, port: int) -> str:
         ) from error
 
 
-def _why_no_group(told: Future[Any], joined: Future[Any], meeting: Rendezvous, deadline: Deadline) -> str:
+def _no_group(told: Future[Any], joined: Future[Any], meeting: Rendezvous, deadline: Deadline) -> GroupFailed:
     store = f"{meeting.host}:{meeting.port}"
     where = f"group {meeting.name} (world size {meeting.world_size}, {meeting.backend}, store at {store})"
     error = told.exception() if told.done() else None
     if isinstance(error, FleetRefused):
-        return f"The fleet did not open {where}: {error.reason}"
+        return GroupFailed(f"The fleet did not open {where}: {error.reason}", temporary=error.status == HTTPStatus.SERVICE_UNAVAILABLE)
     error = error or (joined.exception() if joined.done() else None)
     if error is not None:
-        return f"Opening {where} failed: {error}"
+        return GroupFailed(f"Opening {where} failed: {error}")
     late = f"Not all engines joined {where} within {deadline.seconds:.0f} s."
-    return f"{late} Can their pods reach this address? Pass host= if not."
+    return GroupFailed(f"{late} Can their pods reach this address? Pass host= if not.")

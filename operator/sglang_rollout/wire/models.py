@@ -85,6 +85,9 @@ class WeightsPolicy(Message):
     """torch.distributed backend used when the trainer names none: ``nccl`` or ``gloo``."""
     pause_mode: PauseMode = PauseMode.RETRACT
     """How the coordinator pauses engines when the trainer does not do it itself."""
+    min_committed: int | str | None = None
+    """How many engines must hold a new version so that it is committed: a number, or a share of the wanted ones ("75%").
+    None: all that take part in the update."""
     deadlines: Deadlines = Deadlines()
 
 
@@ -132,6 +135,8 @@ class AgentStatus(Message):
     session: bool = False
     """A weight-update session (``begin_weight_update``) is open on the engine."""
     groups: list[str] = []
+    draining: bool = False
+    """The engine is about to be stopped: it takes no new requests and no new update."""
     tensor_size: int | None = None
     sglang_version: str | None = None
     reason: str = ""
@@ -248,8 +253,8 @@ class FleetMember(EngineRow):
 
     url: str
     tensor_size: int
-    rank_offset: int
-    """First rank of this engine in a group opened now."""
+    rank_offset: int | None
+    """First rank of this engine in a group opened now; None: it would not take part, ``reason`` says why."""
     routed: bool
     """smg has it in its list."""
     sglang_version: str | None = None

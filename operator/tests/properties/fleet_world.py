@@ -33,6 +33,7 @@ from sglang_rollout.wire.models import (
     Record,
     Version,
     WantedEngine,
+    WeightsPolicy,
 )
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
 
@@ -57,6 +58,7 @@ class FakeAgent:
     fed: int = 0
     failed: bool = False
     groups: list[str] = field(default_factory=list)
+    draining: bool = False
 
     @property
     def boot(self) -> str:
@@ -64,19 +66,21 @@ class FakeAgent:
 
     @property
     def gate_open(self) -> bool:
-        return self.up and self.state is EngineState.CLEAN and self.version is not None and self.version == self.committed
+        clean = self.up and not self.draining and self.state is EngineState.CLEAN
+        return clean and self.version is not None and self.version == self.committed
 
     def restart(self) -> None:
         self.life += 1
         self.up, self.state, self.version, self.content, self.cohort = True, EngineState.CLEAN, BASE, "base", []
         self.committed, self.paused, self.session, self.fed, self.failed, self.groups = None, False, False, 0, False, []
+        self.draining = False
 
     def status(self) -> AgentStatus:
         return AgentStatus(
             name=self.name, boot_id=self.boot if self.up else None,
             state=self.state if self.up else EngineState.UNKNOWN, version=self.version if self.up else None,
             cohort=self.cohort, committed=self.committed, term=self.term, gate_open=self.gate_open, paused=self.paused,
-            session=self.session, groups=self.groups,
+            session=self.session, groups=self.groups, draining=self.draining,
         )  # fmt: skip
 
     def soil(self) -> None:
@@ -158,7 +162,8 @@ class FakeAgent:
 class World:
     """Agents, a store and a machine. Sends are answered when the test says so, in any order."""
 
-    def __init__(self, sizes: list[int]) -> None:
+    def __init__(self, sizes: list[int], min_committed: int | str | None = None) -> None:
+        self.policy = WeightsPolicy(min_committed=min_committed)
         self.agents = {f"e{index}": FakeAgent(f"e{index}") for index in range(len(sizes))}
         self.engines = [WantedEngine(name=f"e{index}", tensor_size=size) for index, size in enumerate(sizes)]
         self.now = 100.0
@@ -185,7 +190,7 @@ class World:
         self.want()
 
     def want(self) -> None:
-        intent = Intent(generation=self.generation, name="demo", namespace="default", engines=self.engines)
+        intent = Intent(generation=self.generation, name="demo", namespace="default", engines=self.engines, weights=self.policy)
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
 
     def feed(self, event: Event) -> None:

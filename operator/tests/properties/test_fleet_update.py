@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 from fleet_world import FakeAgent, World
 from hypothesis import settings
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_rollout.fleet.update import events as ev
-from sglang_rollout.fleet.update.calls import UPDATE
+from sglang_rollout.fleet.update.calls import END, INIT, UPDATE
 from sglang_rollout.fleet.update.versions import key
-from sglang_rollout.wire.models import EngineState, Version, WantedEngine
+from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version, WantedEngine
 from sglang_rollout.wire.ports import AGENT_ACK
 
 ENGINES = ["e0", "e1", "e2"]
@@ -25,9 +26,9 @@ labels = st.sampled_from([None, "1", "2", "7", "step-a"])
 class Fence(RuleBasedStateMachine):
     """One fleet under everything at once."""
 
-    @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    def begin(self, sizes: list[int]) -> None:
-        self.world = World(sizes)
+    @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3), least=st.sampled_from([None, 1, 2, "50%"]))
+    def begin(self, sizes: list[int], least: int | str | None) -> None:
+        self.world = World(sizes, least)
         self.world.sync_all()
         self.contents = self.world.contents
 
@@ -96,6 +97,15 @@ class Fence(RuleBasedStateMachine):
             self.ask(request)
             self.world.drain()
 
+    @rule(name=st.sampled_from(ENGINES), on=st.booleans())
+    def drain_engine(self, name: str, on: bool) -> None:
+        """Its pod is about to end; or the engine has been replaced."""
+        if name in self.world.agents:
+            if on:
+                self.world.agents[name].draining = True
+            else:
+                self.world.agents[name].restart()
+
     @rule(name=st.sampled_from(ENGINES))
     def sync(self, name: str) -> None:
         if name in self.world.agents:
@@ -161,8 +171,13 @@ class Fence(RuleBasedStateMachine):
         assert all(key(before) < key(after) for before, after in pairwise(history))
 
     @invariant()
-    def every_commit_was_acknowledged_by_every_member(self) -> None:
-        complete = {version for (version, cohort), acked in self.world.acked.items() if acked >= set(cohort)}
+    def every_commit_was_acknowledged_by_as_many_as_the_policy_wants(self) -> None:
+        least = self.world.policy.min_committed
+        complete = {
+            version
+            for (version, cohort), acked in self.world.acked.items()
+            if len(acked & set(cohort)) >= (len(cohort) if least is None else 1)
+        }
         assert all(version.is_base or key(version) in complete for version in self.world.history)
 
     @invariant()
@@ -185,7 +200,7 @@ class Fence(RuleBasedStateMachine):
         world = self.world
         for agent in world.agents.values():
             agent.answers = True
-            if not agent.up:
+            if not agent.up or agent.draining:
                 agent.restart()
         for _ in range(8):
             world.drain()
@@ -212,12 +227,13 @@ Fence.TestCase.settings = settings(max_examples=100, stateful_step_count=40, dea
 TestFence = Fence.TestCase
 
 
+def group_body(world: World, name: str) -> dict[str, Any]:
+    world_size = world.machine.fleet.table.world_size
+    return {"master_address": "10.0.0.9", "master_port": 1, "rank_offset": 1, "group_name": name, "world_size": world_size}
+
+
 def push(world: World, label: str | None) -> Version | None:
-    body = {
-        "master_address": "10.0.0.9", "master_port": 1, "rank_offset": 1, "group_name": "g",
-        "world_size": world.machine.fleet.table.world_size,
-    }  # fmt: skip
-    assert world.do(ev.OpenGroup(body)).success
+    assert world.do(ev.OpenGroup(group_body(world, "g"))).success
     assert world.do(ev.Begin()).success
     assert world.do(ev.Update("g", label, {"names": ["w"]})).success
     assert world.do(ev.End()).success
@@ -275,3 +291,110 @@ def test_a_client_that_leaves_before_its_turn_changes_nothing() -> None:
     assert world.answers[first].success
     assert second not in world.answers
     assert world.agents["e0"].paused
+
+
+def test_with_min_committed_a_failing_engine_is_fenced_alone() -> None:
+    world = World([1, 1, 1], min_committed="60%")
+    world.sync_all()
+    push(world, "1")
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", "2", {"names": ["w"]})).success
+    call = world.ask(ev.End())
+    while world.pending:
+        path = getattr(world.pending[0], "path", "")
+        world.complete(broken=frozenset({"e1"} if path == END else ()))
+    answer = world.answers[call]
+    assert answer.status == 200
+    assert "2 of 3 engines hold version 1/2" in answer.message
+    assert answer.fleet["outcome"] == "Partial"
+    assert list(answer.fleet["fenced"]) == ["e1"]
+    assert [agent.gate_open for agent in world.agents.values()] == [True, False, True]
+    last = world.machine.fleet.last_update
+    assert last is not None
+    assert (last.outcome, last.engines) == (UpdateOutcome.PARTIAL, ["e0", "e2"])
+    assert push(world, "3") == Version(run=1, n=3, label="3")
+    assert all(agent.gate_open for agent in world.agents.values()), "the next complete update takes it back"
+
+
+def test_fewer_than_min_committed_is_no_commit() -> None:
+    world = World([1, 1, 1], min_committed=2)
+    world.sync_all()
+    push(world, "1")
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", "2", {"names": ["w"]})).success
+    call = world.ask(ev.End())
+    while world.pending:
+        path = getattr(world.pending[0], "path", "")
+        world.complete(broken=frozenset({"e1", "e2"} if path == END else ()))
+    assert world.answers[call].status == 400
+    assert world.answers[call].fleet["engine"] == "e1"
+    assert world.machine.fleet.committed == Version(run=1, n=1, label="1")
+    assert not any(agent.gate_open for agent in world.agents.values())
+
+
+def test_a_fleet_that_never_took_weights_waits_until_it_is_complete() -> None:
+    world = World([1, 1])
+    world.agents["e1"].up = False
+    world.sync_all()
+    refused = world.do(ev.OpenGroup(group_body(world, "g")))
+    assert refused.status == 503
+    assert "1 of 2 engines are up" in refused.message
+    assert "e1" in refused.message
+    assert not any(send.path == INIT for send in world.sent)
+    world.agents["e1"].restart()
+    world.sync_all()
+    assert world.do(ev.OpenGroup(group_body(world, "g"))).success
+
+
+def test_min_committed_lets_a_fleet_begin_with_fewer() -> None:
+    world = World([1, 1], min_committed=1)
+    world.agents["e1"].up = False
+    world.sync_all()
+    assert push(world, "1") == Version(run=1, n=1, label="1")
+    assert [agent.gate_open for agent in world.agents.values()] == [True, False]
+
+
+def test_an_engine_that_is_away_does_not_hold_up_a_fleet_that_has_weights() -> None:
+    world = World([1, 2])
+    world.sync_all()
+    push(world, "1")
+    epoch = world.machine.fleet.epoch
+    world.agents["e1"].up = False
+    world.sync_all()
+    assert world.machine.fleet.epoch > epoch
+    assert world.machine.fleet.table.world_size == 2
+    assert push(world, "2") == Version(run=1, n=2, label="2")
+    world.agents["e1"].restart()
+    world.sync_all()
+    assert not world.agents["e1"].gate_open, "it holds base"
+    assert world.machine.fleet.table.world_size == 4
+    push(world, "3")
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_an_engine_that_is_silent_for_a_moment_is_not_counted_out() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    push(world, "1")
+    world.agents["e1"].answers = False
+    for _ in range(4):
+        world.sync_all()
+    refused = world.do(ev.OpenGroup(group_body(world, "h")))
+    assert refused.status == 503
+    assert "engine e1 has not answered" in refused.message
+    world.tick(11)
+    assert world.do(ev.OpenGroup(group_body(world, "h"))).success
+
+
+def test_an_engine_that_drains_takes_no_new_update() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    push(world, "1")
+    world.agents["e1"].draining = True
+    world.sync_all()
+    refused = world.do(ev.Begin())
+    assert refused.status == 503
+    assert "engine e1 cannot take an update now: it is being drained" in refused.message
+    assert world.agents["e0"].gate_open, "nothing was begun"
+    assert push(world, "2") == Version(run=1, n=2, label="2")
+    assert [agent.gate_open for agent in world.agents.values()] == [True, False]

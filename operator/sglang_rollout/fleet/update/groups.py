@@ -20,6 +20,7 @@ from sglang_rollout.fleet.update.calls import (
     told,
 )
 from sglang_rollout.fleet.update.events import Answer, Body, CloseGroup, OpenGroup
+from sglang_rollout.fleet.update.membership import absent_sentence, present
 from sglang_rollout.fleet.update.outcome import abandon, finish
 from sglang_rollout.fleet.update.state import By, Fleet, Group, Phase
 from sglang_rollout.wire.models import PreflightRequest
@@ -37,14 +38,13 @@ UNKNOWN = "The group to be destroyed does not exist."
 def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
     """Check, ask every pod whether it reaches the trainer, then let all engines join at once."""
     started = fleet.now
-    spec = check_group(ask.body, fleet.table)
-    boots = _everybody(fleet)
+    boots = present(fleet)
+    spec = _spec(fleet, ask.body)
     limit = fleet.policy.deadlines.group
-    yield from _preflight(spec, boots, limit)
+    yield from _preflight(fleet, spec, boots, limit)
     yield Turn()
     # The preflight may have taken minutes and ran beside other calls: the fleet may be another one now.
-    spec = check_group(ask.body, fleet.table)
-    if _everybody(fleet) != boots:
+    if present(fleet) != boots:
         raise Refusal(
             "The engines of this fleet changed while the trainer's address was tried; no engine has joined anything."
             f" Open the group again with world_size={fleet.table.world_size}.",
@@ -56,7 +56,7 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
     backend = spec.backend or fleet.policy.backend
     remaining = max(LEAST, limit - (fleet.now - started))
     fleet.enter(Phase.OPEN)
-    results = yield from send(INIT, _bodies(fleet, spec, backend), remaining, grace=GRACE)
+    results = yield from send(INIT, _bodies(fleet, boots, spec, backend), remaining, grace=GRACE)
     if failures(results):
         return (yield from _undo(fleet, spec, results))
     master = f"{spec.host}:{spec.port}"
@@ -64,21 +64,16 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
     return Answer(200, "Succeeded to initialize custom process group.", {**fleet.advice(), "engines": told(results)})
 
 
-def _everybody(fleet: Fleet) -> Mapping[str, str]:
-    """Every engine and its life; refuses when one is not up, because the group would wait for it for ever."""
-    boots: dict[str, str] = {}
-    for name, engine in fleet.engines.items():
-        if not engine.up or engine.boot is None:
-            raise Refusal(
-                f"engine {name} cannot join a group now: {engine.why_down()}. No engine has joined anything.",
-                status=503,
-                fleet=fleet.advice(),
-            )
-        boots[name] = engine.boot
-    return boots
+def _spec(fleet: Fleet, body: Body) -> GroupSpec:
+    """The trainer's request, checked against the members; a refusal also names who is not counted."""
+    try:
+        return check_group(body, fleet.table)
+    except Refusal as refusal:
+        away = absent_sentence(fleet)
+        raise Refusal(f"{refusal} {away}" if away else str(refusal), status=refusal.status, fleet=fleet.advice()) from None
 
 
-def _preflight(spec: GroupSpec, names: Mapping[str, str], limit: float) -> Script[None]:
+def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: float) -> Script[None]:
     """Several trainers call before they listen, so the agents keep trying until the limit."""
     body = PreflightRequest(host=spec.host, port=spec.port, deadline=limit).model_dump(mode="json")
     results = yield from send(AGENT_PREFLIGHT, same(names, body), limit + MARGIN, grace=GRACE, idempotent=True)
@@ -86,8 +81,9 @@ def _preflight(spec: GroupSpec, names: Mapping[str, str], limit: float) -> Scrip
     if failed:
         name, result = next(iter(failed.items()))
         raise Refusal(
-            f"engine {name} cannot reach the trainer at {spec.host}:{spec.port}: {result.message} No engine has joined anything.",
-            fleet={"engines": told(results)},
+            f"engine {name} cannot reach the trainer at {spec.host}:{spec.port}: {result.message.rstrip('.')}."
+            " No engine has joined anything.",
+            fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": told(results)},
         )
 
 
@@ -96,9 +92,10 @@ def _close_same_name(fleet: Fleet, name: str) -> Script[None]:
     if fleet.update is not None and name in fleet.groups:
         yield from abandon(fleet, f"the trainer opened group {name} again in the middle of an update")
     old = fleet.groups.pop(name, None)
+    up = [engine for engine in fleet.engines.values() if engine.up]
     joined = [
         engine.wanted.name
-        for engine in fleet.engines.values()
+        for engine in up
         if (old is not None and old.boots.get(engine.wanted.name) == engine.boot)
         or (engine.status is not None and name in engine.status.groups)
     ]
@@ -106,13 +103,13 @@ def _close_same_name(fleet: Fleet, name: str) -> Script[None]:
     for engine_name, result in failures(results).items():
         if UNKNOWN not in result.message:
             raise Refusal(
-                f"engine {engine_name} could not close the old group {name}: {result.message}."
+                f"engine {engine_name} could not close the old group {name}: {result.message.rstrip('.')}."
                 " No engine has joined the new one. Use another group_name.",
                 fleet=fleet.advice(),
             )
 
 
-def _bodies(fleet: Fleet, spec: GroupSpec, backend: str) -> dict[str, Body]:
+def _bodies(fleet: Fleet, boots: Mapping[str, str], spec: GroupSpec, backend: str) -> dict[str, Body]:
     offsets = fleet.table.offsets()
     return {
         name: {
@@ -124,7 +121,7 @@ def _bodies(fleet: Fleet, spec: GroupSpec, backend: str) -> dict[str, Body]:
             "group_name": spec.name,
             "backend": backend,
         }
-        for name in fleet.engines
+        for name in boots
     }
 
 
@@ -133,9 +130,9 @@ def _undo(fleet: Fleet, spec: GroupSpec, results: Results) -> Script[Answer]:
     name, result = next(iter(failures(results).items()))
     answer = Answer(
         400,
-        f"engine {name} could not join group {spec.name}: {result.message} The others have left it."
+        f"engine {name} could not join group {spec.name}: {result.message.rstrip('.')}. The others have left it."
         " Open a new group with another port and name.",
-        {**fleet.advice(), "phase": Phase.OPEN.value, "engines": told(results)},
+        {**fleet.advice(), "engine": name, "phase": Phase.OPEN.value, "engines": told(results)},
     )
     yield Say(answer)
     yield from send(DESTROY, same(results, {"group_name": spec.name}), FENCE_DEADLINE)

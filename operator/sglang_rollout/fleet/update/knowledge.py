@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sglang_rollout.fleet.update.calls import Results
 from sglang_rollout.fleet.update.events import Seen, Wanted
+from sglang_rollout.fleet.update.membership import enough
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
 from sglang_rollout.fleet.update.state import Engine, Fleet
 from sglang_rollout.fleet.update.versions import key
@@ -74,6 +75,7 @@ class Knowledge:
         else:
             self._adopt()
         if self._fleet.committed is not None:
+            self._note_formed()
             self._count_epoch()
             self._drop_lost_groups()
 
@@ -109,8 +111,8 @@ class Knowledge:
         fleet.committed, fleet.burned, fleet.groups = proved.committed, proved.burned, dict(proved.groups)
         if self._record is not None:
             fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
-            before = {(row.name, row.boot_id) for row in self._record.engines}
-            if before == {(name, engine.boot) for name, engine in fleet.engines.items()}:
+            before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
+            if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
 
     def _adopt(self) -> None:
@@ -132,8 +134,18 @@ class Knowledge:
                 fleet.burn([held])
 
     def _members(self) -> tuple[tuple[str, int, str | None], ...]:
-        engines = self._fleet.engines.items()
+        engines = self._fleet.members().items()
         return tuple(sorted((name, engine.wanted.tensor_size, engine.boot) for name, engine in engines))
+
+    def _note_formed(self) -> None:
+        fleet = self._fleet
+        if not fleet.formed:
+            there = len(fleet.members())
+            fleet.formed = (
+                (fleet.committed is not None and not fleet.committed.is_base)
+                or bool(fleet.groups)
+                or (there > 0 and enough(fleet, there, len(fleet.engines)))
+            )
 
     def _count_epoch(self) -> None:
         members = self._members()

@@ -19,31 +19,51 @@ from sglang_rollout.fleet.update.calls import (
     told,
 )
 from sglang_rollout.fleet.update.events import Answer, Write
-from sglang_rollout.fleet.update.state import By, Fleet, Phase
+from sglang_rollout.fleet.update.membership import enough
+from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
 from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, PauseMode, UpdateOutcome, Version
 from sglang_rollout.wire.ports import AGENT_ACK
 
 
 def finish(fleet: Fleet) -> Script[Answer]:
-    """End the session on every engine and commit. Answers only after the gates are open."""
+    """End the session on every engine and commit. Answers only after the gates are open.
+
+    An engine that fails here is fenced alone if ``weights.minCommitted`` lets the others commit; else the whole update
+    is given up.
+    """
     update = fleet.update
     if update is None:
         raise RuntimeError("finish needs an open update")
     fleet.enter(Phase.VERIFY)
-    lost = fleet.changed(update.boots)
-    if lost:
-        return (yield from fail(fleet, _lost(lost[0])))
-    results = yield from send(END, same(update.boots), fleet.policy.deadlines.update, grace=None)
-    failed = failures(results)
-    if failed:
-        name, result = next(iter(failed.items()))
-        return (yield from fail(fleet, f"engine {name} could not end the session: {result.message}", results))
-    starved = [name for name in update.boots if name not in update.fed]
-    if starved:
-        reason = f"the update ended and engine {starved[0]} had got no tensors of it"
-        return (yield from fail(fleet, reason))
-    flushed = yield from _flush(fleet, list(update.boots))
-    return (yield from _commit(fleet, flushed))
+    for name in fleet.changed(update.boots):
+        update.dropped[name] = "was restarted or lost in the middle of the update"
+    results = dict((yield from _end_session(fleet, update)))
+    if not _suffice(fleet, update):
+        return (yield from _fail_for(fleet, update, results))
+    unflushed = yield from _flush(fleet, update.standing())
+    return (yield from _commit(fleet, unflushed))
+
+
+def _end_session(fleet: Fleet, update: Update) -> Script[Results]:
+    """End the session on those that still stand, and drop those that cannot, or that got no tensors."""
+    if not _suffice(fleet, update):
+        return {}
+    results = yield from send(END, same(update.standing()), fleet.policy.deadlines.update)
+    for name, result in failures(results).items():
+        update.dropped[name] = f"could not end the session: {result.message}"
+    for name in update.standing():
+        if name not in update.fed:
+            update.dropped[name] = "had got no tensors of the update when it ended"
+    return results
+
+
+def _suffice(fleet: Fleet, update: Update) -> bool:
+    return not update.dropped or enough(fleet, len(update.standing()), len(update.boots))
+
+
+def _fail_for(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
+    name, why = next(iter(update.dropped.items()))
+    return (yield from fail(fleet, f"engine {name} {why}", results, engine=name))
 
 
 def _flush(fleet: Fleet, names: list[str]) -> Script[list[str]]:
@@ -66,18 +86,16 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
         raise RuntimeError("commit needs an open update")
     fleet.enter(Phase.COMMIT)
     version = fleet.target()
-    cohort = list(update.boots)
-    bodies = {name: AckRequest(version=version, boot_id=boot, cohort=cohort).model_dump(mode="json") for name, boot in update.boots.items()}
-    results = yield from send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, idempotent=True)
-    missing = [name for name in cohort if not _acknowledged(results, name, version)]
-    if missing:
+    results = yield from _acknowledge(fleet, update, version)
+    if not _suffice(fleet, update):
         # Some engine may hold this version now and say so later: the pair (run, n) must never name other weights.
         fleet.burn([version])
-        name = missing[0]
-        reason = results[name].message if name in results else "no answer"
-        return (yield from fail(fleet, f"engine {name} did not acknowledge version {version}: {reason}", results))
+        return (yield from _fail_for(fleet, update, results))
+    cohort, dropped = update.standing(), dict(update.dropped)
+    outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
+    reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
     fleet.committed, fleet.update, fleet.label = version, None, None
-    fleet.last_update = _last(fleet, version, UpdateOutcome.COMMITTED, "", cohort)
+    fleet.last_update = _last(fleet, version, outcome, reason, cohort)
     record = fleet.record()
     if record is not None:
         # Not written: the acknowledgements are the commit, and the record follows when the store can be reached again.
@@ -85,11 +103,32 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     synced = yield from sync(fleet)
     if fleet.hold is not None and fleet.hold.by is By.FLEET:
         fleet.enter(Phase.RESUME)
-        yield from resume(fleet, fleet.hold.engines)
+        yield from resume(fleet, [name for name in fleet.hold.engines if name not in dropped])
         fleet.hold = None
-    fleet.last_update = _last(fleet, version, UpdateOutcome.COMMITTED, "", cohort)
-    particulars = _particulars(fleet, version, {**results, **synced})
-    return Answer(200, "Success", {**particulars, "cache_not_flushed": unflushed} if unflushed else particulars)
+    fleet.last_update = _last(fleet, version, outcome, reason, cohort)
+    particulars = _particulars(fleet, version, {**results, **synced}) | {"outcome": outcome.value}
+    if unflushed:
+        particulars["cache_not_flushed"] = unflushed
+    if not dropped:
+        return Answer(200, "Success", particulars)
+    fenced = f"the others serve nobody until a complete update: {reason}"
+    message = f"Success: {len(cohort)} of {len(update.boots)} engines hold version {version}; {fenced}"
+    answer = Answer(200, message, {**particulars, "fenced": dropped})
+    yield Say(answer)
+    yield from fence([name for name in dropped if _callable(fleet, name)], reason)
+    return answer
+
+
+def _acknowledge(fleet: Fleet, update: Update, version: Version) -> Script[Results]:
+    """Every engine that still stands records that it holds the version; drop those that do not say so."""
+    cohort = update.standing()
+    bodies = {name: AckRequest(version=version, boot_id=update.boots[name], cohort=cohort).model_dump(mode="json") for name in cohort}
+    results = yield from send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, idempotent=True)
+    for name in cohort:
+        if not _acknowledged(results, name, version):
+            said = results[name].message if name in results else "no answer"
+            update.dropped[name] = f"did not acknowledge version {version}: {said}"
+    return results
 
 
 def _acknowledged(results: Results, name: str, version: Version) -> bool:
@@ -104,7 +143,7 @@ def _acknowledged(results: Results, name: str, version: Version) -> bool:
     )
 
 
-def fail(fleet: Fleet, reason: str, results: Results | None = None, *, tell: bool = True) -> Script[Answer]:
+def fail(fleet: Fleet, reason: str, results: Results | None = None, *, engine: str | None = None, tell: bool = True) -> Script[Answer]:
     """Give up the open update: tell the trainer, then fence every engine that was told or is paused.
 
     The trainer is told first: an engine that is blocked in a collective with it comes free only when the trainer goes.
@@ -116,12 +155,13 @@ def fail(fleet: Fleet, reason: str, results: Results | None = None, *, tell: boo
     if update is not None:
         fleet.last_update = _last(fleet, fleet.target(), UpdateOutcome.FAILED, reason, [])
         sentence = (
-            f"{reason} (phase {phase.value}). The update was given up: version {fleet.committed} stays committed, and"
+            f"{reason.rstrip('.')} (phase {phase.value}). The update was given up: version {fleet.committed} stays committed, and"
             f" {', '.join(list(update.boots)[:8])} serve nobody until a complete update."
             f" Open a new group with world_size={fleet.table.world_size} and push again."
         )
     fleet.update, fleet.hold, fleet.label = None, None, None
-    answer = Answer(400, sentence, {**fleet.advice(), "phase": phase.value, "engines": told(results or {})})
+    blamed = {"engine": engine} if engine is not None else {}
+    answer = Answer(400, sentence, {**fleet.advice(), **blamed, "phase": phase.value, "engines": told(results or {})})
     if tell:
         yield Say(answer)
     yield from fence([name for name in names if _callable(fleet, name)], reason)
@@ -152,10 +192,6 @@ def tidy(fleet: Fleet, names: list[str]) -> Script[Answer]:
 def _callable(fleet: Fleet, name: str) -> bool:
     engine = fleet.engines.get(name)
     return engine is not None and engine.reachable
-
-
-def _lost(name: str) -> str:
-    return f"engine {name} was restarted or lost during the update"
 
 
 def _last(fleet: Fleet, version: Version, outcome: UpdateOutcome, reason: str, engines: list[str]) -> LastUpdate:

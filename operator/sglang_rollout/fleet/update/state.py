@@ -76,6 +76,11 @@ class Engine:
         return self.reachable and self.boot is not None
 
     @property
+    def member(self) -> bool:
+        """Whether it takes part in a group opened now: an engine that is being drained ends soon."""
+        return self.up and self.status is not None and not self.status.draining
+
+    @property
     def serving(self) -> bool:
         """Whether its gate is open."""
         return self.reachable and self.status is not None and self.status.gate_open
@@ -98,6 +103,10 @@ class Engine:
         if not self.reachable:
             return "its agent does not answer"
         return self.status.reason or "the engine is not up"
+
+    def why_absent(self) -> str:
+        """Sentence: why it is no member."""
+        return "it is being drained" if self.up else self.why_down()
 
     def row(self) -> EngineRow:
         """The engine in the record and in the discovery document."""
@@ -156,6 +165,12 @@ class Update:
     fed: set[str] = field(default_factory=set)
     """Engines that have taken tensors."""
     label: str | None = None
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Engines that will not hold the version, and why: they are fenced."""
+
+    def standing(self) -> list[str]:
+        """Engines that were told and may still commit."""
+        return [name for name in self.boots if name not in self.dropped]
 
 
 @dataclass
@@ -167,6 +182,8 @@ class Fleet:
     policy: WeightsPolicy = field(default_factory=WeightsPolicy)
     generation: int = 0
     epoch: int = 0
+    formed: bool = False
+    """The fleet was complete once, or has taken weights: from then on it goes on with the engines that are there."""
     committed: Version | None = None
     """None while a restarted coordinator has not yet proved what is committed."""
     burned: Version | None = None
@@ -191,7 +208,11 @@ class Fleet:
     @property
     def table(self) -> RankTable:
         """Ranks of a group opened now."""
-        return rank_table(engine.wanted for engine in self.engines.values())
+        return rank_table(engine.wanted for engine in self.members().values())
+
+    def members(self) -> dict[str, Engine]:
+        """Engines that take part in a group opened now, in rank order."""
+        return {name: engine for name, engine in self.engines.items() if engine.member}
 
     def up(self) -> list[str]:
         """Engines that can be called."""

@@ -49,11 +49,11 @@ def _pause(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answer 
     name, result = next(iter(failed.items()))
     reason = f"engine {name} could not be paused: {result.message}"
     if fleet.update is not None:
-        return (yield from fail(fleet, reason, results))
+        return (yield from fail(fleet, reason, results, engine=name))
     # Also those that failed: a call without an answer may have paused its engine.
     yield from resume(fleet, names)
     fleet.hold = None
-    return Answer(400, f"{reason}. All engines generate again.", {"phase": "pause", "engines": told(results)})
+    return Answer(400, f"{reason}. All engines generate again.", {"engine": name, "phase": "pause", "engines": told(results)})
 
 
 def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
@@ -105,7 +105,7 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
     broken = failures(results)
     if broken:
         name, result = next(iter(broken.items()))
-        return (yield from fail(fleet, f"engine {name} did not take the tensors: {result.message}", results))
+        return (yield from fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name))
     state = fleet.update
     if state is None:
         raise RuntimeError("an update cannot end while its tensors are on their way")
@@ -124,8 +124,8 @@ def _tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[
         return None
     for name in missing:
         engine = fleet.engines[name]
-        if not engine.up:
-            reason = f"engine {name} cannot take an update now: {engine.why_down()}."
+        if not engine.member:
+            reason = f"engine {name} cannot take an update now: {engine.why_absent().rstrip('.')}."
             raise Refusal(reason, status=503, fleet=fleet.advice())
     if fleet.hold is None:
         mode = fleet.policy.pause_mode.value
@@ -143,7 +143,7 @@ def _tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[
     failed_calls = failures(results)
     if failed_calls:
         name, result = next(iter(failed_calls.items()))
-        return (yield from fail(fleet, f"engine {name} could not begin: {result.message}", results))
+        return (yield from fail(fleet, f"engine {name} could not begin: {result.message}", results, engine=name))
     fleet.enter(Phase.TRANSFER)
     return None
 

@@ -1,0 +1,77 @@
+"""Who takes part: engines that are there now, and how many of them must be. Pure.
+
+A member is a wanted engine that is up and is not about to leave. Engines that are starting, restarting or draining do
+not hold up a trainer: a group is opened with the members that are there, and the epoch tells when that changes.
+Only a fleet that has never taken weights waits until it is complete (or ``weights.minCommitted`` are up): a trainer
+that fixes its group at its start would otherwise leave out whoever starts a moment later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sglang_rollout.fleet.ranks import Refusal
+
+if TYPE_CHECKING:
+    from sglang_rollout.fleet.update.state import Fleet
+
+WAVERING = 10.0
+"""An engine whose agent was heard so many seconds ago and does not answer now is not counted out yet."""
+
+
+def required(min_committed: int | str | None, wanted: int, taking_part: int) -> int:
+    """How many engines must hold a version so that it is committed: at least one.
+
+    ``min_committed``: a number of engines, a share of the wanted ones ("75%"), or None: all that take part.
+    """
+    if min_committed is None:
+        return max(1, taking_part)
+    if isinstance(min_committed, int):
+        return max(1, min(min_committed, wanted))
+    return max(1, math.ceil(int(min_committed.rstrip("%")) * wanted / 100))
+
+
+def enough(fleet: Fleet, holding: int, taking_part: int) -> bool:
+    """Whether so many engines suffice for a commit."""
+    return holding >= required(fleet.policy.min_committed, len(fleet.engines), taking_part)
+
+
+def present(fleet: Fleet) -> Mapping[str, str]:
+    """Members and their lives, in rank order. Refuses while they are too few, or while it is not clear who is there."""
+    for name, engine in fleet.engines.items():
+        if engine.boot is not None and not engine.reachable and fleet.now - engine.heard < WAVERING:
+            raise Refusal(
+                f"engine {name} has not answered for {fleet.now - engine.heard:.0f} s, and it is not clear yet whether it is gone."
+                " No engine has joined anything. Try again in a moment.",
+                status=503,
+                fleet=fleet.advice(),
+            )
+    reason = why_incomplete(fleet)
+    if reason:
+        raise Refusal(f"{reason} No engine has joined anything. Try again.", status=503, fleet=fleet.advice())
+    return {name: engine.boot or "" for name, engine in fleet.members().items()}
+
+
+def why_incomplete(fleet: Fleet) -> str:
+    """Why no group can be opened now, as a sentence; empty if it can."""
+    there, wanted = len(fleet.members()), len(fleet.engines)
+    taking_part = there if fleet.formed else wanted
+    if there and enough(fleet, there, taking_part):
+        return ""
+    if not wanted:
+        return "This fleet has no engines."
+    least = required(fleet.policy.min_committed, wanted, taking_part)
+    first = "" if fleet.formed else " A fleet that has never taken weights waits for them; weights.minCommitted lets it begin with fewer."
+    return f"{there} of {wanted} engines are up, and at least {least} must be. {absent_sentence(fleet)}{first}"
+
+
+def absent_sentence(fleet: Fleet, limit: int = 4) -> str:
+    """Which wanted engines are no members, and why; empty if all are."""
+    away = {name: engine.why_absent() for name, engine in fleet.engines.items() if not engine.member}
+    if not away:
+        return ""
+    shown = "; ".join(f"{name}: {why}" for name, why in list(away.items())[:limit])
+    more = f"; and {len(away) - limit} more" if len(away) > limit else ""
+    return f"Absent: {shown.rstrip('.')}{more}."
