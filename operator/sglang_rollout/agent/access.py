@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -48,6 +49,7 @@ class Access:
         async def checked(request: web.Request) -> web.StreamResponse:
             self._check_token(request)
             self._check_term(request)
+            self._agent.heard_at = time.monotonic()
             return await handler(request)
 
         return checked

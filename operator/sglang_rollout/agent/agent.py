@@ -15,7 +15,7 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply
 from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateView
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.wire.models import AgentStatus, ControlReply, EngineState
+from sglang_rollout.wire.models import AgentStatus, ControlReply, EngineState, SyncRequest
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,10 @@ class Agent:
         """The control call that the engine has not answered yet."""
         self.running_since = 0.0
         self.fencing = False
+        self.heard_at = time.monotonic()
+        """When a coordinator spoke last."""
+        self.lease = SyncRequest(committed=None).lease
+        """Seconds of a coordinator's silence after which an unfinished update is given up; each coordinator says its own."""
         self.observer: Callable[[str, Reply, float], None] | None = None
         """Called after each control call with its name, answer and seconds."""
         self._silences = 0

@@ -77,6 +77,7 @@ class Routes:
     async def sync(self, request: web.Request) -> web.StreamResponse:
         """Take over what is committed, move the gate, report."""
         body = await message(request, SyncRequest)
+        self._agent.lease = body.lease
         self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed))
         return await self._status()
 

@@ -19,6 +19,7 @@ from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.drain import RunFiles, watch_drain
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate
+from sglang_rollout.agent.lease import Lease
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.proxy.address import Address
@@ -101,12 +102,14 @@ async def _run(
     files = RunFiles(boot_file) if boot_file is not None else None
     async with Engine(url, boot_file=boot_file) as engine:
         agent = Agent(name=name, engine=engine, gate=Gate(socket), record=RecordFile(folder), tensor_size=tensor_size)
-        app = make_app(agent, token=token, fence=Fence(agent, kill_file=files.kill if files else None))
+        fence = Fence(agent, kill_file=files.kill if files else None)
+        app = make_app(agent, token=token, fence=fence)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         tasks = [
             asyncio.create_task(_every(_INTERVAL, "watching the engine", agent.observe)),
             asyncio.create_task(_every(_INTERVAL, "watching the engine's connection", agent.watch_connection)),
+            asyncio.create_task(_every(_INTERVAL, "watching the lease", Lease(agent, fence).watch)),
             asyncio.create_task(_follow_gate(agent)),
             asyncio.create_task(_trust_record(agent)),
         ]

@@ -18,8 +18,6 @@ _LABEL_DEADLINE = 30.0
 _IDLE_DEADLINE = 5.0
 FENCE_ANSWERS = 8.0
 """Seconds after which a fence answers, done or not. The engine may be stuck in a collective that only a SIGKILL ends."""
-STUCK_AFTER = 60.0
-"""Seconds after which an engine that still has not answered the call of a given-up update is asked to be killed."""
 
 
 class AckError(Exception):
@@ -53,16 +51,17 @@ async def acknowledge(agent: Agent, request: AckRequest) -> None:
 class Fence:
     """Gives updates up. One at a time; asking again while one is under way waits for the same one."""
 
-    def __init__(self, agent: Agent, *, kill_file: Path | None, stuck_after: float = STUCK_AFTER) -> None:
+    def __init__(self, agent: Agent, *, kill_file: Path | None) -> None:
         self._agent = agent
         self._kill_file = kill_file
-        self._stuck_after = stuck_after
+        self._stuck_after = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def give_up(self, request: FenceRequest) -> None:
         """Close the gate and cut what it holds if the engine is dirty; then end the session, abort, and let the scheduler run."""
         agent = self._agent
         log.info("Giving the update up: %s", request.reason)
+        self._stuck_after = request.stuck_after
         agent.dispatch(ev.GivenUp())
         if agent.state.memory.state is EngineState.DIRTY:
             await agent.shut_gate()
@@ -90,14 +89,9 @@ class Fence:
         if done:
             return
         call = running.get_name()
-        if self._kill_file is None:
-            log.error(
-                "The engine has not answered %s for %g s after the update was given up: it has to be restarted.", call, self._stuck_after
-            )
-        else:
-            log.error(
-                "The engine has not answered %s for %g s after the update was given up: asking for its restart.", call, self._stuck_after
-            )
+        todo = "it has to be restarted" if self._kill_file is None else "asking for its restart"
+        log.error("The engine has not answered %s for %g s after the update was given up: %s.", call, self._stuck_after, todo)
+        if self._kill_file is not None:
             await asyncio.to_thread(self._kill_file.touch)
         await asyncio.wait({running})
 

@@ -239,6 +239,28 @@ class Deadlines(ApiModel):
     """A paused or half-updated fleet hears nothing from its trainer for so long: the update is given up."""
     pause_seconds: int = Field(default=60, ge=1, le=86400)
     """Pausing or continuing all engines."""
+    total_seconds: int = Field(default=1800, ge=1, le=86400)
+    """A pause or an update altogether, however lively its trainer is."""
+    stuck_seconds: int = Field(default=30, ge=1, le=86400)
+    """An engine that has not answered a call of a given-up update for so long is restarted: nothing else ends a
+    collective whose peer is gone."""
+
+
+class OnLoss(StrEnum):
+    """What an idle fleet does when its trainer is lost."""
+
+    KEEP_SERVING = "KeepServing"
+    PAUSE = "Pause"
+
+
+class TrainerLease(ApiModel):
+    """How long a trainer is believed to live without a word."""
+
+    ttl_seconds: int = Field(default=20, ge=1, le=86400)
+    """After so long a silence the trainer's store is asked for; if it is gone, what the trainer had open is given up.
+    Heartbeats of our client count as words."""
+    on_loss: OnLoss = OnLoss.KEEP_SERVING
+    """What an idle fleet does then. `Pause`: it generates nothing until a trainer calls."""
 
 
 class Weights(ApiModel):
@@ -250,8 +272,25 @@ class Weights(ApiModel):
     """How engines are paused for an update when the trainer does not pause them itself. `Retract`: running requests go
     back to the queue and continue with the new weights. `Abort`: they end. `InPlace`: they continue with the cache of
     the old weights."""
+    min_committed: int | str | None = Field(
+        default=None,
+        json_schema_extra={
+            "x-kubernetes-int-or-string": True,
+            **rules(
+                rule(
+                    "type(self) == int ? self >= 1 : string(self).matches('^([1-9][0-9]?|100)%$')",
+                    'weights.minCommitted must be a number of engines from 1 on, or a share of them such as "75%".',
+                )
+            ),
+        },
+    )
+    """How many engines must hold a new version so that it is committed: a number, or a share of `replicas` such as
+    `75%`. Engines that fail at the end of an update are then fenced alone, and a fleet may take its first weights before
+    all of its engines are up. Default: all engines that take part."""
     deadlines: Deadlines = Deadlines()
     """How long each step of a weight update may take."""
+    trainer_lease: TrainerLease = TrainerLease()
+    """What becomes of an update whose trainer dies or falls silent."""
 
 
 class RolloutSpec(ApiModel):

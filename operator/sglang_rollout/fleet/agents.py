@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from sglang_rollout.fleet.update.events import Body, Result, Send
-from sglang_rollout.wire.models import AgentStatus, SyncRequest, Version
+from sglang_rollout.wire.models import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 
 SYNC_DEADLINE = 2.0
@@ -50,8 +50,11 @@ class Agents:
         if self._session is not None:
             await self._session.close()
 
-    async def fan_out(self, effect: Send) -> dict[str, Result]:
-        """Carry out a Send effect: all engines at once, one result for each, within its deadline."""
+    async def fan_out(self, effect: Send, cut: asyncio.Future[str] | None = None) -> dict[str, Result]:
+        """Carry out a Send effect: all engines at once, one result for each, within its deadline.
+
+        ``cut`` ends the wait early, with the reason for those that have not answered.
+        """
         tasks = {
             asyncio.create_task(self._bounded(name, effect, body), name=f"{effect.path} {name}"): name
             for name, body in effect.bodies.items()
@@ -61,24 +64,27 @@ class Agents:
         waiting = set(tasks)
         try:
             while waiting:
-                done, waiting = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    break
-                for task in done:
+                ends: set[asyncio.Future[Any]] = {*waiting, *([cut] if cut is not None else [])}
+                done, _ = await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                ended = waiting & done
+                waiting -= ended
+                for task in ended:
                     results[tasks[task]] = task.result()
+                if not done or (cut is not None and cut.done()):
+                    break
                 if limit is None and effect.grace is not None and any(not result.ok for result in results.values()):
                     limit = effect.grace
+            why = cut.result() if cut is not None and cut.done() else "not waited for, because another engine failed."
             for task in waiting:
-                results[tasks[task]] = Result(ok=False, message="not waited for, because another engine failed.")
+                results[tasks[task]] = Result(ok=False, message=why)
         finally:
             for task in waiting:
                 task.cancel()
         return {name: results[name] for name in effect.bodies}
 
-    async def sync(self, name: str, committed: Version | None) -> AgentStatus | None:
+    async def sync(self, name: str, request: SyncRequest) -> AgentStatus | None:
         """Tell an agent what is committed and hear how it is; None: no answer."""
-        body = SyncRequest(committed=committed).model_dump(mode="json")
-        return (await self.call(name, AGENT_SYNC, body, SYNC_DEADLINE)).agent
+        return (await self.call(name, AGENT_SYNC, request.model_dump(mode="json"), SYNC_DEADLINE)).agent
 
     async def get(self, name: str, path: str, deadline: float = READ_DEADLINE) -> tuple[int, Any]:
         """GET a JSON document from an agent: status and body; status 0 and a sentence when there is no answer."""

@@ -18,6 +18,8 @@ from sglang_rollout.fleet.update.events import (
     Answer,
     Answered,
     Asked,
+    Beat,
+    Cut,
     Event,
     Left,
     Reply,
@@ -55,6 +57,7 @@ class Driver:
         self.keeper = Keeper(store)
         self._machine: Machine | None = None
         self._calls = itertools.count(1)
+        self._cuts: dict[int, asyncio.Future[str]] = {}
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
@@ -110,6 +113,10 @@ class Driver:
         finally:
             self._waiting.pop(call, None)
 
+    def beat(self) -> None:
+        """Take the trainer's heartbeat."""
+        self.feed(Beat(time.monotonic()))
+
     def feed(self, event: Event) -> None:
         """Give the machine an event and start what it wants done."""
         if self._machine is None:
@@ -127,12 +134,20 @@ class Driver:
                     self._spawn(self._write(effect))
                 case Save(record):
                     self.keeper.save(record)
+                case Cut():
+                    self._cut(effect)
                 case Reply(call, answer):
                     future = self._waiting.get(call)
                     if future is not None and not future.done():
                         future.set_result(answer)
         self._metrics.observe(self._machine)
         self._report(self._machine.fleet.last_update)
+
+    def _cut(self, effect: Cut) -> None:
+        log.warning("%s", effect.reason)
+        future = self._cuts.get(effect.effect)
+        if future is not None and not future.done():
+            future.set_result(effect.reason)
 
     def _report(self, last: LastUpdate | None) -> None:
         """One line for each update that ended; later changes of the same one only add to its figures."""
@@ -165,7 +180,11 @@ class Driver:
 
     async def _send(self, effect: Send) -> None:
         began = time.monotonic()
-        results = await self._agents.fan_out(effect)
+        cut = self._cuts[effect.id] = asyncio.get_running_loop().create_future()
+        try:
+            results = await self._agents.fan_out(effect, cut)
+        finally:
+            self._cuts.pop(effect.id, None)
         ended = time.monotonic()
         for name, result in results.items():
             if not result.ok:
@@ -226,7 +245,7 @@ class Driver:
         if machine is None:
             return
         try:
-            status = await self._agents.sync(name, machine.fleet.committed)
+            status = await self._agents.sync(name, machine.fleet.sync_request())
             self.feed(Seen(name, status, time.monotonic()))
         except Exception as error:  # noqa: BLE001 - reported through _fail, which ends the process
             self._fail(error)

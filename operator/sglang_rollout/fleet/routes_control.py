@@ -11,7 +11,7 @@ from aiohttp import web
 from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.app import PARTS, refuse
 from sglang_rollout.fleet.update.events import Request, Send
-from sglang_rollout.wire.ports import VERSION_HEADER
+from sglang_rollout.wire.ports import FLEET_LEASE, VERSION_HEADER
 
 ABORT_DEADLINE = 10.0
 Parser = Callable[[Mapping[str, Any]], Request]
@@ -49,6 +49,19 @@ async def flush_cache(request: web.Request) -> web.Response:
     """``GET`` and ``POST /flush_cache``: trainers use both; a POST may carry anything."""
     await request.read()
     return await _ask(request, compat.flush(request.query))
+
+
+async def lease(request: web.Request) -> web.Response:
+    """``POST /fleet/lease``: the heartbeat of a trainer that holds a group. Says whether the group is still good."""
+    body = compat.parse(await request.read())
+    parts = request.app[PARTS]
+    parts.driver.beat()
+    fleet = parts.machine.fleet
+    group = fleet.groups.get(str(body.get("group_name")))
+    live = group is not None and fleet.is_live(group)
+    return web.json_response(
+        {"success": True, "message": "", "epoch": fleet.epoch, "group_open": live, "lease": fleet.policy.trainer_lease.ttl}
+    )
 
 
 async def abort_request(request: web.Request) -> web.Response:
@@ -92,6 +105,7 @@ routes = [
     web.post("/flush_cache", flush_cache),
     web.get("/flush_cache", flush_cache, allow_head=False),
     web.post("/abort_request", abort_request),
+    web.post(FLEET_LEASE, lease),
     web.post("/workers", add_worker),
     web.post("/add_worker", add_worker),
     web.post("/update_weights_from_tensor", _refused(ONE_PROCESS)),

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from sglang_rollout.trainer.client import Http
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, GroupFailed, PushFailed
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
+from sglang_rollout.trainer.heartbeat import Heartbeat
 from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, NamedTensors, Push, PushResult
 from sglang_rollout.trainer.waiting import Deadline, background
 from sglang_rollout.wire.models import FleetDocument
@@ -68,6 +69,7 @@ class Fleet:
     def __init__(self, http: Http) -> None:
         self._http = http
         self._group: Group | None = None
+        self._heartbeat: Heartbeat | None = None
         self._choices: dict[str, Any] = {}
 
     @property
@@ -153,6 +155,7 @@ class Fleet:
             deadline=deadline,
         )
         process_group = self._meet(meeting, deadline)
+        self._heartbeat = Heartbeat(self._http, meeting.name, lease=document.lease)
         members = [member.name for member in document.members if member.rank_offset is not None]
         return Group(meeting, process_group, epoch=document.epoch, members=members)
 
@@ -198,6 +201,9 @@ class Fleet:
         with that.
         """
         group, self._group = self._group, None
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.stop()
         if group is not None:
             self._destroy(group.name)
             group.close()

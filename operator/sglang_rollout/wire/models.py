@@ -76,6 +76,25 @@ class Deadlines(Message):
     """A paused or half-updated fleet that hears nothing from its trainer: after this the update is given up."""
     pause: float = 60.0
     """Pause or continue on every engine."""
+    total: float = 1800.0
+    """A pause or an update altogether, however lively its trainer is."""
+    stuck: float = 30.0
+    """An engine that has not answered a call of a given-up update for so long is restarted."""
+
+
+class OnLoss(StrEnum):
+    """What a fleet does that is idle when its trainer is lost."""
+
+    KEEP_SERVING = "keep_serving"
+    PAUSE = "pause"
+
+
+class TrainerLease(Message):
+    """How long a trainer is believed to live without a word."""
+
+    ttl: float = 20.0
+    """Seconds of silence after which the trainer's store is asked for; the agents' own lease, too."""
+    on_loss: OnLoss = OnLoss.KEEP_SERVING
 
 
 class WeightsPolicy(Message):
@@ -89,6 +108,7 @@ class WeightsPolicy(Message):
     """How many engines must hold a new version so that it is committed: a number, or a share of the wanted ones ("75%").
     None: all that take part in the update."""
     deadlines: Deadlines = Deadlines()
+    trainer_lease: TrainerLease = TrainerLease()
 
 
 class WantedEngine(Message):
@@ -148,6 +168,8 @@ class SyncRequest(Message):
 
     committed: Version | None
     """None: the coordinator itself does not know yet; the agent keeps what it had."""
+    lease: float = 60.0
+    """An engine that is paused or half updated and hears nothing of any coordinator for so long gives the update up."""
 
 
 class AckRequest(Message):
@@ -170,6 +192,8 @@ class FenceRequest(Message):
     """
 
     reason: str
+    stuck_after: float = 30.0
+    """Seconds after which an engine that still has not answered a call of the update is asked to be killed."""
 
 
 class PreflightRequest(Message):
@@ -272,6 +296,8 @@ class FleetDocument(Message):
     world_size: int
     """For a group opened now: 1 (trainer, rank 0) + the tensor sizes of all members."""
     backend: str
+    lease: float = 20.0
+    """Seconds within which a trainer should send the next heartbeat (``POST /fleet/lease``) while it holds a group."""
     committed: Version
     serving: int
     """Engines with an open gate."""

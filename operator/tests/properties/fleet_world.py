@@ -10,6 +10,7 @@ from sglang_rollout.fleet.update.events import (
     Answer,
     Answered,
     Asked,
+    Cut,
     Effect,
     Event,
     Left,
@@ -205,6 +206,8 @@ class World:
                         self.sent.append(effect)
                 case Save(record):
                     self.record = record
+                case Cut():
+                    self.cut(effect)
                 case Reply(call, answer):
                     assert call not in self.answers, "answered twice"
                     self.answers[call] = answer
@@ -272,6 +275,13 @@ class World:
                 self.acked.setdefault((key(version), tuple(body["cohort"])), set()).add(name)
             results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")
         self.feed(Answered(effect.id, results, self.now))
+
+    def cut(self, effect: Cut) -> None:
+        """The driver waits no longer: whoever has not answered counts as failed."""
+        send = next(pending for pending in self.pending if pending.id == effect.effect)
+        assert isinstance(send, Send)
+        self.pending.remove(send)
+        self.feed(Answered(send.id, {name: Result(ok=False, message=effect.reason) for name in send.bodies}, self.now))
 
     def drain(self) -> None:
         """Everything pending ends well."""

@@ -52,6 +52,10 @@ class Fence(RuleBasedStateMachine):
         self.ask(ev.Pause(mode, {"mode": mode}))
 
     @rule()
+    def beat(self) -> None:
+        self.world.feed(ev.Beat(self.world.now))
+
+    @rule()
     def resume(self) -> None:
         self.ask(ev.Continue())
 

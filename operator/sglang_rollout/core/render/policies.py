@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import base64
 
+from sglang_rollout.api.spec import OnLoss as ApiOnLoss
 from sglang_rollout.api.spec import PauseMode as ApiPauseMode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
-from sglang_rollout.wire.models import Deadlines, Intent, PauseMode, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.models import Deadlines, Intent, OnLoss, PauseMode, TrainerLease, WantedEngine, WeightsPolicy
 
 _PAUSE_MODES = {
     ApiPauseMode.RETRACT: PauseMode.RETRACT,
     ApiPauseMode.ABORT: PauseMode.ABORT,
     ApiPauseMode.IN_PLACE: PauseMode.IN_PLACE,
 }
+_ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
 
 def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
@@ -28,7 +30,11 @@ def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
             update=spec.deadlines.update_seconds,
             idle=spec.deadlines.idle_seconds,
             pause=spec.deadlines.pause_seconds,
+            total=spec.deadlines.total_seconds,
+            stuck=spec.deadlines.stuck_seconds,
         ),
+        min_committed=spec.min_committed,
+        trainer_lease=TrainerLease(ttl=spec.trainer_lease.ttl_seconds, on_loss=_ON_LOSS[spec.trainer_lease.on_loss]),
     )
 
 

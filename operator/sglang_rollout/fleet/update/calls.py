@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sglang_rollout.fleet.update.events import Answer, Body, Result, Send, Write
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import EngineState, FenceRequest, SyncRequest
+from sglang_rollout.wire.models import EngineState, FenceRequest
 from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_SYNC
 
 INIT = "/init_weights_update_group"
@@ -24,6 +24,8 @@ PAUSE = "/pause_generation"
 CONTINUE = "/continue_generation"
 FLUSH = "/flush_cache"
 
+COLLECTIVE = frozenset({INIT, UPDATE})
+"""Calls in which engines wait for the trainer in a collective: its death would hold them for as long as they may take."""
 FENCE_DEADLINE = 15.0
 """A fence answers as soon as the agent has closed the gate; a scheduler that is stuck in a collective cannot be helped
 over HTTP, and nobody should wait for it."""
@@ -80,15 +82,15 @@ def told(results: Results) -> dict[str, Any]:
     return {name: {"success": result.ok, "message": result.message} for name, result in results.items()}
 
 
-def fence(names: Iterable[str], reason: str) -> Script[Results]:
+def fence(fleet: Fleet, names: Iterable[str], reason: str) -> Script[Results]:
     """Give up on these engines: sessions end, what is clean runs on, what is dirty stays closed."""
-    body = FenceRequest(reason=reason).model_dump(mode="json")
+    body = FenceRequest(reason=reason, stuck_after=fleet.policy.deadlines.stuck).model_dump(mode="json")
     return (yield from send(AGENT_FENCE, same(names, body), FENCE_DEADLINE, idempotent=True))
 
 
 def sync(fleet: Fleet) -> Script[Results]:
     """Tell every agent what is committed: this opens and closes gates."""
-    body = SyncRequest(committed=fleet.committed).model_dump(mode="json")
+    body = fleet.sync_request().model_dump(mode="json")
     names = [name for name, engine in fleet.engines.items() if engine.reachable]
     return (yield from send(AGENT_SYNC, same(names, body), SYNC_DEADLINE, idempotent=True))
 
@@ -107,5 +109,5 @@ def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Scri
     results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause)))
     rest += failures(results)
     if rest:
-        results |= yield from fence(rest, "the fleet resumed and this engine did not or must not")
+        results |= yield from fence(fleet, rest, "the fleet resumed and this engine did not or must not")
     return results

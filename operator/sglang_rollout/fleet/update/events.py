@@ -127,6 +127,13 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Beat:
+    """The trainer's heartbeat: it lives, although it has nothing to ask."""
+
+    at: float
+
+
+@dataclass(frozen=True)
 class Left:
     """The client of a request closed its connection. A request that has not begun is dropped."""
 
@@ -178,7 +185,7 @@ class Tick:
     at: float
 
 
-Event = Asked | Left | Answered | Written | Seen | Wanted | Tick
+Event = Asked | Beat | Left | Answered | Written | Seen | Wanted | Tick
 
 
 # --- effects -------------------------------------------------------------------------------------------------------
@@ -215,6 +222,14 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Wait no longer for this Send: whoever has not answered counts as failed, for this reason."""
+
+    effect: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Reply:
     """Answer a trainer's request."""
 
@@ -222,4 +237,4 @@ class Reply:
     answer: Answer
 
 
-Effect = Send | Write | Save | Reply
+Effect = Send | Write | Save | Cut | Reply

@@ -56,10 +56,11 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
     backend = spec.backend or fleet.policy.backend
     remaining = max(LEAST, limit - (fleet.now - started))
     fleet.enter(Phase.OPEN)
+    fleet.opening = master = f"{spec.host}:{spec.port}"
     results = yield from send(INIT, _bodies(fleet, boots, spec, backend), remaining, grace=GRACE)
+    fleet.opening = None
     if failures(results):
         return (yield from _undo(fleet, spec, results))
-    master = f"{spec.host}:{spec.port}"
     fleet.groups[spec.name] = Group(spec.name, fleet.epoch, spec.world_size, master, backend, boots)
     return Answer(200, "Succeeded to initialize custom process group.", {**fleet.advice(), "engines": told(results)})
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from sglang_rollout.fleet.update.calls import Results
+from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Seen, Wanted
 from sglang_rollout.fleet.update.membership import enough
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
-from sglang_rollout.fleet.update.state import Engine, Fleet
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import AgentStatus, EngineState, LastUpdate, Record, UpdateOutcome
 

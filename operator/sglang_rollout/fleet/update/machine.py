@@ -16,14 +16,16 @@ from dataclasses import dataclass, replace
 
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update import groups, transaction
-from sglang_rollout.fleet.update.calls import Results, Say, Script, Turn
+from sglang_rollout.fleet.update.calls import COLLECTIVE, Results, Say, Script, Turn
 from sglang_rollout.fleet.update.events import (
     Answer,
     Answered,
     Asked,
+    Beat,
     Begin,
     CloseGroup,
     Continue,
+    Cut,
     Effect,
     End,
     Event,
@@ -44,13 +46,10 @@ from sglang_rollout.fleet.update.events import (
     Written,
 )
 from sglang_rollout.fleet.update.knowledge import Knowledge
-from sglang_rollout.fleet.update.outcome import abandon, tidy
 from sglang_rollout.fleet.update.state import Fleet, Phase
+from sglang_rollout.fleet.update.trainer import Trainer, reachable
+from sglang_rollout.fleet.update.upkeep import Upkeep
 from sglang_rollout.wire.models import Record
-
-STRAY_AFTER = 3.0
-"""An engine that says for so many seconds that it is paused or in a session, although nothing is open, is fenced.
-Longer than a sync may take, because an answer that was under way tells of the time before."""
 
 
 @dataclass(eq=False)
@@ -76,10 +75,13 @@ class Machine:
         self._queue: deque[_Running] = deque()
         """Scripts that wait for their turn."""
         self._turn: _Running | None = None
-        self._heard = at
-        self._stray_since: dict[str, float] = {}
+        self._trainer = Trainer(heard=at)
+        self._upkeep = Upkeep(self.fleet, self._knowledge, self._trainer)
         self._saved: Record | None = record
         self._postponed: Wanted | None = None
+        self._with_trainer: set[int] = set()
+        """Sends under way in which engines wait for the trainer."""
+        self._cut: int | None = None
         self._out: list[Effect] = []
 
     @property
@@ -99,6 +101,9 @@ class Machine:
         match event:
             case Asked():
                 self._asked(event)
+            case Beat():
+                self._trainer.beat = event.at
+                self._trainer.proved(event.at)
             case Left():
                 self._left(event.call)
             case Answered():
@@ -117,7 +122,8 @@ class Machine:
         return done
 
     def _asked(self, event: Asked) -> None:
-        self._heard = event.at
+        self._trainer.heard = event.at
+        self._trainer.proved(event.at)
         if self.fleet.committed is None:
             message = (
                 "The coordinator has just started and asks the engines what they hold"
@@ -135,12 +141,15 @@ class Machine:
                 if running in self._queue:
                     self._queue.remove(running)
                 self._running = {effect: other for effect, other in self._running.items() if other is not running}
+        if self._turn is not None and self._turn.call == call:
+            self._trainer.left = True
 
     def _start(self, running: _Running) -> None:
         self._advance(running, None)
 
     def _resume(self, effect: int, results: Results) -> None:
         running = self._running.pop(effect, None)
+        self._with_trainer.discard(effect)
         if running is not None:
             self._advance(running, results)
 
@@ -165,6 +174,8 @@ class Machine:
                     self._running[effect] = running
                     if isinstance(step, Write):
                         self._saved = step.record
+                    elif step.path in COLLECTIVE:
+                        self._with_trainer.add(effect)
                     self._out.append(replace(step, id=effect))
                     return
         except StopIteration as ended:
@@ -182,7 +193,9 @@ class Machine:
         if self._turn is not running:
             return
         self._turn = None
-        self._heard = self.fleet.now
+        self.fleet.rested = self.fleet.now
+        if running.call is not None:
+            self._trainer.heard = self.fleet.now
         rest = Phase.IDLE if self.fleet.hold is None else Phase.PAUSE
         if self.fleet.update is not None:
             rest = Phase.TRANSFER
@@ -197,7 +210,7 @@ class Machine:
                 self._knowledge.wanted(self._postponed)
                 self._postponed = None
             self._knowledge.conclude()
-            own = self._own_script() if self.fleet.committed is not None else None
+            own = self._upkeep.due() if self.fleet.committed is not None else None
             if own is not None:
                 running = _Running(_with_turn(own), None)
             elif self._queue:
@@ -207,34 +220,30 @@ class Machine:
             else:
                 break
             self._advance(running, None)
+        self._watch_trainer()
         self._save()
 
-    def _own_script(self) -> Script[Answer] | None:
-        """What must be ended although nobody asked."""
-        fleet = self.fleet
-        if fleet.update is not None:
-            lost = fleet.changed(fleet.update.boots)
-            if lost:
-                return abandon(fleet, f"engine {lost[0]} was restarted or lost in the middle of the update")
-        idle = fleet.now - self._heard
-        if (fleet.update is not None or fleet.hold is not None) and idle > fleet.policy.deadlines.idle:
-            reason = f"nothing was heard of the trainer for {idle:.0f} s (deadlines.idle)"
-            return abandon(fleet, reason, close_groups=True)
-        strays = self._strays()
-        return tidy(fleet, strays) if strays else None
+    def _watch_trainer(self) -> None:
+        """Ask for the trainer's store when it is silent; if it is gone, end the call that waits for it."""
+        trainer = self._trainer
+        if self.fleet.committed is not None and trainer.suspicious(self.fleet):
+            trainer.probing = True
+            self._advance(_Running(self._probe(), None), None)
+        waiting = self._turn.waiting_for if self._turn is not None else None
+        if trainer.gone and waiting is not None and waiting != self._cut and waiting in self._with_trainer:
+            self._cut = waiting
+            self._out.append(Cut(waiting, f"{trainer.gone}."))
 
-    def _strays(self) -> list[str]:
-        """Engines that are paused or in a session although nothing is open."""
-        left, self._knowledge.give_up = self._knowledge.give_up, []
-        if self.fleet.update is not None or self.fleet.hold is not None:
-            self._stray_since = {}
-            return left
-        now = self.fleet.now
-        self._stray_since = {name: self._stray_since.get(name, now) for name in self._knowledge.in_the_middle(since=self._heard)}
-        late = [name for name, since in self._stray_since.items() if now - since >= STRAY_AFTER]
-        for name in late:
-            del self._stray_since[name]
-        return [*left, *late]
+    def _probe(self) -> Script[Answer]:
+        """Runs beside the script that holds the turn."""
+        trainer, before = self._trainer, self._trainer.proofs
+        gone = yield from reachable(self.fleet)
+        trainer.probing = False
+        if not gone or trainer.proofs > before:
+            trainer.proved(self.fleet.now)
+        else:
+            trainer.gone = gone
+        return Answer(200, gone)
 
     def _save(self) -> None:
         record = self.fleet.record()

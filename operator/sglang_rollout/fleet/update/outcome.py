@@ -115,7 +115,7 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     message = f"Success: {len(cohort)} of {len(update.boots)} engines hold version {version}; {fenced}"
     answer = Answer(200, message, {**particulars, "fenced": dropped})
     yield Say(answer)
-    yield from fence([name for name in dropped if _callable(fleet, name)], reason)
+    yield from fence(fleet, [name for name in dropped if _callable(fleet, name)], reason)
     return answer
 
 
@@ -164,7 +164,7 @@ def fail(fleet: Fleet, reason: str, results: Results | None = None, *, engine: s
     answer = Answer(400, sentence, {**fleet.advice(), **blamed, "phase": phase.value, "engines": told(results or {})})
     if tell:
         yield Say(answer)
-    yield from fence([name for name in names if _callable(fleet, name)], reason)
+    yield from fence(fleet, [name for name in names if _callable(fleet, name)], reason)
     # What comes next, in this script or another, is a new transaction with times of its own.
     fleet.enter(Phase.IDLE)
     return answer
@@ -185,7 +185,7 @@ def abandon(fleet: Fleet, reason: str, *, close_groups: bool = False) -> Script[
 def tidy(fleet: Fleet, names: list[str]) -> Script[Answer]:
     """End pauses and sessions that nobody of this coordinator's life opened."""
     reason = "nobody leads the update that this engine is in: the coordinator was restarted, or the update was given up"
-    yield from fence([name for name in names if _callable(fleet, name)], reason)
+    yield from fence(fleet, [name for name in names if _callable(fleet, name)], reason)
     return Answer(200, "Success")
 
 

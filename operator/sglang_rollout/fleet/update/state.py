@@ -9,23 +9,16 @@ from enum import StrEnum
 from typing import Any
 
 from sglang_rollout.fleet.ranks import RankTable, rank_table
+from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.versions import newest, next_version
 from sglang_rollout.wire.models import (
-    AgentStatus,
-    EngineRow,
-    EngineState,
     FleetGroup,
     LastUpdate,
     Record,
+    SyncRequest,
     Version,
-    WantedEngine,
     WeightsPolicy,
 )
-
-MISSES = 3
-"""An agent that left so many syncs in a row unanswered counts as away."""
-
-UNDER_WAY = "A weight update is under way."
 
 
 class Phase(StrEnum):
@@ -47,80 +40,8 @@ class By(StrEnum):
 
     TRAINER = "trainer"
     FLEET = "fleet"
-
-
-@dataclass
-class Engine:
-    """One wanted engine and the newest that is known of it."""
-
-    wanted: WantedEngine
-    status: AgentStatus | None = None
-    misses: int = MISSES
-    """Syncs in a row without an answer."""
-    heard: float = 0.0
-    """When it answered last."""
-
-    @property
-    def reachable(self) -> bool:
-        """Whether its agent answers."""
-        return self.status is not None and self.misses < MISSES
-
-    @property
-    def boot(self) -> str | None:
-        """The life of the engine process that was last seen."""
-        return self.status.boot_id if self.status is not None else None
-
-    @property
-    def up(self) -> bool:
-        """Whether the engine process runs and can be called."""
-        return self.reachable and self.boot is not None
-
-    @property
-    def member(self) -> bool:
-        """Whether it takes part in a group opened now: an engine that is being drained ends soon."""
-        return self.up and self.status is not None and not self.status.draining
-
-    @property
-    def serving(self) -> bool:
-        """Whether its gate is open."""
-        return self.reachable and self.status is not None and self.status.gate_open
-
-    def holds(self, version: Version) -> bool:
-        """Whether it says that all of its tensors belong to this version."""
-        seen = self.status
-        return seen is not None and seen.state is EngineState.CLEAN and seen.version == version
-
-    def soil(self) -> None:
-        """Know already what its agent will say when it has been told of an update: dirty, and serving nobody."""
-        if self.status is not None:
-            told = {"state": EngineState.DIRTY, "version": None, "gate_open": False, "reason": UNDER_WAY}
-            self.status = self.status.model_copy(update=told)
-
-    def why_down(self) -> str:
-        """Sentence: why it cannot take part."""
-        if self.status is None:
-            return "its agent has not answered yet"
-        if not self.reachable:
-            return "its agent does not answer"
-        return self.status.reason or "the engine is not up"
-
-    def why_absent(self) -> str:
-        """Sentence: why it is no member."""
-        return "it is being drained" if self.up else self.why_down()
-
-    def row(self) -> EngineRow:
-        """The engine in the record and in the discovery document."""
-        name = self.wanted.name
-        if not self.reachable or self.status is None:
-            return EngineRow(
-                name=name, state=EngineState.UNKNOWN, version=None, boot_id=self.boot, gate_open=False,
-                reason=self.why_down(),
-            )  # fmt: skip
-        seen = self.status
-        return EngineRow(
-            name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
-            reason=seen.reason,
-        )  # fmt: skip
+    LOSS = "loss"
+    """The policy: the trainer was lost (weights.trainerLease.onLoss). Ends when a trainer calls."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +71,8 @@ class Hold:
     by: By
     mode: str | None
     engines: tuple[str, ...]
+    since: float = 0.0
+    """When it began."""
 
 
 @dataclass
@@ -190,6 +113,8 @@ class Fleet:
     """Highest version that some engine acknowledged and that was not committed."""
     engines: dict[str, Engine] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
+    opening: str | None = None
+    """Store (HOST:PORT) of the group that engines are joining now."""
     hold: Hold | None = None
     update: Update | None = None
     label: str | None = None
@@ -202,6 +127,8 @@ class Fleet:
     """What to add to ``now`` to get seconds since 1970: only ever shown."""
     since: float = 0.0
     """When the phase began."""
+    rested: float = 0.0
+    """When the last script that changed the fleet ended: answers from before tell of the time before."""
     marks: dict[Phase, float] = field(default_factory=dict)
     """Seconds spent in each phase since the fleet was last idle."""
 
@@ -276,6 +203,10 @@ class Fleet:
         """Wall-clock time of the newest event, RFC 3339 in UTC."""
         moment = datetime.fromtimestamp(self.now + self.wall_offset, UTC)
         return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def sync_request(self) -> SyncRequest:
+        """What every agent is told again and again."""
+        return SyncRequest(committed=self.committed, lease=self.policy.trainer_lease.ttl)
 
     def record(self) -> Record | None:
         """What is persisted; None before the rebuild has ended: nothing unproved is ever written."""

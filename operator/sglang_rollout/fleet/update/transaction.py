@@ -32,11 +32,12 @@ def pause(fleet: Fleet, ask: Pause) -> Script[Answer]:
     if fleet.update is not None and fleet.hold is not None and fleet.hold.by is By.TRAINER:
         # No trainer pauses twice in one update: this one is new, or has begun anew after an error.
         yield from abandon(fleet, "the trainer paused again without ending its update")
-    failed = yield from _pause(fleet, By.TRAINER, ask.mode, ask.body)
+    failed = yield from hold_all(fleet, By.TRAINER, ask.mode, ask.body)
     return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
 
 
-def _pause(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answer | None]:
+def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answer | None]:
+    """Pause all engines that are up, or none of them."""
     names = fleet.up()
     if not names:
         raise Refusal("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
@@ -44,7 +45,7 @@ def _pause(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answer 
     results = yield from send(PAUSE, same(names, body), fleet.policy.deadlines.pause)
     failed = failures(results)
     if not failed:
-        fleet.hold = Hold(by, mode, tuple(names))
+        fleet.hold = Hold(by, mode, tuple(names), fleet.now)
         return None
     name, result = next(iter(failed.items()))
     reason = f"engine {name} could not be paused: {result.message}"
@@ -129,7 +130,7 @@ def _tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[
             raise Refusal(reason, status=503, fleet=fleet.advice())
     if fleet.hold is None:
         mode = fleet.policy.pause_mode.value
-        failed = yield from _pause(fleet, By.FLEET, mode, {"mode": mode})
+        failed = yield from hold_all(fleet, By.FLEET, mode, {"mode": mode})
         if failed is not None:
             return failed
     fleet.enter(Phase.OPEN)

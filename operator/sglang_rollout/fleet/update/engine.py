@@ -1,0 +1,86 @@
+"""What the coordinator knows of one engine. Facts only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_rollout.wire.models import AgentStatus, EngineRow, EngineState, Version, WantedEngine
+
+MISSES = 3
+"""An agent that left so many syncs in a row unanswered counts as away."""
+
+UNDER_WAY = "A weight update is under way."
+
+
+@dataclass
+class Engine:
+    """One wanted engine and the newest that is known of it."""
+
+    wanted: WantedEngine
+    status: AgentStatus | None = None
+    misses: int = MISSES
+    """Syncs in a row without an answer."""
+    heard: float = 0.0
+    """When it answered last."""
+
+    @property
+    def reachable(self) -> bool:
+        """Whether its agent answers."""
+        return self.status is not None and self.misses < MISSES
+
+    @property
+    def boot(self) -> str | None:
+        """The life of the engine process that was last seen."""
+        return self.status.boot_id if self.status is not None else None
+
+    @property
+    def up(self) -> bool:
+        """Whether the engine process runs and can be called."""
+        return self.reachable and self.boot is not None
+
+    @property
+    def member(self) -> bool:
+        """Whether it takes part in a group opened now: an engine that is being drained ends soon."""
+        return self.up and self.status is not None and not self.status.draining
+
+    @property
+    def serving(self) -> bool:
+        """Whether its gate is open."""
+        return self.reachable and self.status is not None and self.status.gate_open
+
+    def holds(self, version: Version) -> bool:
+        """Whether it says that all of its tensors belong to this version."""
+        seen = self.status
+        return seen is not None and seen.state is EngineState.CLEAN and seen.version == version
+
+    def soil(self) -> None:
+        """Know already what its agent will say when it has been told of an update: dirty, and serving nobody."""
+        if self.status is not None:
+            told = {"state": EngineState.DIRTY, "version": None, "gate_open": False, "reason": UNDER_WAY}
+            self.status = self.status.model_copy(update=told)
+
+    def why_down(self) -> str:
+        """Sentence: why it cannot take part."""
+        if self.status is None:
+            return "its agent has not answered yet"
+        if not self.reachable:
+            return "its agent does not answer"
+        return self.status.reason or "the engine is not up"
+
+    def why_absent(self) -> str:
+        """Sentence: why it is no member."""
+        return "it is being drained" if self.up else self.why_down()
+
+    def row(self) -> EngineRow:
+        """The engine in the record and in the discovery document."""
+        name = self.wanted.name
+        if not self.reachable or self.status is None:
+            return EngineRow(
+                name=name, state=EngineState.UNKNOWN, version=None, boot_id=self.boot, gate_open=False,
+                reason=self.why_down(),
+            )  # fmt: skip
+        seen = self.status
+        return EngineRow(
+            name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
+            reason=seen.reason,
+        )  # fmt: skip

@@ -1,0 +1,76 @@
+"""What must be done although nobody asked: end what has no trainer or no engine any more. Pure."""
+
+from __future__ import annotations
+
+from sglang_rollout.fleet.update.calls import Script, resume
+from sglang_rollout.fleet.update.events import Answer
+from sglang_rollout.fleet.update.knowledge import Knowledge
+from sglang_rollout.fleet.update.outcome import abandon, tidy
+from sglang_rollout.fleet.update.state import By, Fleet, Phase
+from sglang_rollout.fleet.update.trainer import Trainer
+from sglang_rollout.fleet.update.transaction import hold_all
+
+STRAY_AFTER = 3.0
+"""An engine that says for so many seconds that it is paused or in a session, although nothing is open, is fenced.
+Longer than a sync may take, because an answer that was under way tells of the time before."""
+
+
+class Upkeep:
+    """Chooses the next script of the machine's own."""
+
+    def __init__(self, fleet: Fleet, knowledge: Knowledge, trainer: Trainer) -> None:
+        self._fleet = fleet
+        self._knowledge = knowledge
+        self._trainer = trainer
+        self._stray_since: dict[str, float] = {}
+
+    def due(self) -> Script[Answer] | None:
+        """What is to be done now; None: nothing."""
+        fleet, trainer = self._fleet, self._trainer
+        if fleet.update is not None:
+            lost = fleet.changed(fleet.update.boots)
+            if lost:
+                return abandon(fleet, f"engine {lost[0]} was restarted or lost in the middle of the update")
+        if fleet.update is not None or (fleet.hold is not None and fleet.hold.by is not By.LOSS):
+            reason = trainer.gone or trainer.overdue(fleet)
+            if reason:
+                trainer.gone = ""
+                return abandon(fleet, reason, close_groups=True)
+        elif fleet.hold is not None:
+            return _go_on(fleet) if trainer.heard > fleet.hold.since else None
+        elif trainer.gone:
+            reason, trainer.gone = trainer.gone, ""
+            return _hold_for_loss(fleet)
+        strays = self._strays()
+        return tidy(fleet, strays) if strays else None
+
+    def _strays(self) -> list[str]:
+        """Engines that are paused or in a session although nothing is open."""
+        left, self._knowledge.give_up = self._knowledge.give_up, []
+        if self._fleet.update is not None or self._fleet.hold is not None:
+            self._stray_since = {}
+            return left
+        now = self._fleet.now
+        stray = self._knowledge.in_the_middle(since=self._fleet.rested)
+        self._stray_since = {name: self._stray_since.get(name, now) for name in stray}
+        late = [name for name, since in self._stray_since.items() if now - since >= STRAY_AFTER]
+        for name in late:
+            del self._stray_since[name]
+        return [*left, *late]
+
+
+def _hold_for_loss(fleet: Fleet) -> Script[Answer]:
+    """Pause an idle fleet whose trainer is lost. Its groups are of no use to anybody else."""
+    fleet.groups = {}
+    mode = fleet.policy.pause_mode.value
+    failed = yield from hold_all(fleet, By.LOSS, mode, {"mode": mode})
+    return failed or Answer(200, "The fleet pauses until a trainer calls.")
+
+
+def _go_on(fleet: Fleet) -> Script[Answer]:
+    """A trainer is there again."""
+    names = fleet.hold.engines if fleet.hold is not None else ()
+    fleet.enter(Phase.RESUME)
+    fleet.hold = None
+    yield from resume(fleet, [name for name in names if name in fleet.engines and fleet.engines[name].up])
+    return Answer(200, "A trainer is there again.")

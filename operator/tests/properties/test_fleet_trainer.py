@@ -1,0 +1,148 @@
+"""A trainer that dies, stops or is silent: nobody waits for it longer than its lease, and nobody who lives is cut off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fleet_world import World
+
+from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update.calls import UPDATE
+from sglang_rollout.wire.models import OnLoss, TrainerLease, Version, WeightsPolicy
+from sglang_rollout.wire.ports import AGENT_PREFLIGHT
+
+EVERYBODY = frozenset({"e0", "e1"})
+TENSORS = {"names": ["w"]}
+
+
+def make(**policy: Any) -> World:
+    """Two engines that hold version 1, and an open group g."""
+    world = World([1, 1])
+    world.policy = WeightsPolicy(**policy)
+    world.want()
+    world.sync_all()
+    size = world.machine.fleet.table.world_size
+    body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": "g", "world_size": size}
+    assert world.do(ev.OpenGroup(body)).success
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", "1", TENSORS)).success
+    assert world.do(ev.End()).success
+    return world
+
+
+def probe(world: World) -> int:
+    """Index of the question whether the trainer's store can be reached; fails if nobody asks."""
+    return next(index for index, effect in enumerate(world.pending) if getattr(effect, "path", "") == AGENT_PREFLIGHT)
+
+
+def probing(world: World) -> bool:
+    return any(getattr(effect, "path", "") == AGENT_PREFLIGHT for effect in world.pending)
+
+
+@pytest.fixture
+def transfer() -> tuple[World, int]:
+    """A bucket is under way: all engines wait for the trainer's broadcast."""
+    world = make()
+    assert world.do(ev.Begin()).success
+    call = world.ask(ev.Update("g", "2", TENSORS))
+    assert [getattr(effect, "path", "") for effect in world.pending] == [UPDATE]
+    return world, call
+
+
+def test_a_trainer_that_died_in_a_broadcast_holds_engines_no_longer_than_its_lease(transfer: tuple[World, int]) -> None:
+    world, call = transfer
+    world.tick(19)
+    assert not probing(world)
+    world.tick(2)
+    world.complete(probe(world), broken=EVERYBODY)
+    answer = world.answers[call]
+    assert answer.status == 400
+    assert "the trainer is gone: its store at 10.0.0.9:7 takes no connection" in answer.message
+    world.drain()
+    assert world.machine.fleet.update is None
+    assert world.machine.fleet.committed == Version(run=1, n=1, label="1")
+    assert not any(agent.gate_open for agent in world.agents.values()), "both hold a mixture"
+
+
+def test_a_broken_connection_makes_the_coordinator_ask_at_once(transfer: tuple[World, int]) -> None:
+    world, call = transfer
+    world.leave(call)
+    world.complete(probe(world), broken=EVERYBODY)
+    assert world.machine.fleet.update is None
+
+
+def test_a_slow_transfer_of_a_trainer_that_lives_goes_on(transfer: tuple[World, int]) -> None:
+    world, call = transfer
+    for _ in range(5):
+        world.tick(21)
+        world.complete(probe(world))
+        assert call not in world.answers
+    world.drain()
+    assert world.answers[call].success
+
+
+def test_heartbeats_spare_the_question(transfer: tuple[World, int]) -> None:
+    world, _ = transfer
+    for _ in range(10):
+        world.tick(10)
+        world.feed(ev.Beat(world.now))
+        assert not probing(world)
+
+
+def test_a_call_during_the_question_speaks_for_the_trainer() -> None:
+    world = make()
+    assert world.do(ev.Pause("retract", {})).success
+    world.tick(21)
+    index = probe(world)
+    call = world.ask(ev.Flush())
+    world.complete(index, broken=EVERYBODY)
+    world.drain()
+    assert world.answers[call].success
+    assert world.machine.fleet.hold is not None, "it lives: its pause is its own"
+
+
+def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> None:
+    world = make()
+    assert world.do(ev.Pause("retract", {})).success
+    for _ in range(11):
+        world.tick(10)
+        world.drain()
+    assert world.machine.fleet.hold is not None
+    world.tick(11)
+    world.drain()
+    assert world.machine.fleet.hold is None
+    assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
+
+
+def test_heartbeats_do_not_hold_a_pause_for_ever() -> None:
+    world = make()
+    assert world.do(ev.Pause("retract", {})).success
+    for _ in range(179):
+        world.tick(10)
+        world.feed(ev.Beat(world.now))
+    assert world.machine.fleet.hold is not None
+    world.tick(20)
+    world.drain()
+    assert world.machine.fleet.hold is None
+
+
+def test_nobody_asks_for_an_idle_trainer_of_a_fleet_that_keeps_serving() -> None:
+    world = make()
+    world.tick(1000)
+    assert not probing(world)
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_on_loss_pause_ends_with_the_next_trainer() -> None:
+    world = make(trainer_lease=TrainerLease(ttl=5, on_loss=OnLoss.PAUSE))
+    world.tick(6)
+    world.complete(probe(world), broken=EVERYBODY)
+    world.drain()
+    assert all(agent.paused for agent in world.agents.values())
+    for _ in range(30):
+        world.tick(100)
+        world.drain()
+    assert all(agent.paused for agent in world.agents.values()), "the policy's pause has no lease"
+    assert world.do(ev.Flush()).success
+    assert not any(agent.paused for agent in world.agents.values())
