@@ -263,6 +263,14 @@ class TrainerLease(ApiModel):
     """What an idle fleet does then. `Pause`: it generates nothing until a trainer calls."""
 
 
+class Verify(StrEnum):
+    """When the engines' weights are compared, tensor by tensor, before a version is committed."""
+
+    ALWAYS = "Always"
+    EVERY_N = "EveryN"
+    OFF = "Off"
+
+
 class Weights(ApiModel):
     """How a trainer's weights reach the engines."""
 
@@ -287,6 +295,11 @@ class Weights(ApiModel):
     """How many engines must hold a new version so that it is committed: a number, or a share of `replicas` such as
     `75%`. Engines that fail at the end of an update are then fenced alone, and a fleet may take its first weights before
     all of its engines are up. Default: all engines that take part."""
+    verify: Verify = Verify.EVERY_N
+    """When the engines' weights are compared by checksum before a version is committed; an engine that differs from the
+    others of its shape is fenced and named. `EveryN`: the first update, and each `verifyEvery`-th after it."""
+    verify_every: int = Field(default=10, ge=1, le=1000000)
+    """See `verify`."""
     deadlines: Deadlines = Deadlines()
     """How long each step of a weight update may take."""
     trainer_lease: TrainerLease = TrainerLease()

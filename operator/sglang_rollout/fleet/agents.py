@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from sglang_rollout.fleet.update.events import Body, Result, Send
+from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.wire.models import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 
@@ -156,7 +157,8 @@ class Agents:
         if path == AGENT_PREFLIGHT:
             return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""))
         # SGLang says 200 and success: false in some places.
-        return Result(ok=fields.get("success") is not False, status=status, message=_message(body))
+        checksums = _checksums(fields) if path == CHECKER else None
+        return Result(ok=fields.get("success") is not False, status=status, message=_message(body), checksums=checksums)
 
     def _check_term(self, reply: aiohttp.ClientResponse) -> None:
         """An agent that refuses our term says which one it follows."""
@@ -187,6 +189,18 @@ def _status(status: int, fields: Mapping[str, Any]) -> Result:
     except ValidationError as error:
         where = "; ".join(str(problem["loc"]) for problem in error.errors()[:3])
         return Result(ok=False, status=status, message=f"its agent's answer is no status (fields {where}).")
+
+
+def _checksums(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """One checksum per rank, in rank order, of SGLang's answer."""
+    ranks = fields.get("ranks")
+    if not isinstance(ranks, list) or not ranks:
+        return None
+    try:
+        ordered = sorted(ranks, key=lambda rank: (str(rank["parallelism_info"]["role"]), int(rank["parallelism_info"]["rank"])))
+        return tuple(str(rank["per_gpu_checksum"]) for rank in ordered)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _json(data: bytes) -> Any:

@@ -97,6 +97,14 @@ class TrainerLease(Message):
     on_loss: OnLoss = OnLoss.KEEP_SERVING
 
 
+class Verify(StrEnum):
+    """When the engines' weights are compared before a commit."""
+
+    ALWAYS = "always"
+    EVERY_N = "every_n"
+    OFF = "off"
+
+
 class WeightsPolicy(Message):
     """How weights reach the engines; ``spec.weights`` of the custom resource, in wire form."""
 
@@ -107,6 +115,9 @@ class WeightsPolicy(Message):
     min_committed: int | str | None = None
     """How many engines must hold a new version so that it is committed: a number, or a share of the wanted ones ("75%").
     None: all that take part in the update."""
+    verify: Verify = Verify.EVERY_N
+    verify_every: int = Field(default=10, ge=1)
+    """With ``every_n``: the first update of a coordinator's life, and then each n-th."""
     deadlines: Deadlines = Deadlines()
     trainer_lease: TrainerLease = TrainerLease()
 

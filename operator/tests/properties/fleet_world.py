@@ -25,6 +25,7 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
+from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import (
     BASE,
@@ -60,6 +61,7 @@ class FakeAgent:
     failed: bool = False
     groups: list[str] = field(default_factory=list)
     draining: bool = False
+    checksum: str = "same"
 
     @property
     def boot(self) -> str:
@@ -121,6 +123,8 @@ class FakeAgent:
                 return refused
             self.state, self.version, self.cohort, self.content = EngineState.CLEAN, version, body["cohort"], token
             return Result(ok=True, status=200, agent=self.status())
+        if path == CHECKER:
+            return Result(ok=True, status=200, checksums=(self.checksum,)) if works else refused
         if path == calls.CONTINUE:
             if self.state is EngineState.DIRTY or not works:
                 return refused

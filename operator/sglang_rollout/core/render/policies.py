@@ -6,16 +6,18 @@ import base64
 
 from sglang_rollout.api.spec import OnLoss as ApiOnLoss
 from sglang_rollout.api.spec import PauseMode as ApiPauseMode
+from sglang_rollout.api.spec import Verify as ApiVerify
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
-from sglang_rollout.wire.models import Deadlines, Intent, OnLoss, PauseMode, TrainerLease, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.models import Deadlines, Intent, OnLoss, PauseMode, TrainerLease, Verify, WantedEngine, WeightsPolicy
 
 _PAUSE_MODES = {
     ApiPauseMode.RETRACT: PauseMode.RETRACT,
     ApiPauseMode.ABORT: PauseMode.ABORT,
     ApiPauseMode.IN_PLACE: PauseMode.IN_PLACE,
 }
+_VERIFY = {ApiVerify.ALWAYS: Verify.ALWAYS, ApiVerify.EVERY_N: Verify.EVERY_N, ApiVerify.OFF: Verify.OFF}
 _ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
 
@@ -34,6 +36,8 @@ def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
             stuck=spec.deadlines.stuck_seconds,
         ),
         min_committed=spec.min_committed,
+        verify=_VERIFY[spec.verify],
+        verify_every=spec.verify_every,
         trainer_lease=TrainerLease(ttl=spec.trainer_lease.ttl_seconds, on_loss=_ON_LOSS[spec.trainer_lease.on_loss]),
     )
 

@@ -112,6 +112,8 @@ class Result:
     message: str = ""
     agent: AgentStatus | None = None
     """Set when the reply was the agent's status (sync, ack, fence)."""
+    checksums: tuple[str, ...] | None = None
+    """Set when the reply was one of ``/weights_checker``: one checksum per rank."""
 
 
 # --- events --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from sglang_rollout.fleet.update.calls import (
 from sglang_rollout.fleet.update.events import Answer, Write
 from sglang_rollout.fleet.update.membership import enough
 from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
+from sglang_rollout.fleet.update.verify import due, verify
 from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, PauseMode, UpdateOutcome, Version
 from sglang_rollout.wire.ports import AGENT_ACK
 
@@ -38,6 +39,8 @@ def finish(fleet: Fleet) -> Script[Answer]:
     for name in fleet.changed(update.boots):
         update.dropped[name] = "was restarted or lost in the middle of the update"
     results = dict((yield from _end_session(fleet, update)))
+    if _suffice(fleet, update) and due(fleet):
+        update.dropped |= yield from verify(fleet, update.standing())
     if not _suffice(fleet, update):
         return (yield from _fail_for(fleet, update, results))
     unflushed = yield from _flush(fleet, update.standing())
@@ -95,6 +98,7 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
     reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
     fleet.committed, fleet.update, fleet.label = version, None, None
+    fleet.commits += 1
     fleet.last_update = _last(fleet, version, outcome, reason, cohort)
     record = fleet.record()
     if record is not None:

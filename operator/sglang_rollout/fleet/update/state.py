@@ -117,6 +117,8 @@ class Fleet:
     """Store (HOST:PORT) of the group that engines are joining now."""
     hold: Hold | None = None
     update: Update | None = None
+    commits: int = 0
+    """Updates that this coordinator has committed."""
     label: str | None = None
     """Label that the trainer gave before its first tensors."""
     phase: Phase = Phase.IDLE

@@ -1,0 +1,74 @@
+"""Do all engines hold the same tensors? Asked before the commit, by checksum, over every tensor of every rank. Pure.
+
+SGLang computes them (``/weights_checker``, action ``checksum``): one per rank, over the model's own tensors, fused and
+sharded as the engine holds them. So they are comparable among engines of equal shape, and only among those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from sglang_rollout.fleet.update.calls import Script, same, send
+from sglang_rollout.fleet.update.events import Result
+from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.wire.models import Verify
+
+CHECKER = "/weights_checker"
+CHECKSUM = {"action": "checksum"}
+NOT_THERE = frozenset({404, 405})
+"""What an SGLang without the call answers."""
+
+Checksums = tuple[str, ...]
+"""One checksum per rank, in rank order."""
+
+
+def due(fleet: Fleet) -> bool:
+    """Whether the update that ends now is verified."""
+    policy = fleet.policy
+    if policy.verify is Verify.EVERY_N:
+        return fleet.commits % policy.verify_every == 0
+    return policy.verify is Verify.ALWAYS
+
+
+def verify(fleet: Fleet, names: list[str]) -> Script[dict[str, str]]:
+    """Compare these engines; returns those that differ or could not be asked, and why. An SGLang that knows no checksums
+    is not compared."""
+    results = yield from send(CHECKER, same(names, CHECKSUM), fleet.policy.deadlines.update)
+    wrong = {
+        name: f"could not be verified: {result.message or 'no checksum in its answer'}"
+        for name, result in results.items()
+        if result.checksums is None and result.status not in NOT_THERE
+    }
+    by_shape: dict[int, dict[str, Checksums]] = {}
+    for name, checksums in _known(results).items():
+        by_shape.setdefault(fleet.engines[name].wanted.tensor_size, {})[name] = checksums
+    for alike in by_shape.values():
+        wrong |= differing(alike)
+    return wrong
+
+
+def differing(alike: Mapping[str, Checksums]) -> dict[str, str]:
+    """Of engines that should be equal, those that are not like most of them; all of them if no half agrees."""
+    if not alike:
+        return {}
+    (right, count), *_ = Counter(alike.values()).most_common()
+    if count == len(alike):
+        return {}
+    if 2 * count <= len(alike):
+        others = f"{len(set(alike.values()))} different contents among {len(alike)} engines"
+        return dict.fromkeys(alike, f"cannot be trusted: {others}, and no majority tells which is right")
+    return {
+        name: f"holds other weights than {count} engines of its shape (rank {_first(right, sums)})"
+        for name, sums in alike.items()
+        if sums != right
+    }
+
+
+def _first(right: Checksums, sums: Checksums) -> str:
+    ranks = [str(rank) for rank, (a, b) in enumerate(zip(right, sums, strict=False)) if a != b]
+    return ranks[0] if ranks else f"count {len(sums)} instead of {len(right)}"
+
+
+def _known(results: Mapping[str, Result]) -> dict[str, Checksums]:
+    return {name: result.checksums for name, result in results.items() if result.checksums is not None}
