@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from aiohttp import web
 
 from sglang_rollout.fleet.agents import Agents
 from sglang_rollout.fleet.app import Parts, make_app
-from sglang_rollout.fleet.driver import DeposedError, Driver
+from sglang_rollout.fleet.driver import Driver
 from sglang_rollout.fleet.infos import Infos
+from sglang_rollout.fleet.leader import DeposedError, FileLeadership, Leadership, LeaseLeadership
 from sglang_rollout.fleet.members import Members
 from sglang_rollout.fleet.metrics import Metrics
 from sglang_rollout.fleet.router import Routable, Router
@@ -73,16 +75,18 @@ async def serve(options: Options, token: str) -> None:
         kube: Kube | None = None
         source: IntentSource
         store: RecordStore
+        leadership: Leadership
         if options.kubernetes:
             kube = await stack.enter_async_context(await Kube.connect(field_manager="sglang-rollout-fleet"))
             source = ConfigMapIntent(kube, options.namespace, options.name)
             store = ConfigMapRecord(kube, options.namespace, options.name)
+            leadership = LeaseLeadership(kube, namespace=options.namespace, name=options.name, identity=socket.gethostname())
         else:
-            source, store = _files(options)
+            source, store, leadership = _files(options)
         metrics = Metrics()
         members = Members(source, kube=kube, namespace=options.namespace, name=options.name)
         agents = Agents(address=members.url, token=lambda: token, term=lambda: driver.term)
-        driver = Driver(name=options.name, members=members, agents=agents, store=store, metrics=metrics)
+        driver = Driver(name=options.name, members=members, agents=agents, store=store, leadership=leadership, metrics=metrics)
         routable = Routable(members.url)
         router = Router(options.smg_url, lambda: routable.urls(driver.machine))
         infos = Infos(agents)
@@ -101,10 +105,10 @@ async def serve(options: Options, token: str) -> None:
         await driver.keeper.close()
 
 
-def _files(options: Options) -> tuple[IntentSource, RecordStore]:
+def _files(options: Options) -> tuple[IntentSource, RecordStore, Leadership]:
     if options.intent_file is None or options.record_file is None:
         raise click.UsageError("without --kubernetes both --intent-file and --record-file are needed")
-    return FileIntent(options.intent_file), FileRecord(options.record_file)
+    return FileIntent(options.intent_file), FileRecord(options.record_file), FileLeadership(options.record_file)
 
 
 async def _until_signal(driver: Driver, router: Router, infos: Infos) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -10,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from sglang_rollout.fleet.agents import Agents
+from sglang_rollout.fleet.leader import DeposedError, Leadership
 from sglang_rollout.fleet.members import Members
 from sglang_rollout.fleet.metrics import Metrics
 from sglang_rollout.fleet.store import Keeper, LostError, RecordStore, StoreError
@@ -39,20 +41,20 @@ log = logging.getLogger(__name__)
 SYNC_EVERY = 0.5
 TICK_EVERY = 1.0
 READ_AGAIN = 2.0
-
-
-class DeposedError(Exception):
-    """Another coordinator leads: this process must end."""
+RELEASE_DEADLINE = 2.0
 
 
 class Driver:
     """One machine with everything around it that does I/O."""
 
-    def __init__(self, *, name: str, members: Members, agents: Agents, store: RecordStore, metrics: Metrics) -> None:
+    def __init__(
+        self, *, name: str, members: Members, agents: Agents, store: RecordStore, leadership: Leadership, metrics: Metrics
+    ) -> None:
         self._name = name
         self._members = members
         self._agents = agents
         self._store = store
+        self._leadership = leadership
         self._metrics = metrics
         self.keeper = Keeper(store)
         self._machine: Machine | None = None
@@ -77,18 +79,29 @@ class Driver:
     async def run(self) -> None:
         """Lead until something ends it. Raises DeposedError, or whatever was a bug: a fresh process proves all again."""
         self._failed = asyncio.get_running_loop().create_future()
+        try:
+            await self._lead()
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RELEASE_DEADLINE):
+                    await self._leadership.release()
+
+    async def _lead(self) -> None:
+        held = await self._leadership.acquire()
         record = await self._read()
+        term = max(held, (record.term if record else 0) + 1)
+        await self._leadership.claim(term)
+        log.info("leading, term %d", term)
         at = time.monotonic()
-        self._machine = Machine(
-            name=self._name, term=(record.term if record else 0) + 1, record=record, at=at, wall_offset=time.time() - at
-        )
+        self._machine = Machine(name=self._name, term=term, record=record, at=at, wall_offset=time.time() - at)
         self._agents.outranked = self._outranked
         self._members.changed = self._changed
         if record is not None:
-            await self._claim(record)
+            await self._claim(record, term)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch_failure(), name="failure")
+                group.create_task(self._leadership.hold(), name="leadership")
                 group.create_task(self._members.run(), name="members")
                 group.create_task(self._sync_all(), name="sync")
                 group.create_task(self._tick(), name="tick")
@@ -212,9 +225,9 @@ class Driver:
                     log.warning("waiting for the record: %s", complaint)
                 await asyncio.sleep(READ_AGAIN)
 
-    async def _claim(self, record: Record) -> None:
+    async def _claim(self, record: Record, term: int) -> None:
         """Make the new term known before anything else is done: the coordinator before this one stops at it."""
-        claimed = record.model_copy(update={"term": record.term + 1})
+        claimed = record.model_copy(update={"term": term})
         try:
             await self.keeper.write(claimed)
         except LostError as error:

@@ -55,6 +55,7 @@ SERVICEACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLEBINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 ENDPOINTSLICES = Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice")
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENTS = Resource("", "v1", "events", "Event")
 
 _ALL = (
@@ -69,6 +70,7 @@ _ALL = (
     ROLES,
     ROLEBINDINGS,
     ENDPOINTSLICES,
+    LEASES,
     EVENTS,
 )
 _BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL}

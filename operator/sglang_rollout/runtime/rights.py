@@ -19,6 +19,7 @@ OPERATOR_RULES: list[Object] = [
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", *_HEAL]},
     # get and update are the coordinator's: nobody may grant in a Role what he does not have himself.
     {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "update", *_HEAL]},
+    {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create", "get", "patch", "update"]},
     {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
     # delete: an outdated engine's pod, one at a time.
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch", "delete"]},

@@ -74,6 +74,12 @@ class HttpAgent:
         result = self.agent.call(request.path, body, f"update-{body.get('version')}", works=True)
         if result.agent is not None:
             return web.json_response(result.agent.model_dump(mode="json"))
+        if result.checksums is not None:
+            ranks = [
+                {"per_gpu_checksum": sums, "parallelism_info": {"role": "target", "rank": rank}}
+                for rank, sums in enumerate(result.checksums)
+            ]
+            return web.json_response({"success": True, "message": "", "ranks": ranks})
         return self.answer(request.path, {"success": result.ok, "message": result.message}, result.status)
 
     def answer(self, path: str, body: dict[str, Any], status: int) -> web.Response:

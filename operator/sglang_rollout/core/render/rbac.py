@@ -28,7 +28,7 @@ def _accounts(rollout: SGLangRollout) -> list[Object]:
 
 
 def _router_role(rollout: SGLangRollout) -> Object:
-    """The coordinator reads its intent, keeps its record, and watches which engine pods there are."""
+    """The coordinator reads its intent, keeps its record and its Lease, and watches which engine pods there are."""
     role = child(
         rollout,
         api_version=f"{_RBAC}/v1",
@@ -48,6 +48,14 @@ def _router_role(rollout: SGLangRollout) -> Object:
             "resources": ["configmaps"],
             "resourceNames": [names.weights_name(rollout.name)],
             "verbs": ["get", "list", "watch", "patch", "update"],
+        },
+        # A name cannot be demanded of what is created.
+        {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "resourceNames": [names.router_name(rollout.name)],
+            "verbs": ["get", "patch", "update"],
         },
         {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
     ]

@@ -1,0 +1,90 @@
+"""Two coordinators and one Lease, on a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from sglang_rollout.fleet import leader
+from sglang_rollout.fleet.leader import DeposedError, LeaseLeadership
+from sglang_rollout.runtime.kube import Kube
+from sglang_rollout.runtime.resources import CONFIGMAPS, LEASES
+
+pytestmark = pytest.mark.controlplane
+
+OWNER = {"apiVersion": "rollout.sglang.io/v1alpha1", "kind": "SGLangRollout", "name": "demo", "uid": "0a0a0a0a-1111-2222-3333-444444444444"}
+
+
+@pytest.fixture
+async def namespace_with_weights(kube: Kube, namespace: str) -> str:
+    metadata = {"name": "demo-weights", "namespace": namespace, "ownerReferences": [{**OWNER, "controller": True}]}
+    await kube.create({"apiVersion": "v1", "kind": CONFIGMAPS.kind, "metadata": metadata})
+    return namespace
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "DURATION", 2.0)
+    monkeypatch.setattr(leader, "EVERY", 0.2)
+
+
+def candidate(kube: Kube, namespace: str, identity: str) -> LeaseLeadership:
+    return LeaseLeadership(kube, namespace=namespace, name="demo", identity=identity)
+
+
+async def lease(kube: Kube, namespace: str) -> dict[str, object]:
+    return dict((await kube.get(LEASES, namespace, "demo-router"))["spec"])
+
+
+async def test_the_second_waits_while_the_first_renews_and_leads_under_a_higher_term_when_it_stops(
+    kube: Kube, namespace_with_weights: str
+) -> None:
+    first, second = candidate(kube, namespace_with_weights, "pod-a"), candidate(kube, namespace_with_weights, "pod-b")
+    assert await first.acquire() == 1
+    await first.claim(5)
+    renewing = asyncio.create_task(first.hold())
+    taking = asyncio.create_task(second.acquire())
+    await asyncio.sleep(3)
+    assert not taking.done(), "the first is alive"
+    renewing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await renewing
+    assert await asyncio.wait_for(taking, 10) == 6
+    assert (await lease(kube, namespace_with_weights))["holderIdentity"] == "pod-b"
+    with pytest.raises(DeposedError, match="pod-b has taken the Lease demo-router"):
+        await asyncio.wait_for(first.hold(), 5)
+
+
+async def test_a_released_lease_and_an_own_one_are_taken_at_once(kube: Kube, namespace_with_weights: str) -> None:
+    first = candidate(kube, namespace_with_weights, "pod-a")
+    assert await first.acquire() == 1
+    assert await asyncio.wait_for(candidate(kube, namespace_with_weights, "pod-a").acquire(), 1) == 2, "its container was restarted"
+    again = candidate(kube, namespace_with_weights, "pod-a")
+    assert await again.acquire() == 3
+    await again.release()
+    assert await asyncio.wait_for(candidate(kube, namespace_with_weights, "pod-c").acquire(), 1) == 4
+
+
+async def test_the_lease_goes_with_its_rollout(kube: Kube, namespace_with_weights: str) -> None:
+    await candidate(kube, namespace_with_weights, "pod-a").acquire()
+    made = await kube.get(LEASES, namespace_with_weights, "demo-router")
+    assert made["metadata"]["ownerReferences"] == [OWNER]
+
+
+async def test_a_deleted_lease_is_made_again_and_terms_do_not_go_back(kube: Kube, namespace_with_weights: str) -> None:
+    first = candidate(kube, namespace_with_weights, "pod-a")
+    await first.acquire()
+    await first.claim(9)
+    await kube.delete(LEASES, namespace_with_weights, "demo-router")
+    renewing = asyncio.create_task(first.hold())
+    try:
+        for _ in range(50):
+            await asyncio.sleep(0.1)
+            with contextlib.suppress(Exception):
+                if (await lease(kube, namespace_with_weights)).get("leaseTransitions") == 9:
+                    return
+        pytest.fail("it was not made again")
+    finally:
+        renewing.cancel()
