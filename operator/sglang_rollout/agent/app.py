@@ -78,7 +78,7 @@ class Routes:
         """Take over what is committed, move the gate, report."""
         body = await message(request, SyncRequest)
         self._agent.lease = body.lease
-        self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed))
+        self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed, tuple(body.tolerated)))
         return await self._status()
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:

@@ -37,6 +37,7 @@ class Told:
 
     term: int
     committed: Version | None = None
+    tolerated: tuple[Version, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +131,11 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
             return _identified(state, facts)
         case Polled(label, calls):
             return _label_seen(state, label) if state.up and calls == state.calls else state
-        case Told(term, committed):
+        case Told(term, committed, tolerated):
             state = _remember(state, term=max(term, state.memory.term))
-            return state if committed is None else replace(_remember(state, committed=committed), informed=True)
+            if committed is None:
+                return state
+            return replace(_remember(state, committed=committed, tolerated=list(tolerated)), informed=True)
         case Unchallenged():
             return replace(state, informed=state.informed or state.memory.committed is not None)
         case CallBegan():
@@ -163,6 +166,7 @@ def _identified(state: State, facts: EngineFacts) -> State:
         label=facts.live_label if pristine else None,
         # What a record says was committed during another life of the engine may be long past.
         committed=memory.committed if state.informed else None,
+        tolerated=memory.tolerated if state.informed else [],
         term=memory.term,
     )
     return replace(state, memory=memory, up=True, facts=facts)

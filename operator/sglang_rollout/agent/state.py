@@ -42,6 +42,8 @@ class Memory(Message):
     """What the engine's ``/model_info`` must report while its state is clean."""
     cohort: list[str] = Field(default_factory=list)
     committed: Version | None = None
+    tolerated: list[Version] = Field(default_factory=list)
+    """Older versions that may be served."""
     term: int = 0
     session: bool = False
     paused: bool = False
@@ -107,7 +109,7 @@ def closed_reason(state: State) -> str:  # noqa: PLR0911 - one line per case
         return "The engine is being drained."
     if memory.committed is None or not state.informed:
         return "No coordinator has said yet which version is committed."
-    if rank(memory.version) != rank(memory.committed):
+    if rank(memory.version) not in {rank(memory.committed), *map(rank, memory.tolerated)}:
         return f"The engine holds version {memory.version}, committed is {memory.committed}."
     return ""
 

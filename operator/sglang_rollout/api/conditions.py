@@ -25,6 +25,8 @@ class ConditionType(StrEnum):
     """The router pod runs: weights can be pushed and the discovery document be read."""
     WEIGHTS_CONSISTENT = "WeightsConsistent"
     """All engines hold the committed version."""
+    WAITING_FOR_WEIGHTS = "WaitingForWeights"
+    """An engine is up and serves nobody, because it does not hold the committed version."""
     DEGRADED = "Degraded"
     """Something failed that a person should look at."""
 

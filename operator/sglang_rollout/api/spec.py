@@ -271,8 +271,25 @@ class Verify(StrEnum):
     OFF = "Off"
 
 
+class VersionPolicy(StrEnum):
+    """Which weights may be served."""
+
+    LATEST_ONLY = "LatestOnly"
+    MAX_STALENESS = "MaxStaleness"
+
+
 class Weights(ApiModel):
     """How a trainer's weights reach the engines."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "has(self.maxStaleness) == (self.versionPolicy == 'MaxStaleness')",
+                "weights.maxStaleness belongs to versionPolicy MaxStaleness: set both, or neither.",
+                field=".maxStaleness",
+            )
+        )
+    )
 
     backend: Backend = Backend.NCCL
     """Backend of the weight-update group when the trainer names none. `gloo` for CPU engines."""
@@ -280,6 +297,11 @@ class Weights(ApiModel):
     """How engines are paused for an update when the trainer does not pause them itself. `Retract`: running requests go
     back to the queue and continue with the new weights. `Abort`: they end. `InPlace`: they continue with the cache of
     the old weights."""
+    version_policy: VersionPolicy = VersionPolicy.LATEST_ONLY
+    """Which weights an engine may serve. `LatestOnly`: the committed version. `MaxStaleness`: also versions that are at
+    most `maxStaleness` commits older, of the same run."""
+    max_staleness: int | None = Field(default=None, ge=1, le=64)
+    """See `versionPolicy`."""
     min_committed: int | str | None = Field(
         default=None,
         json_schema_extra={

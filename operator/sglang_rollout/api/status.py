@@ -93,6 +93,16 @@ class WeightsStatus(ApiModel):
     """Count of versions within the run."""
     epoch: int = 0
     """Grows whenever the set of engines or the life of one of them changes. A trainer's group belongs to one epoch."""
+    world_size: int = 0
+    """Size of a weight-update group opened now: the trainer and all ranks of the engines that are up."""
+    oldest_serving: str | None = Field(default=None, max_length=256)
+    """Oldest version that an engine serves; absent while none serves."""
+    newest_serving: str | None = Field(default=None, max_length=256)
+    """Newest version that an engine serves."""
+    skew: int = 0
+    """How many commits the oldest serving engine is behind; 0 except with `versionPolicy: MaxStaleness`."""
+    stale: int = 0
+    """Engines that are up and do not hold the committed version."""
     last_update: LastUpdate | None = None
     """The last weight update that ended."""
 
@@ -126,7 +136,7 @@ class RolloutStatus(ApiModel):
         max_length=16,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    """`Ready`, `Available`, `Progressing`, `RouterReady`, `WeightsConsistent`, `Degraded`."""
+    """`Ready`, `Available`, `Progressing`, `RouterReady`, `WeightsConsistent`, `WaitingForWeights`, `Degraded`."""
     engines: list[EngineStatus] = Field(
         default_factory=list,
         max_length=MAX_ENGINE_ROWS,

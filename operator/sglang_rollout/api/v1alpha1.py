@@ -43,6 +43,12 @@ PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
         "description": "Weight version that the fleet serves.",
     },
     {
+        "name": "STALE",
+        "type": "integer",
+        "jsonPath": ".status.weights.stale",
+        "description": "Engines that are up and do not hold that version.",
+    },
+    {
         "name": "STATUS",
         "type": "string",
         "jsonPath": '.status.conditions[?(@.type=="Ready")].reason',
@@ -50,6 +56,7 @@ PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
     },
     {"name": "AGE", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
     {"name": "RUN", "type": "integer", "jsonPath": ".status.weights.run", "priority": 1},
+    {"name": "SKEW", "type": "integer", "jsonPath": ".status.weights.skew", "priority": 1},
     {"name": "EPOCH", "type": "integer", "jsonPath": ".status.weights.epoch", "priority": 1},
     {"name": "URL", "type": "string", "jsonPath": ".status.endpoints.url", "priority": 1},
 )

@@ -119,6 +119,14 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:
         return (
             EnginePhase.WAITING,
             Reason.WAITING_FOR_WEIGHTS,
-            f"it holds version {held}, the fleet serves {committed}: it waits for the trainer's next weight update.",
+            f"it holds version {held}, the fleet serves {committed}: {_way_back(world, name)}",
         )
     return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, f"its gate is closed.{told}"
+
+
+def _way_back(world: World, name: str) -> str:
+    """How an engine with older weights comes to serve again."""
+    groups = world.record.groups if world.record else []
+    if groups and not any(name in group.members for group in groups):
+        return "it came after the trainer's group was opened, and waits for a new group."
+    return "it waits for the trainer's next weight update."

@@ -87,7 +87,7 @@ def invalid_findings(sentence: str) -> list[Finding]:
 
 def findings(facts: Facts) -> list[Finding]:
     """Return what is to be said about every aspect."""
-    return [_ready(facts), _available(facts), _progressing(facts), _router(facts), _weights(facts), _degraded(facts)]
+    return [_ready(facts), _available(facts), _progressing(facts), _router(facts), _weights(facts), _waiting(facts), _degraded(facts)]
 
 
 def _ready(facts: Facts) -> Finding:
@@ -143,11 +143,25 @@ def _router(facts: Facts) -> Finding:
     return Finding(ConditionType.ROUTER_READY, "False", Reason.ROUTER_NOT_READY, facts.router_why)
 
 
+def _behind(facts: Facts) -> list[EngineView]:
+    return [view for view in facts.wanted if view.reason in {Reason.WEIGHTS_DIVERGED, Reason.WAITING_FOR_WEIGHTS}]
+
+
+def _waiting(facts: Facts) -> Finding:
+    kind, behind = ConditionType.WAITING_FOR_WEIGHTS, _behind(facts)
+    if facts.world.record is None:
+        return Finding(kind, "Unknown", Reason.NOT_REPORTED, facts.world.record_problem or "The coordinator has not reported yet.")
+    if not behind:
+        return Finding(kind, "False", Reason.ALL_AT_COMMITTED, "No engine waits for weights.")
+    first = behind[0]
+    return Finding(kind, "True", first.reason or Reason.WAITING_FOR_WEIGHTS, _and_more(first.sentence, len(behind)))
+
+
 def _weights(facts: Facts) -> Finding:
     kind, record = ConditionType.WEIGHTS_CONSISTENT, facts.world.record
     if record is None:
         return Finding(kind, "Unknown", Reason.NOT_REPORTED, facts.world.record_problem or "The coordinator has not reported yet.")
-    behind = [view for view in facts.wanted if view.reason in {Reason.WEIGHTS_DIVERGED, Reason.WAITING_FOR_WEIGHTS}]
+    behind = _behind(facts)
     if behind:
         worst = min(behind, key=lambda view: SEVERITY.index(view.reason) if view.reason else 99)
         return Finding(kind, "False", worst.reason or Reason.WAITING_FOR_WEIGHTS, _and_more(worst.sentence, len(behind)))

@@ -20,6 +20,7 @@ from sglang_rollout.core.engine_rows import EngineView, engine_views, version_te
 from sglang_rollout.core.findings import Facts, findings, invalid_findings
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World
+from sglang_rollout.wire.models import EngineRow, EngineState, Record, Version
 from sglang_rollout.wire.ports import FLEET, FRONT_PORT
 
 _LONGEST_MESSAGE = 2000
@@ -77,11 +78,17 @@ def _weights(world: World) -> WeightsStatus | None:
     if record is None:
         return None
     last = record.last_update
+    serving = sorted({(row.version.run, row.version.n): row.version for row in record.engines if row.gate_open and row.version}.items())
     return WeightsStatus(
         committed_version=version_text(record.committed),
         run=record.committed.run,
         number=record.committed.n,
         epoch=record.epoch,
+        world_size=record.world_size,
+        oldest_serving=version_text(serving[0][1]) if serving else None,
+        newest_serving=version_text(serving[-1][1]) if serving else None,
+        skew=_behind(record, serving[0][1]) if serving else 0,
+        stale=sum(row.boot_id is not None and not _holds(record, row) for row in record.engines),
         last_update=None
         if last is None
         else LastUpdate(
@@ -93,6 +100,16 @@ def _weights(world: World) -> WeightsStatus | None:
             engines=len(last.engines),
         ),
     )
+
+
+def _behind(record: Record, version: Version) -> int:
+    """How many commits of those that may be served came after ``version``."""
+    return sum((newer.run, newer.n) > (version.run, version.n) for newer in record.history)
+
+
+def _holds(record: Record, row: EngineRow) -> bool:
+    held = row.version if row.state is EngineState.CLEAN else None
+    return held is not None and (held.run, held.n) == (record.committed.run, record.committed.n)
 
 
 def _endpoints(world: World) -> Endpoints:

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.app import PARTS, refuse
-from sglang_rollout.fleet.update.events import Request, Send
-from sglang_rollout.wire.ports import FLEET_LEASE, VERSION_HEADER
+from sglang_rollout.fleet.update.events import NewRun, Request, Send
+from sglang_rollout.wire.ports import FLEET_LEASE, FLEET_RUN, VERSION_HEADER
 
 ABORT_DEADLINE = 10.0
 Parser = Callable[[Mapping[str, Any]], Request]
@@ -106,6 +106,7 @@ routes = [
     web.get("/flush_cache", flush_cache, allow_head=False),
     web.post("/abort_request", abort_request),
     web.post(FLEET_LEASE, lease),
+    web.post(FLEET_RUN, _control(lambda body: NewRun())),
     web.post("/workers", add_worker),
     web.post("/add_worker", add_worker),
     web.post("/update_weights_from_tensor", _refused(ONE_PROCESS)),

@@ -112,6 +112,8 @@ class WeightsPolicy(Message):
     """torch.distributed backend used when the trainer names none: ``nccl`` or ``gloo``."""
     pause_mode: PauseMode = PauseMode.RETRACT
     """How the coordinator pauses engines when the trainer does not do it itself."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many commits an engine may be behind and still serve."""
     min_committed: int | str | None = None
     """How many engines must hold a new version so that it is committed: a number, or a share of the wanted ones ("75%").
     None: all that take part in the update."""
@@ -179,6 +181,8 @@ class SyncRequest(Message):
 
     committed: Version | None
     """None: the coordinator itself does not know yet; the agent keeps what it had."""
+    tolerated: list[Version] = []
+    """Older versions that may be served too (``weights.versionPolicy: MaxStaleness``)."""
     lease: float = 60.0
     """An engine that is paused or half updated and hears nothing of any coordinator for so long gives the update up."""
 
@@ -281,6 +285,12 @@ class Record(Message):
     groups: list[FleetGroup] = []
     """Groups that are open, so that a restarted coordinator can go on with those whose members all still live."""
     last_update: LastUpdate | None = None
+    history: list[Version] = []
+    """Versions of this run, oldest first, that may be served: the committed one and those that the policy tolerates."""
+    next_run: int = 0
+    """The run that the next update opens, if somebody asked for a new one."""
+    world_size: int = 0
+    """Of a group opened now."""
 
 
 class FleetMember(EngineRow):

@@ -52,5 +52,6 @@ AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up a half
 # Coordinator paths beside SGLang's own ones.
 FLEET = "/fleet"  # GET FleetDocument
 FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no statement about engines
+FLEET_RUN = "/fleet/run"  # POST: the next update opens a new run
 FLEET_LEASE = "/fleet/lease"  # POST: the trainer's heartbeat
 FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text

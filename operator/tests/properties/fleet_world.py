@@ -54,6 +54,7 @@ class FakeAgent:
     """What the weights really are: one token per completed update, or a mixture."""
     cohort: list[str] = field(default_factory=list)
     committed: Version | None = None
+    tolerated: list[Version] = field(default_factory=list)
     term: int = 0
     paused: bool = False
     session: bool = False
@@ -70,7 +71,7 @@ class FakeAgent:
     @property
     def gate_open(self) -> bool:
         clean = self.up and not self.draining and self.state is EngineState.CLEAN
-        return clean and self.version is not None and self.version == self.committed
+        return clean and self.version is not None and self.version in [self.committed, *self.tolerated]
 
     def restart(self) -> None:
         self.life += 1
@@ -99,6 +100,7 @@ class FakeAgent:
             committed = body.get("committed")
             if committed is not None:
                 self.committed = Version.model_validate(committed)
+                self.tolerated = [Version.model_validate(version) for version in body.get("tolerated", [])]
             return Result(ok=True, status=200, agent=self.status())
         if path == AGENT_FENCE:
             self.session = self.paused = False
@@ -247,7 +249,7 @@ class World:
         status = None
         if agent.answers:
             if fleet.committed is not None:
-                agent.committed = fleet.committed
+                agent.committed, agent.tolerated = fleet.committed, fleet.tolerated()
             status = agent.status()
         self.feed(Seen(name, status, self.now))
 

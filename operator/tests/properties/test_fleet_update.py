@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import END, INIT, UPDATE
 from sglang_rollout.fleet.update.versions import key
-from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version, WantedEngine
+from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version, WantedEngine, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK
 
 ENGINES = ["e0", "e1", "e2"]
@@ -402,3 +402,52 @@ def test_an_engine_that_drains_takes_no_new_update() -> None:
     assert world.agents["e0"].gate_open, "nothing was begun"
     assert push(world, "2") == Version(run=1, n=2, label="2")
     assert [agent.gate_open for agent in world.agents.values()] == [True, False]
+
+
+def away_for_one_update(world: World) -> None:
+    """Version 1 reaches both engines, version 2 only e0; then e1 is back, in the same life."""
+    world.sync_all()
+    push(world, "1")
+    world.agents["e1"].answers = False
+    for _ in range(4):
+        world.sync_all()
+    world.tick(11)
+    push(world, "2")
+    world.agents["e1"].answers = True
+    world.sync_all()
+
+
+def test_the_latest_only_is_served_by_default() -> None:
+    world = World([1, 1])
+    away_for_one_update(world)
+    assert [agent.gate_open for agent in world.agents.values()] == [True, False]
+
+
+def test_max_staleness_lets_an_engine_serve_that_is_not_further_behind() -> None:
+    world = World([1, 1])
+    world.policy = WeightsPolicy(max_staleness=1)
+    world.want()
+    away_for_one_update(world)
+    assert [agent.gate_open for agent in world.agents.values()] == [True, True]
+    world.start()
+    world.sync_all()
+    assert world.agents["e1"].gate_open, "the record remembers what is tolerated"
+    world.agents["e1"].answers = False
+    for _ in range(4):
+        world.sync_all()
+    world.tick(11)
+    push(world, "3")
+    world.agents["e1"].answers = True
+    world.sync_all()
+    assert not world.agents["e1"].gate_open, "it is two behind now"
+
+
+def test_a_new_run_on_demand() -> None:
+    world = World([1])
+    world.sync_all()
+    push(world, "7")
+    assert world.do(ev.NewRun()).fleet["next_run"] == 2
+    world.start()
+    world.sync_all()
+    assert push(world, "8") == Version(run=2, n=8, label="8"), "8 follows 7, and yet it is another run"
+    assert push(world, "9") == Version(run=2, n=9, label="9")

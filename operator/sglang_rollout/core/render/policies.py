@@ -35,6 +35,7 @@ def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
             total=spec.deadlines.total_seconds,
             stuck=spec.deadlines.stuck_seconds,
         ),
+        max_staleness=spec.max_staleness or 0,
         min_committed=spec.min_committed,
         verify=_VERIFY[spec.verify],
         verify_every=spec.verify_every,

@@ -85,7 +85,12 @@ class SetLabel:
     label: str
 
 
-Request = OpenGroup | CloseGroup | Pause | Continue | Begin | Update | End | Flush | SetLabel
+@dataclass(frozen=True)
+class NewRun:
+    """``/fleet/run``: the next update begins a new run, whatever it is called."""
+
+
+Request = OpenGroup | CloseGroup | Pause | Continue | Begin | Update | End | Flush | SetLabel | NewRun
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,15 @@ class Knowledge:
         fleet = self._fleet
         proved = rebuild(self._record, self._statuses())
         self.give_up = list(proved.give_up)
-        fleet.committed, fleet.burned, fleet.groups = proved.committed, proved.burned, dict(proved.groups)
+        fleet.burned, fleet.groups = proved.burned, dict(proved.groups)
         if self._record is not None:
             fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
+            fleet.next_run = self._record.next_run
+            fleet.history = [version for version in self._record.history if key(version) < key(proved.committed)]
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
+        fleet.commit(proved.committed)
 
     def _adopt(self) -> None:
         """A version that is proved after all: an agent came back that knows of it."""
@@ -123,7 +126,7 @@ class Knowledge:
             return
         proved = prove(None, self._statuses())
         if key(proved) > key(fleet.committed):
-            fleet.committed = proved
+            fleet.commit(proved)
             fleet.last_update = LastUpdate(
                 version=proved, outcome=UpdateOutcome.COMMITTED, finished=fleet.finished(),
                 reason="proved afterwards: every engine of the update says that it holds this version",

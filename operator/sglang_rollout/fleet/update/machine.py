@@ -31,6 +31,7 @@ from sglang_rollout.fleet.update.events import (
     Event,
     Flush,
     Left,
+    NewRun,
     OpenGroup,
     Pause,
     Reply,
@@ -281,4 +282,5 @@ _SCRIPTS: dict[type[Request], Callable[..., Script[Answer]]] = {
     End: transaction.end,
     Flush: transaction.flush,
     SetLabel: transaction.set_label,
+    NewRun: transaction.new_run,
 }

@@ -97,7 +97,8 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     cohort, dropped = update.standing(), dict(update.dropped)
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
     reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
-    fleet.committed, fleet.update, fleet.label = version, None, None
+    fleet.commit(version)
+    fleet.update, fleet.label = None, None
     fleet.commits += 1
     fleet.last_update = _last(fleet, version, outcome, reason, cohort)
     record = fleet.record()

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_rollout.fleet.ranks import RankTable, rank_table
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.versions import newest, next_version
+from sglang_rollout.fleet.update.versions import history, newest, next_version
 from sglang_rollout.wire.models import (
     FleetGroup,
     LastUpdate,
@@ -109,6 +109,10 @@ class Fleet:
     """The fleet was complete once, or has taken weights: from then on it goes on with the engines that are there."""
     committed: Version | None = None
     """None while a restarted coordinator has not yet proved what is committed."""
+    history: list[Version] = field(default_factory=list)
+    """Versions that may be served, oldest first; the committed one is the last."""
+    next_run: int = 0
+    """The run that the next update opens, if somebody asked for a new one."""
     burned: Version | None = None
     """Highest version that some engine acknowledged and that was not committed."""
     engines: dict[str, Engine] = field(default_factory=dict)
@@ -166,7 +170,18 @@ class Fleet:
         committed = self.committed
         if committed is None:
             raise RuntimeError("no update can be open before the committed version is proved")
-        return next_version(committed, label or self.label, self.burned)
+        return next_version(committed, label or self.label, self.burned, self.next_run)
+
+    def commit(self, version: Version) -> None:
+        """From now on this is the version."""
+        before = self.history or ([self.committed] if self.committed is not None else [])
+        self.history = history(before, version, self.policy.max_staleness)
+        self.committed = version
+
+    def tolerated(self) -> list[Version]:
+        """Older versions that may be served."""
+        keep = self.policy.max_staleness
+        return self.history[:-1][-keep:] if keep else []
 
     def burn(self, versions: Iterable[Version | None]) -> None:
         """Never use these versions for other weights."""
@@ -208,7 +223,7 @@ class Fleet:
 
     def sync_request(self) -> SyncRequest:
         """What every agent is told again and again."""
-        return SyncRequest(committed=self.committed, lease=self.policy.trainer_lease.ttl)
+        return SyncRequest(committed=self.committed, tolerated=self.tolerated(), lease=self.policy.trainer_lease.ttl)
 
     def record(self) -> Record | None:
         """What is persisted; None before the rebuild has ended: nothing unproved is ever written."""
@@ -222,4 +237,7 @@ class Fleet:
             engines=[engine.row() for engine in self.engines.values()],
             groups=[group.row() for group in self.groups.values()],
             last_update=self.last_update,
+            history=self.history,
+            next_run=self.next_run,
+            world_size=self.table.world_size,
         )

@@ -19,10 +19,11 @@ from sglang_rollout.fleet.update.calls import (
     send,
     told,
 )
-from sglang_rollout.fleet.update.events import Answer, Begin, Body, Continue, End, Flush, Pause, SetLabel, Update
+from sglang_rollout.fleet.update.events import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
 from sglang_rollout.fleet.update.outcome import abandon, fail, finish
 from sglang_rollout.fleet.update.state import By, Fleet, Group, Hold, Phase
 from sglang_rollout.fleet.update.state import Update as OpenUpdate
+from sglang_rollout.fleet.update.versions import newest
 from sglang_rollout.wire.models import PauseMode
 
 
@@ -195,6 +196,16 @@ def set_label(fleet: Fleet, ask: SetLabel) -> Script[Answer]:
             status=409,
         )
     return Answer(200, f"Weight version updated to {ask.label}")
+
+
+def new_run(fleet: Fleet, ask: NewRun) -> Script[Answer]:
+    """The next update begins a new run: its numbers are not compared with those before."""
+    yield Turn()
+    if fleet.update is not None:
+        raise Refusal("a weight update is open: end it, then open a new run.", status=409, fleet=fleet.advice())
+    last = newest(fleet.committed, fleet.burned)
+    fleet.next_run = (last.run if last is not None else 0) + 1
+    return Answer(200, f"The next update opens run {fleet.next_run}.", {"next_run": fleet.next_run})
 
 
 def _group(fleet: Fleet, name: str | None) -> Group:

@@ -24,15 +24,17 @@ def newest(*versions: Version | None) -> Version | None:
     return max(known, key=key) if known else None
 
 
-def next_version(committed: Version, label: str | None, burned: Version | None = None) -> Version:
+def next_version(committed: Version, label: str | None, burned: Version | None = None, next_run: int = 0) -> Version:
     """The version that an update with this label becomes.
 
     ``burned`` is the highest version of an update that failed after some engine had acknowledged it: that engine still
-    says it holds (run, n), so the pair must never name other weights.
+    says it holds (run, n), so the pair must never name other weights. ``next_run``: the run that somebody asked for.
     """
     last = newest(committed, burned) or committed
     number = _number(label)
-    if number is None:
+    if next_run > last.run:
+        run, n = next_run, 1 if number is None else number
+    elif number is None:
         # No label, or a name: the fleet counts.
         run, n = (1, 1) if last.is_base else (last.run, last.n + 1)
     elif last.is_base or number <= last.n:
@@ -40,6 +42,16 @@ def next_version(committed: Version, label: str | None, burned: Version | None =
     else:
         run, n = last.run, number
     return Version(run=run, n=n, label=label if label is not None else str(n))
+
+
+def history(before: list[Version], committed: Version, keep: int) -> list[Version]:
+    """The versions that may be served after a commit, oldest first: ``keep`` older ones beside it. What another run
+    left is of another experiment; only base, from which the first run begins, is comparable."""
+    comparable = [version for version in before if key(version) < key(committed) and (version.run in (0, committed.run))]
+    if committed.run > 1:
+        comparable = [version for version in comparable if not version.is_base]
+    older = sorted(comparable, key=key)
+    return [*(older[-keep:] if keep else []), committed]
 
 
 def _number(label: str | None) -> int | None:

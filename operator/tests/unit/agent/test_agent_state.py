@@ -215,3 +215,12 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
         # Whoever carries the effects out knows everything: what is to be remembered, and every move of the gate.
         assert (ev.Save(memory) in effects) == (memory != before.memory)
         assert (ev.SetGate(opened) in effects) == (opened != s.gate_may_open(before))
+
+
+def test_a_tolerated_version_may_be_served_and_only_that() -> None:
+    holding_1 = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1))
+    assert not s.gate_may_open(run(holding_1, ev.Told(1, V2)))
+    assert s.gate_may_open(run(holding_1, ev.Told(1, V2, (V1,))))
+    assert not s.gate_may_open(run(holding_1, ev.Told(1, V2, (BASE,))))
+    restarted = ev.restored(run(holding_1, ev.Told(1, V2, (V1,))).memory)
+    assert s.gate_may_open(run(restarted, ev.Identified(facts(live="1")), ev.Unchallenged())), "the record knows what was tolerated"

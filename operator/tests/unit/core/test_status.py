@@ -46,7 +46,8 @@ def test_a_fleet_that_serves() -> None:
     assert status["ready"] == "2/2"
     assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (2, 2, 2)
     assert status["observedGeneration"] == 4
-    assert status["weights"] == {"committedVersion": "step-1", "run": 1, "number": 1, "epoch": 3}
+    weights = {"committedVersion": "step-1", "run": 1, "number": 1, "epoch": 3, "worldSize": 0}
+    assert status["weights"] == weights | {"oldestServing": "step-1", "newestServing": "step-1", "skew": 0, "stale": 0}
     assert status["endpoints"]["url"] == "http://demo-router.default.svc:30000"
     assert status["endpoints"]["discovery"] == "http://demo-router.default.svc:30000/fleet"
     assert {one["type"]: one["status"] for one in status["conditions"]} == {
@@ -248,3 +249,10 @@ def test_an_engine_on_its_way_out_is_shown() -> None:
     assert said["replicas"] == 2
     assert [row["phase"] for row in said["engines"]] == ["Serving", "Stopping"]
     assert condition(said, "Progressing")["reason"] == "Scaling"
+
+
+def test_the_spread_of_served_versions_is_shown() -> None:
+    written = record(row(0, V1), row(1, V2), committed=V2).model_copy(update={"history": [V1, V2], "world_size": 3})
+    weights = status_of(world([pod(0), pod(1)], written=written))["weights"]
+    assert (weights["oldestServing"], weights["newestServing"], weights["skew"]) == ("step-1", "step-2", 1)
+    assert (weights["stale"], weights["worldSize"]) == (1, 3)

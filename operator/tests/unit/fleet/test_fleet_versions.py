@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.fleet.update.versions import key, newest, next_version
+from sglang_rollout.fleet.update.versions import history, key, newest, next_version
 from sglang_rollout.wire.models import BASE, Version
 
 
@@ -54,3 +54,18 @@ def test_versions_only_grow(run: int, n: int, label: str | None) -> None:
 def test_newest() -> None:
     assert newest(None, None) is None
     assert newest(None, version(1, 9), version(2, 0)) == version(2, 0)
+
+
+def test_a_new_run_that_was_asked_for() -> None:
+    assert next_version(version(1, 5), "6", None, 2) == version(2, 6)
+    assert next_version(version(1, 5), None, None, 2) == Version(run=2, n=1, label="1")
+    assert next_version(version(2, 5), "6", None, 2) == version(2, 6), "it has begun already"
+
+
+@given(st.lists(st.integers(1, 99), unique=True, max_size=9), st.integers(0, 5))
+def test_history_keeps_the_newest_of_the_run(numbers: list[int], keep: int) -> None:
+    seen = [version(1, n) for n in sorted(numbers)]
+    found = history([BASE, *seen], version(1, 100), keep)
+    assert found[-1] == version(1, 100)
+    assert found == sorted([BASE, *seen, version(1, 100)], key=key)[-keep - 1 :]
+    assert history(found, version(2, 1), keep) == [version(2, 1)], "another run is not comparable"
