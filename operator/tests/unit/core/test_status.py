@@ -56,6 +56,7 @@ def test_a_fleet_that_serves() -> None:
         "Progressing": "False",
         "RouterReady": "True",
         "WeightsConsistent": "True",
+        "WaitingForWeights": "False",
         "Degraded": "False",
     }
     assert [row["phase"] for row in status["engines"]] == ["Serving", "Serving"]
