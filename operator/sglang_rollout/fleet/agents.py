@@ -14,7 +14,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 from sglang_rollout.fleet.update.events import Body, Result, Send
 from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.wire.models import AgentStatus, SyncRequest
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 
 SYNC_DEADLINE = 2.0
 CONNECT_DEADLINE = 5.0
@@ -156,6 +156,9 @@ class Agents:
             return _status(status, fields)
         if path == AGENT_PREFLIGHT:
             return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""))
+        if path == AGENT_CHECKPOINT:
+            digest = fields.get("digest")
+            return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""), digest=str(digest))
         # SGLang says 200 and success: false in some places.
         checksums = _checksums(fields) if path == CHECKER else None
         return Result(ok=fields.get("success") is not False, status=status, message=_message(body), checksums=checksums)

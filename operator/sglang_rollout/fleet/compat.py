@@ -18,6 +18,7 @@ from sglang_rollout.fleet.update.events import (
     Continue,
     End,
     Flush,
+    FromDisk,
     OpenGroup,
     Pause,
     Request,
@@ -106,6 +107,14 @@ def update(body: Fields) -> Request:
     if label is not None:
         forwarded["weight_version"] = label
     return Update(_name(body, "group_name"), label, forwarded)
+
+
+def from_disk(body: Fields) -> Request:
+    """``/update_weights_from_disk``."""
+    path = body.get("model_path")
+    if not isinstance(path, str) or not path.strip():
+        raise Refusal("model_path is missing: name the checkpoint's folder, as the engines see it.")
+    return FromDisk(path, _label(body.get("weight_version"), "weight_version"), body)
 
 
 def set_label(body: Fields) -> Request:

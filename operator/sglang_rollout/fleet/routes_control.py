@@ -111,7 +111,7 @@ routes = [
     web.post("/add_worker", add_worker),
     web.post("/update_weights_from_tensor", _refused(ONE_PROCESS)),
     web.post("/update_weights_from_ipc", _refused(ONE_PROCESS)),
-    web.post("/update_weights_from_disk", _refused(NOT_YET)),
+    web.post("/update_weights_from_disk", _control(compat.from_disk)),
     web.post("/release_memory_occupation", _refused(NOT_YET.partition(" Open")[0])),
     web.post("/resume_memory_occupation", _refused(NOT_YET.partition(" Open")[0])),
 ]

@@ -86,11 +86,20 @@ class SetLabel:
 
 
 @dataclass(frozen=True)
+class FromDisk:
+    """``/update_weights_from_disk``."""
+
+    path: str
+    label: str | None
+    body: Body
+
+
+@dataclass(frozen=True)
 class NewRun:
     """``/fleet/run``: the next update begins a new run, whatever it is called."""
 
 
-Request = OpenGroup | CloseGroup | Pause | Continue | Begin | Update | End | Flush | SetLabel | NewRun
+Request = OpenGroup | CloseGroup | Pause | Continue | Begin | Update | End | Flush | SetLabel | NewRun | FromDisk
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,8 @@ class Result:
     """Set when the reply was the agent's status (sync, ack, fence)."""
     checksums: tuple[str, ...] | None = None
     """Set when the reply was one of ``/weights_checker``: one checksum per rank."""
+    digest: str | None = None
+    """Set when the reply was about a checkpoint: what tells its contents from others."""
 
 
 # --- events --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update import groups, transaction
+from sglang_rollout.fleet.update import disk, groups, transaction
 from sglang_rollout.fleet.update.calls import COLLECTIVE, Results, Say, Script, Turn
 from sglang_rollout.fleet.update.events import (
     Answer,
@@ -30,6 +30,7 @@ from sglang_rollout.fleet.update.events import (
     End,
     Event,
     Flush,
+    FromDisk,
     Left,
     NewRun,
     OpenGroup,
@@ -283,4 +284,5 @@ _SCRIPTS: dict[type[Request], Callable[..., Script[Answer]]] = {
     Flush: transaction.flush,
     SetLabel: transaction.set_label,
     NewRun: transaction.new_run,
+    FromDisk: disk.from_disk,
 }

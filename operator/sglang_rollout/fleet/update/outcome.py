@@ -39,6 +39,12 @@ def finish(fleet: Fleet) -> Script[Answer]:
     for name in fleet.changed(update.boots):
         update.dropped[name] = "was restarted or lost in the middle of the update"
     results = dict((yield from _end_session(fleet, update)))
+    return (yield from close(fleet, update, results))
+
+
+def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
+    """All tensors are where they should be: verify and commit on those that still stand, if they suffice."""
+    fleet.enter(Phase.VERIFY)
     if _suffice(fleet, update) and due(fleet):
         update.dropped |= yield from verify(fleet, update.standing())
     if not _suffice(fleet, update):

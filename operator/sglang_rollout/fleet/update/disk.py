@@ -1,0 +1,73 @@
+"""Weights from a shared volume, as a transaction of the whole fleet.
+
+SGLang dies of truncated files and of wrong shapes, and takes a wrong architecture with equal shapes without a word. So
+every engine's pod reads the checkpoint first; only when all of them can is any engine told. There is no collective: an
+engine that fails can be fenced alone, if ``weights.minCommitted`` lets the others commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.fleet.update.calls import UPDATE_DISK, Results, Script, Turn, failures, same, send, told
+from sglang_rollout.fleet.update.events import Answer, Body, FromDisk
+from sglang_rollout.fleet.update.membership import present
+from sglang_rollout.fleet.update.outcome import close
+from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
+from sglang_rollout.fleet.update.transaction import hold_all
+from sglang_rollout.wire.models import CheckpointRequest
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+
+
+def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
+    """Check the checkpoint from every pod, then load it on every engine and commit."""
+    boots = present(fleet)
+    yield from _check(fleet, ask.path, boots)
+    yield Turn()
+    if fleet.update is not None:
+        raise Refusal("a weight update is open: end it before one from disk.", status=409, fleet=fleet.advice())
+    if present(fleet) != boots:
+        raise Refusal("The engines of this fleet changed while the checkpoint was read; nothing was loaded. Try again.", status=503)
+    if fleet.hold is None:
+        mode = fleet.policy.pause_mode.value
+        failed = yield from hold_all(fleet, By.FLEET, mode, {"mode": mode})
+        if failed is not None:
+            return failed
+    fleet.enter(Phase.TRANSFER)
+    update = fleet.update = Update(boots=dict(boots), session=By.FLEET, started=fleet.now, label=ask.label or fleet.label)
+    for name in boots:
+        fleet.engines[name].soil()
+    results = yield from send(UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update)
+    broken = failures(results)
+    update.fed.update(name for name in boots if name not in broken)
+    for name, result in broken.items():
+        update.dropped[name] = f"did not load {ask.path}: {result.message}"
+    return (yield from close(fleet, update, results))
+
+
+def _body(ask: FromDisk) -> Body:
+    """What every engine gets. The fleet pauses, flushes and names the version itself."""
+    ours = {"model_path": ask.path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
+    kept = {key: ask.body[key] for key in ("load_format", "torch_empty_cache", "recapture_cuda_graph") if key in ask.body}
+    return {**kept, **ours}
+
+
+def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[Results]:
+    limit = fleet.policy.deadlines.update
+    body = CheckpointRequest(path=path).model_dump(mode="json")
+    results = yield from send(AGENT_CHECKPOINT, same(boots, body), limit, idempotent=True)
+    failed = failures(results)
+    if failed:
+        name, result = next(iter(failed.items()))
+        raise Refusal(
+            f"engine {name} cannot load {path}: {result.message.rstrip('.')}. No engine was told.",
+            fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": told(results)},
+        )
+    contents = {result.digest for result in results.values()}
+    if len(contents) > 1:
+        raise Refusal(
+            f"{path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine was told.",
+            fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
+        )
+    return results
