@@ -53,6 +53,8 @@ class Agent:
         self.observer: Callable[[str, Reply, float], None] | None = None
         """Called after each control call with its name, answer and seconds."""
         self._silences = 0
+        self._named: tuple[int, str] | None = None
+        """haproxy's pid, and the label that it puts on answers."""
         self._gate_lock = asyncio.Lock()
 
     # What is known
@@ -151,6 +153,8 @@ class Agent:
             try:
                 view = await self.gate.view()
                 wanted = s.gate_may_open(self.state)
+                if wanted:
+                    await self._name_version(view.pid)
                 if view.ready != wanted:
                     await self.gate.set(is_open=wanted)
                     log.info("The gate (haproxy, pid %d) is %s.", view.pid, "open" if wanted else "closed for new requests")
@@ -161,6 +165,20 @@ class Agent:
                 self.view = None
                 return
             self.view = view
+
+    async def _name_version(self, pid: int) -> None:
+        """Tell the gate what the engine holds, once per haproxy and version, and before it opens."""
+        version = self.state.memory.version
+        named = (pid, version.label if version is not None else "")
+        if named == self._named:
+            return
+        try:
+            await self.gate.name_version(named[1])
+        except GateAbsentError:
+            raise
+        except GateError as error:  # an older gate has no such map: its answers carry no header
+            log.warning("Answers will not name their version: %s.", error)
+        self._named = named
 
     async def shut_gate(self) -> None:
         """Return when no new request can reach the engine. The state must demand it already."""

@@ -9,13 +9,14 @@ from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.access import Access, Handler, RefusedError, deadline_of, json_body, message, refuse
 from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import EngineError, Reply
 from sglang_rollout.agent.metrics import Metrics
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.update import AckError, Fence, acknowledge
 from sglang_rollout.wire import ports
-from sglang_rollout.wire.models import AckRequest, FenceRequest, PreflightRequest, SyncRequest
+from sglang_rollout.wire.models import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 
 MAX_BODY = 16 * 1024 * 1024
 _READ_DEADLINE = 5.0
@@ -28,8 +29,10 @@ _READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/get_loa
 class Routes:
     """Handlers, bound to one agent."""
 
-    def __init__(self, agent: Agent, *, fence: Fence, metrics: Metrics) -> None:
+    def __init__(self, agent: Agent, *, fence: Fence, metrics: Metrics, model_path: str | None) -> None:
         self._agent = agent
+        self._model_path = model_path
+        self._checkpoints = CheckpointCheck()
         self._fence = fence
         self._metrics = metrics
 
@@ -86,6 +89,13 @@ class Routes:
         reply = await preflight(await message(request, PreflightRequest))
         return web.json_response(reply.model_dump(mode="json"))
 
+    async def checkpoint(self, request: web.Request) -> web.StreamResponse:
+        """Look at a folder that the engine may be told to load."""
+        wanted = await message(request, CheckpointRequest)
+        own = wanted.model_path or self._model_path or self._agent.engine.info.get("model_path")
+        reply = await self._checkpoints.run(wanted, own if isinstance(own, str) else None)
+        return web.json_response(reply.model_dump(mode="json"))
+
     async def ack(self, request: web.Request) -> web.StreamResponse:
         """Vouch for a version."""
         try:
@@ -121,9 +131,9 @@ class Routes:
         return web.json_response(self._agent.status().model_dump(mode="json"))
 
 
-def make_app(agent: Agent, *, token: str, fence: Fence) -> web.Application:
-    """All routes of an agent."""
-    routes, access = Routes(agent, fence=fence, metrics=Metrics(agent)), Access(agent, token)
+def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None = None) -> web.Application:
+    """All routes of an agent. ``model_path``: what the engine was started with, if that is known."""
+    routes, access = Routes(agent, fence=fence, metrics=Metrics(agent), model_path=model_path), Access(agent, token)
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_sentences])
     opened: dict[str, Handler] = {
         ports.AGENT_HEALTH: routes.health,
@@ -139,6 +149,7 @@ def make_app(agent: Agent, *, token: str, fence: Fence) -> web.Application:
     guarded: dict[str, Handler] = {
         ports.AGENT_SYNC: routes.sync,
         ports.AGENT_PREFLIGHT: routes.preflight,
+        ports.AGENT_CHECKPOINT: routes.checkpoint,
         ports.AGENT_ACK: routes.ack,
         ports.AGENT_FENCE: routes.fence,
         "/abort_request": routes.abort,

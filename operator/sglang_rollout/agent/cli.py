@@ -53,6 +53,7 @@ second, and may know of a commit that this engine missed."""
 @click.option(
     "--tensor-size", type=click.IntRange(1), help="Tensor-parallel ranks the engine should have; a different one is reported in the log."
 )
+@click.option("--model-path", help="What the engine was started with; checkpoints are compared with it [default: what the engine says].")
 def command(
     *,
     name: str,
@@ -63,6 +64,7 @@ def command(
     token_file: Path,
     boot_file: Path | None,
     tensor_size: int | None,
+    model_path: str | None,
 ) -> None:
     """Run the sidecar of one engine."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -87,6 +89,7 @@ def command(
                 token=token,
                 boot_file=boot_file,
                 tensor_size=tensor_size,
+                model_path=model_path,
             )
         )
     except OSError as error:
@@ -94,7 +97,16 @@ def command(
 
 
 async def _run(
-    *, name: str, url: str, listen: Address, socket: Path, folder: Path, token: str, boot_file: Path | None, tensor_size: int | None
+    *,
+    name: str,
+    url: str,
+    listen: Address,
+    socket: Path,
+    folder: Path,
+    token: str,
+    boot_file: Path | None,
+    tensor_size: int | None,
+    model_path: str | None,
 ) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,7 +115,7 @@ async def _run(
     async with Engine(url, boot_file=boot_file) as engine:
         agent = Agent(name=name, engine=engine, gate=Gate(socket), record=RecordFile(folder), tensor_size=tensor_size)
         fence = Fence(agent, kill_file=files.kill if files else None)
-        app = make_app(agent, token=token, fence=fence)
+        app = make_app(agent, token=token, fence=fence, model_path=model_path)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         tasks = [

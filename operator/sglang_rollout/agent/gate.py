@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_rollout.proxy.versions import VERSION_KEY, encoded, version_map_of
+
 _SERVER = "engine/e"
 _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
 """Bits of ``srv_admin_state`` that keep a server out (haproxy's SRV_ADMF_MAINT). 0x04 only tells that it was configured ``disabled``."""
@@ -51,6 +53,11 @@ class Gate:
     async def set(self, *, is_open: bool) -> None:
         """Open the gate, or close it for new requests; those in flight go on."""
         await self._tell(f"set server {_SERVER} state {'ready' if is_open else 'maint'}")
+
+    async def name_version(self, label: str) -> None:
+        """Have every answer from now on carry this label in its header; requests under way keep theirs. Empty: no header."""
+        path = version_map_of(str(self.socket))
+        await self._tell(f"set map {path} {VERSION_KEY} {encoded(label)}")
 
     async def cut(self) -> None:
         """End every connection that the gate holds to the engine."""

@@ -26,6 +26,7 @@ from sglang_rollout.proxy.config import (
     gate_config,
 )
 from sglang_rollout.proxy.smg import POLICIES, smg_args
+from sglang_rollout.proxy.versions import NO_VERSION, VERSION_KEY, version_map_of
 from sglang_rollout.wire import ports
 
 _SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin"
@@ -153,6 +154,7 @@ def _print_or_become(name: str, text: str, folder: Path, only_print: bool, *, so
         folder.mkdir(parents=True, exist_ok=True)
         if socket is not None:
             socket.parent.mkdir(parents=True, exist_ok=True)
+            Path(version_map_of(str(socket))).write_text(f"{VERSION_KEY} {NO_VERSION}\n")
         path.write_text(text)
     except OSError as error:
         raise click.ClickException(

@@ -9,7 +9,8 @@ from functools import cache
 import jinja2
 
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS
+from sglang_rollout.proxy.versions import NO_VERSION, VERSION_KEY, version_map_of
+from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
 """Connections that a gate takes at once, where the limit on open files allows it."""
@@ -88,6 +89,10 @@ def gate_config(params: GateParams) -> str:
         agent_port=params.agent.port,
         socket=params.socket,
         check_path=AGENT_GATE,
+        version_map=version_map_of(params.socket),
+        version_key=VERSION_KEY,
+        no_version=NO_VERSION,
+        version_header=VERSION_HEADER,
         **_shared(params.maxconn),
     )
 

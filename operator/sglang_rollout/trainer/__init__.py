@@ -17,10 +17,12 @@ from sglang_rollout.trainer.errors import (
     GenerateFailed,
     GroupFailed,
     PushFailed,
+    SnapshotFailed,
 )
 from sglang_rollout.trainer.fleet import Fleet, connect, connect_engine
 from sglang_rollout.trainer.generate import Sample, VersionSpan
 from sglang_rollout.trainer.push import DEFAULT_BUCKET_BYTES, PushResult
+from sglang_rollout.trainer.snapshot import Snapshots
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -33,6 +35,8 @@ __all__ = [
     "PushFailed",
     "PushResult",
     "Sample",
+    "SnapshotFailed",
+    "Snapshots",
     "VersionSpan",
     "connect",
     "connect_engine",

@@ -57,5 +57,9 @@ class PushFailed(FleetError):
         self.reason = reason
 
 
+class SnapshotFailed(FleetError):
+    """A snapshot could not be written. The directory holds the ones before, complete, and the push it was made from is not touched."""
+
+
 def _ended(sentence: str) -> str:
     return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."

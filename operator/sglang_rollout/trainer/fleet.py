@@ -18,8 +18,9 @@ from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreach
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.heartbeat import Heartbeat
 from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, NamedTensors, Push, PushResult
+from sglang_rollout.trainer.snapshot import Snapshots
 from sglang_rollout.trainer.waiting import Deadline, background
-from sglang_rollout.wire.models import FleetDocument
+from sglang_rollout.wire.models import FleetDocument, Version
 from sglang_rollout.wire.ports import FLEET
 
 if TYPE_CHECKING:
@@ -35,15 +36,18 @@ DESTROY_SECONDS = 30.0
 """Engines that are well leave a group within milliseconds; nobody should wait longer for the others."""
 
 
-def connect(url: str, *, timeout: float = 300.0) -> Fleet:
-    """Wait until the fleet at ``url`` can take weights (at least one engine is up), at most ``timeout`` seconds."""
+def connect(url: str, *, timeout: float = 300.0, snapshots: Snapshots | None = None) -> Fleet:
+    """Wait until the fleet at ``url`` can take weights (at least one engine is up), at most ``timeout`` seconds.
+
+    ``snapshots``: write some of what is pushed to disk too.
+    """
     http = Http(url)
     deadline = Deadline(timeout)
     why = "nothing was asked"
     while True:
         try:
             http.get("/health", timeout=min(INFO_SECONDS, max(deadline.remaining, 1.0)))
-            return Fleet(http)
+            return Fleet(http, snapshots=snapshots)
         except FleetError as error:
             why = str(error)
         if deadline.passed:
@@ -66,8 +70,10 @@ def connect_engine(url: str) -> Fleet:
 class Fleet:
     """A rollout fleet. Made by ``connect``; close it, or use it in a ``with`` block, so that its group is closed."""
 
-    def __init__(self, http: Http) -> None:
+    def __init__(self, http: Http, *, snapshots: Snapshots | None = None) -> None:
         self._http = http
+        self.snapshots = snapshots
+        """Which pushes are also written to disk; may be set at any time."""
         self._group: Group | None = None
         self._heartbeat: Heartbeat | None = None
         self._choices: dict[str, Any] = {}
@@ -166,21 +172,27 @@ class Fleet:
         version: int | str,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float = 330.0,
+        snapshot: bool | None = None,
     ) -> PushResult:
         """Give every engine these weights as ``version``, and return when the fleet has committed it.
 
         ``named_tensors``: a state dict, or an iterable of (name, tensor) with the names of a Hugging Face checkpoint;
         an iterator is read bucket by bucket, so it may gather shards as it goes. ``timeout``: seconds for each step
         (begin, a bucket, end); a little above the fleet's own deadline, so that the fleet, which knows the reason,
-        speaks first. Raises PushFailed; the fleet then goes on serving the version before.
+        speaks first. ``snapshot``: write this push to disk, or not, whatever ``snapshots`` would do. Raises PushFailed; the
+        fleet then goes on serving the version before.
         """
         started = time.monotonic()
+        if snapshot and self.snapshots is None:
+            raise ValueError("snapshot=True needs a place to write to: set fleet.snapshots = Snapshots(directory, model=...).")
         group = self._current_group()
+        staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
+        tensors = staging.tap(named_tensors, group.host_bytes) if staging else named_tensors
         opened_ms = (time.monotonic() - started) * 1000
         push = Push(self._http, group, version=str(version), bucket_bytes=bucket_bytes, timeout=timeout)
         try:
-            push.run(named_tensors)
-            self._check_committed(str(version))
+            push.run(tensors)
+            committed = self._check_committed(str(version))
         except BaseException:
             # Also on KeyboardInterrupt: leaving the group makes engines that wait in a broadcast give up.
             self.close_group()
@@ -194,6 +206,7 @@ class Fleet:
             bytes=push.bytes,
             buckets=push.buckets,
             phases={name: round(ms, 1) for name, ms in phases.items()},
+            snapshot=staging.publish(committed, group.epoch) if staging else None,
         )
 
     def close_group(self) -> None:
@@ -209,8 +222,10 @@ class Fleet:
             group.close()
 
     def close(self) -> None:
-        """Close the group and all connections."""
+        """Close the group and all connections, after the snapshot that is being written."""
         self.close_group()
+        if self.snapshots is not None:
+            self.snapshots.close()
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -263,7 +278,7 @@ class Fleet:
         except FleetUnreachable as error:
             log.warning("could not tell the fleet to leave group %s; it will by itself when we are gone: %s", name, error)
 
-    def _check_committed(self, label: str) -> None:
+    def _check_committed(self, label: str) -> Version:
         committed = self.document().committed
         if committed.label != label:
             raise PushFailed(
@@ -271,6 +286,7 @@ class Fleet:
                 reason=f"every step succeeded, but the fleet's committed version is {committed.label!r}, not {label!r}",
                 advice="Does another trainer push to this fleet? Look at lastUpdate in GET /fleet.",
             )
+        return committed
 
 
 def own_address(host: str, port: int) -> str:

@@ -118,6 +118,12 @@ class Group:
                 buffer[offset : offset + source.numel()].copy_(source)
         return buffer[: bucket.nbytes]
 
+    def host_bytes(self, tensor: Any) -> memoryview:
+        """A copy of the tensor's bytes in host memory."""
+        with torch.no_grad():
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            return memoryview(flat.to("cpu", copy=True).numpy())
+
     def broadcast(self, buffer: Any, *, timeout: float) -> None:
         """Send a buffer to every engine; return when it may be written again. Blocks: call it in a background thread."""
         if self.backend == "gloo":

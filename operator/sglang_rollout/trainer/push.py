@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from sglang_rollout.checkpoints.snapshots import Snapshot
 from sglang_rollout.trainer.buckets import Bucket, described, pairs, plan
 from sglang_rollout.trainer.client import Http
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, PushFailed
@@ -61,6 +62,8 @@ class PushResult:
     """Milliseconds: ``group`` (only when one was opened), ``begin``, ``prepare`` (overlaps with transfer),
     ``transfer``, ``end``, ``total``.
     """
+    snapshot: Future[Snapshot] | None = None
+    """The snapshot of this push, which is being written; None if there is to be none."""
 
 
 class Push:

@@ -226,6 +226,31 @@ class PreflightReply(Message):
     reason: str = ""
 
 
+class CheckpointRequest(Message):
+    """Coordinator → agent, before any engine hears of a disk update: can this engine load the folder, as its own pod sees it?"""
+
+    path: str
+    """Folder of a Hugging Face model with safetensors files, absolute."""
+    model_path: str | None = None
+    """The model to compare with. None: the one that the engine runs."""
+    deadline: float = Field(default=60.0, gt=0)
+    """Seconds until the agent answers that it could not finish."""
+
+
+class CheckpointReply(Message):
+    """Whether the engine can be told to load it; ``reason`` holds a sentence for each problem when not."""
+
+    ok: bool
+    reason: str = ""
+    tensors: int = 0
+    bytes: int = 0
+    """Bytes of all tensors."""
+    digest: str | None = None
+    """Names, headers and samples of the files' content, hashed: agents that see the same files say the same."""
+    compared: bool = False
+    """Whether the engine's own model could be read here, so that architecture, names, types and shapes were compared."""
+
+
 class EngineRow(Message):
     """One engine in the record and in the discovery document."""
 

@@ -46,6 +46,7 @@ AGENT_GATE = "/agent/gate"  # (open) GET 200: the gate may be open; haproxy's he
 AGENT_METRICS = "/agent/metrics"  # (open) GET Prometheus text
 AGENT_SYNC = "/agent/sync"  # POST SyncRequest -> AgentStatus
 AGENT_PREFLIGHT = "/agent/preflight"  # POST PreflightRequest -> PreflightReply
+AGENT_CHECKPOINT = "/agent/checkpoint"  # POST CheckpointRequest -> CheckpointReply: could the engine load this folder?
 AGENT_ACK = "/agent/ack"  # POST AckRequest -> AgentStatus: the engine holds this version completely
 AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up a half-done update; gate closed, nothing held
 

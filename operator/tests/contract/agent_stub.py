@@ -28,6 +28,10 @@ class StubEngine:
     held: dict[str, asyncio.Event] = field(default_factory=dict)
     """Calls that do not answer until their event is set."""
     running: int = 0
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the first request for tokens."""
+    hold_answers: asyncio.Event | None = None
+    """Requests for tokens wait for it."""
     runner: web.AppRunner | None = None
     born: str = ""
 
@@ -77,6 +81,9 @@ class StubEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        self.asked.set()
+        if self.hold_answers is not None:
+            await self.hold_answers.wait()
         tokens = body["sampling_params"]["max_new_tokens"]
         if not body.get("stream"):
             return web.json_response({"text": "x", "meta_info": {"weight_version": self.label}})

@@ -1,6 +1,6 @@
 """Cases of the client library that need torch: run by the engine environment's python, one case per process.
 
-trainer_cases.py CASE URL MODEL      prints one JSON object
+trainer_cases.py CASE URL MODEL [ARGUMENT …]      prints one JSON object
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import time
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sglang_rollout.trainer import Fleet, GroupFailed, PushFailed, connect
+from sglang_rollout.trainer import Fleet, GroupFailed, PushFailed, Snapshots, connect
 from sglang_rollout.trainer.push import Push
 
 PROMPT = [11, 12, 13, 14]
@@ -94,11 +95,31 @@ def lost_group(fleet: Fleet, model: Any) -> dict[str, Any]:
     return {"failed": failed, "seconds": seconds, "pushed": result.version, "equal": said(fleet) == ("2", greedy(model))}
 
 
-def main(case: str, url: str, path: str) -> None:
+def snapshots(fleet: Fleet, model: Any, path: str, directory: str) -> dict[str, Any]:
+    """Weights that training changes right after the push; the snapshot holds what was pushed, in two files, readable by safetensors."""
+    fleet.snapshots = Snapshots(directory, model=path, keep=2, shard_bytes=2 << 20)
+    labels = []
+    for number in (1, 2, 3):
+        state = perturbed(model, number)
+        pushed = {name: tensor.clone() for name, tensor in state.items()}
+        result = fleet.push(state, version=f"step {number}")
+        tokens = greedy(model)
+        for tensor in state.values():
+            tensor.add_(1.0)  # the optimizer does not wait
+        assert result.snapshot is not None
+        made = result.snapshot.result(60)
+        model.load_state_dict(pushed)
+        labels.append(made.manifest.label)
+    loaded = {name: tensor for file in made.path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    same = loaded.keys() == pushed.keys() and all(torch.equal(loaded[name], pushed[name]) for name in pushed)
+    return {"labels": labels, "same": same, "path": str(made.path), "tokens": tokens, "files": len(list(made.path.glob("*.safetensors")))}
+
+
+def main(case: str, url: str, path: str, *more: str) -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with connect(url, timeout=60) as fleet:
-        print(json.dumps(globals()[case](fleet, model)))
+        print(json.dumps(globals()[case](fleet, model, *more)))
 
 
 if __name__ == "__main__":

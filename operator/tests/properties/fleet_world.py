@@ -37,7 +37,7 @@ from sglang_rollout.wire.models import (
     WantedEngine,
     WeightsPolicy,
 )
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
 
 
 @dataclass
@@ -63,6 +63,7 @@ class FakeAgent:
     groups: list[str] = field(default_factory=list)
     draining: bool = False
     checksum: str = "same"
+    digest: str = "same"
 
     @property
     def boot(self) -> str:
@@ -110,7 +111,19 @@ class FakeAgent:
             return Result(ok=False, status=503, message="the engine is not up.")
         if path == AGENT_PREFLIGHT:
             return Result(ok=works, status=200, message="" if works else "connection refused.")
+        if path == AGENT_CHECKPOINT:
+            return Result(ok=works, status=200, message="" if works else "model.safetensors is cut off.", digest=self.digest)
         return self._control(path, body, token, works)
+
+    def _load(self, works: bool) -> Result:
+        """Without a session; the tensors need no trainer."""
+        if self.state is not EngineState.DIRTY or not self.session:
+            self.state, self.version, self.fed, self.failed, self.content = EngineState.DIRTY, None, 0, False, "mixture"
+        if not works:
+            self.failed = True
+            return Result(ok=False, status=400, message="no such file.")
+        self.fed += 1
+        return Result(ok=True, status=200, message="Success")
 
     def _control(self, path: str, body: dict[str, Any], token: object, works: bool) -> Result:
         refused = Result(ok=False, status=400, message="the engine failed.")
@@ -125,6 +138,8 @@ class FakeAgent:
                 return refused
             self.state, self.version, self.cohort, self.content = EngineState.CLEAN, version, body["cohort"], token
             return Result(ok=True, status=200, agent=self.status())
+        if path == calls.UPDATE_DISK:
+            return self._load(works)
         if path == CHECKER:
             return Result(ok=True, status=200, checksums=(self.checksum,)) if works else refused
         if path == calls.CONTINUE:

@@ -14,7 +14,7 @@ from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import END, INIT, UPDATE
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version, WantedEngine, WeightsPolicy
-from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_PREFLIGHT
 
 ENGINES = ["e0", "e1", "e2"]
 names = st.frozensets(st.sampled_from(ENGINES))
@@ -66,6 +66,14 @@ class Fence(RuleBasedStateMachine):
     @rule(name=st.one_of(st.none(), groups), label=labels)
     def update(self, name: str | None, label: str | None) -> None:
         self.ask(ev.Update(name, label, {"names": ["w"]}))
+
+    @rule(label=labels)
+    def from_disk(self, label: str | None) -> None:
+        self.ask(ev.FromDisk("/snapshots/1", label, {}))
+
+    @rule()
+    def new_run(self) -> None:
+        self.ask(ev.NewRun())
 
     @rule()
     def end(self) -> None:
@@ -195,7 +203,7 @@ class Fence(RuleBasedStateMachine):
     def one_transaction_at_a_time(self) -> None:
         """Of all calls under way at most one set changes engines; preflights tell engines nothing."""
         sends = [effect for effect in self.world.pending if isinstance(effect, ev.Send)]
-        assert sum(effect.path != "/agent/preflight" for effect in sends) <= 1
+        assert sum(effect.path not in {AGENT_PREFLIGHT, AGENT_CHECKPOINT} for effect in sends) <= 1
 
     def teardown(self) -> None:
         """However it went: when everything answers again, every pause ends and a complete push is served by all."""

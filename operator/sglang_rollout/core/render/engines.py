@@ -28,6 +28,7 @@ from sglang_rollout.core.render.common import (
     restricted,
     tcp_probe,
 )
+from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.wire.models import BASE_LABEL
@@ -96,7 +97,7 @@ def _with_overlay(rollout: SGLangRollout, template: Object) -> Object:
     if overlay is None:
         return template
     # exclude_unset, not exclude_none: a null that the user wrote removes a key.
-    return merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return with_shared_mounts(merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True)))
 
 
 def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
@@ -167,6 +168,7 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
             *("--token-file", names.TOKEN_FILE),
             *("--boot-file", names.BOOT_FILE),
             *("--tensor-size", str(rollout.spec.engine.parallelism.tensor)),
+            *("--model-path", rollout.spec.model.path),
         ],
         "env": [HOME_ENV],
         "startupProbe": http_probe(AGENT_HEALTH, GATE_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),

@@ -19,6 +19,9 @@ from sglang_rollout.fleet.update.transaction import hold_all
 from sglang_rollout.wire.models import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 
+MARGIN = 5.0
+"""What the answer to a check may take longer than the check."""
+
 
 def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     """Check the checkpoint from every pod, then load it on every engine and commit."""
@@ -55,8 +58,8 @@ def _body(ask: FromDisk) -> Body:
 
 def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[Results]:
     limit = fleet.policy.deadlines.update
-    body = CheckpointRequest(path=path).model_dump(mode="json")
-    results = yield from send(AGENT_CHECKPOINT, same(boots, body), limit, idempotent=True)
+    body = CheckpointRequest(path=path, deadline=limit).model_dump(mode="json")
+    results = yield from send(AGENT_CHECKPOINT, same(boots, body), limit + MARGIN, idempotent=True)
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))

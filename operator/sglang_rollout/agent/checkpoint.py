@@ -1,0 +1,208 @@
+"""May the engine be told to load this folder? Asked of every agent before any engine hears of a disk update.
+
+SGLang dies of truncated files and of tensors with other shapes, and loads an architecture that is not its own without a word when
+the shapes happen to agree; tensors that are missing keep their old values. So the folder is compared with the model that the engine
+runs, as far as this pod can read both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_rollout.checkpoints.folder import CONFIG, Model, ProblemsError, limited, read_model
+from sglang_rollout.checkpoints.format import TensorEntry
+from sglang_rollout.wire.models import CheckpointReply, CheckpointRequest
+
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""SGLang copies these into each other: the engine's own type decides."""
+
+_IDENTITY = ("architectures", "model_type")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "hidden_act",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+"""Fields that decide what the tensors mean. The engine keeps those it was started with, whatever the checkpoint's config.json says."""
+
+_NESTED = ("text_config", "vision_config", "llm_config", "thinker_config")
+_TIED = "lm_head.weight"
+_COMPUTED = "rotary_emb.inv_freq"
+"""End of the names of tensors that old checkpoints carry and every engine computes by itself."""
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 64 * 1024
+
+
+class _LateError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class CheckpointCheck:
+    """Checks one folder at a time, in a thread that may hang on a dead file server without holding up the agent or its end."""
+
+    def __init__(self) -> None:
+        self._running: threading.Thread | None = None
+        self._what = ""
+
+    async def run(self, request: CheckpointRequest, engine_model: str | None) -> CheckpointReply:
+        """The verdict, within ``request.deadline`` seconds. ``engine_model``: the engine's model path."""
+        if self._running is not None and self._running.is_alive():
+            return CheckpointReply(ok=False, reason=f"The check of {self._what} still runs: does its volume answer?")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[CheckpointReply] = loop.create_future()
+        end = time.monotonic() + request.deadline
+
+        def work() -> None:
+            reply = _guarded(request, engine_model, end)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_settle, done, reply)
+
+        self._what = request.path
+        # A daemon: the interpreter would wait for an executor's thread, and this one may be stuck in the kernel.
+        self._running = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._running.start()
+        try:
+            async with asyncio.timeout(request.deadline):
+                return await done
+        except TimeoutError:
+            return CheckpointReply(ok=False, reason=_late(request))
+
+
+def check(path: str, engine_model: str | None, *, end: float = float("inf")) -> CheckpointReply:
+    """Compare ``path`` with the model of the engine. Blocks; gives up at ``end`` (monotonic seconds)."""
+
+    def alive() -> None:
+        if time.monotonic() > end:
+            raise _LateError
+
+    if not os.path.isabs(path):
+        return CheckpointReply(ok=False, reason=f"{path!r} is no absolute path: name the folder as the engines' pods see it.")
+    try:
+        found = read_model(Path(path), alive=alive)
+        own = _engine_model(engine_model, alive)
+        problems = [] if own is None else differences(found, own)
+        if problems:
+            raise ProblemsError(limited(problems))
+        digest = _digest(found, alive)
+    except ProblemsError as error:
+        return CheckpointReply(ok=False, reason=str(error))
+    except OSError as error:
+        return CheckpointReply(ok=False, reason=f"{path} cannot be read here: {error.strerror or error}.")
+    return CheckpointReply(ok=True, tensors=len(found.tensors), bytes=found.bytes, digest=digest, compared=own is not None)
+
+
+def differences(found: Model, own: Model) -> list[str]:
+    """Where a checkpoint does not fit the engine's model; each a sentence."""
+    where, than = found.path / CONFIG, own.path
+    problems = _config_differences(found.config, own.config, f"{where}: ", than)
+    tied = bool(own.config.get("tie_word_embeddings"))
+    theirs, ours = found.tensors, own.tensors
+    for name, (file, entry) in theirs.items():
+        if name in ours:
+            problems += _tensor_differences(f"{found.path / file}: tensor {name}", entry, ours[name][1])
+        elif not _optional(name, tied=tied):
+            problems.append(f"{found.path / file}: tensor {name} is not in the engine's model {than}.")
+    missing = (name for name in ours if name not in theirs and not _optional(name, tied=tied))
+    problems += [f"{found.path}: tensor {name} is missing; the engine would keep its old values." for name in missing]
+    return problems
+
+
+def _config_differences(found: Mapping[str, Any], own: Mapping[str, Any], prefix: str, than: Path) -> list[str]:
+    problems = []
+    for key in (*_IDENTITY, *_SIZES):
+        # A size that only one side writes down is a default of the other: the tensors' shapes tell.
+        both = key in found and key in own
+        needed = key in ("quantization_config", "architectures") and (found.get(key) or own.get(key))
+        if (both or needed) and found.get(key) != own.get(key):
+            problems.append(f"{prefix}{key} is {_brief(found.get(key))}, the engine's model {than} has {_brief(own.get(key))}.")
+    for key in _NESTED:
+        inner, expected = found.get(key), own.get(key)
+        if isinstance(inner, Mapping) and isinstance(expected, Mapping):
+            problems += _config_differences(inner, expected, f"{prefix}{key}.", than)
+    return problems
+
+
+def _tensor_differences(what: str, found: TensorEntry, own: TensorEntry) -> list[str]:
+    problems = []
+    if found.shape != own.shape:
+        problems.append(f"{what} has shape {list(found.shape)}, expected {list(own.shape)}.")
+    if found.dtype != own.dtype and not {found.dtype, own.dtype} <= _FLOATS:
+        problems.append(f"{what} is {found.dtype}, expected {own.dtype}: its values would be taken for something else.")
+    return problems
+
+
+def _optional(name: str, *, tied: bool) -> bool:
+    return (tied and name == _TIED) or name.endswith(_COMPUTED)
+
+
+def _engine_model(path: str | None, alive: Any) -> Model | None:
+    """The engine's own model; None where this pod cannot read it: a name on a hub, a folder that only the engine's container has."""
+    if path is None or not os.path.isabs(path):
+        return None
+    try:
+        return read_model(Path(path), alive=alive)
+    except ProblemsError:
+        return None
+
+
+def _digest(model: Model, alive: Any) -> str:
+    """Tells whether two pods see the same files: names, headers and samples of the content, spread evenly over each file."""
+    made = hashlib.sha256()
+    for name, header in sorted(model.files.items()):
+        made.update(f"{name}\0{header.file_bytes}\0".encode())
+        with (model.path / name).open("rb") as file:
+            made.update(file.read(header.data_start))
+            room = max(0, header.file_bytes - header.data_start - _SAMPLE_BYTES)
+            for offset in sorted({header.data_start + room * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+                alive()
+                file.seek(offset)
+                made.update(file.read(_SAMPLE_BYTES))
+    return made.hexdigest()
+
+
+def _guarded(request: CheckpointRequest, engine_model: str | None, end: float) -> CheckpointReply:
+    try:
+        return check(request.path, engine_model, end=end)
+    except _LateError:
+        return CheckpointReply(ok=False, reason=_late(request))
+    except Exception as error:  # noqa: BLE001 - whatever a file can hold: the caller gets a sentence, not a silent thread
+        return CheckpointReply(ok=False, reason=f"{request.path} cannot be checked: {type(error).__name__}: {error}.")
+
+
+def _settle(done: asyncio.Future[CheckpointReply], reply: CheckpointReply) -> None:
+    if not done.done():
+        done.set_result(reply)
+
+
+def _late(request: CheckpointRequest) -> str:
+    return f"{request.path} was not read within {request.deadline:g} s: is its volume slow, or its file server away?"
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}…"

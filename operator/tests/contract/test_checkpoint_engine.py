@@ -1,0 +1,93 @@
+"""The checkpoint check over HTTP, and that a folder which passes is one that the real engine loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_lab import Pod, free_port, pod, until
+from agent_stub import stub_engine
+from e2e.engine import Engine, LabError, environment, start_engine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "agent"))
+from agent_model import write_model
+
+from sglang_rollout.checkpoints.folder import read_header
+from sglang_rollout.wire.models import CheckpointReply
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+
+pytestmark = pytest.mark.router
+
+
+async def ask(lab: Pod, **request: Any) -> CheckpointReply:
+    answer = await lab.control(AGENT_CHECKPOINT, request)
+    assert answer.status == 200, answer.body
+    return CheckpointReply.model_validate(answer.body)
+
+
+async def test_an_agent_looks_at_its_own_files_and_wants_the_token(tmp_path: Path) -> None:
+    async with stub_engine() as engine, pod(tmp_path, engine.url) as lab:
+        own, new = write_model(tmp_path / "own"), write_model(tmp_path / "new", fill=1, shards=2)
+        assert (await lab.control(AGENT_CHECKPOINT, {"path": str(new)}, token="wrong")).status == 403
+        assert (await lab.control(AGENT_CHECKPOINT, {})).status == 400
+        reply = await ask(lab, path=str(new), model_path=str(own))
+        assert (reply.ok, reply.tensors, reply.compared) == (True, 4, True)
+        (new / "config.json").write_text("{}")
+        reply = await ask(lab, path=str(new), model_path=str(own))
+        assert (reply.ok, "architectures" in reply.reason) == (False, True)
+        assert "update_weights_from_disk" not in engine.calls
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    try:
+        environment.python(make=False)
+    except LabError as error:
+        pytest.skip(str(error))
+    with start_engine(free_port()) as made:
+        yield made
+
+
+def reversed_head(folder: Path) -> Path:
+    """The engine's model with the rows of its head in reverse order: other tokens, without any library."""
+    shutil.copytree(environment.model(), folder)
+    file = folder / "model.safetensors"
+    header = read_header(file)
+    entry = header.tensors["lm_head.weight"]
+    data = bytearray(file.read_bytes())
+    start, end = header.data_start + entry.start, header.data_start + entry.end
+    rows = [data[at : at + entry.nbytes // entry.shape[0]] for at in range(start, end, entry.nbytes // entry.shape[0])]
+    data[start:end] = b"".join(reversed(rows))
+    file.write_bytes(data)
+    return folder
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(420)
+async def test_what_passes_is_loaded_by_the_real_engine(engine: Engine, tmp_path: Path) -> None:
+    async with pod(tmp_path, engine.url) as lab:
+        await until(lab.engine_up, 60, "the agent sees the engine")
+        await lab.open_with_base()
+        before = (await lab.generate(8)).body["output_ids"]
+        new = reversed_head(tmp_path / "new")
+        reply = await ask(lab, path=str(new))
+        assert (reply.ok, reply.compared, reply.reason) == (True, True, "")
+        loaded = await lab.control("/update_weights_from_disk", {"model_path": str(new), "weight_version": "disk-1"})
+        assert (loaded.status, loaded.body["success"]) == (200, True)
+        status = await lab.status({"run": 0, "n": 0, "label": "base"})
+        assert not status.gate_open, "nobody acknowledged the new version"
+        async with lab.http.post(f"{engine.url}/generate", json={"text": "alpha", "sampling_params": {"max_new_tokens": 8}}) as answer:
+            assert (await answer.json())["output_ids"] != before
+        # The very file that ends an engine's process is refused before any engine hears of it.
+        file = new / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+        assert "it is truncated" in (await ask(lab, path=str(new), model_path=str(environment.model()))).reason
+        config = json.loads((new / "config.json").read_text())
+        (new / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"]}))
+        shutil.copy(environment.model() / "model.safetensors", file)
+        assert "architectures" in (await ask(lab, path=str(new), model_path=str(environment.model()))).reason

@@ -1,0 +1,86 @@
+"""Weights from a shared volume: checked on every pod before any engine hears of them, committed by the whole fleet."""
+
+from __future__ import annotations
+
+from fleet_world import World
+
+from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update.calls import PAUSE, UPDATE_DISK
+from sglang_rollout.wire.models import Version, WeightsPolicy
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+
+ASK = ev.FromDisk("/snapshots/5", "5", {"model_path": "/snapshots/5", "abort_all_requests": True})
+
+
+def make(**policy: object) -> World:
+    world = World([1, 1, 1])
+    world.policy = WeightsPolicy.model_validate(policy)
+    world.want()
+    world.sync_all()
+    world.sync_all()  # the first proves what is committed, the second tells the agents
+    return world
+
+
+def finish(world: World, call: int, path: str, broken: frozenset[str]) -> ev.Answer:
+    """Let everything end well but one call on some engines."""
+    while world.pending:
+        at = getattr(world.pending[0], "path", "")
+        world.complete(broken=broken if at == path else frozenset())
+    return world.answers[call]
+
+
+def test_all_engines_load_and_serve_the_version() -> None:
+    world = make()
+    answer = world.do(ASK)
+    assert answer.success, answer.message
+    assert world.machine.fleet.committed == Version(run=1, n=5, label="5")
+    assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
+    told = next(send for send in world.sent if send.path == UPDATE_DISK)
+    assert told.bodies["e0"]["abort_all_requests"] is False, "the fleet pauses as its policy says"
+
+
+def test_a_checkpoint_that_one_pod_cannot_read_stops_everything_before_any_engine_is_told() -> None:
+    world = make()
+    answer = finish(world, world.ask(ASK), AGENT_CHECKPOINT, frozenset({"e1"}))
+    assert answer.status == 400
+    assert "engine e1 cannot load /snapshots/5: model.safetensors is cut off. No engine was told." in answer.message
+    assert not any(send.path in {UPDATE_DISK, PAUSE} for send in world.sent)
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_different_files_under_one_path_are_refused() -> None:
+    world = make()
+    world.agents["e2"].digest = "other"
+    answer = world.do(ASK)
+    assert answer.status == 400
+    assert "holds different checkpoints" in answer.message
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_an_engine_that_fails_to_load_fails_the_update_by_default() -> None:
+    world = make()
+    answer = finish(world, world.ask(ASK), UPDATE_DISK, frozenset({"e1"}))
+    assert answer.status == 400
+    assert answer.fleet["engine"] == "e1"
+    assert world.machine.fleet.committed == Version(run=0, n=0, label="base")
+    assert not any(agent.gate_open for agent in world.agents.values())
+    assert world.do(ASK).success, "and a complete one takes all of them back"
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_with_min_committed_it_is_fenced_alone() -> None:
+    world = make(min_committed=2)
+    answer = finish(world, world.ask(ASK), UPDATE_DISK, frozenset({"e1"}))
+    assert answer.status == 200
+    assert list(answer.fleet["fenced"]) == ["e1"]
+    assert [agent.gate_open for agent in world.agents.values()] == [True, False, True]
+
+
+def test_inside_an_open_update_it_is_refused() -> None:
+    world = make()
+    body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": "g", "world_size": 4}
+    assert world.do(ev.OpenGroup(body)).success
+    assert world.do(ev.Begin()).success
+    assert world.do(ASK).status == 409
+    assert world.do(ev.Update("g", "1", {"names": ["w"]})).success
+    assert world.do(ev.End()).success

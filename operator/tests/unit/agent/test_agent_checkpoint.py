@@ -1,0 +1,241 @@
+"""What an agent says about a folder that its engine may be told to load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_model import INDEX, TENSORS, file_bytes, write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_rollout.agent.checkpoint import CheckpointCheck, check
+from sglang_rollout.checkpoints.format import build_header, parse_header
+from sglang_rollout.wire.models import CheckpointRequest
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "own")
+
+
+def verdict(found: Path | str, own: Path | None) -> str:
+    """Empty, or the reason for the refusal."""
+    reply = check(str(found), str(own) if own else None)
+    assert reply.ok == (reply.reason == "")
+    return reply.reason
+
+
+@pytest.mark.parametrize("shards", [0, 1, 3])
+def test_a_whole_checkpoint_of_the_same_model_passes(tmp_path: Path, own: Path, shards: int) -> None:
+    reply = check(str(write_model(tmp_path / "new", shards=shards)), str(own))
+    assert (reply.ok, reply.reason, reply.compared) == (True, "", True)
+    assert (reply.tensors, reply.bytes) == (4, (32 + 16 + 4 + 32) * 4)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F64"])
+def test_float_types_are_converted_by_the_engine(tmp_path: Path, own: Path, dtype: str) -> None:
+    other = {name: (dtype, shape) for name, (_, shape) in TENSORS.items()}
+    assert verdict(write_model(tmp_path / "new", other), own) == ""
+
+
+def test_without_the_engines_model_the_files_alone_are_checked(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "new", {"a": ("I8", (3,))}, architectures=["Other"])
+    for unknown in (None, tmp_path / "nowhere", Path("org/model-7b")):
+        reply = check(str(folder), str(unknown) if unknown else None)
+        assert (reply.ok, reply.compared) == (True, False)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_truncation_at_any_byte_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = write_model(tmp_path_factory.mktemp("cut"), shards=data.draw(st.sampled_from([0, 2])))
+    file = data.draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))
+    whole = file.read_bytes()
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    file.write_bytes(whole[:cut])
+    assert file.name in verdict(folder, None)
+    file.write_bytes(whole)
+    assert verdict(folder, None) == ""
+
+
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(["F32", "BF16"]), st.lists(st.integers(1, 4), max_size=3)))
+)
+def test_what_the_writer_describes_the_reader_understands(tensors: dict[str, tuple[str, list[int]]]) -> None:
+    tensors.pop("__metadata__", None)
+    header = build_header((name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items())
+    assert len(header) % 8 == 0
+    parsed = parse_header(header[8:])
+    assert {name: (entry.dtype, list(entry.shape)) for name, entry in parsed.tensors.items()} == tensors
+    assert parsed.data_start == len(header)
+
+
+def entry(dtype: str, shape: list[Any], start: Any, end: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ({"a": entry("F32", [2], 0, 4)}, "takes 8"),
+        ({"a": entry("F32", [2], 4, 12)}, "hole before tensor a"),
+        ({"b": entry("F32", [2], 4, 12)}, "overlap before tensor b"),
+        ({"a": entry("F3", [2], 0, 8)}, "unknown type F3"),
+        ({"a": entry("F32", [-2], 0, 8)}, "without a type, a shape and a byte range"),
+        ({"a": entry("F32", [True], 0, 4)}, "without a type, a shape and a byte range"),
+        ({"a": {"dtype": "F32"}}, "without a type, a shape and a byte range"),
+        ({"a": 7}, "without a type, a shape and a byte range"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, header: dict[str, Any], words: str) -> None:
+    folder = write_model(tmp_path / "new")
+    (folder / "model.safetensors").write_bytes(file_bytes({"a": ("F32", (2,))}, **header))
+    assert words in verdict(folder, None)
+
+
+def test_bytes_that_are_no_safetensors_file_are_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "new")
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for content, words in [
+        (b"\x80\x02}q\x00X\x0a\x00a pickle", "does not begin with the length"),
+        (struct.pack("<Q", 4) + b"[{}]", "no JSON object"),
+        (struct.pack("<Q", 4) + b"{{{{", "no JSON"),
+        (struct.pack("<Q", 900) + b"{}", "ends within its header"),
+        (whole + b"x", "something follows its tensors"),
+        (b"", "too few"),
+    ]:
+        file.write_bytes(content)
+        assert words in verdict(folder, None)
+
+
+def test_a_path_that_this_pod_does_not_see_names_the_mount(tmp_path: Path) -> None:
+    reason = verdict(tmp_path / "nowhere", None)
+    assert "in this engine's pod" in reason
+    assert "podTemplate" in reason
+    assert "absolute" in verdict("models/x", None)
+    (tmp_path / "file").write_text("")
+    assert "is a file" in verdict(tmp_path / "file", None)
+
+
+def test_folders_that_are_no_model_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    assert "config.json is missing" in verdict(folder, None)
+    (folder / "config.json").write_text("{}")
+    assert "neither model.safetensors nor" in verdict(folder, None)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    assert "Save the model as safetensors" in verdict(folder, None)
+    (folder / "model-00001-of-00002.safetensors").write_bytes(file_bytes({"a": ("F32", (2,))}))
+    assert "still being written" in verdict(folder, None)
+    (folder / "config.json").write_text("{")
+    assert "config.json is no JSON" in verdict(folder, None)
+
+
+def test_every_weights_file_of_a_folder_without_index_counts_as_sglang_reads_them_all(tmp_path: Path, own: Path) -> None:
+    folder = write_model(tmp_path / "new")
+    (folder / "extra.safetensors").write_bytes(file_bytes({"model.norm.weight": ("F32", (4,))}))
+    assert "which one counts is not defined" in verdict(folder, own)
+    (folder / "extra.safetensors").rename(folder / "consolidated.safetensors")
+    assert verdict(folder, own) == ""  # Mistral's second copy, which SGLang leaves out
+
+
+def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "new", shards=2)
+    index = json.loads((folder / INDEX).read_text())
+    first, second = sorted(set(index["weight_map"].values()))
+
+    def with_map(**changes: Any) -> str:
+        (folder / INDEX).write_text(json.dumps({"weight_map": {**index["weight_map"], **changes}}))
+        return verdict(folder, None)
+
+    assert f"{first} does not hold tensor ghost" in with_map(ghost=first)
+    assert "model-9.safetensors is missing" in with_map(ghost="model-9.safetensors")
+    assert "no safetensors file of this folder" in with_map(ghost="../x.safetensors")
+    assert "no weight_map" in with_map(ghost=7)
+    moved = next(name for name, file in index["weight_map"].items() if file == first)
+    assert f"holds tensor {moved}, which" not in with_map(**{moved: second})  # reported as not held by the second
+    del index["weight_map"][moved]
+    assert f"{first} holds tensor {moved}, which" in with_map()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "architectures is ['Qwen2ForCausalLM'], the engine's model"),
+        ({"model_type": "qwen2"}, "model_type is 'qwen2'"),
+        ({"num_attention_heads": 4}, "num_attention_heads is 4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
+    ],
+)
+def test_another_architecture_is_refused_though_all_shapes_agree(tmp_path: Path, own: Path, config: dict[str, Any], words: str) -> None:
+    assert words in verdict(write_model(tmp_path / "new", **config), own)
+
+
+def test_sizes_of_the_language_model_inside_a_larger_one_are_compared(tmp_path: Path) -> None:
+    own = write_model(tmp_path / "own", text_config={"hidden_size": 4})
+    assert "text_config.hidden_size is 8" in verdict(write_model(tmp_path / "new", text_config={"hidden_size": 8}), own)
+
+
+def test_shapes_types_and_names_are_compared(tmp_path: Path, own: Path) -> None:
+    changed = {**TENSORS, "model.norm.weight": ("F32", (8,)), "model.layers.0.mlp.weight": ("I8", (4, 4)), "new.weight": ("F32", (1,))}
+    del changed["model.embed_tokens.weight"]
+    reason = verdict(write_model(tmp_path / "new", changed), own)
+    assert "tensor model.norm.weight has shape [8], expected [4]." in reason
+    assert "tensor model.layers.0.mlp.weight is I8, expected F32" in reason
+    assert "tensor new.weight is not in the engine's model" in reason
+    assert "tensor model.embed_tokens.weight is missing; the engine would keep its old values." in reason
+
+
+def test_a_tied_head_may_be_left_out_and_an_untied_one_not(tmp_path: Path) -> None:
+    without = {name: spec for name, spec in TENSORS.items() if name != "lm_head.weight"}
+    for tied, fits in ((True, True), (False, False)):
+        own = write_model(tmp_path / f"own-{tied}", tie_word_embeddings=tied)
+        assert (verdict(write_model(tmp_path / f"new-{tied}", without, tie_word_embeddings=tied), own) == "") == fits
+
+
+def test_a_wrong_model_is_told_in_a_few_sentences(tmp_path: Path, own: Path) -> None:
+    many = {f"layer.{number}": ("F32", (1,)) for number in range(500)}
+    reason = verdict(write_model(tmp_path / "new", many), own)
+    assert len(reason) < 5000
+    assert reason.endswith("And 484 more problems.")
+
+
+def test_the_digest_tells_content_apart(tmp_path: Path, own: Path) -> None:
+    one, same, other = (
+        check(str(write_model(tmp_path / name, fill=fill)), str(own)).digest for name, fill in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert one == same != other
+
+
+def test_files_that_the_agent_cannot_read_are_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "new")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert "cannot be read here" in verdict(folder, None)
+
+
+async def test_a_volume_that_hangs_is_given_up_and_not_asked_twice(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "new")
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")  # opening it blocks, as a dead file server would
+    checker = CheckpointCheck()
+    began = time.monotonic()
+    request = CheckpointRequest(path=str(folder), deadline=0.3)
+    reply = await checker.run(request, None)
+    assert (reply.ok, "was not read within 0.3 s" in reply.reason) == (False, True)
+    assert time.monotonic() - began < 2
+    assert "still runs" in (await checker.run(request, None)).reason
+    with (folder / "config.json").open("w") as server:
+        server.write("{}")
+    await asyncio.sleep(0.2)
+    (folder / "config.json").unlink()
+    write_model(folder)
+    assert (await checker.run(request, None)).ok

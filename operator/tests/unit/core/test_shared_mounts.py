@@ -1,0 +1,59 @@
+"""Which of the engine's mounts the agent gets: it checks checkpoints, and must not lose its own files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core.render.engines import engine_statefulsets
+from sglang_rollout.core.settings import Settings
+
+SETTINGS = Settings(fleet_image="fleet:1", router_image="router:1")
+
+
+def mounts(*wanted: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """What each container of the pod mounts."""
+    container = {"name": "engine", "volumeMounts": list(wanted)}
+    spec = {"model": {"path": "/models/m"}, "engine": {"image": "e:1"}, "podTemplate": {"spec": {"containers": [container]}}}
+    metadata = {"name": "demo", "namespace": "default", "uid": "u", "generation": 1}
+    rollout = SGLangRollout.model_validate({"metadata": metadata, "spec": spec})
+    pod = engine_statefulsets(rollout, SETTINGS)[0]["spec"]["template"]["spec"]
+    return {made["name"]: made["volumeMounts"] for made in (*pod["initContainers"], *pod["containers"])}
+
+
+def agent_extra(*wanted: dict[str, Any]) -> list[dict[str, Any]]:
+    plain = mounts()["agent"]
+    found = mounts(*wanted)["agent"]
+    assert found[: len(plain)] == plain
+    return found[len(plain) :]
+
+
+def test_a_volume_of_the_engine_is_read_only_in_the_agent_and_absent_from_the_gate() -> None:
+    models = {"name": "models", "mountPath": "/models", "subPath": "a", "mountPropagation": "HostToContainer"}
+    assert agent_extra(models) == [{"name": "models", "mountPath": "/models", "subPath": "a", "readOnly": True}]
+    found = mounts(models)
+    assert models in found["engine"]
+    assert "models" not in {mount["name"] for mount in found["gate"]}
+
+
+@pytest.mark.parametrize(
+    "mount",
+    [
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "big", "mountPath": "/dev/shm"},
+        {"name": "patch", "mountPath": "/usr/local/lib/python3.11/site-packages/sglang"},
+        {"name": "conf", "mountPath": "/etc"},
+        {"name": "x", "mountPath": "/tmp/"},
+        {"name": "x", "mountPath": "/"},
+        {"name": "x", "mountPath": "/scratch", "subPathExpr": "$(POD_NAME)"},
+        {"name": "run", "mountPath": "/models"},
+    ],
+)
+def test_mounts_that_would_hide_the_agents_own_files_stay_with_the_engine(mount: dict[str, Any]) -> None:
+    assert agent_extra(mount) == []
+
+
+def test_a_folder_whose_name_only_begins_like_ours_is_shared() -> None:
+    assert [mount["mountPath"] for mount in agent_extra({"name": "x", "mountPath": "/optimizer"})] == ["/optimizer"]
