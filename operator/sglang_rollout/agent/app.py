@@ -59,14 +59,16 @@ class Routes:
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         """One of SGLang's paths that only tell something."""
-        return passed_on(await self._agent.engine.get(request.path_qs, timeout=_READ_DEADLINE))
+        reply = await self._agent.engine.get(request.path_qs, timeout=_READ_DEADLINE)
+        return passed_on(with_name(reply, self._agent.state.memory.served_name) if request.path == "/v1/models" else reply)
 
     async def server_info(self, _: web.Request) -> web.StreamResponse:
         """SGLang's launch configuration without API keys. As last seen during a control call: SGLang asks its scheduler, which is busy."""
         engine = self._agent.engine
         if not engine.info or not self._agent.state.memory.pending:
             await engine.refresh_info(timeout=_READ_DEADLINE)
-        return web.json_response(engine.info)
+        name = self._agent.state.memory.served_name
+        return web.json_response({**engine.info, "served_model_name": name} if name else engine.info)
 
     async def health_generate(self, _: web.Request) -> web.StreamResponse:
         """SGLang's generating health check, if the engine can generate."""
@@ -161,6 +163,17 @@ def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None =
     # SGLang answers these to GET as well.
     app.add_routes(web.get(path, access.protected(routes.control)) for path in ("/flush_cache", "/get_weights_by_name", "/weights_checker"))
     return app
+
+
+def with_name(reply: Reply, name: str | None) -> Reply:
+    """``/v1/models`` under the name that clients know: after an update from disk SGLang calls the model by its path."""
+    document = reply.document
+    models = document.get("data") if isinstance(document, dict) else None
+    if name is None or not isinstance(models, list):
+        return reply
+    # Adapters have a parent; the model itself has none.
+    renamed = [{**model, "id": name, "root": name} if not model.get("parent") else {**model, "parent": name} for model in models]
+    return Reply.json(reply.status, {**document, "data": renamed})
 
 
 def passed_on(reply: Reply) -> web.Response:

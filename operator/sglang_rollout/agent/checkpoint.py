@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang_rollout.checkpoints.folder import CONFIG, Model, ProblemsError, limited, read_model
 from sglang_rollout.checkpoints.format import TensorEntry
+from sglang_rollout.checkpoints.snapshots import listed
 from sglang_rollout.wire.models import CheckpointReply, CheckpointRequest
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -91,6 +92,19 @@ class CheckpointCheck:
                 return await done
         except TimeoutError:
             return CheckpointReply(ok=False, reason=_late(request))
+
+
+def resolve(request: CheckpointRequest) -> Path:
+    """The folder that is meant. Raises ProblemsError when there is no such snapshot."""
+    wanted = request.snapshot
+    if wanted is None:
+        return Path(request.path)
+    there = [snapshot for snapshot in listed(request.path) if snapshot.manifest.fleet_id == request.fleet_id]
+    same = [one for one in there if (one.manifest.run, one.manifest.n, one.manifest.label) == (wanted.run, wanted.n, wanted.label)]
+    if same:
+        return same[-1].path
+    newest = f"the newest is {there[-1].manifest.label!r}" if there else "there is none of this fleet"
+    raise ProblemsError([f"{request.path} holds no snapshot of version {wanted.label!r}; {newest}."])
 
 
 def check(path: str, engine_model: str | None, *, end: float = float("inf")) -> CheckpointReply:
@@ -187,7 +201,10 @@ def _digest(model: Model, alive: Any) -> str:
 
 def _guarded(request: CheckpointRequest, engine_model: str | None, end: float) -> CheckpointReply:
     try:
-        return check(request.path, engine_model, end=end)
+        folder = resolve(request)
+        return check(str(folder), engine_model, end=end).model_copy(update={"path": str(folder)})
+    except ProblemsError as error:
+        return CheckpointReply(ok=False, reason=str(error))
     except _LateError:
         return CheckpointReply(ok=False, reason=_late(request))
     except Exception as error:  # noqa: BLE001 - whatever a file can hold: the caller gets a sentence, not a silent thread

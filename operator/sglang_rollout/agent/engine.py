@@ -139,6 +139,7 @@ class Engine:
             launch_label=str(info.get("weight_version")),
             sglang_version=str(version) if version is not None else None,
             tensor_size=tensor_size if isinstance(tensor_size, int) else None,
+            served_name=str(info["served_model_name"]) if info.get("served_model_name") else None,
         )
 
     async def running(self) -> int:

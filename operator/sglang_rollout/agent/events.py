@@ -168,6 +168,7 @@ def _identified(state: State, facts: EngineFacts) -> State:
         committed=memory.committed if state.informed else None,
         tolerated=memory.tolerated if state.informed else [],
         term=memory.term,
+        served_name=facts.served_name,
     )
     return replace(state, memory=memory, up=True, facts=facts)
 

@@ -56,6 +56,8 @@ class Memory(Message):
     """Something went wrong since the engine became dirty: only a new, complete update helps."""
     pending: str = ""
     """The control call whose outcome is not known yet."""
+    served_name: str | None = None
+    """The model's name as the engine was launched with: SGLang puts the path of a disk update in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class EngineFacts:
     """``weight_version`` of /server_info: as launched."""
     sglang_version: str | None = None
     tensor_size: int | None = None
+    served_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,6 +263,18 @@ class TrainerLease(ApiModel):
     """What an idle fleet does then. `Pause`: it generates nothing until a trainer calls."""
 
 
+class CatchUp(ApiModel):
+    """Where an engine that restarted, or came after the trainer's group was opened, gets the committed version without
+    the trainer. Without a place it waits for the trainer's next push."""
+
+    disk: str | None = Field(default=None, min_length=1, max_length=1024, pattern="^/")
+    """Path inside the engine pods: a directory of snapshots that our client writes, or the path of the trainer's own
+    checkpoints with `{version}` for the version's name, for example `/ckpt/step_{version}/hf`. The volume is mounted by
+    `podTemplate`."""
+    parallel: int = Field(default=4, ge=1, le=1000)
+    """So many engines load at a time."""
+
+
 class Verify(StrEnum):
     """When the engines' weights are compared, tensor by tensor, before a version is committed."""
 
@@ -326,6 +338,8 @@ class Weights(ApiModel):
     """How long each step of a weight update may take."""
     trainer_lease: TrainerLease = TrainerLease()
     """What becomes of an update whose trainer dies or falls silent."""
+    catch_up: CatchUp = CatchUp()
+    """How engines get the committed version without the trainer."""
 
 
 class RolloutSpec(ApiModel):

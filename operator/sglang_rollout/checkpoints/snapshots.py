@@ -49,6 +49,8 @@ class Manifest(BaseModel):
     n: int
     epoch: int
     """Of the fleet when it committed the version."""
+    fleet_id: str = ""
+    """Of the fleet: one that was made anew counts its runs from 1 again."""
     created: str
     """RFC 3339, UTC."""
     tensors: int

@@ -108,6 +108,8 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:
     if row is None:
         return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, "it is up; the coordinator has not reported on it yet."
     told = f" {row.reason.rstrip('.')}." if row.reason else ""
+    if row.catch_up:
+        return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, row.catch_up
     if row.state is EngineState.DIRTY:
         return (
             EnginePhase.WAITING,

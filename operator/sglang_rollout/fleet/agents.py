@@ -13,7 +13,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 
 from sglang_rollout.fleet.update.events import Body, Result, Send
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import AgentStatus, SyncRequest
+from sglang_rollout.wire.models import AgentStatus, CheckpointReply, SyncRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 
 SYNC_DEADLINE = 2.0
@@ -157,8 +157,7 @@ class Agents:
         if path == AGENT_PREFLIGHT:
             return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""))
         if path == AGENT_CHECKPOINT:
-            digest = fields.get("digest")
-            return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""), digest=str(digest))
+            return _checkpoint(status, fields)
         # SGLang says 200 and success: false in some places.
         checksums = _checksums(fields) if path == CHECKER else None
         return Result(ok=fields.get("success") is not False, status=status, message=_message(body), checksums=checksums)
@@ -192,6 +191,16 @@ def _status(status: int, fields: Mapping[str, Any]) -> Result:
     except ValidationError as error:
         where = "; ".join(str(problem["loc"]) for problem in error.errors()[:3])
         return Result(ok=False, status=status, message=f"its agent's answer is no status (fields {where}).")
+
+
+def _checkpoint(status: int, fields: Mapping[str, Any]) -> Result:
+    try:
+        reply = CheckpointReply.model_validate(fields)
+    except ValidationError as error:
+        return Result(
+            ok=False, status=status, message=f"its agent's answer about the checkpoint cannot be read: {error.errors()[0]['msg']}."
+        )
+    return Result(ok=reply.ok, status=status, message=reply.reason, digest=reply.digest, path=reply.path)
 
 
 def _checksums(fields: Mapping[str, Any]) -> tuple[str, ...] | None:

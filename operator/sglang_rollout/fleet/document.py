@@ -40,6 +40,7 @@ def document(parts: Parts) -> FleetDocument:
         epoch=fleet.epoch,
         world_size=fleet.table.world_size,
         backend=fleet.policy.backend,
+        fleet_id=fleet.id,
         lease=fleet.policy.trainer_lease.ttl,
         committed=fleet.committed,
         serving=sum(engine.serving for engine in fleet.engines.values()),

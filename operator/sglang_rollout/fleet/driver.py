@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
+import uuid
 from collections.abc import Coroutine
 from typing import Any
 
@@ -93,7 +94,7 @@ class Driver:
         await self._leadership.claim(term)
         log.info("leading, term %d", term)
         at = time.monotonic()
-        self._machine = Machine(name=self._name, term=term, record=record, at=at, wall_offset=time.time() - at)
+        self._machine = Machine(name=self._name, term=term, record=record, at=at, wall_offset=time.time() - at, new_id=uuid.uuid4().hex)
         self._agents.outranked = self._outranked
         self._members.changed = self._changed
         if record is not None:

@@ -76,6 +76,7 @@ class Fleet:
         """Which pushes are also written to disk; may be set at any time."""
         self._group: Group | None = None
         self._heartbeat: Heartbeat | None = None
+        self._fleet_id = ""
         self._choices: dict[str, Any] = {}
 
     @property
@@ -162,6 +163,7 @@ class Fleet:
         )
         process_group = self._meet(meeting, deadline)
         self._heartbeat = Heartbeat(self._http, meeting.name, lease=document.lease)
+        self._fleet_id = document.fleet_id
         members = [member.name for member in document.members if member.rank_offset is not None]
         return Group(meeting, process_group, epoch=document.epoch, members=members)
 
@@ -206,7 +208,7 @@ class Fleet:
             bytes=push.bytes,
             buckets=push.buckets,
             phases={name: round(ms, 1) for name, ms in phases.items()},
-            snapshot=staging.publish(committed, group.epoch) if staging else None,
+            snapshot=staging.publish(committed, group.epoch, self._fleet_id) if staging else None,
         )
 
     def close_group(self) -> None:

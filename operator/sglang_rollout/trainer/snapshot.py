@@ -98,9 +98,9 @@ class Snapshots:
         """Wait for the snapshot that is being written; a failure has been logged."""
         self._settle()
 
-    def start(self, tensors: list[StagedTensor], version: Version, epoch: int) -> Future[Snapshot]:
+    def start(self, tensors: list[StagedTensor], version: Version, epoch: int, fleet_id: str) -> Future[Snapshot]:
         """Write in the background."""
-        job = Job(self.directory, self.model, self.keep, self.shard_bytes, version, epoch, tensors)
+        job = Job(self.directory, self.model, self.keep, self.shard_bytes, version, epoch, fleet_id, tensors)
         self._running = background(self._write, job, Deadline(self.deadline))
         return self._running
 
@@ -144,10 +144,10 @@ class Staging:
                     self._tensors = None
             yield name, tensor
 
-    def publish(self, version: Version, epoch: int) -> Future[Snapshot] | None:
+    def publish(self, version: Version, epoch: int, fleet_id: str) -> Future[Snapshot] | None:
         """The fleet has committed: write. None if the copy had failed."""
         tensors, self._tensors = self._tensors, None
-        return self._snapshots.start(tensors, version, epoch) if tensors is not None else None
+        return self._snapshots.start(tensors, version, epoch, fleet_id) if tensors is not None else None
 
 
 def _staged(name: str, tensor: Any, host_bytes: HostBytes) -> StagedTensor:

@@ -52,6 +52,7 @@ class Job:
     shard_bytes: int
     version: Version
     epoch: int
+    fleet_id: str
     tensors: Sequence[StagedTensor]
 
     @property
@@ -93,6 +94,7 @@ def _publish(job: Job, alive: Alive) -> Snapshot:
             run=job.version.run,
             n=job.version.n,
             epoch=job.epoch,
+            fleet_id=job.fleet_id,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             tensors=len(job.tensors),
             bytes=job.bytes,

@@ -105,6 +105,15 @@ class Verify(StrEnum):
     OFF = "off"
 
 
+class CatchUp(Message):
+    """Where an engine that restarted gets the committed version, if not from the trainer's next push."""
+
+    disk: str | None = None
+    """A directory of our client's snapshots, or the path of the trainer's checkpoints with ``{version}`` in it."""
+    parallel: int = Field(default=4, ge=1)
+    """So many engines load at a time."""
+
+
 class WeightsPolicy(Message):
     """How weights reach the engines; ``spec.weights`` of the custom resource, in wire form."""
 
@@ -122,6 +131,7 @@ class WeightsPolicy(Message):
     """With ``every_n``: the first update of a coordinator's life, and then each n-th."""
     deadlines: Deadlines = Deadlines()
     trainer_lease: TrainerLease = TrainerLease()
+    catch_up: CatchUp = CatchUp()
 
 
 class WantedEngine(Message):
@@ -233,6 +243,10 @@ class CheckpointRequest(Message):
     """Folder of a Hugging Face model with safetensors files, absolute."""
     model_path: str | None = None
     """The model to compare with. None: the one that the engine runs."""
+    snapshot: Version | None = None
+    """``path`` is a directory of snapshots: find the one of this version."""
+    fleet_id: str = ""
+    """With ``snapshot``: of the fleet that committed it. Another fleet's version of the same number is something else."""
     deadline: float = Field(default=60.0, gt=0)
     """Seconds until the agent answers that it could not finish."""
 
@@ -249,6 +263,8 @@ class CheckpointReply(Message):
     """Names, headers and samples of the files' content, hashed: agents that see the same files say the same."""
     compared: bool = False
     """Whether the engine's own model could be read here, so that architecture, names, types and shapes were compared."""
+    path: str | None = None
+    """The folder to load: of the snapshot, where one was asked for."""
 
 
 class EngineRow(Message):
@@ -260,6 +276,8 @@ class EngineRow(Message):
     boot_id: str | None
     gate_open: bool
     reason: str = ""
+    catch_up: str = ""
+    """How it gets the committed version without the trainer, as a sentence; empty while it does not try."""
 
 
 class UpdateOutcome(StrEnum):
@@ -314,6 +332,8 @@ class Record(Message):
     """Versions of this run, oldest first, that may be served: the committed one and those that the policy tolerates."""
     next_run: int = 0
     """The run that the next update opens, if somebody asked for a new one."""
+    fleet_id: str = ""
+    """Made once with the first record: versions of a fleet made anew under the old name are other versions."""
     world_size: int = 0
     """Of a group opened now."""
 
@@ -342,6 +362,8 @@ class FleetDocument(Message):
     world_size: int
     """For a group opened now: 1 (trainer, rank 0) + the tensor sizes of all members."""
     backend: str
+    fleet_id: str = ""
+    """Tells this fleet's versions from those of another that had the same name."""
     lease: float = 20.0
     """Seconds within which a trainer should send the next heartbeat (``POST /fleet/lease``) while it holds a group."""
     committed: Version

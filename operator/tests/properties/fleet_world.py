@@ -39,6 +39,8 @@ from sglang_rollout.wire.models import (
 )
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
 
+LIBRARY = "/snapshots"
+
 
 @dataclass
 class FakeAgent:
@@ -64,6 +66,9 @@ class FakeAgent:
     draining: bool = False
     checksum: str = "same"
     digest: str = "same"
+    library: bool = False
+    """Snapshots of all committed versions lie on the shared volume."""
+    from_library: bool = False
 
     @property
     def boot(self) -> str:
@@ -89,6 +94,7 @@ class FakeAgent:
         )  # fmt: skip
 
     def soil(self) -> None:
+        self.from_library = False
         if self.state is EngineState.CLEAN:
             self.state, self.version, self.fed, self.failed, self.content = EngineState.DIRTY, None, 0, False, "mixture"
 
@@ -112,7 +118,10 @@ class FakeAgent:
         if path == AGENT_PREFLIGHT:
             return Result(ok=works, status=200, message="" if works else "connection refused.")
         if path == AGENT_CHECKPOINT:
-            return Result(ok=works, status=200, message="" if works else "model.safetensors is cut off.", digest=self.digest)
+            found = works and (self.library or not body.get("snapshot"))
+            return Result(
+                ok=found, status=200, message="" if found else "model.safetensors is cut off.", digest=self.digest, path=body["path"]
+            )
         return self._control(path, body, token, works)
 
     def _load(self, works: bool) -> Result:
@@ -139,6 +148,7 @@ class FakeAgent:
             self.state, self.version, self.cohort, self.content = EngineState.CLEAN, version, body["cohort"], token
             return Result(ok=True, status=200, agent=self.status())
         if path == calls.UPDATE_DISK:
+            self.from_library = body["model_path"] == LIBRARY
             return self._load(works)
         if path == CHECKER:
             return Result(ok=True, status=200, checksums=(self.checksum,)) if works else refused
@@ -196,6 +206,7 @@ class World:
         self.acked: dict[tuple[tuple[int, int], tuple[str, ...]], set[str]] = {}
         """Who acknowledged which version of which cohort."""
         self.attempts = 0
+        self.committed_contents: dict[tuple[int, int], object] = {}
         self.contents: dict[tuple[int, int], object] = {}
         """What was served under each version."""
         self.sent: list[Send] = []
@@ -290,12 +301,21 @@ class World:
             if agent is None:
                 results[name] = Result(ok=False, message="it has no address.")
                 continue
-            result = agent.call(effect.path, dict(body), token, name not in broken)
+            content = self._content(body["version"], token) if effect.path == AGENT_ACK and agent.from_library else token
+            result = agent.call(effect.path, dict(body), content, name not in broken)
             if effect.path == AGENT_ACK and result.ok:
                 version = Version.model_validate(body["version"])
                 self.acked.setdefault((key(version), tuple(body["cohort"])), set()).add(name)
+            if effect.path == AGENT_ACK and result.ok and not agent.from_library:
+                self.committed_contents[key(Version.model_validate(body["version"]))] = agent.content
             results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")
         self.feed(Answered(effect.id, results, self.now))
+
+    def _content(self, raw: dict[str, Any], otherwise: object) -> object:
+        """What a snapshot of this version holds: what the engines held that committed it."""
+        version = Version.model_validate(raw)
+        held = [agent.content for agent in self.agents.values() if agent.version == version]
+        return self.contents.get(key(version), held[0] if held else self.committed_contents.get(key(version), otherwise))
 
     def cut(self, effect: Cut) -> None:
         """The driver waits no longer: whoever has not answered counts as failed."""

@@ -10,7 +10,7 @@ from sglang_rollout.api.spec import Verify as ApiVerify
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
-from sglang_rollout.wire.models import Deadlines, Intent, OnLoss, PauseMode, TrainerLease, Verify, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.models import CatchUp, Deadlines, Intent, OnLoss, PauseMode, TrainerLease, Verify, WantedEngine, WeightsPolicy
 
 _PAUSE_MODES = {
     ApiPauseMode.RETRACT: PauseMode.RETRACT,
@@ -35,6 +35,7 @@ def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
             total=spec.deadlines.total_seconds,
             stuck=spec.deadlines.stuck_seconds,
         ),
+        catch_up=CatchUp(disk=spec.catch_up.disk, parallel=spec.catch_up.parallel),
         max_staleness=spec.max_staleness or 0,
         min_committed=spec.min_committed,
         verify=_VERIFY[spec.verify],

@@ -89,10 +89,10 @@ def fence(fleet: Fleet, names: Iterable[str], reason: str) -> Script[Results]:
     return (yield from send(AGENT_FENCE, same(names, body), FENCE_DEADLINE, idempotent=True))
 
 
-def sync(fleet: Fleet) -> Script[Results]:
-    """Tell every agent what is committed: this opens and closes gates."""
+def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Script[Results]:
+    """Tell agents (all, or ``only`` these) what is committed: this opens and closes gates."""
     body = fleet.sync_request().model_dump(mode="json")
-    names = [name for name, engine in fleet.engines.items() if engine.reachable]
+    names = [name for name, engine in fleet.engines.items() if engine.reachable and (only is None or name in only)]
     return (yield from send(AGENT_SYNC, same(names, body), SYNC_DEADLINE, idempotent=True))
 
 

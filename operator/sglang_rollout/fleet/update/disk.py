@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.calls import UPDATE_DISK, Results, Script, Turn, failures, same, send, told
+from sglang_rollout.fleet.update.calls import UPDATE_DISK, Script, Turn, failures, same, send, told
 from sglang_rollout.fleet.update.events import Answer, Body, FromDisk
 from sglang_rollout.fleet.update.membership import present
 from sglang_rollout.fleet.update.outcome import close
-from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
+from sglang_rollout.fleet.update.state import By, Fleet, OnDisk, Phase, Update
 from sglang_rollout.fleet.update.transaction import hold_all
 from sglang_rollout.wire.models import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
@@ -26,7 +26,7 @@ MARGIN = 5.0
 def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     """Check the checkpoint from every pod, then load it on every engine and commit."""
     boots = present(fleet)
-    yield from _check(fleet, ask.path, boots)
+    digest = yield from _check(fleet, ask.path, boots)
     yield Turn()
     if fleet.update is not None:
         raise Refusal("a weight update is open: end it before one from disk.", status=409, fleet=fleet.advice())
@@ -46,7 +46,10 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     update.fed.update(name for name in boots if name not in broken)
     for name, result in broken.items():
         update.dropped[name] = f"did not load {ask.path}: {result.message}"
-    return (yield from close(fleet, update, results))
+    answer = yield from close(fleet, update, results)
+    if answer.success and fleet.committed is not None:
+        fleet.disk = OnDisk(fleet.committed, ask.path, digest)
+    return answer
 
 
 def _body(ask: FromDisk) -> Body:
@@ -56,7 +59,7 @@ def _body(ask: FromDisk) -> Body:
     return {**kept, **ours}
 
 
-def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[Results]:
+def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[str | None]:
     limit = fleet.policy.deadlines.update
     body = CheckpointRequest(path=path, deadline=limit).model_dump(mode="json")
     results = yield from send(AGENT_CHECKPOINT, same(boots, body), limit + MARGIN, idempotent=True)
@@ -73,4 +76,4 @@ def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[Results]
             f"{path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine was told.",
             fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
         )
-    return results
+    return contents.pop()

@@ -22,6 +22,14 @@ class Engine:
     """Syncs in a row without an answer."""
     heard: float = 0.0
     """When it answered last."""
+    catching: bool = False
+    """It loads the committed version from somewhere else than the trainer; until then it takes part in nothing."""
+    tries: int = 0
+    """How often it tried that in vain."""
+    again_at: float = 0.0
+    """When it may try again."""
+    note: str = ""
+    """How catching up goes, as a sentence."""
 
     @property
     def reachable(self) -> bool:
@@ -41,7 +49,7 @@ class Engine:
     @property
     def member(self) -> bool:
         """Whether it takes part in a group opened now: an engine that is being drained ends soon."""
-        return self.up and self.status is not None and not self.status.draining
+        return self.up and self.status is not None and not self.status.draining and not self.catching
 
     @property
     def serving(self) -> bool:
@@ -69,7 +77,9 @@ class Engine:
 
     def why_absent(self) -> str:
         """Sentence: why it is no member."""
-        return "it is being drained" if self.up else self.why_down()
+        if not self.up:
+            return self.why_down()
+        return self.note if self.catching else "it is being drained"
 
     def row(self) -> EngineRow:
         """The engine in the record and in the discovery document."""
@@ -82,5 +92,5 @@ class Engine:
         seen = self.status
         return EngineRow(
             name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
-            reason=seen.reason,
+            reason="" if seen.gate_open else self.note or seen.reason, catch_up="" if seen.gate_open else self.note,
         )  # fmt: skip

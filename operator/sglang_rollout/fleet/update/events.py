@@ -130,6 +130,8 @@ class Result:
     """Set when the reply was one of ``/weights_checker``: one checksum per rank."""
     digest: str | None = None
     """Set when the reply was about a checkpoint: what tells its contents from others."""
+    path: str | None = None
+    """Set when the reply was about a checkpoint: its folder."""
 
 
 # --- events --------------------------------------------------------------------------------------------------------

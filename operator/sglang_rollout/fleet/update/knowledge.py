@@ -113,6 +113,7 @@ class Knowledge:
         if self._record is not None:
             fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
             fleet.next_run = self._record.next_run
+            fleet.id = self._record.fleet_id or fleet.id
             fleet.history = [version for version in self._record.history if key(version) < key(proved.committed)]
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:

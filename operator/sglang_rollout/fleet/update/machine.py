@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update import disk, groups, transaction
 from sglang_rollout.fleet.update.calls import COLLECTIVE, Results, Say, Script, Turn
+from sglang_rollout.fleet.update.catchup import catch_up, next_joiner, source
 from sglang_rollout.fleet.update.events import (
     Answer,
     Answered,
@@ -68,8 +69,8 @@ class _Running:
 class Machine:
     """The coordinator's decisions. Feed it events with :meth:`handle`; ``fleet`` is for reading."""
 
-    def __init__(self, *, name: str, term: int, record: Record | None, at: float, wall_offset: float = 0.0) -> None:
-        self.fleet = Fleet(name=name, term=term, now=at, wall_offset=wall_offset)
+    def __init__(self, *, name: str, term: int, record: Record | None, at: float, wall_offset: float = 0.0, new_id: str = "") -> None:
+        self.fleet = Fleet(name=name, term=term, now=at, wall_offset=wall_offset, id=new_id)
         self._knowledge = Knowledge(self.fleet, record, at)
         self._ids = itertools.count(1)
         self._running: dict[int, _Running] = {}
@@ -223,7 +224,17 @@ class Machine:
                 break
             self._advance(running, None)
         self._watch_trainer()
+        self._start_joiners()
         self._save()
+
+    def _start_joiners(self) -> None:
+        """Let engines catch up that can; each runs beside what else goes on."""
+        while self._turn is None and (name := next_joiner(self.fleet)) is not None:
+            found = source(self.fleet)
+            if found is None:
+                return
+            self.fleet.engines[name].catching = True
+            self._advance(_Running(catch_up(self.fleet, name, found), None), None)
 
     def _watch_trainer(self) -> None:
         """Ask for the trainer's store when it is silent; if it is gone, end the call that waits for it."""

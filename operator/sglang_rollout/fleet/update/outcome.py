@@ -106,6 +106,8 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     fleet.commit(version)
     fleet.update, fleet.label = None, None
     fleet.commits += 1
+    for name in cohort:
+        fleet.engines[name].tries, fleet.engines[name].note = 0, ""
     fleet.last_update = _last(fleet, version, outcome, reason, cohort)
     record = fleet.record()
     if record is not None:

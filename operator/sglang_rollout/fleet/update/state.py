@@ -64,6 +64,15 @@ class Group:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class OnDisk:
+    """A version that the fleet loaded from a shared volume."""
+
+    version: Version
+    path: str
+    digest: str | None
+
+
 @dataclass
 class Hold:
     """A pause of the fleet."""
@@ -111,6 +120,12 @@ class Fleet:
     """None while a restarted coordinator has not yet proved what is committed."""
     history: list[Version] = field(default_factory=list)
     """Versions that may be served, oldest first; the committed one is the last."""
+    id: str = ""
+    """Tells this fleet's versions from those of another that had the same name."""
+    disk: OnDisk | None = None
+    """Where the committed version was loaded from, if it was."""
+    checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Of the committed version, by the number of an engine's ranks; as far as they are known."""
     next_run: int = 0
     """The run that the next update opens, if somebody asked for a new one."""
     burned: Version | None = None
@@ -148,8 +163,8 @@ class Fleet:
         return {name: engine for name, engine in self.engines.items() if engine.member}
 
     def up(self) -> list[str]:
-        """Engines that can be called."""
-        return [name for name, engine in self.engines.items() if engine.up]
+        """Engines that can be called now."""
+        return [name for name, engine in self.engines.items() if engine.up and not engine.catching]
 
     def boot(self, name: str) -> str | None:
         """The life of an engine that was last seen; None when it is gone or down."""
@@ -175,6 +190,8 @@ class Fleet:
     def commit(self, version: Version) -> None:
         """From now on this is the version."""
         before = self.history or ([self.committed] if self.committed is not None else [])
+        if version != self.committed:
+            self.checksums, self.disk = {}, None
         self.history = history(before, version, self.policy.max_staleness)
         self.committed = version
 
@@ -239,5 +256,6 @@ class Fleet:
             last_update=self.last_update,
             history=self.history,
             next_run=self.next_run,
+            fleet_id=self.id,
             world_size=self.table.world_size,
         )

@@ -47,7 +47,7 @@ def staged(name: str, values: bytes) -> StagedTensor:
 
 def job(directory: Path, model: Path, n: int = 1, **changes: Any) -> Job:
     fixed: dict[str, Any] = {
-        "directory": directory, "model": model, "keep": 2, "shard_bytes": 1 << 30, "epoch": 4,
+        "directory": directory, "model": model, "keep": 2, "shard_bytes": 1 << 30, "epoch": 4, "fleet_id": "f",
         "version": Version(run=1, n=n, label=f"step {n}"), "tensors": [staged("a", b"12"), staged("b", b"345")],
     }  # fmt: skip
     return Job(**{**fixed, **changes})

@@ -1,0 +1,175 @@
+"""Engines that restarted, or came too late for the trainer's group, get the committed version from a shared volume."""
+
+from __future__ import annotations
+
+from fleet_world import LIBRARY, World
+
+from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update.calls import UPDATE_DISK
+from sglang_rollout.wire.models import CatchUp, Version, WeightsPolicy
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+
+TENSORS = {"names": ["w"]}
+
+
+def make(engines: int = 2, *, parallel: int = 4) -> World:
+    """A fleet that serves version 1."""
+    world = World([1] * engines)
+    world.policy = WeightsPolicy(catch_up=CatchUp(disk=LIBRARY, parallel=parallel))
+    world.want()
+    for agent in world.agents.values():
+        agent.library = True
+    world.sync_all()
+    push(world, "g", "1")
+    return world
+
+
+def push(world: World, group: str, label: str) -> None:
+    size = world.machine.fleet.table.world_size
+    body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": group, "world_size": size}
+    for request in (ev.OpenGroup(body), ev.Begin(), ev.Update(group, label, TENSORS), ev.End()):
+        answer = world.do(request)
+        assert answer.success, answer.message
+
+
+def restart(world: World, *names: str) -> None:
+    for name in names:
+        world.agents[name].restart()
+    world.sync_all()
+
+
+def run_to(world: World, path: str, name: str) -> int:
+    """Let things go on until this call to this engine is under way; returns its place among the pending ones."""
+    for _ in range(100):
+        for index, effect in enumerate(world.pending):
+            if isinstance(effect, ev.Send) and effect.path == path and name in effect.bodies:
+                return index
+        world.complete()
+    raise AssertionError(f"{path} was not called")
+
+
+def test_a_restarted_engine_serves_the_committed_version_again_without_a_trainer() -> None:
+    world = make()
+    restart(world, "e1")
+    assert not world.agents["e1"].gate_open
+    world.drain()
+    agent = world.agents["e1"]
+    assert agent.gate_open
+    assert (agent.version, agent.content) == (Version(run=1, n=1, label="1"), world.agents["e0"].content)
+
+
+def test_a_whole_fleet_that_restarted_comes_back() -> None:
+    world = make(3)
+    restart(world, "e0", "e1", "e2")
+    world.drain()
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_so_many_at_a_time() -> None:
+    world = make(4, parallel=2)
+    restart(world, "e0", "e1", "e2", "e3")
+    loading = [effect for effect in world.pending if isinstance(effect, ev.Send) and effect.path == AGENT_CHECKPOINT]
+    assert len(loading) == 2
+    world.drain()
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_a_trainer_pushes_on_while_an_engine_loads_and_the_engine_follows() -> None:
+    world = make(3)
+    restart(world, "e2")
+    held = world.pending.pop(run_to(world, UPDATE_DISK, "e2"))
+    assert world.machine.fleet.table.world_size == 3, "who loads is no member"
+    push(world, "h", "2")
+    assert [agent.gate_open for agent in world.agents.values()] == [True, True, False]
+    world.pending.append(held)
+    world.drain()
+    assert world.agents["e2"].version == Version(run=1, n=2, label="2"), "it loaded version 1, found it old, and loaded 2"
+    assert world.agents["e2"].gate_open
+
+
+def test_a_missing_snapshot_is_said_and_tried_again_later_and_less_often() -> None:
+    world = make()
+    world.agents["e1"].library = False
+    restart(world, "e1")
+    world.drain()
+    row = world.machine.fleet.engines["e1"].row()
+    assert "it could not load version 1" in row.reason
+    assert "tries again in 10 s" in row.reason
+    asked = len(world.sent)
+    world.tick(9)
+    assert len(world.sent) == asked
+    world.tick(2)
+    world.drain()
+    assert "tries again in 20 s" in world.machine.fleet.engines["e1"].row().reason
+    world.agents["e1"].library = True
+    world.tick(21)
+    world.drain()
+    assert world.agents["e1"].gate_open
+
+
+def test_a_folder_that_holds_something_else_is_not_served() -> None:
+    world = make()
+    restart(world, "e1")
+    world.agents["e1"].checksum = "other"
+    world.drain()
+    assert not world.agents["e1"].gate_open
+    assert "held other weights" in world.machine.fleet.engines["e1"].row().reason
+    assert world.machine.fleet.table.world_size == 3, "it takes part in the next push"
+
+
+def test_an_engine_that_dies_while_it_loads_costs_only_itself() -> None:
+    world = make()
+    restart(world, "e1")
+    index = run_to(world, UPDATE_DISK, "e1")
+    world.agents["e1"].up = False
+    world.complete(index, broken=frozenset({"e1"}))
+    world.sync_all()
+    world.drain()
+    assert world.agents["e0"].gate_open
+    restart(world, "e1")
+    world.tick(11)
+    world.drain()
+    assert world.agents["e1"].gate_open
+
+
+def test_in_a_paused_fleet_the_joiner_pauses_too() -> None:
+    world = make()
+    restart(world, "e1")
+    held = world.pending.pop(run_to(world, UPDATE_DISK, "e1"))
+    assert world.do(ev.Pause("retract", {"mode": "retract"})).success
+    world.pending.append(held)
+    world.drain()
+    assert all(agent.paused for agent in world.agents.values())
+    assert world.do(ev.Continue()).success
+    assert not any(agent.paused for agent in world.agents.values())
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_without_a_place_nobody_loads_anything() -> None:
+    world = World([1])
+    world.sync_all()
+    push(world, "g", "1")
+    restart(world, "e0")
+    assert not world.pending
+
+
+def test_what_the_fleet_loaded_from_disk_is_where_a_restarted_engine_looks() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    answer = world.do(ev.FromDisk(LIBRARY, "5", {}))
+    assert answer.success, answer.message
+    restart(world, "e1")
+    world.drain()
+    assert world.agents["e1"].version == Version(run=1, n=5, label="5")
+    assert world.agents["e1"].gate_open
+
+
+def test_an_engine_that_is_scaled_away_while_it_loads_is_forgotten() -> None:
+    world = make()
+    restart(world, "e1")
+    run_to(world, UPDATE_DISK, "e1")
+    world.engines = world.engines[:1]
+    world.want()
+    world.drain()
+    assert list(world.machine.fleet.engines) == ["e0"]
+    assert world.agents["e0"].gate_open
