@@ -209,10 +209,17 @@ def _checksums(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
     if not isinstance(ranks, list) or not ranks:
         return None
     try:
-        ordered = sorted(ranks, key=lambda rank: (str(rank["parallelism_info"]["role"]), int(rank["parallelism_info"]["rank"])))
+        ordered = sorted(ranks, key=_place)
         return tuple(str(rank["per_gpu_checksum"]) for rank in ordered)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError):
         return None
+
+
+def _place(rank: Mapping[str, Any]) -> tuple[str, int]:
+    """Where a rank stands. SGLang gives a list: of one, but with draft models."""
+    found = rank["parallelism_info"]
+    place = found[0] if isinstance(found, list) else found
+    return str(place["role"]), int(place["rank"])
 
 
 def _json(data: bytes) -> Any:

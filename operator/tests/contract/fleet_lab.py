@@ -76,7 +76,7 @@ class HttpAgent:
             return web.json_response(result.agent.model_dump(mode="json"))
         if result.checksums is not None:
             ranks = [
-                {"per_gpu_checksum": sums, "parallelism_info": {"role": "target", "rank": rank}}
+                {"per_gpu_checksum": sums, "parallelism_info": [{"role": "target", "rank": rank}]}
                 for rank, sums in enumerate(result.checksums)
             ]
             return web.json_response({"success": True, "message": "", "ranks": ranks})

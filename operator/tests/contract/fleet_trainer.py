@@ -75,4 +75,5 @@ for name, tensor in tensors.items():
     if manner == "die":
         os.kill(os.getpid(), signal.SIGKILL)
 replies.append(post("/continue_generation" if manner == "plain" else "/end_weight_update", {}))
-print(json.dumps({"statuses": [reply["code"] for reply in replies], "last": replies[-1]}))
+refused = [reply for reply in replies if reply["code"] != 200]
+print(json.dumps({"statuses": [reply["code"] for reply in replies], "refused": refused, "last": replies[-1]}))
