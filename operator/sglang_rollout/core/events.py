@@ -115,6 +115,7 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
         yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
     elif after.get("reason") in {
         Reason.APPLY_FAILED,
+        Reason.NAME_TAKEN,
         Reason.INVALID_SPEC,
         Reason.INSUFFICIENT_CAPACITY,
         Reason.ROUTER_NOT_READY,

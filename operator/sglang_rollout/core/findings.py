@@ -29,18 +29,26 @@ _NEEDS_A_PERSON = frozenset({Reason.IMAGE_PULL_FAILED, Reason.CREATE_FAILED, Rea
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why an action of the plan could not be carried out."""
+
+    reason: Reason
+    sentence: str
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the conditions are made from."""
 
     world: World
     wanted: list[EngineView]
     leaving: list[EngineView]
-    failure: str
+    failure: Failure | None
     router: bool
     """The router runs."""
 
     @classmethod
-    def of(cls, world: World, views: Sequence[EngineView], failure: str) -> Facts:
+    def of(cls, world: World, views: Sequence[EngineView], failure: Failure | None) -> Facts:
         """Sort out ``views``."""
         replicas = world.rollout.spec.replicas if world.rollout else 0
         return cls(world, list(views[:replicas]), list(views[replicas:]), failure, router_ready(world))
@@ -95,7 +103,7 @@ def _ready(facts: Facts) -> Finding:
         return Finding(ConditionType.READY, "False", reason, message)
 
     if facts.failure:
-        return no(Reason.APPLY_FAILED, facts.failure)
+        return no(facts.failure.reason, facts.failure.sentence)
     worst = facts.worst
     if worst and worst.reason in _NEEDS_A_PERSON:
         return no(worst.reason, _sentence(facts, worst))
@@ -172,7 +180,7 @@ def _weights(facts: Facts) -> Finding:
 def _degraded(facts: Facts) -> Finding:
     kind, worst, record = ConditionType.DEGRADED, facts.worst, facts.world.record
     if facts.failure:
-        return Finding(kind, "True", Reason.APPLY_FAILED, facts.failure)
+        return Finding(kind, "True", facts.failure.reason, facts.failure.sentence)
     if worst and worst.reason in _NEEDS_A_PERSON:
         return Finding(kind, "True", worst.reason, _sentence(facts, worst))
     for pod in facts.world.router_pods():

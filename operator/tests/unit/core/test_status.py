@@ -22,13 +22,15 @@ from worlds import (
     world,
 )
 
+from sglang_rollout.api.conditions import Reason
+from sglang_rollout.core.findings import Failure
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
 
 Object = dict[str, Any]
 
 
-def status_of(seen: World, failure: str = "") -> Object:
+def status_of(seen: World, failure: Failure | None = None) -> Object:
     return build_status(seen, SETTINGS, NOW, failure)
 
 
@@ -36,7 +38,7 @@ def condition(status: Object, kind: str) -> Object:
     return next(one for one in status["conditions"] if one["type"] == kind)
 
 
-def ready(seen: World, failure: str = "") -> tuple[str, str, str]:
+def ready(seen: World, failure: Failure | None = None) -> tuple[str, str, str]:
     found = condition(status_of(seen, failure), "Ready")
     return found["status"], found["reason"], found["message"]
 
@@ -209,7 +211,9 @@ def test_a_rolling_update_that_waits_says_for_what() -> None:
 def test_an_apply_that_was_refused_comes_first() -> None:
     seen = world([pod(0), pod(1)], written=record(row(0), row(1)))
     sentence = "StatefulSet demo-engine-0 was refused: spec.template.spec.volumes[4].name: Duplicate value"
-    assert ready(seen, sentence) == ("False", "ApplyFailed", sentence)
+    for reason in (Reason.APPLY_FAILED, Reason.NAME_TAKEN):
+        assert ready(seen, Failure(reason, sentence)) == ("False", reason, sentence)
+        assert condition(status_of(seen, Failure(reason, sentence)), "Degraded")["reason"] == reason
 
 
 def test_scaled_to_zero_is_ready() -> None:
