@@ -53,7 +53,7 @@ lock: venv ## Resolve requirements/*.lock anew
 	@requirements/lock.sh
 
 test-fast: venv ## Unit, property and golden tests: no root, no cluster, no engine
-	@$(BIN)/pytest -q operator/tests -m "not engine and not router and not controlplane and not cluster"
+	@$(BIN)/pytest -q operator/tests e2e/tests -m "not engine and not router and not controlplane and not cluster"
 
 test: ## All tests, on a cluster made for them (CLUSTER=current: on yours)
 	@e2e/test.sh
