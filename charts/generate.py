@@ -59,7 +59,10 @@ class Value:
 
 def read(text: str) -> list[Value]:
     """Return the values of a values.yaml. Raises ValueError for a leaf without a comment."""
-    return list(_walk(yaml.compose(text), text.splitlines(), (), yaml.safe_load(text)))
+    node = yaml.compose(text)
+    if not isinstance(node, yaml.MappingNode):
+        raise ValueError("values.yaml holds no mapping")  # noqa: TRY004 - the file is wrong, not the caller
+    return list(_walk(node, text.splitlines(), (), yaml.safe_load(text)))
 
 
 def _walk(node: yaml.MappingNode, lines: list[str], path: tuple[str, ...], values: Any) -> Iterator[Value]:

@@ -14,7 +14,8 @@ from e2e.kube import Kubectl, condition, eventually
 
 def member(url: str, name: str) -> dict[str, Any]:
     """One engine's row of the discovery document."""
-    return {row["name"]: row for row in document(url)["members"]}[name]
+    rows: dict[str, dict[str, Any]] = {row["name"]: row for row in document(url)["members"]}
+    return rows[name]
 
 
 def restarts(kubectl: Kubectl, pod: str, container: str) -> int:
@@ -27,7 +28,7 @@ def restarts(kubectl: Kubectl, pod: str, container: str) -> int:
 def router_pod(kubectl: Kubectl, fleet: str) -> str:
     """The router's running pod."""
     pods = kubectl.list("pods", f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component=router")
-    return next(pod["metadata"]["name"] for pod in pods if not pod["metadata"].get("deletionTimestamp"))
+    return next(str(pod["metadata"]["name"]) for pod in pods if not pod["metadata"].get("deletionTimestamp"))
 
 
 @pytest.mark.parametrize("how", ["container", "pod"])
