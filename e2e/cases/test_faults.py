@@ -12,10 +12,14 @@ from e2e.cases.actions import Client, document, generate, push, serving
 from e2e.kube import Kubectl, condition, eventually
 
 
+def members(url: str) -> dict[str, dict[str, Any]]:
+    """Every engine's row of the discovery document."""
+    return {row["name"]: row for row in document(url)["members"]}
+
+
 def member(url: str, name: str) -> dict[str, Any]:
-    """One engine's row of the discovery document."""
-    rows: dict[str, dict[str, Any]] = {row["name"]: row for row in document(url)["members"]}
-    return rows[name]
+    """One engine's row."""
+    return members(url)[name]
 
 
 def restarts(kubectl: Kubectl, pod: str, container: str) -> int:
@@ -108,6 +112,8 @@ def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str, whol
     kubectl("delete", "service", f"{fleet}-engines")
     eventually("it is back", lambda: kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"] != old, within=20)
     serving(url, 2, within=60)
+    assert generate(url).status_code == 200
+    assert {name: row["gate_open"] for name, row in members(url).items()} == {f"{fleet}-engine-0": True, f"{fleet}-engine-1": True}
 
 
 def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
