@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from sglang_rollout.api.conditions import ConditionType, Reason, find
 from sglang_rollout.api.status import EnginePhase
+from sglang_rollout.core.words import sentence
 
 Status = Mapping[str, Any]
 
@@ -94,7 +95,7 @@ def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
     last = after.get("lastUpdate")
     if last and last != before.get("lastUpdate") and last["outcome"] != "Committed":
         message = f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
-        yield EventToPost("Warning", "WeightUpdateFailed", message, "WeightUpdateFailed")
+        yield EventToPost("Warning", "WeightUpdateFailed", sentence(message), "WeightUpdateFailed")
 
 
 def _rolling(old: Status, new: Status) -> Iterator[EventToPost]:

@@ -261,3 +261,33 @@ def test_the_spread_of_served_versions_is_shown() -> None:
     weights = status_of(world([pod(0), pod(1)], written=written))["weights"]
     assert (weights["oldestServing"], weights["newestServing"], weights["skew"]) == ("step-1", "step-2", 1)
     assert (weights["stale"], weights["worldSize"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param(
+            world([pod(0), pod(1, ready=False, status=crashed(message="ValueError: no such layer."))], written=record(row(0))), id="log"
+        ),
+        pytest.param(
+            world([pod(0), pod(1, ready=False, status=waiting("CreateContainerError", "no such file."))], written=record(row(0))),
+            id="create",
+        ),
+        pytest.param(
+            world(
+                [pod(0), pod(1, ready=False, status={"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory. "})]
+            ),
+            id="evicted",
+        ),
+        pytest.param(
+            world([pod(0), pod(1, ready=False, status=unschedulable("0/3 nodes are available: 3 Insufficient cpu."))]), id="scheduler"
+        ),
+        pytest.param(world([pod(0), pod(1, ready=False, status=unschedulable("no node fits"))]), id="no stop"),
+        pytest.param(world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout.")), id="update"),
+        pytest.param(world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout")), id="update without"),
+    ],
+)
+def test_what_is_quoted_ends_with_one_full_stop(seen: World) -> None:
+    status = status_of(seen)
+    said = [one["message"] for one in status["conditions"]] + [row["reason"] for row in status["engines"] if row.get("reason")]
+    assert [text for text in said if not text.endswith((".", ".)")) or ".." in text or " ." in text] == []
