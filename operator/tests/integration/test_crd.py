@@ -63,13 +63,8 @@ def test_explain_describes_every_field_of_the_spec(api: ControlPlane) -> None:
 def test_what_is_rendered_is_accepted_and_stays_as_it_is(api: ControlPlane, path: Path) -> None:
     """One pass makes everything; the second one, over what the API server made of it, has nothing to do."""
     namespace = f"crd-{path.stem}"
-    api.kubectl("create", "namespace", namespace)
-    cr = yaml.safe_load(path.read_text())
-    cr["metadata"] = {"name": cr["metadata"]["name"], "namespace": namespace}
-    api.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(cr))
-
-    _execute(api, _observe(api, namespace, cr["metadata"]["name"]))
-    after = plan(_observe(api, namespace, cr["metadata"]["name"]), SETTINGS)
+    _applied(api, namespace, "demo", path)
+    after = plan(_observe(api, namespace, "demo"), SETTINGS)
 
     assert [(a.object["kind"], a.object["metadata"]["name"], a.reason) for a in after.actions if isinstance(a, Apply)] == []
     assert after.actions == ()
@@ -78,11 +73,7 @@ def test_what_is_rendered_is_accepted_and_stays_as_it_is(api: ControlPlane, path
 
 def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
     name, namespace = "shown", "crd-status"
-    api.kubectl("create", "namespace", namespace)
-    cr = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
-    cr["metadata"] = {"name": name, "namespace": namespace}
-    api.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(cr))
-    _execute(api, _observe(api, namespace, name))
+    cr = _applied(api, namespace, name, ROOT / "examples/rollout-cpu.yaml")
     record = {
         "term": 3,
         "epoch": 5,
@@ -126,11 +117,7 @@ def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
 
 def test_a_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     name, namespace = "drift", "crd-drift"
-    api.kubectl("create", "namespace", namespace)
-    cr = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
-    cr["metadata"] = {"name": name, "namespace": namespace}
-    api.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(cr))
-    _execute(api, _observe(api, namespace, name))
+    _applied(api, namespace, name, ROOT / "examples/rollout-cpu.yaml")
     api.kubectl("delete", "service", f"{name}-router", "-n", namespace)
     api.kubectl("patch", "service", f"{name}-engines", "-n", namespace, "-p", '{"spec": {"selector": {"more": "than-ours"}}}')
     api.kubectl("scale", "statefulset", f"{name}-engine-1", "-n", namespace, "--replicas=0")
@@ -149,6 +136,16 @@ def test_a_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     _execute(api, _observe(api, namespace, name))
     assert plan(_observe(api, namespace, name), SETTINGS).actions == ()
     assert "more" not in api.get("service", f"{name}-engines", "-n", namespace)["spec"]["selector"], "it selects nothing"
+
+
+def _applied(api: ControlPlane, namespace: str, name: str, path: Path) -> dict[str, Any]:
+    """Apply the custom resource of a file, and all that the plan wants for it, in a new namespace."""
+    api.kubectl("create", "namespace", namespace)
+    cr: dict[str, Any] = yaml.safe_load(path.read_text())
+    cr["metadata"] = {"name": name, "namespace": namespace}
+    api.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(cr))
+    _execute(api, _observe(api, namespace, name))
+    return cr
 
 
 def _observe(api: ControlPlane, namespace: str, name: str) -> World:
