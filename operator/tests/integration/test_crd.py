@@ -95,6 +95,13 @@ def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
             "engines": [f"{name}-engine-0"],
         },
     }
+    # Controllers make the pods meanwhile; a status from before them is another one.
+    wait_until(
+        lambda: len(_observe(api, namespace, name).pods) == 3,
+        seconds=30,
+        what="the pods of two engines and a router are not made",
+        every=0.5,
+    )
     patch = json.dumps({"data": {"weights.json": json.dumps(record)}})
     api.kubectl("patch", "configmap", f"{name}-weights", "-n", namespace, "--type=merge", "-p", patch)
 
@@ -149,7 +156,7 @@ def _applied(api: ControlPlane, namespace: str, name: str, path: Path) -> dict[s
 
 
 def _observe(api: ControlPlane, namespace: str, name: str) -> World:
-    """What the operator reads; waits until controllers of the API server have seen the newest objects."""
+    """What the operator reads."""
     kinds = ",".join([*(kind.plural for kind in CHILD_KINDS), "pods"])
     found: list[dict[str, Any]] = api.get(kinds, "-n", namespace, "-l", f"{LABEL_ROLLOUT}={name}")["items"]
     pods = [item for item in found if item["kind"] == "Pod"]
