@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,3 +292,19 @@ def test_what_is_quoted_ends_with_one_full_stop(seen: World) -> None:
     status = status_of(seen)
     said = [one["message"] for one in status["conditions"]] + [row["reason"] for row in status["engines"] if row.get("reason")]
     assert [text for text in said if not text.endswith((".", ".)")) or ".." in text or " ." in text] == []
+
+
+def test_operations_explains_every_reason_that_ready_can_have() -> None:
+    page = (Path(__file__).parents[4] / "docs/operations.md").read_text()
+    other_conditions = {
+        Reason.ENGINES_SERVING,
+        Reason.NO_ENGINE_SERVING,
+        Reason.SETTLED,
+        Reason.AS_EXPECTED,
+        Reason.ROUTER_RUNNING,
+        Reason.ALL_AT_COMMITTED,
+        Reason.NOT_REPORTED,
+        Reason.SCALING,
+        Reason.UPDATE_FAILED,
+    }
+    assert [reason.value for reason in Reason if reason not in other_conditions and f"`{reason}`" not in page] == []
