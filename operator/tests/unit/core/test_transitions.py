@@ -6,7 +6,9 @@ from typing import Any
 
 from worlds import NOW, SETTINGS, V1, V2, cr, crashed, pod, record, row, world
 
+from sglang_rollout.api.conditions import Reason
 from sglang_rollout.core.events import transitions
+from sglang_rollout.core.findings import Failure
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineState, Version
@@ -91,6 +93,12 @@ def test_a_rolling_update_starts_and_finishes() -> None:
     rolling = world([pod(0, current="older"), pod(1)], written=record(row(0), row(1)))
     assert ("Normal", "RollingUpdateStarted") in reasons(HEALTHY, rolling)
     assert ("Normal", "RollingUpdateFinished") in reasons(rolling, HEALTHY)
+
+
+def test_a_name_that_is_taken_is_told() -> None:
+    taken = build_status(HEALTHY, SETTINGS, NOW, Failure(Reason.NAME_TAKEN, "Service demo-router exists."))
+    (told,) = transitions(build_status(HEALTHY, SETTINGS, NOW), taken)
+    assert (told.type, told.reason, told.message) == ("Warning", "NameTaken", "Service demo-router exists.")
 
 
 def test_an_object_that_cannot_be_read_is_told_at_once() -> None:
