@@ -49,11 +49,14 @@ generate: venv ## Write everything that is generated: CRD, CR reference, chart R
 	@$(BIN)/python -m sglang_rollout.api.crdgen
 	@$(BIN)/python charts/generate.py
 
+golden: venv ## Write the golden files anew (rendered objects, haproxy's configuration); read the diff
+	@UPDATE_GOLDEN=1 $(BIN)/pytest -q operator/tests/golden operator/tests/unit/proxy/test_proxy_config.py -k golden
+
 lock: venv ## Resolve requirements/*.lock anew
 	@requirements/lock.sh
 
 test-fast: venv ## Unit, property and golden tests: no root, no cluster, no engine
-	@$(BIN)/pytest -q operator/tests -m "not engine and not router and not controlplane and not cluster"
+	@$(BIN)/pytest -q operator/tests e2e/tests -m "not engine and not router and not controlplane and not cluster"
 
 test: ## All tests, on a cluster made for them (CLUSTER=current: on yours)
 	@e2e/test.sh

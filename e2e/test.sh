@@ -34,7 +34,7 @@ run "what is missing on this machine" make --no-print-directory preflight
 run "Kubernetes binaries" make --no-print-directory cluster-binaries
 run "SGLang for CPU" make --no-print-directory engine-venv
 failed=0
-run "unit, property, golden, contract and integration tests" .venv/bin/pytest operator/tests || failed=1
+run "unit, property, golden, contract and integration tests" .venv/bin/pytest operator/tests e2e/tests || failed=1
 if [ "$CLUSTER" = none ]; then
   summary+=("SKIPPED e2e/cases: CLUSTER=none has no cluster")
 else

@@ -12,9 +12,14 @@ from e2e.cases.actions import Client, document, generate, push, serving
 from e2e.kube import Kubectl, condition, eventually
 
 
+def members(url: str) -> dict[str, dict[str, Any]]:
+    """Every engine's row of the discovery document."""
+    return {row["name"]: row for row in document(url)["members"]}
+
+
 def member(url: str, name: str) -> dict[str, Any]:
-    """One engine's row of the discovery document."""
-    return {row["name"]: row for row in document(url)["members"]}[name]
+    """One engine's row."""
+    return members(url)[name]
 
 
 def restarts(kubectl: Kubectl, pod: str, container: str) -> int:
@@ -27,7 +32,7 @@ def restarts(kubectl: Kubectl, pod: str, container: str) -> int:
 def router_pod(kubectl: Kubectl, fleet: str) -> str:
     """The router's running pod."""
     pods = kubectl.list("pods", f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component=router")
-    return next(pod["metadata"]["name"] for pod in pods if not pod["metadata"].get("deletionTimestamp"))
+    return next(str(pod["metadata"]["name"]) for pod in pods if not pod["metadata"].get("deletionTimestamp"))
 
 
 @pytest.mark.parametrize("how", ["container", "pod"])
@@ -107,6 +112,8 @@ def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str, whol
     kubectl("delete", "service", f"{fleet}-engines")
     eventually("it is back", lambda: kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"] != old, within=20)
     serving(url, 2, within=60)
+    assert generate(url).status_code == 200
+    assert {name: row["gate_open"] for name, row in members(url).items()} == {f"{fleet}-engine-0": True, f"{fleet}-engine-1": True}
 
 
 def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:

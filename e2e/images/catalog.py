@@ -33,8 +33,9 @@ class Image:
         return f"{PREFIX}/{self.name}:{TAG}"
 
     def key(self, base: str) -> str:
-        """Return the hash of everything that goes into the image, the base image's name included."""
-        files = files_below(IMAGES / self.name, *_SHARED, *self.files)
+        """Return the hash of everything that goes into the image, the base image's name included. Not of texts for people:
+        ``.dockerignore`` leaves them out too."""
+        files = [path for path in files_below(IMAGES / self.name, *_SHARED, *self.files) if path.suffix != ".md"]
         return content_key(files, base, os.environ.get("TORCH_INDEX", ""), os.uname().machine)
 
 

@@ -67,10 +67,10 @@ class Policy:
         gap = (logprobs.detach() - torch.tensor(sampled_logprobs)).abs().max().item()
         return Step(reward=rewards.mean().item(), gap=gap)
 
-    @torch.no_grad()
     def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """The most likely continuation of each prompt."""
         sequences = torch.tensor(prompts)
-        for _ in range(tokens):
-            sequences = torch.cat([sequences, self.model(sequences).logits[:, -1:].argmax(-1)], dim=1)
+        with torch.no_grad():
+            for _ in range(tokens):
+                sequences = torch.cat([sequences, self.model(sequences).logits[:, -1:].argmax(-1)], dim=1)
         return [row[PROMPT_TOKENS:] for row in sequences.tolist()]

@@ -23,15 +23,17 @@ class Subcommand:
     extra: str
     """Extra of the package that brings its libraries; empty: the base install is enough."""
     help: str
+    part: bool = False
+    """It is a part of a fleet: started by the operator's pods and by ``local``, hardly ever by a person."""
 
 
 SUBCOMMANDS = {
-    "agent": Subcommand("sglang_rollout.agent.cli:command", "fleet", "The sidecar of one engine."),
-    "crd": Subcommand("sglang_rollout.api.crdgen:command", "operator", "Print the CustomResourceDefinition."),
-    "fleet": Subcommand("sglang_rollout.fleet.cli:command", "fleet", "The coordinator of one fleet."),
-    "local": Subcommand("sglang_rollout.local.cli:command", "fleet", "A fleet on this machine, without Kubernetes."),
-    "operator": Subcommand("sglang_rollout.runtime.cli:command", "operator", "The Kubernetes operator."),
-    "proxy": Subcommand("sglang_rollout.proxy.cli:command", "fleet", "Configuration of gate and front."),
+    "agent": Subcommand("sglang_rollout.agent.cli:command", "fleet", "The sidecar of one engine.", part=True),
+    "crd": Subcommand("sglang_rollout.api.crdgen:command", "operator", "Print the CustomResourceDefinition, for kubectl apply."),
+    "fleet": Subcommand("sglang_rollout.fleet.cli:command", "fleet", "The coordinator: the control API of all engines.", part=True),
+    "local": Subcommand("sglang_rollout.local.cli:command", "fleet", "Run a fleet on this machine, in front of SGLang servers."),
+    "operator": Subcommand("sglang_rollout.runtime.cli:command", "operator", "Run the Kubernetes operator."),
+    "proxy": Subcommand("sglang_rollout.proxy.cli:command", "fleet", "The proxies: gate and front (haproxy), smg.", part=True),
 }
 
 
@@ -49,8 +51,9 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table of ``--help`` without importing anything."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, SUBCOMMANDS[name].help) for name in self.list_commands(ctx)])
+        for title, part in (("Commands", False), ("Parts of a fleet, started by the operator's pods and by local", True)):
+            with formatter.section(title):
+                formatter.write_dl([(name, SUBCOMMANDS[name].help) for name in self.list_commands(ctx) if SUBCOMMANDS[name].part is part])
 
 
 def load(name: str, subcommand: Subcommand) -> click.Command:
@@ -70,7 +73,8 @@ def load(name: str, subcommand: Subcommand) -> click.Command:
     return command
 
 
-@click.group(cls=LazyGroup)
+# click stops at 80 columns by itself, where most sentences of an option break in two.
+@click.group(cls=LazyGroup, context_settings={"max_content_width": 120})
 @click.version_option(__version__, prog_name="sglang-rollout")
 def main() -> None:
     """SGLang rollout fleets: one URL to generate and to push policy weights."""

@@ -46,6 +46,7 @@ class Reason(StrEnum):
 
     INVALID_SPEC = "InvalidSpec"
     APPLY_FAILED = "ApplyFailed"
+    NAME_TAKEN = "NameTaken"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     ENGINE_CRASHED = "EngineCrashed"
     CREATE_FAILED = "CreateFailed"

@@ -96,7 +96,7 @@ def generated() -> dict[Path, str]:
 
 @click.command(name="crd")
 def command() -> None:
-    """Print the CustomResourceDefinition, for `kubectl apply --server-side -f -`."""
+    """Print the CustomResourceDefinition: `sglang-rollout crd | kubectl apply --server-side -f -`."""
     click.echo(crd_yaml(), nl=False)
 
 

@@ -295,8 +295,9 @@ class Weights(ApiModel):
 
     model_config = ConfigDict(
         json_schema_extra=rules(
+            # has(versionPolicy): the API server tries the rule on the default of weights, {}, before it fills in its fields.
             rule(
-                "has(self.maxStaleness) == (self.versionPolicy == 'MaxStaleness')",
+                "has(self.maxStaleness) == (has(self.versionPolicy) && self.versionPolicy == 'MaxStaleness')",
                 "weights.maxStaleness belongs to versionPolicy MaxStaleness: set both, or neither.",
                 field=".maxStaleness",
             )

@@ -9,6 +9,7 @@ from sglang_rollout.api.status import EnginePhase, EngineStatus
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.serving import holds_committed, router_ready, serves
+from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
 from sglang_rollout.wire.models import BASE_LABEL, EngineState, Version
 
@@ -89,10 +90,10 @@ def _failed_before(world: World, name: str) -> bool:
 def _not_ready(pod: Object, failed_before: bool) -> tuple[EnginePhase, Reason, str]:
     found = pods.trouble(pod, failed_before=failed_before)
     if found and found.kind in _TROUBLE_REASONS:
-        return EnginePhase.FAILED, _TROUBLE_REASONS[found.kind], f"{found.text}."
+        return EnginePhase.FAILED, _TROUBLE_REASONS[found.kind], sentence(found.text)
     nowhere = pods.unschedulable(pod)
     if nowhere:
-        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, f"no node can take its pod: {nowhere}"
+        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, sentence(f"no node can take its pod: {nowhere}")
     if found:
         return EnginePhase.STARTING, Reason.PODS_NOT_READY, f"{found.text}; it is starting again."
     if pods.node_of(pod) is None:
@@ -107,7 +108,7 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:
         return EnginePhase.WAITING, Reason.ROUTER_NOT_READY, "it is up; the router is not."
     if row is None:
         return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, "it is up; the coordinator has not reported on it yet."
-    told = f" {row.reason.rstrip('.')}." if row.reason else ""
+    told = f" {sentence(row.reason)}" if row.reason else ""
     if row.catch_up:
         return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, row.catch_up
     if row.state is EngineState.DIRTY:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from sglang_rollout.api.conditions import ConditionType, Reason, find
 from sglang_rollout.api.status import EnginePhase
+from sglang_rollout.core.words import sentence
 
 Status = Mapping[str, Any]
 
@@ -43,18 +44,33 @@ def _engines(old: Status, new: Status) -> Iterator[EventToPost]:
     before = {row["name"]: row for row in old.get("engines", [])}
     for row in new.get("engines", []):
         name, phase = row["name"], row["phase"]
-        was = before.get(name, {}).get("phase")
-        if phase == was:
+        earlier = before.get(name, {})
+        served = _served(old, earlier)
+        if (phase, _served(new, row)) == (earlier.get("phase"), served):
             continue
         if phase == EnginePhase.SERVING:
-            version = f" version {row['version']}" if row.get("version") else ""
-            yield EventToPost("Normal", "EngineServing", f"Engine {name} serves{version}.", f"EngineServing/{name}")
+            if not served:
+                version = f" version {row['version']}" if row.get("version") else ""
+                yield EventToPost("Normal", "EngineServing", f"Engine {name} serves{version}.", f"EngineServing/{name}")
         elif phase == EnginePhase.FAILED:
             yield EventToPost("Warning", "EngineFailed", f"Engine {name}: {row.get('reason', '')}", f"EngineFailed/{name}")
-        elif was == EnginePhase.SERVING and phase == EnginePhase.STOPPING:
+        elif served and phase == EnginePhase.STOPPING:
             yield EventToPost("Normal", "EngineStopping", f"Engine {name}: {row.get('reason', '')}", f"EngineStopping/{name}")
-        elif was == EnginePhase.SERVING:
+        elif served and not _waits_for_router(new, row):
             yield EventToPost("Warning", "EngineLost", f"Engine {name} serves no more: {row.get('reason', '')}", f"EngineLost/{name}")
+
+
+def _waits_for_router(status: Status, row: Mapping[str, Any]) -> bool:
+    """Whether the engine is up and only the router is not, so that nobody can say how it is. One Event tells of the
+    router; one for each engine would call all of them lost."""
+    return row.get("phase") == EnginePhase.WAITING and find(status, ConditionType.ROUTER_READY).get("status") != "True"
+
+
+def _served(status: Status, row: Mapping[str, Any]) -> bool:
+    """Whether the engine served, or did when the router was last there to say so."""
+    if not _waits_for_router(status, row):
+        return row.get("phase") == EnginePhase.SERVING
+    return row.get("weights") == "clean" and row.get("version") == (status.get("weights") or {}).get("committedVersion")
 
 
 def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
@@ -79,7 +95,7 @@ def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
     last = after.get("lastUpdate")
     if last and last != before.get("lastUpdate") and last["outcome"] != "Committed":
         message = f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
-        yield EventToPost("Warning", "WeightUpdateFailed", message, "WeightUpdateFailed")
+        yield EventToPost("Warning", "WeightUpdateFailed", sentence(message), "WeightUpdateFailed")
 
 
 def _rolling(old: Status, new: Status) -> Iterator[EventToPost]:
@@ -100,6 +116,7 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
         yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
     elif after.get("reason") in {
         Reason.APPLY_FAILED,
+        Reason.NAME_TAKEN,
         Reason.INVALID_SPEC,
         Reason.INSUFFICIENT_CAPACITY,
         Reason.ROUTER_NOT_READY,

@@ -10,6 +10,7 @@ from sglang_rollout.api.status import EnginePhase
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
 from sglang_rollout.core.serving import router_ready
+from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import UpdateOutcome
 
@@ -29,18 +30,26 @@ _NEEDS_A_PERSON = frozenset({Reason.IMAGE_PULL_FAILED, Reason.CREATE_FAILED, Rea
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why an action of the plan could not be carried out."""
+
+    reason: Reason
+    sentence: str
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the conditions are made from."""
 
     world: World
     wanted: list[EngineView]
     leaving: list[EngineView]
-    failure: str
+    failure: Failure | None
     router: bool
     """The router runs."""
 
     @classmethod
-    def of(cls, world: World, views: Sequence[EngineView], failure: str) -> Facts:
+    def of(cls, world: World, views: Sequence[EngineView], failure: Failure | None) -> Facts:
         """Sort out ``views``."""
         replicas = world.rollout.spec.replicas if world.rollout else 0
         return cls(world, list(views[:replicas]), list(views[replicas:]), failure, router_ready(world))
@@ -67,16 +76,16 @@ class Facts:
         for pod in self.world.router_pods():
             found = pods.trouble(pod)
             if found:
-                return f"Router pod {pod['metadata']['name']}: {found.text}."
+                return sentence(f"Router pod {pod['metadata']['name']}: {found.text}")
             nowhere = pods.unschedulable(pod)
             if nowhere:
-                return f"Router pod {pod['metadata']['name']}: no node can take it: {nowhere}"
+                return sentence(f"Router pod {pod['metadata']['name']}: no node can take it: {nowhere}")
         return "The router is starting."
 
 
-def invalid_findings(sentence: str) -> list[Finding]:
+def invalid_findings(why: str) -> list[Finding]:
     """Return the conditions of an object that cannot be read."""
-    message = f"The spec cannot be acted on: {sentence} Nothing is changed until then."
+    message = f"The spec cannot be acted on: {why} Nothing is changed until then."
     return [
         Finding(ConditionType.READY, "False", Reason.INVALID_SPEC, message),
         Finding(ConditionType.AVAILABLE, "Unknown", Reason.INVALID_SPEC, message),
@@ -95,7 +104,7 @@ def _ready(facts: Facts) -> Finding:
         return Finding(ConditionType.READY, "False", reason, message)
 
     if facts.failure:
-        return no(Reason.APPLY_FAILED, facts.failure)
+        return no(facts.failure.reason, facts.failure.sentence)
     worst = facts.worst
     if worst and worst.reason in _NEEDS_A_PERSON:
         return no(worst.reason, _sentence(facts, worst))
@@ -172,7 +181,7 @@ def _weights(facts: Facts) -> Finding:
 def _degraded(facts: Facts) -> Finding:
     kind, worst, record = ConditionType.DEGRADED, facts.worst, facts.world.record
     if facts.failure:
-        return Finding(kind, "True", Reason.APPLY_FAILED, facts.failure)
+        return Finding(kind, "True", facts.failure.reason, facts.failure.sentence)
     if worst and worst.reason in _NEEDS_A_PERSON:
         return Finding(kind, "True", worst.reason, _sentence(facts, worst))
     for pod in facts.world.router_pods():
@@ -181,7 +190,7 @@ def _degraded(facts: Facts) -> Finding:
     last = record.last_update if record else None
     if last and last.outcome is not UpdateOutcome.COMMITTED:
         message = f"The last weight update (to {version_text(last.version)}) ended {last.outcome.value}: {last.reason or 'no reason given'}"
-        return Finding(kind, "True", Reason.UPDATE_FAILED, message)
+        return Finding(kind, "True", Reason.UPDATE_FAILED, sentence(message))
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
 
 
@@ -189,9 +198,9 @@ def _sentence(facts: Facts, worst: EngineView) -> str:
     return _and_more(worst.sentence, sum(view.reason == worst.reason for view in facts.wanted))
 
 
-def _and_more(sentence: str, count: int) -> str:
+def _and_more(text: str, count: int) -> str:
     others = count - 1
-    return sentence if others < 1 else f"{sentence} ({others} more engine{'s' if others > 1 else ''} for the same reason.)"
+    return text if others < 1 else f"{text} ({others} more engine{'s' if others > 1 else ''} for the same reason.)"
 
 
 def _rolling(facts: Facts) -> str:

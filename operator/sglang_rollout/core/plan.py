@@ -42,6 +42,8 @@ class Apply:
     """Why, for the log."""
     needs_token: bool = False
     """The object is the control Secret and holds no token yet: put a random one in first."""
+    unseen: bool = False
+    """No object of this name carries the rollout's label. One without it may be there: ask :func:`stranger` first."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,38 @@ def plan(world: World, settings: Settings) -> Plan:
             continue
         reason = "does not exist" if live is None else difference(rendered, live)
         if reason:
-            applies.append(Apply(rendered, reason, needs_token=rendered["kind"] == "Secret" and token is None))
+            needs_token = rendered["kind"] == "Secret" and token is None
+            applies.append(Apply(rendered, reason, needs_token=needs_token, unseen=live is None))
     prunes = _prunes(world, wanted)
     restarts, waits = _rolling(world, {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)})
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
     return Plan((*applies, *prunes, *restarts), requeue)
 
 
+def stranger(live: Object, wanted: Object) -> str:
+    """Return why ``live``, which has the name of ``wanted``, must be left alone, as a sentence; empty if it may be
+    applied to.
+
+    Ours is what carries our label or our owner reference: a child whose label somebody took off is healed, and one that
+    lost its owner is adopted. Anything else is a user's own object that happens to have the name.
+    """
+    name, rollout = wanted["metadata"]["name"], wanted["metadata"]["labels"][names.LABEL_ROLLOUT]
+    if (live["metadata"].get("labels") or {}).get(names.LABEL_ROLLOUT) == rollout:
+        return ""
+    if (_controller(live) or {}).get("uid") == (_controller(wanted) or {})["uid"]:
+        return ""
+    return (
+        f"{wanted['kind']} {name} exists and does not belong to this rollout, so it is left alone. Delete it, give the SGLangRollout"
+        f" another name, or hand the object over with the label {names.LABEL_ROLLOUT}={rollout}."
+    )
+
+
 def _is_leftover(live: Object, uid: str) -> bool:
     """Whether the object goes away by itself: it is being deleted, or belongs to an earlier custom resource of the same
     name.
 
-    Applying to it would give it two controllers, which the API server refuses. Objects without a controller (left by
-    ``kubectl delete --cascade=orphan``) are adopted.
+    Applying to it would give it two controllers, which the API server refuses. Objects with our label and without a
+    controller (left by ``kubectl delete --cascade=orphan``) are adopted.
     """
     if live["metadata"].get("deletionTimestamp"):
         return True

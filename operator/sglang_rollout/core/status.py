@@ -17,7 +17,7 @@ from sglang_rollout.api.status import (
 )
 from sglang_rollout.core import names
 from sglang_rollout.core.engine_rows import EngineView, engine_views, version_text
-from sglang_rollout.core.findings import Facts, findings, invalid_findings
+from sglang_rollout.core.findings import Facts, Failure, findings, invalid_findings
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineRow, EngineState, Record, Version
@@ -26,11 +26,11 @@ from sglang_rollout.wire.ports import FLEET, FRONT_PORT
 _LONGEST_MESSAGE = 2000
 
 
-def build_status(world: World, settings: Settings, now: str, failure: str = "") -> dict[str, Any]:
+def build_status(world: World, settings: Settings, now: str, failure: Failure | None = None) -> dict[str, Any]:
     """Return the complete status.
 
     ``now`` (RFC 3339) is used only for the ``lastTransitionTime`` of conditions whose status changed, so that an
-    unchanged fleet has an unchanged status. ``failure`` is what the last apply failed with, as a sentence.
+    unchanged fleet has an unchanged status. ``failure`` is why the plan could not be carried out.
     """
     del settings  # nothing the operator was started with is reported; the parameter keeps the signature beside plan()
     metadata = world.cr["metadata"]

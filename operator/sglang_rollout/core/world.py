@@ -10,6 +10,7 @@ import pydantic
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
+from sglang_rollout.core.words import sentence
 from sglang_rollout.wire.models import EngineRow, Record
 
 Object = dict[str, Any]
@@ -100,7 +101,8 @@ def _parse(cr: Object) -> tuple[SGLangRollout | None, str]:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return None, f"{where}: {first['msg']}. The object was stored under another version of the API: apply it again."
+        said = sentence(f"{where}: {first['msg']}")
+        return None, f"{said} The object was stored under another version of the API: apply it again."
 
 
 def _record(config_map: Object | None) -> tuple[Record | None, str]:

@@ -39,27 +39,37 @@ class CannotStartError(click.ClickException):
 
 
 @click.command(name="local")
-@click.option("--engine", "engines", multiple=True, required=True, metavar="URL[,tp=N]", help="An SGLang server; once for each.")
+@click.option(
+    "--engine", "engines", multiple=True, required=True, metavar="URL[,tp=N]", help="An SGLang server that runs or will; repeat for more."
+)
 @click.option("--listen", type=ADDRESS, default="127.0.0.1:30000", show_default=True, help="The fleet's one URL.")
 @click.option(
-    "--backend", type=click.Choice(["nccl", "gloo"]), default="nccl", show_default=True, help="For groups of trainers that name none."
+    "--backend",
+    type=click.Choice(["nccl", "gloo"]),
+    default="nccl",
+    show_default=True,
+    help="Backend of weight groups whose trainer names none.",
 )
-@click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How an engine is chosen.")
+@click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How smg chooses an engine.")
 @click.option(
     "--pause-mode",
     type=click.Choice([mode.value for mode in PauseMode]),
     default="retract",
     show_default=True,
-    help="How engines are paused when the trainer does not do it.",
+    help="How engines are paused for an update when the trainer does not pause them itself.",
 )
 @click.option("--tensor-size", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of engines without tp=N.")
 @click.option(
     "--state-dir",
     type=click.Path(path_type=Path),
-    help="Folder for records, token and logs; kept [default: a temporary one, removed at the end].",
+    show_default="a temporary one, removed at the end",
+    help="Folder for records, token and logs; it is kept.",
 )
 @click.option(
-    "--base-port", type=click.IntRange(1024, 65000), help="First of the loopback ports of the parts [default: free ones are looked for]."
+    "--base-port",
+    type=click.IntRange(1024, 65000),
+    show_default="free ones are looked for",
+    help="First of the loopback ports that the parts listen on.",
 )
 def command(
     *,
@@ -72,7 +82,11 @@ def command(
     state_dir: Path | None,
     base_port: int | None,
 ) -> None:
-    """A fleet on this machine, without Kubernetes. Runs until Ctrl-C or SIGTERM."""
+    """Run a fleet on this machine, without Kubernetes, in front of SGLang servers. Ends with Ctrl-C or SIGTERM; the servers go on.
+
+    \b
+    sglang-rollout local --engine http://127.0.0.1:30101 --engine http://127.0.0.1:30102,tp=2
+    """
     try:
         parsed = tuple(parse_engine(text, tensor_size) for text in engines)
     except ValueError as error:

@@ -10,8 +10,9 @@ import resource
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -28,6 +29,8 @@ from sglang_rollout.proxy.config import (
 from sglang_rollout.proxy.smg import POLICIES, smg_args
 from sglang_rollout.proxy.versions import NO_VERSION, VERSION_KEY, version_map_of
 from sglang_rollout.wire import ports
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin"
 """Where distributions put haproxy; an ordinary user's PATH often lacks the sbin folders."""
@@ -51,31 +54,42 @@ class AddressType(click.ParamType[Address]):
 ADDRESS = AddressType()
 
 
+_print = click.option("--print", "only_print", is_flag=True, help="Print what would be run, and exit.")
+
+
+def _maxconn(default: int) -> Callable[[_F], _F]:
+    text = "Most connections at once; lowered to fit the limit on open files."
+    return click.option("--maxconn", type=click.IntRange(64), default=default, show_default=True, help=text)
+
+
+def _runtime_dir(default: str) -> Callable[[_F], _F]:
+    text = "Writable folder for haproxy's configuration."
+    return click.option("--runtime-dir", type=click.Path(path_type=Path), show_default=default, help=text)
+
+
 @click.group(name="proxy")
 def command() -> None:
-    """Become one of the fleet's proxies: gate, front or smg."""
+    """Become one of the fleet's proxies: gate or front (both haproxy), or smg (the SGLang router).
+
+    Each writes the configuration or command line that the fleet needs and replaces itself by the proxy; --print shows it.
+    """
 
 
-@command.command()
+@command.command(short_help="In front of one engine (haproxy); closed until the agent opens it.")
 @click.option(
     "--listen", type=ADDRESS, default=f"0.0.0.0:{ports.GATE_PORT}", show_default=True, help="Where the engine is reached by others."
 )
 @click.option("--engine", type=ADDRESS, default=f"127.0.0.1:{ports.ENGINE_PORT}", show_default=True, help="The SGLang server.")
-@click.option("--agent", type=ADDRESS, default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="The agent.")
-@click.option("--socket", required=True, help="haproxy's stats socket, through which the agent opens and closes the gate.")
-@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Writable folder for the configuration [default: the socket's].")
-@click.option(
-    "--maxconn",
-    type=click.IntRange(64),
-    default=GATE_CONNECTIONS,
-    show_default=True,
-    help="Most connections; lowered to fit the limit on open files.",
-)
-@click.option("--print", "only_print", is_flag=True, help="Print the configuration and exit.")
+@click.option("--agent", type=ADDRESS, default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="The engine's agent.")
+@click.option("--socket", required=True, metavar="PATH", help="haproxy's stats socket, through which the agent opens and closes the gate.")
+@_runtime_dir("the socket's folder")
+@_maxconn(GATE_CONNECTIONS)
+@_print
 def gate(
     *, listen: Address, engine: Address, agent: Address, socket: str, runtime_dir: Path | None, maxconn: int, only_print: bool
 ) -> None:
-    """haproxy in front of one engine; closed until the engine's agent opens it."""
+    """The gate: haproxy in front of one engine. Requests for tokens pass only while the engine's agent has opened it; every other call
+    goes to the agent."""
     params = GateParams(listen=listen, engine=engine, agent=agent, socket=socket, maxconn=_connections(maxconn, only_print))
     try:
         text = gate_config(params)
@@ -84,43 +98,42 @@ def gate(
     _print_or_become("gate", text, runtime_dir or Path(socket).parent, only_print, socket=Path(socket))
 
 
-@command.command()
+@command.command(short_help="The fleet's one URL (haproxy): generating goes to smg, the rest to the coordinator.")
 @click.option("--listen", type=ADDRESS, default=f"0.0.0.0:{ports.FRONT_PORT}", show_default=True, help="The fleet's one URL.")
 @click.option("--smg", type=ADDRESS, default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, help="The SGLang router.")
 @click.option("--coordinator", type=ADDRESS, default=f"127.0.0.1:{ports.COORDINATOR_PORT}", show_default=True, help="The coordinator.")
-@click.option(
-    "--runtime-dir",
-    type=click.Path(path_type=Path),
-    help="Writable folder for the configuration [default: the system's folder for temporary files].",
-)
-@click.option(
-    "--maxconn",
-    type=click.IntRange(64),
-    default=FRONT_CONNECTIONS,
-    show_default=True,
-    help="Most connections; lowered to fit the limit on open files.",
-)
+@_runtime_dir("the system's folder for temporary files")
+@_maxconn(FRONT_CONNECTIONS)
 @click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads of haproxy.")
-@click.option("--print", "only_print", is_flag=True, help="Print the configuration and exit.")
+@_print
 def front(
     *, listen: Address, smg: Address, coordinator: Address, runtime_dir: Path | None, maxconn: int, threads: int, only_print: bool
 ) -> None:
-    """haproxy that owns the fleet's URL: generating goes to smg, everything else to the coordinator."""
+    """The front: haproxy that owns the fleet's one URL. Requests for tokens go to smg, every other call to the coordinator."""
     text = front_config(
         FrontParams(listen=listen, smg=smg, coordinator=coordinator, maxconn=_connections(maxconn, only_print), threads=threads)
     )
     _print_or_become("front", text, runtime_dir or Path(tempfile.gettempdir()), only_print)
 
 
-@command.command(context_settings={"ignore_unknown_options": True})
-@click.option("--listen", default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, help="Where smg takes requests.")
-@click.option("--metrics-listen", default=f"127.0.0.1:{ports.SMG_METRICS_PORT}", show_default=True, help="Where smg shows its metrics.")
+@command.command(
+    context_settings={"ignore_unknown_options": True},
+    short_help="The SGLang router, with the settings that weight updates need.",
+)
+@click.option("--listen", default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, metavar="HOST:PORT", help="Where smg takes requests.")
+@click.option(
+    "--metrics-listen",
+    default=f"127.0.0.1:{ports.SMG_METRICS_PORT}",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where smg shows its metrics.",
+)
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How an engine is chosen.")
-@click.option("--served-name", help="Name of the model; requests for the model 'default' then mean it.")
-@click.option("--print", "only_print", is_flag=True, help="Print the command line and exit.")
-@click.argument("extra", nargs=-1, type=click.UNPROCESSED)
+@click.option("--served-name", metavar="NAME", help="Name of the model; requests for the model 'default' then mean it.")
+@_print
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SMG_OPTIONS...]")
 def smg(*, listen: str, metrics_listen: str, policy: str, served_name: str | None, only_print: bool, extra: tuple[str, ...]) -> None:
-    """smg, the SGLang router. What follows -- is handed to it unchanged."""
+    """smg, the SGLang router, with the settings that weight updates need. What follows -- is handed to it unchanged."""
     try:
         args = smg_args(listen=listen, metrics_listen=metrics_listen, policy=policy, served_name=served_name, extra=extra)
     except ValueError as error:

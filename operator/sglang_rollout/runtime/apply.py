@@ -6,11 +6,13 @@ import logging
 import secrets
 from dataclasses import dataclass
 
-from sglang_rollout.core.plan import Apply, Delete, Plan
+from sglang_rollout.api.conditions import Reason
+from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.plan import Apply, Delete, Plan, stranger
 from sglang_rollout.core.render.policies import token_of, with_token
 from sglang_rollout.runtime.errors import Conflict, NotFound, Refused
 from sglang_rollout.runtime.kube import Kube
-from sglang_rollout.runtime.resources import SECRETS, Object, Resource
+from sglang_rollout.runtime.resources import Object, Resource, resource_of
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +26,14 @@ class Outcome:
 
     writes: int
     """Requests that the server accepted. 0: the world is as the plan found it."""
-    failure: str = ""
-    """The server's sentence for the first apply that it refused; empty when all went well."""
+    failure: Failure | None = None
+    """Why the first apply that did not go through did not; None when all went well."""
 
 
 async def execute(kube: Kube, namespace: str, plan: Plan) -> Outcome:
     """Run the actions in order. Raises ApiUnavailable or Conflict when the whole should be tried again."""
     done: list[str] = []
-    failure = ""
+    failure: Failure | None = None
     try:
         for action in plan.actions:
             if isinstance(action, Delete):
@@ -39,10 +41,9 @@ async def execute(kube: Kube, namespace: str, plan: Plan) -> Outcome:
                 if not failure and await _delete(kube, namespace, action):
                     done.append(f"deleted {action.kind} {action.name}: {action.reason}")
                 continue
-            try:
-                await _apply(kube, namespace, action)
-            except Refused as error:
-                failure = failure or str(error)
+            found = await _apply(kube, namespace, action)
+            if found:
+                failure = failure or found
             else:
                 name = action.object["metadata"]["name"]
                 done.append(f"applied {action.object['kind']} {name}: {action.reason}")
@@ -60,28 +61,45 @@ def _tell(namespace: str, done: list[str]) -> None:
         log.debug("%s: %s", namespace, line)
 
 
-async def _apply(kube: Kube, namespace: str, action: Apply) -> None:
+async def _apply(kube: Kube, namespace: str, action: Apply) -> Failure | None:
+    """Why it did not go through; None if it did."""
+    try:
+        if action.unseen or action.needs_token:
+            live = await _live(kube, namespace, action.object)
+            taken = stranger(live, action.object) if live else ""
+            if taken:
+                return Failure(Reason.NAME_TAKEN, taken)
+            await _make(kube, action, live)
+        else:
+            await kube.apply(action.object)
+    except Refused as error:
+        return Failure(Reason.APPLY_FAILED, str(error))
+    return None
+
+
+async def _live(kube: Kube, namespace: str, obj: Object) -> Object | None:
+    try:
+        return await kube.get(resource_of(obj), namespace, obj["metadata"]["name"])
+    except NotFound:
+        return None
+
+
+async def _make(kube: Kube, action: Apply, live: Object | None) -> None:
+    """Apply over what there is. If there is nothing, nobody who is faster is overwritten: Conflict then, and all is looked
+    at again.
+    """
     obj = action.object
     if action.needs_token:
-        await _make_token(kube, namespace, obj)
-    else:
+        # A token that is there stays, because engines may have read it already. The plan does not see it when somebody
+        # took the label off the Secret.
+        obj = with_token(obj, token_of(live) or secrets.token_urlsafe(TOKEN_BYTES))
+    if live is not None:
         await kube.apply(obj)
-
-
-async def _make_token(kube: Kube, namespace: str, secret: Object) -> None:
-    """Create rather than apply: a token that is there stays, because engines may have read it already.
-
-    The plan sees no token also when somebody took the label off the Secret, and two operators (an upgrade in which
-    both run for a moment) may both find none.
-    """
-    filled = with_token(secret, secrets.token_urlsafe(TOKEN_BYTES))
-    try:
-        await kube.create(filled)
-    except Conflict as error:
-        if not error.already_exists:
-            raise
-        token = token_of(await kube.get(SECRETS, namespace, secret["metadata"]["name"]))
-        await kube.apply(with_token(secret, token) if token else filled)
+    elif action.needs_token:
+        # Apply would not do: of two operators (an upgrade in which both run for a moment) each may replace what is its own.
+        await kube.create(obj)
+    else:
+        await kube.apply(obj, force=False)
 
 
 async def _delete(kube: Kube, namespace: str, action: Delete) -> bool:

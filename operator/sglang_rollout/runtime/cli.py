@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
@@ -15,6 +17,16 @@ from sglang_rollout.runtime.settings import OperatorSettings, configure_logging
 from sglang_rollout.wire.ports import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 
 ENV = "SGLANG_ROLLOUT"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def setting(name: str, default: str | int, text: str, kind: click.ParamType[Any] | None = None) -> Callable[[_F], _F]:
+    """An option that the environment may give too."""
+    variable = f"{ENV}_{name.upper().replace('-', '_')}"
+    return click.option(f"--{name}", default=default, envvar=variable, show_default=True, type=kind, help=text)
+
+
+PORT = click.IntRange(0, 65535)
 
 
 @click.command()
@@ -22,60 +34,21 @@ ENV = "SGLANG_ROLLOUT"
     "--namespace",
     "namespaces",
     multiple=True,
+    metavar="NAME",
     envvar=f"{ENV}_NAMESPACES",
-    help="Namespace to look after; repeat for more. None: all namespaces.",
+    help="Namespace to look after; repeat for more.  [default: all namespaces]",
 )
-@click.option(
-    "--fleet-image",
-    default=f"sglang-rollout/fleet:{__version__}",
-    envvar=f"{ENV}_FLEET_IMAGE",
-    show_default=True,
-    help="Image of agent and coordinator.",
-)
-@click.option(
-    "--router-image",
-    default=f"sglang-rollout/router:{__version__}",
-    envvar=f"{ENV}_ROUTER_IMAGE",
-    show_default=True,
-    help="Image of gate, front and smg.",
-)
-@click.option(
-    "--image-pull-policy",
-    default="IfNotPresent",
-    envvar=f"{ENV}_IMAGE_PULL_POLICY",
-    show_default=True,
-    type=click.Choice(["Always", "IfNotPresent", "Never"]),
-    help="Pull policy of these two images.",
-)
-@click.option(
-    "--metrics-port",
-    default=OPERATOR_METRICS_PORT,
-    envvar=f"{ENV}_METRICS_PORT",
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port of /metrics; 0: none.",
-)
-@click.option(
-    "--health-port",
-    default=OPERATOR_HEALTH_PORT,
-    envvar=f"{ENV}_HEALTH_PORT",
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port of /healthz; 0: none.",
-)
+@setting("fleet-image", f"sglang-rollout/fleet:{__version__}", "Image of agent and coordinator.")
+@setting("router-image", f"sglang-rollout/router:{__version__}", "Image of gate, front and smg.")
+@setting("image-pull-policy", "IfNotPresent", "Pull policy of these two images.", click.Choice(["Always", "IfNotPresent", "Never"]))
+@setting("metrics-port", OPERATOR_METRICS_PORT, "Port of /metrics; 0: none.", PORT)
+@setting("health-port", OPERATOR_HEALTH_PORT, "Port of /healthz; 0: none.", PORT)
 @click.option(
     "--kubeconfig",
     type=click.Path(exists=True, dir_okay=False),
-    help="Default: the pod's service account, else $KUBECONFIG, else ~/.kube/config.",
+    help="How to reach the cluster.  [default: the pod's service account, else $KUBECONFIG, else ~/.kube/config]",
 )
-@click.option(
-    "--log-format",
-    default="text",
-    envvar=f"{ENV}_LOG_FORMAT",
-    show_default=True,
-    type=click.Choice(["text", "json"]),
-    help="Lines for people or for a collector.",
-)
+@setting("log-format", "text", "Lines for people or for a collector.", click.Choice(["text", "json"]))
 @click.option("--verbose", is_flag=True, help="Also log every reconcile and kopf's own lines.")
 def command(
     *,
@@ -89,7 +62,11 @@ def command(
     log_format: str,
     verbose: bool,
 ) -> None:
-    """Watch SGLangRollouts and make their engines, router and services."""
+    """Watch SGLangRollouts and make their engines, router and services.
+
+    In a cluster it is installed by the Helm chart; outside it acts with your kubeconfig. An option with a default is also read from
+    the environment: --fleet-image from SGLANG_ROLLOUT_FLEET_IMAGE, and so on; the namespaces from SGLANG_ROLLOUT_NAMESPACES.
+    """
     configure_logging(log_format, verbose=verbose)
     settings = OperatorSettings(
         render=Settings(

@@ -65,7 +65,7 @@ class Reconciler:
         status = await self._report(world, outcome)
         self._metrics.ready(key, ready_of(status))
         if outcome.failure:
-            log.warning("%s/%s: %s", namespace, name, outcome.failure)
+            log.warning("%s/%s: %s", namespace, name, outcome.failure.sentence)
         return Result("refused" if outcome.failure else "ok", steps.requeue_after, retry=bool(outcome.failure))
 
     async def _report(self, world: World, outcome: Outcome) -> Object:

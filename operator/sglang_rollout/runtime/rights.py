@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from sglang_rollout.runtime.resources import Object
 
-_HEAL = ["list", "watch", "create", "patch", "delete"]
+# get: before something is made, whether an object of somebody else has its name.
+_HEAL = ["get", "list", "watch", "create", "patch", "delete"]
 
 OPERATOR_RULES: list[Object] = [
     {"apiGroups": ["rollout.sglang.io"], "resources": ["sglangrollouts"], "verbs": ["get", "list", "watch"]},
     {"apiGroups": ["rollout.sglang.io"], "resources": ["sglangrollouts/status"], "verbs": ["patch"]},
     # Asked for where OwnerReferencesPermissionEnforcement is on (OpenShift): we set blockOwnerDeletion.
     {"apiGroups": ["rollout.sglang.io"], "resources": ["sglangrollouts/finalizers"], "verbs": ["update"]},
-    {"apiGroups": [""], "resources": ["serviceaccounts", "services"], "verbs": _HEAL},
-    # get: is there a token already, when a create met an existing Secret.
-    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", *_HEAL]},
-    # get and update are the coordinator's: nobody may grant in a Role what he does not have himself.
-    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "update", *_HEAL]},
+    {"apiGroups": [""], "resources": ["serviceaccounts", "services", "secrets"], "verbs": _HEAL},
+    # update is the coordinator's: nobody may grant in a Role what he does not have himself.
+    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["update", *_HEAL]},
     {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create", "get", "patch", "update"]},
     {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
     # delete: an outdated engine's pod, one at a time.

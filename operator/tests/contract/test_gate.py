@@ -81,6 +81,8 @@ async def test_a_restarted_haproxy_is_opened_again(lab: Pod) -> None:
     await lab.gate.start()
     await until(lab.agent_answers, 10, "haproxy is back")
     await until(lab.is_open, 3, "the agent opens it")
+    assert (await lab.generate()).status == 200
+    assert (await lab.status(BASE_WIRE)).gate_open
 
 
 async def test_an_engine_that_is_gone_closes_the_gate(lab: Pod, engine: StubEngine) -> None:

@@ -41,7 +41,10 @@ def rendered(api: ControlPlane, *words: str) -> list[dict[str, Any]]:
 
 
 def test_lint_is_clean(api: ControlPlane) -> None:
-    helm(api, "lint", "--strict", str(CHART), "--kube-version=1.34.3")
+    done = helm(api, "lint", "--strict", str(CHART), "--kube-version=1.34.3", check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 chart(s) linted, 0 chart(s) failed" in done.stdout
+    assert "[WARNING]" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,15 @@ def test_leftovers_of_an_earlier_rollout_of_the_same_name_are_waited_for() -> No
     assert len(cluster.serving()) == 2
 
 
+def test_only_what_the_list_did_not_show_may_be_somebody_elses() -> None:
+    cluster = Cluster(rollout())
+    cluster.converge()
+    del cluster.objects["Service", "demo-router"]
+    cluster.objects["Role", "demo-router"]["rules"] = []
+    actions = {(a.object["kind"], a.unseen) for a in cluster.plan().actions if isinstance(a, Apply)}
+    assert actions == {("Service", True), ("Role", False)}
+
+
 def test_orphans_are_adopted() -> None:
     cluster = Cluster(rollout())
     cluster.converge()

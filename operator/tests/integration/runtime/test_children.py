@@ -47,7 +47,12 @@ async def test_a_rollout_gets_all_its_children_and_owns_them(operator: OperatorP
     assert ready["status"] == "False"
     assert ready["message"].endswith(".")
     assert operator.health() == 200
-    assert operator.metrics()['writes_total{verb="apply"}'] >= len(children)
+    assert operator.metrics()['writes_total{verb="apply"}'] >= len(children) - 1
+    await world.settled("demo")
+    for key, child in (await world.children("demo")).items():
+        written = [entry["operation"] for entry in child["metadata"]["managedFields"] if entry["manager"] == names.FIELD_MANAGER]
+        # The Secret is created, so that its token is never replaced; a second write would show as Apply.
+        assert written == (["Update"] if key[0] == "Secret" else ["Apply"]), key
 
 
 DRIFT: list[tuple[Resource, str, dict[str, Any]]] = [
@@ -131,6 +136,38 @@ async def test_children_of_strangers_are_left_alone(operator: OperatorProcess, w
     await eventually("children", lambda: world.is_complete("demo"))
     assert not await world.gone(CONFIGMAPS, "theirs")
     assert operator.health() == 200
+
+
+async def test_an_object_that_has_the_name_of_a_child_is_not_taken_over(operator: OperatorProcess, world: World) -> None:
+    theirs = [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": "demo-router", "namespace": world.namespace},
+            "spec": {"selector": {"app": "theirs"}, "ports": [{"port": 80}]},
+        },
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "demo-engine", "namespace": world.namespace}},
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "demo-control", "namespace": world.namespace}},
+    ]
+    before = [(await world.kube.create(obj))["metadata"]["resourceVersion"] for obj in theirs]
+    await world.kube.create(rollout("demo", world.namespace))
+
+    async def said() -> str:
+        ready = await world.condition("demo")
+        assert (ready.get("status"), ready.get("reason")) == ("False", "NameTaken"), ready
+        return str(ready["message"])
+
+    assert (await eventually("NameTaken", said)).startswith("ServiceAccount demo-engine exists and does not belong to this rollout")
+    await asyncio.sleep(2.0)
+    live = [await world.kube.get(resource_of(obj), world.namespace, obj["metadata"]["name"]) for obj in theirs]
+    assert [obj["metadata"]["resourceVersion"] for obj in live] == before, "not written to"
+    # The first way out: it goes. The second: it is handed over.
+    await world.kube.delete(SERVICES, world.namespace, "demo-router")
+    for resource, name in ((SERVICEACCOUNTS, "demo-engine"), (SECRETS, "demo-control")):
+        await world.kube.merge_patch(resource, world.namespace, name, {"metadata": {"labels": {names.LABEL_ROLLOUT: "demo"}}})
+    await eventually("children", lambda: world.is_complete("demo"))
+    assert (await world.condition("demo"))["reason"] != "NameTaken"
+    assert (await world.kube.get(SECRETS, world.namespace, "demo-control"))["data"]["token"]
 
 
 async def test_a_deleted_rollout_takes_its_children_along(operator: OperatorProcess, world: World) -> None:

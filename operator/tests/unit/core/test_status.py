@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +23,15 @@ from worlds import (
     world,
 )
 
+from sglang_rollout.api.conditions import Reason
+from sglang_rollout.core.findings import Failure
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
 
 Object = dict[str, Any]
 
 
-def status_of(seen: World, failure: str = "") -> Object:
+def status_of(seen: World, failure: Failure | None = None) -> Object:
     return build_status(seen, SETTINGS, NOW, failure)
 
 
@@ -36,7 +39,7 @@ def condition(status: Object, kind: str) -> Object:
     return next(one for one in status["conditions"] if one["type"] == kind)
 
 
-def ready(seen: World, failure: str = "") -> tuple[str, str, str]:
+def ready(seen: World, failure: Failure | None = None) -> tuple[str, str, str]:
     found = condition(status_of(seen, failure), "Ready")
     return found["status"], found["reason"], found["message"]
 
@@ -209,7 +212,9 @@ def test_a_rolling_update_that_waits_says_for_what() -> None:
 def test_an_apply_that_was_refused_comes_first() -> None:
     seen = world([pod(0), pod(1)], written=record(row(0), row(1)))
     sentence = "StatefulSet demo-engine-0 was refused: spec.template.spec.volumes[4].name: Duplicate value"
-    assert ready(seen, sentence) == ("False", "ApplyFailed", sentence)
+    for reason in (Reason.APPLY_FAILED, Reason.NAME_TAKEN):
+        assert ready(seen, Failure(reason, sentence)) == ("False", reason, sentence)
+        assert condition(status_of(seen, Failure(reason, sentence)), "Degraded")["reason"] == reason
 
 
 def test_scaled_to_zero_is_ready() -> None:
@@ -257,3 +262,49 @@ def test_the_spread_of_served_versions_is_shown() -> None:
     weights = status_of(world([pod(0), pod(1)], written=written))["weights"]
     assert (weights["oldestServing"], weights["newestServing"], weights["skew"]) == ("step-1", "step-2", 1)
     assert (weights["stale"], weights["worldSize"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param(
+            world([pod(0), pod(1, ready=False, status=crashed(message="ValueError: no such layer."))], written=record(row(0))), id="log"
+        ),
+        pytest.param(
+            world([pod(0), pod(1, ready=False, status=waiting("CreateContainerError", "no such file."))], written=record(row(0))),
+            id="create",
+        ),
+        pytest.param(
+            world(
+                [pod(0), pod(1, ready=False, status={"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory. "})]
+            ),
+            id="evicted",
+        ),
+        pytest.param(
+            world([pod(0), pod(1, ready=False, status=unschedulable("0/3 nodes are available: 3 Insufficient cpu."))]), id="scheduler"
+        ),
+        pytest.param(world([pod(0), pod(1, ready=False, status=unschedulable("no node fits"))]), id="no stop"),
+        pytest.param(world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout.")), id="update"),
+        pytest.param(world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout")), id="update without"),
+    ],
+)
+def test_what_is_quoted_ends_with_one_full_stop(seen: World) -> None:
+    status = status_of(seen)
+    said = [one["message"] for one in status["conditions"]] + [row["reason"] for row in status["engines"] if row.get("reason")]
+    assert [text for text in said if not text.endswith((".", ".)")) or ".." in text or " ." in text] == []
+
+
+def test_operations_explains_every_reason_that_ready_can_have() -> None:
+    page = (Path(__file__).parents[4] / "docs/operations.md").read_text()
+    other_conditions = {
+        Reason.ENGINES_SERVING,
+        Reason.NO_ENGINE_SERVING,
+        Reason.SETTLED,
+        Reason.AS_EXPECTED,
+        Reason.ROUTER_RUNNING,
+        Reason.ALL_AT_COMMITTED,
+        Reason.NOT_REPORTED,
+        Reason.SCALING,
+        Reason.UPDATE_FAILED,
+    }
+    assert [reason.value for reason in Reason if reason not in other_conditions and f"`{reason}`" not in page] == []

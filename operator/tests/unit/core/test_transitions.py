@@ -6,10 +6,12 @@ from typing import Any
 
 from worlds import NOW, SETTINGS, V1, V2, cr, crashed, pod, record, row, world
 
+from sglang_rollout.api.conditions import Reason
 from sglang_rollout.core.events import transitions
+from sglang_rollout.core.findings import Failure
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World
-from sglang_rollout.wire.models import Version
+from sglang_rollout.wire.models import EngineState, Version
 
 
 def reasons(before: World | None, after: World) -> list[tuple[str, str]]:
@@ -36,6 +38,26 @@ def test_an_engine_comes_up() -> None:
 def test_an_engine_is_lost() -> None:
     after = world([pod(0), pod(1, ready=False)], written=record(row(0), row(1)))
     assert reasons(HEALTHY, after) == [("Warning", "EngineLost")]
+
+
+def test_a_router_that_is_away_is_told_once_and_not_as_engines_that_are_lost() -> None:
+    away = world([pod(0), pod(1)], written=record(row(0), row(1)), router=False)
+    assert reasons(HEALTHY, away) == [("Warning", "RouterNotReady")]
+    assert reasons(away, HEALTHY) == [("Normal", "Ready")]
+
+
+def test_an_engine_that_is_lost_while_the_router_is_away_is_told() -> None:
+    away = world([pod(0), pod(1)], written=record(row(0), row(1)), router=False)
+    down = world([pod(0), pod(1, ready=False)], written=record(row(0), row(1)), router=False)
+    assert ("Warning", "EngineLost") in reasons(away, down)
+    dirty = world([pod(0), pod(1)], written=record(row(0), row(1, gate=False, state=EngineState.DIRTY)))
+    assert reasons(away, dirty) == [("Warning", "EngineLost")]
+    assert reasons(dirty, away) == [("Normal", "RouterNotReady")], "it was lost before"
+
+
+def test_an_engine_that_never_served_is_told_when_it_does_after_the_router() -> None:
+    away = world([pod(0), pod(1)], router=False)
+    assert reasons(away, HEALTHY) == [("Normal", "EngineServing"), ("Normal", "EngineServing"), ("Normal", "Ready")]
 
 
 def test_an_engine_crashes_and_goes_on_crashing() -> None:
@@ -71,6 +93,12 @@ def test_a_rolling_update_starts_and_finishes() -> None:
     rolling = world([pod(0, current="older"), pod(1)], written=record(row(0), row(1)))
     assert ("Normal", "RollingUpdateStarted") in reasons(HEALTHY, rolling)
     assert ("Normal", "RollingUpdateFinished") in reasons(rolling, HEALTHY)
+
+
+def test_a_name_that_is_taken_is_told() -> None:
+    taken = build_status(HEALTHY, SETTINGS, NOW, Failure(Reason.NAME_TAKEN, "Service demo-router exists."))
+    (told,) = transitions(build_status(HEALTHY, SETTINGS, NOW), taken)
+    assert (told.type, told.reason, told.message) == ("Warning", "NameTaken", "Service demo-router exists.")
 
 
 def test_an_object_that_cannot_be_read_is_told_at_once() -> None:

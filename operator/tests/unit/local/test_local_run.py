@@ -120,8 +120,10 @@ def test_it_runs_without_engines_and_ends_on_sigterm(fleet: tuple[subprocess.Pop
 
 
 def test_a_killed_supervisor_takes_its_children_along(fleet: tuple[subprocess.Popen[bytes], str]) -> None:
-    process, _ = fleet
+    process, url = fleet
     started = children(process.pid)
+    assert len(started) == 5, started
     process.kill()
-    process.wait(5)
+    assert process.wait(5) == -signal.SIGKILL
     until(lambda: not [pid for pid in started if alive(pid)], 10, "no child is left")
+    assert not answers(f"{url}/fleet/health")

@@ -6,43 +6,55 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.api.conditions import Reason
+from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.names import LABEL_ROLLOUT
 from sglang_rollout.core.plan import Apply, Delete, Plan
 from sglang_rollout.runtime.apply import Outcome, execute
 from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
 
 
 class Recorder:
-    """Notes the calls; answers with the errors it was given by name."""
+    """Notes the calls; answers with the errors and the live objects it was given by name."""
 
-    def __init__(self, **errors: KubeError) -> None:
+    def __init__(self, live: dict[str, dict[str, Any]] | None = None, **errors: KubeError) -> None:
+        self.live = live or {}
         self.errors = errors
         self.calls: list[tuple[str, str]] = []
         self.objects: list[dict[str, Any]] = []
-        self.live: dict[str, Any] = {}
 
     def _call(self, verb: str, name: str) -> None:
         self.calls.append((verb, name))
         if name in self.errors:
             raise self.errors[name]
 
-    async def apply(self, obj: dict[str, Any]) -> None:
+    async def apply(self, obj: dict[str, Any], *, force: bool = True) -> None:
         self.objects.append(obj)
-        self._call("apply", obj["metadata"]["name"])
+        self._call("apply" if force else "apply without force", obj["metadata"]["name"])
 
     async def create(self, obj: dict[str, Any]) -> None:
         self.objects.append(obj)
         self._call("create", obj["metadata"]["name"])
 
-    async def get(self, _resource: Any, _namespace: str, _name: str) -> dict[str, Any]:
-        return self.live
+    async def get(self, _resource: Any, namespace: str, name: str) -> dict[str, Any]:
+        assert namespace == "n"
+        if name not in self.live:
+            raise NotFound("not there")
+        return self.live[name]
 
     async def delete(self, resource: Any, namespace: str, name: str, *, uid: str) -> None:
         assert (resource.plural, namespace, uid) == ("pods", "n", f"uid-{name}")
         self._call("delete", name)
 
 
+OWNER = {"controller": True, "uid": "u"}
+LABELS = {LABEL_ROLLOUT: "demo"}
+
+
 def apply(name: str, kind: str = "ConfigMap", **more: Any) -> Apply:
-    return Apply({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}}, "because", **more)
+    return Apply(
+        {"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "labels": LABELS, "ownerReferences": [OWNER]}}, "because", **more
+    )
 
 
 def delete(name: str) -> Delete:
@@ -67,7 +79,7 @@ async def test_an_empty_plan_does_nothing() -> None:
 
 async def test_a_refusal_does_not_stop_other_applies_but_every_delete() -> None:
     kube = Recorder(a=Refused("a is nonsense", code=422), b=Refused("b too", code=422))
-    assert await run(kube, apply("a"), apply("b"), apply("c"), delete("d")) == Outcome(1, "a is nonsense")
+    assert await run(kube, apply("a"), apply("b"), apply("c"), delete("d")) == Outcome(1, Failure(Reason.APPLY_FAILED, "a is nonsense"))
     assert ("apply", "c") in kube.calls
     assert ("delete", "d") not in kube.calls
 
@@ -93,23 +105,54 @@ async def test_the_token_is_random_and_only_where_the_plan_asks_for_one() -> Non
     assert not third
 
 
-class Existing(Recorder):
-    """The Secret is there already."""
-
-    async def create(self, obj: dict[str, Any]) -> None:
-        raise Conflict("exists", reason="AlreadyExists")
-
-
-async def test_a_token_that_is_there_stays_also_when_the_plan_did_not_see_it() -> None:
-    kube = Existing()
-    kube.live = {"data": {"token": "Zmlyc3Q="}}
-    assert await run(kube, apply("s", "Secret", needs_token=True)) == Outcome(1)
+@pytest.mark.parametrize("unseen", [True, False])
+async def test_a_token_that_is_there_stays_also_when_the_plan_did_not_see_it(unseen: bool) -> None:
+    kube = Recorder({"s": {"metadata": {"labels": LABELS}, "data": {"token": "Zmlyc3Q="}}})
+    assert await run(kube, apply("s", "Secret", needs_token=True, unseen=unseen)) == Outcome(1)
     assert kube.calls == [("apply", "s")]
     assert kube.objects[0]["data"] == {"token": "Zmlyc3Q="}
 
 
 async def test_a_secret_that_lost_its_token_gets_a_new_one() -> None:
-    kube = Existing()
+    kube = Recorder({"s": {"metadata": {"labels": LABELS}}})
     await run(kube, apply("s", "Secret", needs_token=True))
     assert kube.calls == [("apply", "s")]
     assert kube.objects[0]["data"]["token"]
+
+
+async def test_two_operators_make_one_token() -> None:
+    with pytest.raises(Conflict):
+        await run(Recorder(s=Conflict("exists", reason="AlreadyExists")), apply("s", "Secret", needs_token=True, unseen=True))
+
+
+async def test_what_is_new_is_made_without_force() -> None:
+    kube = Recorder()
+    assert await run(kube, apply("a", unseen=True), apply("b")) == Outcome(2)
+    assert kube.calls == [("apply without force", "a"), ("apply", "b")]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"labels": LABELS}, {"labels": {}, "ownerReferences": [OWNER]}],
+    ids=["left by an earlier rollout", "a child that lost its label"],
+)
+async def test_what_is_ours_is_healed(metadata: dict[str, Any]) -> None:
+    kube = Recorder({"a": {"metadata": metadata}})
+    assert await run(kube, apply("a", unseen=True)) == Outcome(1)
+    assert kube.calls == [("apply", "a")]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{}, {"labels": {LABEL_ROLLOUT: "other"}}, {"ownerReferences": [{"controller": True, "uid": "other"}]}],
+    ids=["a user's", "another rollout's", "another controller's"],
+)
+@pytest.mark.parametrize("kind", ["Service", "Secret"])
+async def test_an_object_that_only_has_the_name_is_left_alone(metadata: dict[str, Any], kind: str) -> None:
+    kube = Recorder({"a": {"metadata": metadata}})
+    outcome = await run(kube, apply("a", kind, unseen=True, needs_token=kind == "Secret"), apply("b"), delete("c"))
+    assert kube.calls == [("apply", "b")], "others are made; nothing is deleted by half a plan"
+    assert outcome.failure
+    assert outcome.failure.reason == "NameTaken"
+    assert outcome.failure.sentence.startswith(f"{kind} a exists and does not belong to this rollout")
+    assert f"{LABEL_ROLLOUT}=demo" in outcome.failure.sentence

@@ -29,6 +29,30 @@ def test_help_and_version_import_no_subcommand() -> None:
     assert output.strip().endswith("set()")
 
 
+def test_help_shows_what_people_start_apart_from_what_is_started_for_them() -> None:
+    commands, parts = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1].split("Parts of a fleet")
+    assert [line.split()[0] for line in commands.strip().splitlines()] == ["crd", "local", "operator"]
+    assert [line.split()[0] for line in parts.splitlines()[1:]] == ["agent", "fleet", "proxy"]
+
+
+@pytest.mark.parametrize("line", [*([name] for name in SUBCOMMANDS), ["proxy", "gate"], ["proxy", "front"], ["proxy", "smg"]], ids=" ".join)
+def test_every_option_is_explained_by_a_sentence(line: list[str]) -> None:
+    command: click.Command = main
+    for name in line:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found
+        command = found
+    assert (command.help or "").strip()
+    unexplained = [
+        option.name
+        for option in command.params
+        if isinstance(option, click.Option) and not (option.help or "").split("  [")[0].endswith(".")
+    ]
+    assert unexplained == []
+    assert "..." not in CliRunner().invoke(main, [*line, "--help"]).output.replace("ARGS]...", "").replace("OPTIONS...]", "")
+
+
 def test_a_missing_library_is_a_sentence_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_module: str) -> None:
         raise ModuleNotFoundError("No module named 'kopf'", name="kopf.on")

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.api.conditions import Reason
 from sglang_rollout.core.events import EventToPost
+from sglang_rollout.core.findings import Failure
 from sglang_rollout.core.plan import Plan
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World
@@ -55,7 +57,7 @@ class Stage:
         self.done.append("execute")
         return self.outcome
 
-    def build_status(self, seen: World, _settings: Settings, now: str, failure: str = "") -> dict[str, Any]:
+    def build_status(self, seen: World, _settings: Settings, now: str, failure: Failure | None = None) -> dict[str, Any]:
         generation = seen.cr["metadata"]["generation"]
         conditions = [{"type": "Ready", "status": "True"}]
         return {"observedGeneration": generation, "conditions": conditions, "failure": failure}
@@ -113,9 +115,9 @@ async def test_a_rollout_that_goes_while_we_write_is_gone(stage: Stage) -> None:
 
 
 async def test_a_refusal_reaches_the_status_and_is_tried_again(stage: Stage) -> None:
-    stage.outcome = Outcome(0, "no such field")
+    stage.outcome = Outcome(0, Failure(Reason.APPLY_FAILED, "no such field"))
     assert await stage.run() == Result("refused", retry=True)
-    assert stage.applied[0][0]["status"]["failure"] == "no such field"
+    assert stage.applied[0][0]["status"]["failure"] == stage.outcome.failure
 
 
 @pytest.mark.parametrize("error", [NotFound("gone"), Conflict("another uid")])

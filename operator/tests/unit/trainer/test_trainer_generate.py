@@ -81,6 +81,7 @@ def test_arguments_that_do_not_fit(fake: FakeFleet) -> None:
 def test_connect_waits_for_control_health(fake: FakeFleet) -> None:
     fake.replies["/health"] = [(503, {"message": "no engine is up yet"})] * 5 + [(200, {})]
     connect(fake.url, timeout=10).close()
+    assert fake.counts["/health"] == 6
 
 
 def test_connect_says_what_it_waited_for(fake: FakeFleet) -> None:

@@ -1,0 +1,43 @@
+"""What the pages name exists: make targets, files behind links, and headings behind anchors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from e2e.cluster.paths import REPOSITORY
+
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/**/*.md", "charts/**/*.md", "examples/**/*.md", "images/**/*.md")
+    for page in REPOSITORY.glob(pattern)
+)
+MAKEFILE = (REPOSITORY / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a forge makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not link.startswith("http") and (not target.exists() or (anchor and anchor not in anchors(target))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    named = {word for page in PAGES for word in re.findall(r"(?:`|^|CLUSTER=\w+ )make ([a-z][a-z-]+)", page.read_text(), re.MULTILINE)}
+    assert {"demo", "test", "images", "golden"} <= named
+    assert named - TARGETS == set()
+    phony = {word for line in re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE) for word in line.split()}
+    assert phony == TARGETS
