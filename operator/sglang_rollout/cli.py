@@ -32,6 +32,7 @@ SUBCOMMANDS = {
     "local": Subcommand("sglang_rollout.local.cli:command", "fleet", "A fleet on this machine, without Kubernetes."),
     "operator": Subcommand("sglang_rollout.runtime.cli:command", "operator", "The Kubernetes operator."),
     "proxy": Subcommand("sglang_rollout.proxy.cli:command", "fleet", "Configuration of gate and front."),
+    "stand-in": Subcommand("sglang_rollout.trainer.testing.cli:command", "testing", "SGLang's wire without a model, for tests."),
 }
 
 
