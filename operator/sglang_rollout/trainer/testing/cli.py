@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from sglang_rollout.trainer.testing.engine import StandInFleet
 from sglang_rollout.trainer.testing.faults import Fault, into_file
+from sglang_rollout.trainer.testing.updates import load_groups
 
 
 @click.command(name="stand-in")
@@ -40,6 +42,8 @@ def command(
     """Run stand-in engines until SIGTERM. One that hosts a single engine ends by SIGKILL of itself where SGLang would die."""
     # Copying a few tensors needs no pool of threads per process; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with suppress(ModuleNotFoundError):  # without torch all works but groups
+        load_groups()  # before anybody waits for an answer: it takes seconds
     try:
         wanted = [Fault.parse(text) for text in faults]
         fleet = StandInFleet(

@@ -33,6 +33,8 @@ class StandIn:
     neither: a tiny model of five tensors. ``port``: 0 takes a free one and keeps it over restarts.
     ``sessions=False`` speaks as SGLang <= 0.5.20.
     ``tensor``: tensor-parallel ranks. ``token_seconds``: time per generated token. ``weight_version``: what a fresh boot reports.
+    ``context_length``: tokens of prompt and completion together. ``health_seconds``: when /health_generate gives up.
+    ``on_death``: told why, when the engine dies where SGLang would.
 
     Use it in a ``with`` block, or call ``start`` and ``close``. Any thread may call it.
     """
@@ -49,6 +51,7 @@ class StandIn:
         token_seconds: float = 0.0,
         weight_version: str = "default",
         context_length: int = 2048,
+        health_seconds: float = 20.0,
         vocabulary: int = VOCABULARY,
         on_death: Callable[[str], None] | None = None,
         loop: Loop | None = None,
@@ -62,6 +65,7 @@ class StandIn:
             model_path=str(model or "stand-in"),
             token_seconds=token_seconds,
             context_length=context_length,
+            health_seconds=health_seconds,
             vocabulary=vocabulary,
         )
         self.host, self.port = host, port

@@ -46,6 +46,7 @@ class Rank:
         self._failure: Exception | None = None
         self._sockets: SocketsOfDevice | None = None
         self._process_group: Any = None
+        self._store: Any = None
 
     def join(self) -> None:
         """Join, and return when all ranks are in; with NCCL semantics, when the store has been reached. Raises what torch raises."""
@@ -56,6 +57,10 @@ class Rank:
         self._connect(store)
         if self._failure:
             raise self._failure
+
+    def reach(self) -> None:
+        """Reach the trainer's store and do nothing in it: all that SGLang does for a name that is in use."""
+        self._reach_store()
 
     def receive(self, nbytes: int) -> bytes:
         """Take part in one broadcast of rank 0 and return its bytes. A zero-sized tensor is broadcast too, as SGLang does."""
@@ -97,7 +102,8 @@ class Rank:
                 return store
 
     def _connect(self, store: Any) -> None:
-        prefixed = dist.PrefixStore(self._group, _Interruptible(store, self._killed))
+        self._store = _Interruptible(store, self._killed)  # kept: C++ would go on with a store whose Python half is gone
+        prefixed = dist.PrefixStore(self._group, self._store)
         for part in (f"{self._group}/", "cpu/"):
             prefixed = dist.PrefixStore(part, prefixed)
         try:

@@ -8,6 +8,7 @@ for it, and a call that never ends blocks all others, while what the tokenizer p
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import threading
 import time
@@ -100,6 +101,8 @@ class Life:
         self.requests: dict[str, Running] = {}
         self.session = False
         self.groups: dict[str, list[Any]] = {}
+        self.joining: list[Any] = []
+        """Ranks of a group that is not open yet."""
         self.released: set[str] = set()
         self.calls: set[asyncio.Task[Any]] = set()
         """Calls that are being answered."""
@@ -226,9 +229,8 @@ class Life:
 
     def kill(self) -> None:
         """End this life: whoever waits in a group gives up, and its peers see closed connections."""
-        for ranks in self.groups.values():
-            for rank in ranks:
-                rank.kill()
+        for rank in [*self.joining, *itertools.chain.from_iterable(self.groups.values())]:
+            rank.kill()
         for task in list(self.calls):
             task.cancel()
 

@@ -40,34 +40,51 @@ class Refused(Exception):
 
 async def init_group(life: Life, body: Mapping[str, Any]) -> Outcome:
     """``/init_weights_update_group``: joins as SGLang does, with one rank per tensor-parallel rank, and blocks the scheduler meanwhile."""
-    from sglang_rollout.trainer.testing.groups import Rank  # noqa: PLC0415 - torch is needed from here on
-
     name = str(body.get("group_name", "weight_update_group"))
     async with life.scheduler():
         effects = await life.reach(Phase.INIT)
         if not name:
             await life.died("the group's name is empty")
-        ranks = [
-            Rank(
-                host=str(body["master_address"]),
-                port=int(body["master_port"]),
-                group=name,
-                rank=int(body["rank_offset"]) + tensor_rank,
-                world_size=int(body["world_size"]),
-                nccl=any(fault.kind is Kind.NCCL for fault in effects),
-            )
-            for tensor_rank in range(life.setup.tensor_size)
-        ]
-        known = life.groups.get(name)
-        life.groups[name] = ranks  # before they join: a kill must find them
         try:
-            await asyncio.gather(*(in_thread(rank.join) for rank in ranks))
+            nccl = any(fault.kind is Kind.NCCL for fault in effects)
+            await _join(life, name, _ranks(await in_thread(load_groups), life, name, body, nccl=nccl))
         except Exception as error:  # noqa: BLE001 - whatever torch raises is the answer
-            life.groups.pop(name)
-            if known:
-                life.groups[name] = known
             return False, f"Failed to initialize custom process group: {error}."
         return True, "Succeeded to initialize custom process group."
+
+
+def load_groups() -> Any:
+    """The module that needs torch. The first import takes seconds, so never in an event loop. Raises ModuleNotFoundError without torch."""
+    from sglang_rollout.trainer.testing import groups  # noqa: PLC0415
+
+    return groups
+
+
+def _ranks(groups: Any, life: Life, name: str, body: Mapping[str, Any], *, nccl: bool) -> list[Rank]:
+    """SGLang's rule: each tensor-parallel rank is a member, at the offset plus its number."""
+    return [
+        groups.Rank(
+            host=str(body["master_address"]),
+            port=int(body["master_port"]),
+            group=name,
+            rank=int(body["rank_offset"]) + number,
+            world_size=int(body["world_size"]),
+            nccl=nccl,
+        )
+        for number in range(life.setup.tensor_size)
+    ]
+
+
+async def _join(life: Life, name: str, ranks: list[Rank]) -> None:
+    life.joining.extend(ranks)  # a kill must find them
+    try:
+        if name in life.groups:
+            await asyncio.gather(*(in_thread(rank.reach) for rank in ranks))
+            raise Refused("The specified group name has already been created, please use a different group name")
+        await asyncio.gather(*(in_thread(rank.join) for rank in ranks))
+        life.groups[name] = ranks
+    finally:
+        life.joining.clear()
 
 
 async def destroy_group(life: Life, body: Mapping[str, Any]) -> Outcome:
@@ -231,9 +248,7 @@ def _write(life: Life, tensors: Iterable[tuple[str, Held]]) -> None:
             raise Refused(f"Attempted to load weight (torch.Size({list(new.shape)})) into parameter (torch.Size({list(old.shape)}))")
         data = new.data
         if new.dtype != old.dtype:
-            from sglang_rollout.trainer.testing.groups import converted  # noqa: PLC0415
-
-            data = converted(data, new.dtype, old.dtype)
+            data = load_groups().converted(data, new.dtype, old.dtype)
         life.weights.put(name, Held(old.dtype, old.shape, data))
 
 
