@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -34,7 +35,7 @@ class StandIn:
     ``sessions=False`` speaks as SGLang <= 0.5.20.
     ``tensor``: tensor-parallel ranks. ``token_seconds``: time per generated token. ``weight_version``: what a fresh boot reports.
     ``context_length``: tokens of prompt and completion together. ``health_seconds``: when /health_generate gives up.
-    ``on_death``: told why, when the engine dies where SGLang would.
+    ``on_death``: told why, when the engine dies where SGLang would; called in the engine's event loop, so it must not call the engine.
 
     Use it in a ``with`` block, or call ``start`` and ``close``. Any thread may call it.
     """
@@ -150,7 +151,7 @@ class StandIn:
     async def _start(self) -> None:
         life = Life(self._setup, self.faults, port=self.port, die=self._died)
         app = App(life).make()
-        add_control(app, life, kill=self._kill_soon, restart=self._restart_soon)
+        add_control(app, life, kill=partial(self._died, "asked to by /stand_in/kill"), restart=self._restart_soon)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, handle_signals=False)
         await runner.setup()
         site = web.TCPSite(runner, self.host, self.port, reuse_address=True)

@@ -1,8 +1,8 @@
-"""A stand-in's side of a weight-update group: real gloo, joined as SGLang's ``init_custom_process_group`` does. With ``sockets``, all that
-torch is needed for.
+"""A stand-in's side of a weight-update group: real gloo, joined as SGLang's ``init_custom_process_group`` does. With ``stores``, all
+that torch is needed for.
 
 SGLang's recipe: a TCP store at the trainer's address, then ``PrefixStore(<group>)``, into which torch puts ``<group>/`` and ``<device>/``.
-Each rank is an object with a store client and a gloo device of its own, so one process can hold as many ranks as it likes. Everything here
+Each rank is an object with a gloo device of its own, so one process can hold as many ranks as it likes. Everything here
 blocks: call it in a thread. ``kill`` makes whoever blocks give up, and the peers see closed connections, as when a process is killed.
 
 **NCCL semantics** (``nccl=True``). With NCCL the join answers before there is a communicator, which connects at the first collective, and a
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -22,16 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_rollout.trainer.testing.sockets import SocketsOfDevice
-
-JOIN_SECONDS = 1800.0
-"""torch's default for groups, which SGLang does not change."""
-_STORE_TRY_SECONDS = 2.0
-"""One attempt to reach the store; between attempts a kill is noticed."""
-_POLL_SECONDS = 0.02
-
-
-class Killed(Exception):
-    """The engine was killed while this thread waited for it."""
+from sglang_rollout.trainer.testing.stores import JOIN_SECONDS, Killed, interruptible, reach
 
 
 class Rank:
@@ -50,7 +40,7 @@ class Rank:
 
     def join(self) -> None:
         """Join, and return when all ranks are in; with NCCL semantics, when the store has been reached. Raises what torch raises."""
-        store = self._reach_store()
+        store = reach(self._host, self._port, self._killed)
         if self._nccl:
             threading.Thread(target=self._connect, args=(store,), daemon=True, name=f"nccl-{self._group}").start()
             return
@@ -60,7 +50,7 @@ class Rank:
 
     def reach(self) -> None:
         """Reach the trainer's store and do nothing in it: all that SGLang does for a name that is in use."""
-        self._reach_store()
+        reach(self._host, self._port, self._killed)
 
     def receive(self, nbytes: int) -> bytes:
         """Take part in one broadcast of rank 0 and return its bytes. A zero-sized tensor is broadcast too, as SGLang does."""
@@ -87,22 +77,8 @@ class Rank:
         if self._sockets:
             self._sockets.shut()
 
-    def _reach_store(self) -> Any:
-        end = time.monotonic() + JOIN_SECONDS
-        while True:
-            try:
-                limit = timedelta(seconds=_STORE_TRY_SECONDS)
-                store = dist.TCPStore(self._host, self._port, None, False, timeout=limit, wait_for_workers=False)
-            except RuntimeError:
-                self._check()
-                if time.monotonic() > end:
-                    raise
-            else:
-                store.set_timeout(timedelta(seconds=JOIN_SECONDS))
-                return store
-
     def _connect(self, store: Any) -> None:
-        self._store = _Interruptible(store, self._killed)  # kept: C++ would go on with a store whose Python half is gone
+        self._store = interruptible(store, self._killed)
         prefixed = dist.PrefixStore(self._group, self._store)
         for part in (f"{self._group}/", "cpu/"):
             prefixed = dist.PrefixStore(part, prefixed)
@@ -158,38 +134,3 @@ def converted(data: bytes, dtype: str, wanted: str) -> bytes:
 def tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
     """A torch tensor of its own memory."""
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
-
-
-class _Interruptible(dist.Store):  # type: ignore[misc]
-    """A store whose waiting ends when the engine is killed: gloo would sit in the C++ client until its time-out."""
-
-    def __init__(self, inner: Any, killed: threading.Event) -> None:
-        super().__init__()
-        self._inner, self._killed = inner, killed
-
-    def set(self, key: str, value: Any) -> None:
-        self._inner.set(key, value)
-
-    def get(self, key: str) -> Any:
-        self.wait([key])
-        return self._inner.get(key)
-
-    def add(self, key: str, value: int) -> int:
-        return int(self._inner.add(key, value))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._inner.check(keys))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        end = time.monotonic() + (timeout.total_seconds() if timeout else JOIN_SECONDS)
-        while not self._inner.check(keys):
-            if self._killed.wait(_POLL_SECONDS):
-                raise RuntimeError("the engine was killed")
-            if time.monotonic() > end:
-                raise RuntimeError(f"wait timeout after {JOIN_SECONDS * 1000:.0f}ms, keys: {', '.join(keys)}")
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._inner.delete_key(key))
-
-    def num_keys(self) -> int:
-        return int(self._inner.num_keys())

@@ -332,3 +332,9 @@ def test_nothing_of_a_fleet_is_left_behind() -> None:
         with pytest.raises(requests.Timeout):
             post(fleet[0], "/flush_cache", timeout=0.2)
     assert threading.active_count() == before
+
+
+def test_the_example_in_the_documentation() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "testing.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "docs/testing.md", "exec"), {})
