@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import requests
 
+from sglang_rollout.agent.engine import Engine
 from sglang_rollout.trainer.testing import Fault, Kind, Phase, StandIn, StandInFleet, decode, encode, expected_tokens
 
 ASK = {"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 6}}
@@ -338,3 +340,17 @@ def test_the_example_in_the_documentation() -> None:
     page = (Path(__file__).parents[4] / "docs" / "testing.md").read_text()
     example = page.split("```python\n")[1].split("```")[0]
     exec(compile(example, "docs/testing.md", "exec"), {})
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+async def test_the_agent_takes_it_for_an_engine(sessions: bool) -> None:
+    with StandIn(sessions=sessions, tensor=2, weight_version="base") as stand_in:
+        async with Engine(stand_in.url) as engine:
+            facts = await engine.identify(await engine.label(), None)
+            assert (facts.live_label, facts.launch_label, facts.tensor_size) == ("base", "base", 2)
+            assert facts.sglang_version == ("0.5.23" if sessions else "0.5.20")
+            assert await engine.running() == 0
+            for _ in range(2):  # the agent ends a session that a dead trainer left open
+                assert (await engine.call("begin_weight_update", {})).status == 200
+            await asyncio.to_thread(stand_in.restart)
+            assert (await engine.identify("base", None)).boot_id != facts.boot_id
