@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from aiohttp import web
 
@@ -214,7 +214,11 @@ class StandInFleet(Sequence[StandIn]):
     def __len__(self) -> int:
         return len(self.engines)
 
-    def __getitem__(self, at: Any) -> Any:
+    @overload
+    def __getitem__(self, at: int) -> StandIn: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[StandIn]: ...
+    def __getitem__(self, at: int | slice) -> StandIn | list[StandIn]:
         return self.engines[at]
 
     @property
