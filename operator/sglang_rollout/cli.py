@@ -34,6 +34,7 @@ SUBCOMMANDS = {
     "local": Subcommand("sglang_rollout.local.cli:command", "fleet", "Run a fleet on this machine, in front of SGLang servers."),
     "operator": Subcommand("sglang_rollout.runtime.cli:command", "operator", "Run the Kubernetes operator."),
     "proxy": Subcommand("sglang_rollout.proxy.cli:command", "fleet", "The proxies: gate and front (haproxy), smg.", part=True),
+    "stand-in": Subcommand("sglang_rollout.trainer.testing.cli:command", "testing", "SGLang's wire without a model, for tests."),
 }
 
 

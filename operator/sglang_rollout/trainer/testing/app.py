@@ -1,0 +1,297 @@
+"""The HTTP routes of one life, with SGLang's status codes and bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from sglang_rollout.trainer.testing import infos, samples, updates
+from sglang_rollout.trainer.testing.faults import Phase
+from sglang_rollout.trainer.testing.life import Life, Unavailable
+
+_FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+_GROUP_FIELDS = ("master_address", "master_port", "rank_offset", "world_size")
+_UPDATE_FIELDS = ("names", "dtypes", "shapes")
+_MODES = ("abort", "retract", "in_place")
+_ALL_TAGS = ("kv_cache", "weights", "cuda_graph")
+_HEALTH_STEP_SECONDS = 1.0
+"""SGLang looks for an answer of its scheduler every so often, first after a whole step: a healthy /health_generate takes a second."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Control = Callable[[Life, Mapping[str, Any]], Awaitable[updates.Outcome]]
+
+
+class App:
+    """Answers for one life."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+
+    def make(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[self._counted, _errors], client_max_size=1 << 30)
+        app.add_routes(
+            [
+                *self._info_routes(),
+                *self._both("/flush_cache", self._flush),
+                web.post("/generate", self._generate),
+                web.put("/generate", self._generate),
+                web.post("/abort_request", self._abort),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._continue),
+                web.post("/update_weight_version", self._set_version),
+                *self._both("/weights_checker", self._check),
+                *self._both("/release_memory_occupation", self._release),
+                *self._both("/resume_memory_occupation", self._resume_memory),
+                *self._control_routes(),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A kill must find every call: aiohttp forgets those whose connection is gone."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a request is handled outside of a task")
+        self._life.calls.add(task)
+        try:
+            return await handler(request)
+        finally:
+            self._life.calls.discard(task)
+
+    def _info_routes(self) -> list[web.RouteDef]:
+        life = self._life
+        routes = [
+            web.get("/model_info", _always(lambda: infos.model_info(life))),
+            web.get("/get_model_info", _always(lambda: infos.model_info(life))),
+            web.get("/server_info", self._server_info),
+            web.get("/get_server_info", self._server_info),
+            web.get("/v1/models", _always(lambda: infos.models(life))),
+            web.get("/v1/loads", _always(lambda: infos.loads(life))),
+            web.get("/health", self._health),
+            web.get("/health_generate", self._health_generate),
+            web.get("/ready", self._ready),
+            web.get("/ping", self._ping),
+        ]
+        if not life.setup.sessions:
+            routes.append(web.get("/get_load", _always(lambda: infos.old_load(life))))
+        return routes
+
+    def _control_routes(self) -> list[web.RouteDef]:
+        routes = [
+            web.post("/init_weights_update_group", self._control(updates.init_group, *_GROUP_FIELDS)),
+            web.post("/destroy_weights_update_group", self._control(updates.destroy_group)),
+            web.post("/update_weights_from_distributed", self._control(updates.from_group, *_UPDATE_FIELDS)),
+            web.post("/update_weights_from_disk", self._from_disk),
+        ]
+        if self._life.setup.sessions:
+            routes.append(web.post("/begin_weight_update", self._control(updates.begin)))
+            routes.append(web.post("/end_weight_update", self._control(updates.end)))
+        return routes
+
+    @staticmethod
+    def _both(path: str, handler: Handler) -> list[web.RouteDef]:
+        return [web.get(path, handler), web.post(path, handler)]
+
+    def _control(self, call: Control, *needed: str) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            success, message = await call(self._life, await _body(request, *needed))
+            return _json({"success": success, "message": message}, 200 if success else 400)
+
+        return handle
+
+    async def _from_disk(self, request: web.Request) -> web.Response:
+        success, message = await updates.from_disk(self._life, await _body(request, "model_path"))
+        return _json({"success": success, "message": message, "num_paused_requests": 0}, 200 if success else 400)
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        async with self._life.scheduler():  # it asks the scheduler, and so it hangs with it
+            return _json(infos.server_info(self._life))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        """As with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false: 200 while the HTTP server lives."""
+        await self._life.reach(Phase.HEALTH)
+        return web.Response()
+
+    async def _health_generate(self, _: web.Request) -> web.Response:
+        life = self._life
+        await life.reach(Phase.HEALTH)
+        end, before = time.monotonic() + life.setup.health_seconds, life.generated
+        while time.monotonic() < end:
+            await asyncio.sleep(_HEALTH_STEP_SECONDS)
+            if life.generated > before or not (life.paused or life.frozen or life.busy):
+                life.healthy = True
+                return web.Response()
+        life.healthy = False
+        return web.Response(status=503)
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._life.healthy and not self._life.paused else 503)
+
+    async def _ping(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._life.healthy else 503)
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        try:
+            timeout = float(request.query.get("timeout", 0))
+        except ValueError:
+            raise _Invalid("float_parsing", ("query", "timeout")) from None
+        if timeout < 0:
+            raise _Invalid("greater_than_equal", ("query", "timeout"))
+        end = time.monotonic() + timeout
+        async with self._life.scheduler():
+            await self._life.reach(Phase.FLUSH)
+        while not (flushed := self._life.flush()) and time.monotonic() < end:  # noqa: ASYNC110 - SGLang polls too
+            await asyncio.sleep(0.05)
+        return web.Response(text=_FLUSHED) if flushed else web.Response(text="Flush cache failed.\n", status=400)
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        mode = body.get("mode", "abort")
+        if mode not in _MODES:
+            raise _Invalid("literal_error", ("body", "mode"))
+        await self._life.pause(mode)
+        return _json({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        await _body(request)
+        await self._life.resume()
+        return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        if body.get("abort_all"):
+            self._life.abort(None)
+        elif body.get("rid"):
+            self._life.abort(str(body["rid"]))
+        return web.Response()
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        body = await _body(request, "new_version")
+        await updates.set_version(self._life, body)
+        new = body["new_version"]
+        return _json({"success": True, "message": f"Weight version updated to {new}", "new_version": new})
+
+    async def _check(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        action = (json.loads(raw) if raw else {}).get("action", "checksum")
+        async with self._life.scheduler():
+            await self._life.reach(Phase.CHECK)
+            if action != "checksum":
+                return _json({"success": False, "message": f"Unsupported {action=}"}, 400)
+            return _json(infos.checksums(self._life))
+
+    async def _release(self, request: web.Request) -> web.Response:
+        tags = (await _body(request)).get("tags") or _ALL_TAGS
+        async with self._life.scheduler():
+            if not self._life.flush():
+                await self._life.died("release_memory_occupation should be called only when server is idle")
+            self._life.released.update(tags)
+        return _json(None)
+
+    async def _resume_memory(self, request: web.Request) -> web.Response:
+        tags = (await _body(request)).get("tags") or _ALL_TAGS
+        async with self._life.scheduler():
+            if not self._life.released.issuperset(tags):
+                await self._life.died("resume_memory_occupation of a tag that is not released")
+            self._life.released.difference_update(tags)
+        return _json(None)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request)
+        try:
+            wanted = samples.parse(self._life, body)
+        except samples.BadRequest as error:
+            return _json(error.body, 400)
+        await self._life.reach(Phase.GENERATE)
+        if wanted.stream:
+            return await self._stream(request, wanted)
+        replies = await asyncio.gather(*(self._last(request, prompt) for prompt in wanted.prompts))
+        return _json(replies[0] if wanted.single else replies)
+
+    async def _last(self, request: web.Request, prompt: samples.Prompt) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        async for reply in _while_connected(request, samples.produce(self._life, prompt)):
+            last = reply
+        return last
+
+    async def _stream(self, request: web.Request, wanted: samples.Wanted) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await reply.prepare(request)
+
+        async def send(number: int, prompt: samples.Prompt) -> None:
+            async for part in _while_connected(request, samples.produce(self._life, prompt)):
+                numbered = part if wanted.single else {**part, "index": number}
+                await reply.write(b"data: " + json.dumps(numbered).encode() + b"\n\n")
+
+        await asyncio.gather(*(send(number, prompt) for number, prompt in enumerate(wanted.prompts)))
+        await reply.write(b"data: [DONE]\n\n")
+        return reply
+
+
+class _Invalid(Exception):
+    """A body or query that SGLang's validation refuses; the sentence is shorter than SGLang's, the shape is the same."""
+
+    def __init__(self, kind: str, *places: tuple[object, ...]) -> None:
+        found = "\n".join(f"  {{'type': '{kind}', 'loc': {place}}}" for place in places)
+        super().__init__(f"{len(places)} validation error{'s' if len(places) > 1 else ''}:\n{found}")
+
+
+async def _body(request: web.Request, *needed: str) -> dict[str, Any]:
+    """The JSON object of a request; a missing body or field is refused."""
+    raw = await request.read()
+    if not raw:
+        raise _Invalid("missing", ("body",))
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        raise _Invalid("json_invalid", ("body", 0)) from None
+    if not isinstance(body, dict):
+        raise _Invalid("model_attributes_type", ("body",))
+    missing = [("body", name) for name in needed if name not in body]
+    if missing:
+        raise _Invalid("missing", *missing)
+    return body
+
+
+async def _while_connected(request: web.Request, parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    """A client that is gone ends its requests; control calls go on without their client."""
+    async for part in parts:
+        if request.transport is None or request.transport.is_closing():
+            return
+        yield part
+
+
+def _always(document: Callable[[], Any]) -> Handler:
+    async def handle(_: web.Request) -> web.Response:
+        return _json(document())
+
+    return handle
+
+
+def _json(document: Any, status: int = 200) -> web.Response:
+    # SGLang's content type has no charset.
+    return web.Response(body=json.dumps(document).encode(), status=status, content_type="application/json")
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except _Invalid as error:
+        return _json({"object": "error", "message": str(error), "type": "Bad Request", "param": None, "code": 400}, 400)
+    except Unavailable:
+        return _json({"error": {"message": "The request queue is full."}}, 503)
+    except web.HTTPNotFound:
+        return _json({"detail": "Not Found"}, 404)
+    except web.HTTPMethodNotAllowed:
+        return _json({"detail": "Method Not Allowed"}, 405)

@@ -1,0 +1,134 @@
+"""What a stand-in holds: tensors as bytes, and what is computed from them. Pure, and without torch.
+
+A tensor's bytes are immutable and replaced as a whole, so engines of one process can share the base weights and can never share a change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+ITEM_SIZES = {
+    "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "float32": 4,
+    "int64": 8, "float64": 8,
+}  # fmt: skip
+"""Bytes per element of the types that a tensor may have, by torch's names."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor: its contiguous bytes, row by row."""
+
+    dtype: str
+    """Without ``torch.``: ``bfloat16``."""
+    shape: tuple[int, ...]
+    data: bytes
+
+    @cached_property
+    def checksum(self) -> str:
+        """As SGLang's weights_checker on a CPU: the first 8 bytes of SHA-256 over the tensor's bytes, in hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest()[:16]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 over type, shape and bytes."""
+        return hashlib.sha256(f"{self.dtype}{list(self.shape)}".encode() + self.data).digest()
+
+
+class Weights:
+    """Named tensors. ``put`` replaces one; the digest is computed anew when it is next asked for, and only of what changed."""
+
+    def __init__(self, tensors: Mapping[str, Held]) -> None:
+        self._tensors = dict(tensors)
+        self._policy: bytes | None = None
+
+    def __getitem__(self, name: str) -> Held:
+        return self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def put(self, name: str, held: Held) -> None:
+        """Replace one tensor."""
+        self._tensors[name] = held
+        self._policy = None
+
+    @property
+    def policy(self) -> bytes:
+        """SHA-256 over all names and tensors: what the tokens are made of."""
+        if self._policy is None:
+            self._policy = policy_digest(self._tensors)
+        return self._policy
+
+    def checksums(self) -> dict[str, str]:
+        """Each tensor's checksum, as weights_checker lists them."""
+        return {name: held.checksum for name, held in self._tensors.items()}
+
+    def copy(self) -> Weights:
+        """The same tensors, to be changed apart."""
+        return Weights(self._tensors)
+
+
+def policy_digest(tensors: Mapping[str, Held]) -> bytes:
+    """SHA-256 over the sorted names, each with its tensor's digest."""
+    whole = hashlib.sha256()
+    for name in sorted(tensors):
+        whole.update(name.encode() + b"\0" + tensors[name].digest)
+    return whole.digest()
+
+
+def overall_checksum(checksums: Mapping[str, str]) -> str:
+    """SGLang's ``per_gpu_checksum``: SHA-256 over the sorted names and checksums."""
+    whole = hashlib.sha256()
+    for name in sorted(checksums):
+        whole.update(name.encode() + checksums[name].encode())
+    return whole.hexdigest()
+
+
+def held_from(state: Mapping[str, Any]) -> dict[str, Held]:
+    """A state dict of torch tensors, numpy arrays or ``Held``, as held tensors. Tensors on a GPU are copied to the host."""
+    return {name: tensor if isinstance(tensor, Held) else _held(tensor) for name, tensor in state.items()}
+
+
+def _held(tensor: Any) -> Held:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if hasattr(tensor, "detach"):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        # numpy has no bfloat16, but every type can be looked at as bytes; ``byte()`` names the type without importing torch here.
+        data = flat.view(flat.new_empty(0).byte().dtype).numpy().tobytes()
+    else:
+        data = tensor.tobytes()
+    return Held(dtype, tuple(tensor.shape), data)
+
+
+DEFAULT_SHAPES = {
+    "model.embed_tokens.weight": (64, 16),
+    "model.layers.0.self_attn.q_proj.weight": (16, 16),
+    "model.layers.0.mlp.down_proj.weight": (16, 32),
+    "model.norm.weight": (16,),
+    "lm_head.weight": (64, 16),
+}
+"""The default model, float32: 11 KB, names as in a checkpoint of a Llama."""
+
+
+def default_state() -> dict[str, Held]:
+    """The base weights of a stand-in without a model folder: the same in every process, values between -1 and 1."""
+    return {name: Held("float32", shape, _values(name, prod(shape))) for name, shape in DEFAULT_SHAPES.items()}
+
+
+def _values(name: str, count: int) -> bytes:
+    """Finite float32 numbers: random fractions under the exponent of numbers between 0.5 and 1, with a random sign."""
+    raw = bytearray(hashlib.shake_256(name.encode()).digest(count * 4))
+    for last in range(3, len(raw), 4):  # little endian: sign and high exponent bits are in the last byte
+        raw[last] = raw[last] & 0x80 | 0x3F
+        raw[last - 1] &= 0x7F
+    return bytes(raw)

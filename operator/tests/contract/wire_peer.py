@@ -1,0 +1,98 @@
+"""A trainer's half of weight updates, told what to do by lines of JSON; run by the engine environment's python, which has torch.
+
+{"do": "open", "group": NAME, "world": N}      -> {"port": P}, and when all have joined {"joined": true}
+{"do": "send", "model": FOLDER, "scale": X, "names": [...]|null, "dtype": T|null, "flat": bool, "shape": [...]|null}
+                                               -> the names, dtypes and shapes; after a {"do": "go"}: {"sent": true} or {"error": TEXT}
+{"do": "save", "model": FOLDER, "scale": X, "to": FOLDER}        -> {"saved": true}
+{"do": "close"}                                -> {"closed": true}
+"""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+LIMIT = timedelta(seconds=60)
+
+
+def answer(document):
+    print(json.dumps(document), flush=True)
+
+
+def ask():
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit()
+    return json.loads(line)
+
+
+def join(group, world):
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timeout=LIMIT, wait_for_workers=False)
+    answer({"port": server.port})
+    prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group}/", dist.PrefixStore(group, server)))
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = LIMIT
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    made = dist.ProcessGroupGloo(prefixed, 0, world, options)
+    answer({"joined": True})
+    return server, made
+
+
+def weights(model, scale, names=None):
+    loaded = load_file(f"{model}/model.safetensors")
+    return {name: (loaded[name].float() * scale).to(loaded[name].dtype) for name in names or loaded}
+
+
+def send(made, model, scale, names=None, dtype=None, flat=False, shape=None):
+    tensors = weights(model, scale, names)
+    if dtype:
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    if shape:
+        tensors = {name: torch.ones(shape) for name in tensors}
+    answer(
+        {
+            "names": list(tensors),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        }
+    )
+    ask()
+    sent = list(tensors.values())
+    if flat:
+        sent = [torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in sent])]
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    try:
+        for work in [made.broadcast([tensor.contiguous()], options) for tensor in sent]:
+            work.wait()
+    except RuntimeError as error:
+        answer({"error": str(error)})
+    else:
+        answer({"sent": True})
+
+
+def main():
+    torch.set_num_threads(1)
+    store = made = None
+    while True:
+        told = ask()
+        what = told.pop("do")
+        if what == "open":
+            store, made = join(**told)
+        elif what == "send":
+            send(made, **told)
+        elif what == "save":
+            Path(told["to"]).mkdir(exist_ok=True)
+            save_file(weights(told["model"], told["scale"]), f"{told['to']}/model.safetensors", metadata={"format": "pt"})
+            answer({"saved": True})
+        else:
+            store = made = None  # noqa: F841 - let go of
+            answer({"closed": True})
+
+
+if __name__ == "__main__":
+    main()
