@@ -30,7 +30,9 @@ _HOP = frozenset(
     | {"host", "content-length", "expect", "accept-encoding", "content-type"}
 )
 """Headers that belong to one connection or one body, not to the request."""
-_CLOSED_PAUSE = 0.25
+_PAUSE = 0.25
+UNLISTED_SECONDS = 10.0
+"""smg restarts in 0.1 s, and its list of engines is kept twice a second."""
 NOBODY = (
     "No engine can take this request now: none holds the weights that the fleet has committed, or the router is restarting. "
     "GET /fleet tells the state of each engine. Try again."
@@ -104,17 +106,24 @@ async def _answer(request: web.Request, item: dict[str, Any]) -> tuple[bytes, st
 
 @asynccontextmanager
 async def _item(request: web.Request, item: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-    """One request of a batch, answered with 200. Raises ItemError for any other answer."""
+    """One request of a batch, answered with 200. Raises ItemError for any other answer.
+
+    A 404 is an smg that has just (re)started and has no engines yet; the others of the batch should not be lost for that.
+    """
     data = json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode()
-    async with request.app[PARTS].smg.post(GENERATE, data, _forwarded(request)) as reply:
-        if reply.status == 200:
-            yield reply
-            return
-        if reply.status == 404:  # an smg without engines; clients would give up
-            refused = _refused(503, NOBODY)
-            raise ItemError(503, refused.body if isinstance(refused.body, bytes) else b"", dict(refused.headers))
-        headers = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
-        raise ItemError(reply.status, await _rest(reply), headers)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + UNLISTED_SECONDS
+    while True:
+        async with request.app[PARTS].smg.post(GENERATE, data, _forwarded(request)) as reply:
+            if reply.status == 200:
+                yield reply
+                return
+            if reply.status != 404:
+                headers = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
+                raise ItemError(reply.status, await _rest(reply), headers)
+        if loop.time() >= end:
+            raise NobodyAnswersError(NOBODY)
+        await asyncio.sleep(_PAUSE)
 
 
 async def _passed_on(request: web.Request, data: bytes) -> web.StreamResponse:
@@ -137,7 +146,7 @@ async def _engine(request: web.Request, data: bytes) -> web.StreamResponse:
                         return await _copied(request, reply)
             except NobodyAnswersError:
                 continue
-        await asyncio.sleep(_CLOSED_PAUSE)
+        await asyncio.sleep(_PAUSE)
     raise NobodyAnswersError(NOBODY)
 
 

@@ -194,10 +194,20 @@ async def test_bodies_larger_than_control_calls_are_taken_and_far_larger_ones_ar
     assert (await lab.post("/begin_weight_update", {"x": big}))[0] == 413
 
 
-async def test_an_smg_without_engines_or_under_restart_is_no_reason_to_give_up(lab: Lab, script: Script) -> None:
+async def test_an_smg_without_engines_or_under_restart_is_no_reason_to_give_up(
+    lab: Lab, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lab.smg.answer_tokens = None
-    status, _, body = await lab.post("/generate", {"text": ["a"]})
-    assert (status, "GET /fleet" in body["error"]["message"]) == (503, True)
+    asking = asyncio.create_task(lab.post("/generate", {"text": ["a", "b"]}))
+    await asyncio.sleep(0.7)
+    assert not asking.done()
+    lab.smg.answer_tokens = script
+    assert (await asking)[0] == 200
+    monkeypatch.setattr(routes_data, "UNLISTED_SECONDS", 0.3)
+    lab.smg.answer_tokens = None
+    for body in ({"text": ["a"]}, {"text": ["a"], "stream": True}, {"text": "a"}):
+        status, _, answer = await lab.post("/generate", body)
+        assert (status, "GET /fleet" in answer["error"]["message"]) == (503, True)
     lab.smg.answer_tokens = script
     await lab.smg.stop()
     asking = asyncio.create_task(lab.post("/generate", {"text": ["a", "b"]}))
