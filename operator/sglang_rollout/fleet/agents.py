@@ -13,7 +13,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 
 from sglang_rollout.fleet.update.events import Body, Result, Send
 from sglang_rollout.wire.models import AgentStatus, SyncRequest, Version
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 
 SYNC_DEADLINE = 2.0
 CONNECT_DEADLINE = 5.0
@@ -21,6 +21,8 @@ READ_DEADLINE = 5.0
 """For GETs of information: a scheduler that is stuck in a collective must not hold up a reader."""
 LONGEST_MESSAGE = 2000
 STATUS_PATHS = (AGENT_SYNC, AGENT_ACK, AGENT_FENCE)
+VERDICT_PATHS = (AGENT_PREFLIGHT, AGENT_CHECKPOINT)
+"""Answered with 200 whatever the verdict is: ``ok`` and ``reason``."""
 CONFLICT = 409
 
 Address = Callable[[str], str | None]
@@ -147,7 +149,7 @@ class Agents:
             return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.")
         if path in STATUS_PATHS:
             return _status(status, fields)
-        if path == AGENT_PREFLIGHT:
+        if path in VERDICT_PATHS:
             return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""))
         # SGLang says 200 and success: false in some places.
         return Result(ok=fields.get("success") is not False, status=status, message=_message(body))

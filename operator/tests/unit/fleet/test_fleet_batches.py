@@ -18,10 +18,9 @@ def items(**body: Any) -> list[dict[str, Any]]:
     return list(batch.items)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner),
-)
+KEYS = st.text(max_size=3)
+LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
+JSON = LEAVES | st.lists(LEAVES, max_size=3) | st.dictionaries(KEYS, LEAVES, max_size=3)
 IDS = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 LISTED = {
     "sampling_params": st.fixed_dictionaries({"temperature": st.integers(0, 2)}, optional={"max_new_tokens": st.integers(1, 9)}),
@@ -39,7 +38,7 @@ LISTED = {
 """Fields that may differ between the prompts of a batch, and what one prompt has there."""
 COMMON = {
     "stream": st.booleans(),
-    "session_params": st.dictionaries(st.text(max_size=3), st.integers()),
+    "session_params": st.dictionaries(KEYS, st.integers(), max_size=2),
     "a_new_field": JSON,
     "priority": st.integers(),
 }
@@ -50,7 +49,11 @@ def singles(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Requests with one prompt each that can be one batch."""
     size = draw(st.integers(1, 6))
     prompt = draw(st.sampled_from(["text", "input_ids", "input_embeds"]))
-    kinds = {"text": st.text(max_size=5), "input_ids": IDS, "input_embeds": st.lists(st.lists(st.just(0.5), min_size=1), min_size=1)}
+    kinds = {
+        "text": st.text(max_size=5),
+        "input_ids": IDS,
+        "input_embeds": st.lists(st.lists(st.just(0.5), min_size=1, max_size=2), min_size=1, max_size=2),
+    }
     listed = draw(st.sets(st.sampled_from(sorted(LISTED))))
     common = draw(st.fixed_dictionaries({}, optional=COMMON))
     rids = draw(st.none() | st.lists(st.text(min_size=1, max_size=4), min_size=size, max_size=size, unique=True))
@@ -76,7 +79,7 @@ def test_a_batch_of_requests_is_taken_apart_into_these_requests(requests: list[d
     assert batch.stream == bool(requests[0].get("stream"))
 
 
-@given(st.lists(st.lists(st.dictionaries(st.text(), JSON), min_size=1, max_size=3)), st.integers(0, 2))
+@given(st.lists(st.lists(st.dictionaries(KEYS, JSON, max_size=3), min_size=1, max_size=3), max_size=5), st.integers(0, 2))
 def test_joined_answers_are_one_list_in_order(answers: list[list[dict[str, Any]]], indent: int) -> None:
     """An answer with one sample is an object, one with several is a list."""
     raw = [json.dumps(answer[0] if len(answer) == 1 else answer, indent=indent or None).encode() for answer in answers]
