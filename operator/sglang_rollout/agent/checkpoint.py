@@ -180,7 +180,7 @@ def _engine_model(path: str | None, alive: Any) -> Model | None:
         return None
     try:
         return read_model(Path(path), alive=alive)
-    except ProblemsError:
+    except (ProblemsError, OSError):
         return None
 
 

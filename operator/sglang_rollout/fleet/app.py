@@ -16,8 +16,10 @@ from sglang_rollout.fleet.members import Members
 from sglang_rollout.fleet.metrics import Metrics
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.router import Router
+from sglang_rollout.fleet.smg import Smg
 from sglang_rollout.fleet.update.machine import Machine
 from sglang_rollout.wire.models import ControlReply
+from sglang_rollout.wire.ports import DATA_PATHS
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class Parts:
     agents: Agents
     members: Members
     router: Router
+    smg: Smg
     infos: Infos
     metrics: Metrics
 
@@ -62,7 +65,7 @@ def refuse(status: int, message: str, fleet: dict[str, object] | None = None) ->
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse what is too large before it is read, and turn every error into a sentence."""
-    if request.content_length is not None and request.content_length > LARGEST_BODY:
+    if request.content_length is not None and request.content_length > LARGEST_BODY and request.path not in DATA_PATHS:
         return _too_large(request.content_length)
     try:
         return await handler(request)
@@ -106,10 +109,11 @@ def _unknown(request: web.Request) -> str:
 def make_app(parts: Parts) -> web.Application:
     """The application with all of its routes."""
     # Imported here: the route modules need what is defined above.
-    from sglang_rollout.fleet import routes_control, routes_info  # noqa: PLC0415
+    from sglang_rollout.fleet import routes_control, routes_data, routes_info  # noqa: PLC0415
 
     app = web.Application(middlewares=[guard], client_max_size=LARGEST_BODY)
     app[PARTS] = parts
     app.add_routes(routes_info.routes)
     app.add_routes(routes_control.routes)
+    app.add_routes(routes_data.routes)
     return app

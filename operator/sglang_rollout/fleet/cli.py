@@ -24,6 +24,7 @@ from sglang_rollout.fleet.leader import DeposedError, FileLeadership, Leadership
 from sglang_rollout.fleet.members import Members
 from sglang_rollout.fleet.metrics import Metrics
 from sglang_rollout.fleet.router import Routable, Router
+from sglang_rollout.fleet.smg import Smg
 from sglang_rollout.fleet.store import (
     ConfigMapIntent,
     ConfigMapRecord,
@@ -90,9 +91,10 @@ async def serve(options: Options, token: str) -> None:
         routable = Routable(members.url)
         router = Router(options.smg_url, lambda: routable.urls(driver.machine))
         infos = Infos(agents)
+        smg = await stack.enter_async_context(Smg(options.smg_url))
         parts = Parts(
             name=options.name, namespace=options.namespace, public_url=options.public_url, driver=driver,
-            agents=agents, members=members, router=router, infos=infos, metrics=metrics,
+            agents=agents, members=members, router=router, smg=smg, infos=infos, metrics=metrics,
         )  # fmt: skip
         await agents.start()
         stack.push_async_callback(agents.close)

@@ -37,6 +37,11 @@ _SENTENCES = {
         "No engine can take this request now: none holds the weights that the fleet has committed, or the router is restarting. "
         "GET /fleet tells the state of each engine. Try again.",
     ),
+    "batches_away": (
+        "coordinator_unavailable",
+        "The coordinator, which takes batches apart, does not answer. It is restarted by itself: try again. "
+        "Requests with one prompt are served meanwhile.",
+    ),
     "coordinator_broke": (
         "coordinator_broke_off",
         "The coordinator broke the connection before it had answered. GET /fleet tells what came of the call.",
@@ -47,6 +52,16 @@ _SENTENCES = {
         "It is restarted by itself: try again.",
     ),
 }
+
+
+_BATCH_PATHS = ("/generate", "/v1/completions")
+_BODY_WINDOW = 16384
+"""Bytes of a body that the front looks at; nearly every request for tokens is smaller, and larger ones begin with their prompt."""
+_B = "[[:space:]]*"
+_MANY = "|".join((rf'text"{_B}:{_B}\[', rf'(input_ids|input_embeds)"{_B}:{_B}\[{_B}\[', rf'prompt"{_B}:{_B}\[{_B}[-[0-9]'))
+"""Several prompts, or prompts of token ids in completions. Embeddings of one prompt are taken along: the coordinator knows better."""
+_ONE = "|".join((rf'text"{_B}:{_B}"', rf'input_ids"{_B}:{_B}\[{_B}-?[0-9]', rf'prompt"{_B}:{_B}(\[{_B})?"'))
+"""A prompt that smg takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +118,11 @@ def front_config(params: FrontParams) -> str:
         bind=_bind(params.listen),
         smg=_server(params.smg),
         coordinator=_server(params.coordinator),
+        batch_paths=" ".join(_BATCH_PATHS),
+        batch_limit=max(8, params.maxconn // 16),
+        window=_BODY_WINDOW,
+        many=_regex(_MANY),
+        one=_regex(_ONE),
         threads=params.threads,
         **_shared(params.maxconn),
     )
@@ -123,6 +143,13 @@ def _body(code: str, message: str) -> str:
     if "'" in message or "%" in message:
         raise ValueError(f"a sentence in a haproxy configuration cannot hold ' or %: {message}")
     return json.dumps({"error": {"code": code, "type": "service_unavailable", "message": message}})
+
+
+def _regex(pattern: str) -> str:
+    """A rule's argument: one of the patterns begins right after the quote of a key."""
+    if "'" in pattern:
+        raise ValueError(f"a regular expression in a haproxy configuration cannot hold ': {pattern}")
+    return f"'[{{,]{_B}\"({pattern})'"
 
 
 def _bind(address: Address) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from fleet_world import FakeAgent
 
 from sglang_rollout.fleet.cli import Options, serve
 from sglang_rollout.wire.models import Deadlines, Intent, WantedEngine, WeightsPolicy
-from sglang_rollout.wire.ports import AGENT_PREFLIGHT, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_PREFLIGHT, DATA_PATHS, TERM_HEADER
 
 TOKEN = "secret"
 QUICK = Deadlines(group=3.0, update=3.0, idle=5.0, pause=3.0)
@@ -42,6 +42,8 @@ class HttpAgent:
     slow: dict[str, float] = field(default_factory=dict)
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     attempts: int = 0
+    answer_tokens: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    """What the engine behind an open gate answers on the data paths."""
     runner: web.AppRunner | None = None
 
     @property
@@ -51,9 +53,11 @@ class HttpAgent:
     def heard(self, path: str) -> list[dict[str, Any]]:
         return [body for called, body in self.calls if called == path]
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.method == "GET":
             return self.read(request.path)
+        if request.path in DATA_PATHS and self.answer_tokens is not None:
+            return await self.answer_tokens(request)
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
             return web.json_response({"success": False, "message": "no token"}, status=401)
         term = int(request.headers[TERM_HEADER])
@@ -110,12 +114,14 @@ class HttpAgent:
 
 
 class FakeSmg:
-    """smg's list of workers."""
+    """smg's list of workers, and its data paths as a test scripts them."""
 
     def __init__(self) -> None:
         self.port = free_port()
+        self.answer_tokens: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
         self.workers: dict[str, str] = {}
         self.seen: list[set[str]] = []
+        self.runner: web.AppRunner | None = None
 
     async def list_workers(self, request: web.Request) -> web.Response:
         self.seen.append(set(self.workers.values()))
@@ -132,13 +138,24 @@ class FakeSmg:
         gone = self.workers.pop(request.match_info["id"], None)
         return web.json_response({}, status=202 if gone else 404)
 
-    async def start(self) -> web.AppRunner:
-        app = web.Application()
+    async def tokens(self, request: web.Request) -> web.StreamResponse:
+        if self.answer_tokens is None:
+            return web.json_response({"error": {"code": "model_not_found"}}, status=404)
+        return await self.answer_tokens(request)
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=2**28)
+        app.add_routes([web.post("/generate", self.tokens), web.post("/v1/completions", self.tokens)])
         app.add_routes([web.get("/workers", self.list_workers), web.post("/workers", self.add), web.delete("/workers/{id}", self.remove)])
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.port).start()
-        return runner
+        await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.runner = runner
 
 
 @dataclass
@@ -240,7 +257,8 @@ async def fleet_lab(folder: Path, engines: int = 2, deadlines: Deadlines = QUICK
             await agent.start()
             stack.push_async_callback(agent.stop)
         smg = FakeSmg()
-        stack.push_async_callback((await smg.start()).cleanup)
+        await smg.start()
+        stack.push_async_callback(smg.stop)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
         lab = Lab(folder, agents, smg, free_port(), session, deadlines)
         (folder / "token").write_text(TOKEN)

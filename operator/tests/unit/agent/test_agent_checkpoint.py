@@ -47,7 +47,7 @@ def test_float_types_are_converted_by_the_engine(tmp_path: Path, own: Path, dtyp
 
 def test_without_the_engines_model_the_files_alone_are_checked(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "new", {"a": ("I8", (3,))}, architectures=["Other"])
-    for unknown in (None, tmp_path / "nowhere", Path("org/model-7b")):
+    for unknown in (None, tmp_path / "nowhere", Path("org/model-7b"), Path("/" + "x" * 300)):
         reply = check(str(folder), str(unknown) if unknown else None)
         assert (reply.ok, reply.compared) == (True, False)
 
@@ -219,6 +219,7 @@ def test_files_that_the_agent_cannot_read_are_named(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "new")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").mkdir()
+    assert "cannot be read here" in verdict("/" + "x" * 300, None)
     assert "cannot be read here" in verdict(folder, None)
 
 

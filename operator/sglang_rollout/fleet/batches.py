@@ -1,0 +1,183 @@
+"""Batched ``/generate`` bodies, taken apart into single requests, and answers put together again. Pure.
+
+SGLang takes lists of prompts with lists of nearly every other field; smg takes few of them, and sends a batch that it takes to one engine.
+The rules here are those of SGLang's ``GenerateReqInput.normalize_batch_and_arguments`` (0.5.23), with its own words where it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+Item = dict[str, Any]
+
+_PER_ITEM = ("lora_path", "lora_id", "video_data", "audio_data", "positional_embed_overrides")
+"""A list holds one value for each prompt; anything else is for all."""
+_COUNTED = ("watermark", "return_hidden_states", "extra_key", "cache_salt", "kv_hints")
+"""As before, and SGLang says so when the list has another length."""
+_NOT_SAMPLED = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask", "sampling_logprobs_mode")
+"""As before, but no list together with several samples of each prompt."""
+_PLACEMENT = ("bootstrap_host", "bootstrap_port", "bootstrap_pair_key", "decode_tp_size")
+_NESTED = ("multi_item_delimiter_indices", "token_indices_to_pool")
+_HASHES = ("mm_hashes", "mm_content_hashes")
+"""One hash, or a list of them, for each prompt."""
+
+_LEFT_OUT = ("text", "input_ids", "input_embeds", "modalities")
+"""Of prompts given in two ways SGLang takes one; modalities follow from the images."""
+
+
+class BatchError(Exception):
+    """SGLang would refuse this batch; the message is the sentence, its own where it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as single requests, in order."""
+
+    items: tuple[Item, ...]
+    samples: int
+    """Completions of each prompt (``n``)."""
+    stream: bool
+
+
+def split(body: Mapping[str, Any]) -> Batch | None:
+    """The single requests of a batch; None if the body holds one prompt (or none). Raises BatchError."""
+    prompts = _prompts(body)
+    if prompts is None:
+        return None
+    size = len(next(iter(prompts.values())))
+    sampling = _sampling(body.get("sampling_params"), size)
+    samples = _samples(sampling)
+    columns: dict[str, Sequence[Any]] = {**prompts, "sampling_params": sampling, "rid": _rids(body.get("rid"), size)}
+    for key in _PER_ITEM + _PLACEMENT:
+        columns[key] = _column(body, key, size)
+    for key in _COUNTED:
+        columns[key] = _column(body, key, size, complaint=f"The length of {key} should be equal to the batch size.")
+    for key in (*_NOT_SAMPLED, "custom_logit_processor"):
+        if samples > 1 and isinstance(body.get(key), list):
+            raise BatchError(f"Cannot use list {key} with parallel_sample_num > 1")
+        columns[key] = _column(body, key, size)
+    columns["token_ids_logprob"] = _token_ids(body.get("token_ids_logprob"), size, samples)
+    columns["image_data"] = _images(body.get("image_data"), size)
+    for key in _HASHES:
+        columns[key] = [_listed(value) for value in _column(body, key, size, complaint=f"The length of {key} should equal the batch size")]
+    for key in _NESTED:
+        columns[key] = _column(body, key, size, takes=_is_nested)
+    room = body.get("bootstrap_room")
+    columns["bootstrap_room"] = [room + i for i in range(size)] if isinstance(room, int) else _column(body, "bootstrap_room", size)
+    common = {key: value for key, value in body.items() if key not in columns and key not in _LEFT_OUT}
+    items = tuple(common | {key: column[i] for key, column in columns.items() if column[i] is not None} for i in range(size))
+    return Batch(items, samples, bool(body.get("stream")))
+
+
+def join(answers: Sequence[bytes]) -> bytes:
+    """One list out of the bodies of single answers, in order. An answer with several samples is a list itself and is laid open.
+
+    Bytes, not objects: with logprobs an answer has megabytes, and reading them would hold up everything else.
+    """
+    return b"[" + b",".join(inner for inner in map(_inner, answers) if inner) + b"]"
+
+
+def indexed(event: bytes, item: int, samples: int) -> bytes:
+    """An event (JSON) of the stream of one item, with its place in the batch as SGLang numbers it."""
+    fields = json.loads(event)
+    own = fields.get("index")
+    fields["index"] = item * samples + (own if isinstance(own, int) else 0)
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _inner(answer: bytes) -> bytes:
+    answer = answer.strip()
+    return answer[1:-1].strip() if answer.startswith(b"[") and answer.endswith(b"]") else answer
+
+
+def _prompts(body: Mapping[str, Any]) -> dict[str, list[Any]] | None:
+    """The columns that make it a batch. ``text`` decides before ``input_ids``, and either before ``input_embeds``."""
+    text, ids, embeds = body.get("text"), body.get("input_ids"), body.get("input_embeds")
+    if text is not None:
+        if not isinstance(text, list):
+            return None
+        both = isinstance(ids, list) and len(ids) == len(text)
+        return {"text": text, "input_ids": ids} if both and ids is not None else {"text": text}
+    if ids is not None:
+        return {"input_ids": ids} if isinstance(ids, list) and ids and isinstance(ids[0], list) else None
+    deep = isinstance(embeds, list) and embeds and _is_nested(embeds) and embeds[0] and isinstance(embeds[0][0], list)
+    return {"input_embeds": embeds} if deep and isinstance(embeds, list) else None
+
+
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
+def _column(
+    body: Mapping[str, Any],
+    key: str,
+    size: int,
+    *,
+    complaint: str | None = None,
+    takes: Callable[[Any], TypeGuard[list[Any]]] = _is_list,
+) -> Sequence[Any]:
+    value = body.get(key)
+    if not takes(value):
+        return [value] * size
+    if len(value) < size or (complaint and len(value) != size):
+        raise BatchError(complaint or f"{key} has {len(value)} entries for {size} prompts.")
+    return list(value)
+
+
+def _sampling(value: Any, size: int) -> Sequence[Any]:
+    if isinstance(value, list) and len(value) != size:
+        raise BatchError(f"sampling_params has {len(value)} entries for {size} prompts.")
+    return value if isinstance(value, list) else [value] * size
+
+
+def _samples(sampling: Sequence[Any]) -> int:
+    counts = {params.get("n", 1) if isinstance(params, Mapping) else 1 for params in sampling}
+    if len(counts) > 1:
+        raise BatchError("The parallel_sample_num should be the same for all samples in sample params.")
+    count = next(iter(counts), 1)
+    return count if isinstance(count, int) and count > 1 else 1
+
+
+def _rids(value: Any, size: int) -> Sequence[Any]:
+    if value is None:
+        return [None] * size
+    if isinstance(value, str):
+        return [f"{value}_{i}" for i in range(size)]
+    if not isinstance(value, list):
+        raise BatchError("The rid should be a string or a list of strings.")
+    if len(value) != size:
+        raise BatchError("The specified rids length mismatch with the batch_size for batch processing.")
+    twice = [rid for rid, count in Counter(map(str, value)).items() if count > 1]
+    if twice:
+        raise BatchError(f"Duplicate request IDs detected within the request: {twice}")
+    return value
+
+
+def _token_ids(value: Any, size: int, samples: int) -> Sequence[Any]:
+    if not value:
+        return [None] * size
+    if not _is_nested(value):
+        return [value if isinstance(value, list) else [value]] * size
+    if samples > 1:
+        raise BatchError("Cannot use list token_ids_logprob with parallel_sample_num > 1")
+    return _column({"token_ids_logprob": value}, "token_ids_logprob", size)
+
+
+def _images(value: Any, size: int) -> Sequence[Any]:
+    if not isinstance(value, list):
+        return [value] * size
+    if value and len(value) != size:
+        raise BatchError("The length of image_data should be equal to the batch size.")
+    return [None if images == [None] else images for images in value] or [None] * size
+
+
+def _listed(value: Any) -> Any:
+    return value if value is None or isinstance(value, list) else [value]
+
+
+def _is_nested(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], list)

@@ -1,0 +1,94 @@
+"""Which bodies the front, a real haproxy, hands to the coordinator because smg would refuse them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+from test_gate_front import Front, front  # noqa: F401 - the fixture
+
+pytestmark = pytest.mark.router
+
+LONG = "x" * 200_000
+GENERATE, COMPLETIONS = "/generate", "/v1/completions"
+
+TO_SMG: list[tuple[str, Any]] = [
+    (GENERATE, {"text": "a"}),
+    (GENERATE, {"text": 'he said {"text": ["a"]} and {"input_ids": [[1]]}'}),
+    (GENERATE, {"text": "{" + '"text"' + ": ["}),
+    (GENERATE, {"text": LONG}),
+    (GENERATE, {"input_ids": list(range(60_000))}),
+    (GENERATE, {"input_ids": [], "session_params": {"id": "s"}}),
+    (GENERATE, {"sampling_params": {"n": 4, "stop": ["a"]}, "text": "a", "rid": "r"}),
+    (GENERATE, {"sampling_params": {}}),
+    (COMPLETIONS, {"model": "m", "prompt": "a"}),
+    (COMPLETIONS, {"model": "m", "prompt": ["a", "b"]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": ["a"]}]}]}),
+]
+TO_COORDINATOR: list[tuple[str, Any]] = [
+    (GENERATE, {"text": ["a", "b"]}),
+    (GENERATE, {"text": []}),
+    (GENERATE, {"sampling_params": [{}, {}], "text": ["a", "b"]}),
+    (GENERATE, {"input_ids": [[1], [2]]}),
+    (GENERATE, {"input_ids": [list(range(60_000)), [2]]}),
+    (GENERATE, {"input_embeds": [[[0.5]], [[0.5]]]}),
+    (GENERATE, {"image_data": LONG, "text": ["a"]}),
+    (GENERATE, {"image_data": LONG, "text": "a"}),  # cannot be seen: the coordinator passes it on
+    (COMPLETIONS, {"model": "m", "prompt": [1, 2]}),
+    (COMPLETIONS, {"model": "m", "prompt": [[1], [2]]}),
+]
+
+
+async def whereto(front: Front, path: str, body: str) -> object:  # noqa: F811
+    status, answer, _ = await front.ask(path, body)
+    assert status == 200
+    return answer["from"]
+
+
+@pytest.mark.parametrize(("path", "body"), TO_SMG, ids=range(len(TO_SMG)))
+async def test_one_prompt_goes_to_smg(front: Front, path: str, body: Any) -> None:  # noqa: F811
+    for text in (json.dumps(body), json.dumps(body, indent=2), json.dumps(body, separators=(",", ":"))):
+        assert await whereto(front, path, text) == "smg"
+
+
+@pytest.mark.parametrize(("path", "body"), TO_COORDINATOR, ids=range(len(TO_COORDINATOR)))
+async def test_several_prompts_go_to_the_coordinator(front: Front, path: str, body: Any) -> None:  # noqa: F811
+    for text in (json.dumps(body), json.dumps(body, indent=2), json.dumps(body, separators=(",", ":"))):
+        assert await whereto(front, path, text) == "coordinator"
+
+
+async def test_a_body_in_pieces_is_waited_for_no_longer_than_it_takes_to_see_its_prompt(front: Front) -> None:  # noqa: F811
+    released = asyncio.Event()
+
+    async def pieces(*parts: bytes) -> Any:
+        for number, part in enumerate(parts):
+            if number:
+                await asyncio.sleep(0.2)
+            yield part
+        released.set()
+
+    for parts, expected in (
+        ((b'{"te', b'xt": ', b'["a"]}'), "coordinator"),
+        ((b'{"te', b'xt": ', b'"a"}'), "smg"),
+        ((b'{"text": "' + LONG.encode(), LONG.encode(), b'"}'), "smg"),
+    ):
+        async with front.http.post(front.url + GENERATE, data=pieces(*parts), timeout=aiohttp.ClientTimeout(total=30)) as reply:
+            assert (await reply.json())["from"] == expected
+    assert released.is_set()
+
+
+async def test_looking_at_the_body_costs_no_time_that_counts(front: Front) -> None:  # noqa: F811
+    """Requests with one prompt against a path that is not looked at, in turns."""
+    body = json.dumps({"input_ids": list(range(2000)), "sampling_params": {"max_new_tokens": 8}})
+    spent = {GENERATE: 0.0, "/v1/chat/completions": 0.0}
+    for _ in range(150):
+        for path in spent:
+            began = time.perf_counter()
+            await front.ask(path, body)
+            spent[path] += time.perf_counter() - began
+    looked, plain = spent.values()
+    assert looked < plain * 1.5, spent

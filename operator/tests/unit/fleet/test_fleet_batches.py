@@ -1,0 +1,154 @@
+"""Batches taken apart and answers put together, by SGLang's rules."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_rollout.fleet.batches import Batch, BatchError, indexed, join, split
+
+
+def items(**body: Any) -> list[dict[str, Any]]:
+    batch = split(body)
+    assert batch is not None
+    return list(batch.items)
+
+
+KEYS = st.text(max_size=3)
+LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
+JSON = LEAVES | st.lists(LEAVES, max_size=3) | st.dictionaries(KEYS, LEAVES, max_size=3)
+IDS = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+LISTED = {
+    "sampling_params": st.fixed_dictionaries({"temperature": st.integers(0, 2)}, optional={"max_new_tokens": st.integers(1, 9)}),
+    "return_logprob": st.booleans(),
+    "logprob_start_len": st.integers(-1, 5),
+    "top_logprobs_num": st.integers(0, 3),
+    "lora_path": st.text(min_size=1, max_size=3),
+    "image_data": st.text(min_size=1, max_size=4) | st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=2),
+    "video_data": st.text(min_size=1, max_size=4),
+    "token_ids_logprob": IDS,
+    "extra_key": st.text(min_size=1, max_size=3),
+    "custom_logit_processor": st.text(min_size=1, max_size=3),
+    "mm_hashes": st.lists(st.text(max_size=2), min_size=1, max_size=2),
+}
+"""Fields that may differ between the prompts of a batch, and what one prompt has there."""
+COMMON = {
+    "stream": st.booleans(),
+    "session_params": st.dictionaries(KEYS, st.integers(), max_size=2),
+    "a_new_field": JSON,
+    "priority": st.integers(),
+}
+
+
+@st.composite
+def singles(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Requests with one prompt each that can be one batch."""
+    size = draw(st.integers(1, 6))
+    prompt = draw(st.sampled_from(["text", "input_ids", "input_embeds"]))
+    kinds = {
+        "text": st.text(max_size=5),
+        "input_ids": IDS,
+        "input_embeds": st.lists(st.lists(st.just(0.5), min_size=1, max_size=2), min_size=1, max_size=2),
+    }
+    listed = draw(st.sets(st.sampled_from(sorted(LISTED))))
+    common = draw(st.fixed_dictionaries({}, optional=COMMON))
+    rids = draw(st.none() | st.lists(st.text(min_size=1, max_size=4), min_size=size, max_size=size, unique=True))
+    made = []
+    for i in range(size):
+        single = {prompt: draw(kinds[prompt])} | {key: draw(LISTED[key]) for key in sorted(listed)} | common
+        made.append(single | ({"rid": rids[i]} if rids else {}))
+    return made
+
+
+def batched(requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client writes for them: a list for each field, but for those that hold for all."""
+    return {key: first if key in COMMON else [request[key] for request in requests] for key, first in requests[0].items()}
+
+
+@given(singles())
+def test_a_batch_of_requests_is_taken_apart_into_these_requests(requests: list[dict[str, Any]]) -> None:
+    batch = split(batched(requests))
+    assert batch is not None
+    assert [{key: value for key, value in item.items() if value is not None} for item in batch.items] == [
+        {key: value for key, value in request.items() if value is not None} for request in requests
+    ]
+    assert batch.stream == bool(requests[0].get("stream"))
+
+
+@given(st.lists(st.lists(st.dictionaries(KEYS, JSON, max_size=3), min_size=1, max_size=3), max_size=5), st.integers(0, 2))
+def test_joined_answers_are_one_list_in_order(answers: list[list[dict[str, Any]]], indent: int) -> None:
+    """An answer with one sample is an object, one with several is a list."""
+    raw = [json.dumps(answer[0] if len(answer) == 1 else answer, indent=indent or None).encode() for answer in answers]
+    assert json.loads(join(raw)) == [sample for answer in answers for sample in answer]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"text": "one"},
+        {"input_ids": [1, 2]},
+        {"input_ids": []},
+        {"input_embeds": [[0.1, 0.2]]},
+        {"input_embeds": [[]]},
+        {"text": "one", "input_ids": [[1], [2]]},
+        {"input_ids": "what"},
+        {"text": "one", "sampling_params": {"n": 4}},
+    ],
+)
+def test_one_prompt_is_no_batch(body: dict[str, Any]) -> None:
+    assert split(body) is None
+
+
+def test_what_is_not_a_list_is_for_all_prompts_and_none_is_left_out() -> None:
+    first, second = items(text=["a", "b"], rid="r", sampling_params={"n": 2}, lora_path=["x", None], return_logprob=True, image_data="i")
+    same = {"sampling_params": {"n": 2}, "return_logprob": True, "image_data": "i"}
+    assert first == {"text": "a", "rid": "r_0", "lora_path": "x", **same}
+    assert second == {"text": "b", "rid": "r_1", **same}
+
+
+def test_token_ids_for_all_and_for_each() -> None:
+    assert [item["token_ids_logprob"] for item in items(text=["a", "b"], token_ids_logprob=[7, 8])] == [[7, 8], [7, 8]]
+    assert [item["token_ids_logprob"] for item in items(text=["a", "b"], token_ids_logprob=[[7], [8]])] == [[7], [8]]
+    assert "token_ids_logprob" not in items(text=["a"], token_ids_logprob=[])[0]
+
+
+def test_rooms_of_a_disaggregated_fleet_are_counted_up() -> None:
+    assert [item["bootstrap_room"] for item in items(text=["a", "b"], bootstrap_room=5)] == [5, 6]
+    assert [item["bootstrap_room"] for item in items(text=["a", "b"], bootstrap_room=[5, 9])] == [5, 9]
+
+
+def test_an_empty_batch_has_no_items() -> None:
+    assert split({"text": []}) == Batch((), 1, stream=False)
+    assert join([]) == b"[]"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"rid": ["a"]}, "The specified rids length mismatch with the batch_size for batch processing."),
+        ({"rid": ["a", "a"]}, "Duplicate request IDs detected within the request: ['a']"),
+        ({"rid": 7}, "The rid should be a string or a list of strings."),
+        ({"image_data": ["x"]}, "The length of image_data should be equal to the batch size."),
+        ({"extra_key": ["x"]}, "The length of extra_key should be equal to the batch size."),
+        ({"mm_hashes": ["x"]}, "The length of mm_hashes should equal the batch size"),
+        ({"sampling_params": [{"n": 1}, {"n": 2}]}, "The parallel_sample_num should be the same for all samples in sample params."),
+        ({"sampling_params": {"n": 2}, "return_logprob": [True, False]}, "Cannot use list return_logprob with parallel_sample_num > 1"),
+        ({"sampling_params": {"n": 2}, "token_ids_logprob": [[1], [2]]}, "Cannot use list token_ids_logprob with parallel_sample_num > 1"),
+        ({"sampling_params": [{}]}, "sampling_params has 1 entries for 2 prompts."),
+        ({"lora_path": ["x"]}, "lora_path has 1 entries for 2 prompts."),
+    ],
+)
+def test_what_sglang_refuses_is_refused_in_its_words(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(BatchError) as error:
+        split({"text": ["a", "b"], **more})
+    assert str(error.value) == words
+
+
+def test_events_are_numbered_as_sglang_does() -> None:
+    assert json.loads(indexed(b'{"text":"x"}', 3, 1)) == {"text": "x", "index": 3}
+    assert json.loads(indexed(b'{"index":1,"text":"\xc3\xa9"}', 3, 2)) == {"text": "é", "index": 7}

@@ -1,0 +1,17 @@
+"""Answers of agents that say yes or no with HTTP 200."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_rollout.fleet.agents import Agents
+from sglang_rollout.wire.models import CheckpointReply, PreflightReply
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
+
+
+@pytest.mark.parametrize(("path", "model"), [(AGENT_CHECKPOINT, CheckpointReply), (AGENT_PREFLIGHT, PreflightReply)])
+def test_a_no_is_not_taken_for_a_yes(path: str, model: type[CheckpointReply] | type[PreflightReply]) -> None:
+    agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
+    refused = agents._result(path, 200, model(ok=False, reason="It is truncated.").model_dump())
+    assert (refused.ok, refused.message) == (False, "It is truncated.")
+    assert agents._result(path, 200, model(ok=True).model_dump()).ok
