@@ -35,7 +35,7 @@ cluster-binaries: venv ## Kubernetes, etcd, CoreDNS and Helm, built from Go modu
 	@$(LAB) binaries
 
 # --- checks ------------------------------------------------------------------------------------------------------------
-.PHONY: lint generate golden lock test test-fast bench
+.PHONY: lint generate golden lock test test-fast chaos bench
 lint: venv cluster-binaries ## ruff, mypy, import-linter, shellcheck, helm lint, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -56,10 +56,13 @@ lock: venv ## Resolve requirements/*.lock anew
 	@requirements/lock.sh
 
 test-fast: venv ## Unit, property and golden tests: no root, no cluster, no engine
-	@$(BIN)/pytest -q operator/tests e2e/tests -m "not engine and not router and not controlplane and not cluster"
+	@$(BIN)/pytest -q operator/tests/unit operator/tests/golden operator/tests/properties e2e/tests -m "not engine and not router and not controlplane and not cluster"
 
 test: ## All tests, on a cluster made for them (CLUSTER=current: on yours)
 	@e2e/test.sh
+
+chaos: venv engine-venv ## The fault matrix: every part killed or stopped in every phase of an update (about 20 minutes)
+	@$(BIN)/python -m e2e.chaos --out out/chaos.json
 
 bench: venv engine-venv ## Benchmarks: ratios against a baseline in the same run, results in bench/results
 	@for b in reconcile push latency; do $(BIN)/python -m bench.$$b; done

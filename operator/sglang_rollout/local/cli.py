@@ -17,6 +17,7 @@ from pathlib import Path
 
 import aiohttp
 import click
+from pydantic import ValidationError
 
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, parse_engine, ports_needed
 from sglang_rollout.local.supervisor import Supervisor
@@ -58,6 +59,13 @@ class CannotStartError(click.ClickException):
     show_default=True,
     help="How engines are paused for an update when the trainer does not pause them itself.",
 )
+@click.option(
+    "--weights",
+    "weights_json",
+    default="{}",
+    metavar="JSON",
+    help='More of the weights policy, as in the intent: \'{"verify": "always", "min_committed": 1, "catch_up": {"disk": "/ckpt"}}\'.',
+)
 @click.option("--tensor-size", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of engines without tp=N.")
 @click.option(
     "--state-dir",
@@ -78,6 +86,7 @@ def command(
     backend: str,
     policy: str,
     pause_mode: str,
+    weights_json: str,
     tensor_size: int,
     state_dir: Path | None,
     base_port: int | None,
@@ -94,7 +103,14 @@ def command(
     _check_programs()
     _check_engines(parsed)
     _check_free(listen, "--listen")
-    weights = WeightsPolicy(backend=backend, pause_mode=PauseMode(pause_mode))
+    try:
+        more = WeightsPolicy.model_validate_json(weights_json)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
+    named = {"backend": backend, "pause_mode": PauseMode(pause_mode)}
+    weights = more.model_copy(update={key: value for key, value in named.items() if key not in more.model_fields_set})
     plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=_ports(ports_needed(len(parsed)), base_port))
     runtime = _runtime_folder()
     try:

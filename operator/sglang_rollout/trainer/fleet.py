@@ -196,7 +196,10 @@ class Fleet:
             push.run(tensors)
             committed = self._check_committed(str(version))
         except BaseException:
-            # Also on KeyboardInterrupt: leaving the group makes engines that wait in a broadcast give up.
+            # Also on KeyboardInterrupt. Our end first: engines that wait for us in a broadcast give up then, and until they do
+            # no call to them is answered.
+            if self._group is not None:
+                self._group.close()
             self.close_group()
             push.settle(BLAME_SECONDS)
             raise

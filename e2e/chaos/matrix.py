@@ -1,0 +1,229 @@
+"""One cell of the matrix: a fault in a phase, what must hold during it and after it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from e2e.chaos.stack import ENGINES, POLICY, Stack
+from e2e.chaos.watch import Watch
+
+SLOW = {
+    "pause": "pause",
+    "open": "begin",
+    "transfer": "update",
+    "verify": "check",
+    "commit": "version",
+    "resume": "continue",
+}
+"""The engine's call that makes a phase long enough to be hit."""
+PHASES = ("idle", "prepare", *SLOW)
+LONG = 1.5
+"""Seconds that the phase lasts."""
+TOLD_WITHIN = 30.0
+"""The trainer learns what happened within so many seconds."""
+HEALED_WITHIN = 60.0
+TRUTH_WITHIN = 5.0
+Sleep = Callable[[float], None]
+
+
+@dataclass
+class Cell:
+    """What came of one fault in one phase."""
+
+    fault: str
+    phase: str
+    hit: bool = False
+    """The coordinator said that it was in this phase when the fault landed."""
+    outcome: str = ""
+    """What the trainer was told of the push that was hit: committed, failed, lost."""
+    told_seconds: float | None = None
+    healed_seconds: float | None = None
+    problem: str = ""
+    skipped: str = ""
+
+    @property
+    def text(self) -> str:
+        """The cell in the printed matrix."""
+        if self.skipped:
+            return "-"
+        if self.problem:
+            return "FAIL"
+        return f"{'hit' if self.hit else 'miss'} {self.healed_seconds:.0f}s" if self.healed_seconds is not None else "?"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a part fails, and how it comes back if nobody in the fleet brings it back."""
+
+    name: str
+    strike: Callable[[Stack], None]
+    repair: Callable[[Stack], None] = lambda stack: None
+    kills_trainer: bool = False
+
+
+def _kill_engine(stack: Stack) -> None:
+    stack.engines[0].kill()
+
+
+def _hang_engine(stack: Stack) -> None:
+    stack.engines[0].send_signal(signal.SIGSTOP)
+
+
+def _kubelet(stack: Stack) -> None:
+    """A dead container is started again at once; a stuck one after its agent asked for that."""
+    if stack.engines[0].poll() is None:
+        time.sleep(float(POLICY["deadlines"]["stuck"]) + 2)  # type: ignore[index]
+    stack.restart_engine(0)
+
+
+def _trainer(number: int) -> Callable[[Stack], None]:
+    def strike(stack: Stack) -> None:
+        if stack.trainer is not None:
+            stack.trainer.process.send_signal(number)
+
+    return strike
+
+
+def _part(name: str) -> Callable[[Stack], None]:
+    return lambda stack: stack.kill_part(name)
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("engine killed", _kill_engine, _kubelet),
+        Fault("engine hung", _hang_engine, _kubelet),
+        Fault("agent killed", _part("agent")),
+        Fault("gate killed", _part("gate")),
+        Fault("coordinator killed", _part("coordinator")),
+        Fault("smg killed", _part("smg")),
+        Fault("front killed", _part("front")),
+        Fault("trainer killed", _trainer(signal.SIGKILL), kills_trainer=True),
+        Fault("trainer stopped", _trainer(signal.SIGSTOP), kills_trainer=True),
+    )
+}
+
+
+class Matrix:
+    """Runs cells, one after the other, on one stack."""
+
+    def __init__(self, stack: Stack, watch: Watch) -> None:
+        self._stack = stack
+        self._watch = watch
+        self._labels = 0
+
+    def begin(self) -> None:
+        """The first push: from here on something is committed."""
+        self._stack.new_trainer()
+        self._push_well(HEALED_WITHIN)
+        self._watch.start()
+
+    def run(self, fault: Fault, phase: str) -> Cell:
+        """One cell."""
+        cell = Cell(fault.name, phase)
+        before = len(self._watch.violations)
+        try:
+            self._strike(cell, fault)
+            self._heal(cell, fault)
+        except (AssertionError, TimeoutError, LookupError, requests.RequestException) as error:
+            cell.problem = str(error) or type(error).__name__
+        new = self._watch.violations[before:]
+        if new:
+            cell.problem = f"{len(new)} wrong answers, the first: {new[0]}. {cell.problem}"
+        return cell
+
+    def _strike(self, cell: Cell, fault: Fault) -> None:
+        stack, label = self._stack, ""
+        if cell.phase == "prepare":
+            self._ask_in_vain()
+        elif cell.phase != "idle":
+            stack.slow(SLOW[cell.phase], LONG, list(range(ENGINES)))
+            label = self._begin()
+        if cell.phase != "idle":
+            stack.until(f"phase {cell.phase}", lambda: stack.document().get("phase") == cell.phase, 15)
+        cell.hit = True
+        began = time.monotonic()
+        fault.strike(stack)
+        if label:
+            self._learn(cell, fault, label, began)
+        threading.Thread(target=fault.repair, args=(stack,), daemon=True).start()
+
+    def _learn(self, cell: Cell, fault: Fault, label: str, began: float) -> None:
+        """What becomes of the push that was hit, as the trainer and as the fleet see it."""
+        stack = self._stack
+        if fault.kills_trainer:
+            cell.outcome = "lost"
+        elif stack.trainer is not None:
+            answer = stack.trainer.outcome(TOLD_WITHIN)
+            cell.outcome = "committed" if answer["ok"] else "failed"
+        cell.told_seconds = time.monotonic() - began
+        stack.until("the coordinator answers and rests", lambda: stack.document().get("phase") == "idle", TOLD_WITHIN)
+        if stack.document()["committed"]["label"] == label:
+            self._watch.committed(label)
+        elif cell.outcome == "committed":
+            raise AssertionError(f"the trainer was told that {label} is committed, the fleet says {stack.document()['committed']}")
+        else:
+            self._watch.failed(label)
+
+    def _heal(self, cell: Cell, fault: Fault) -> None:
+        stack, began = self._stack, time.monotonic()
+        stack.calm()
+        if fault.kills_trainer:
+            stack.new_trainer()
+        while True:
+            left = HEALED_WITHIN - (time.monotonic() - began)
+            try:
+                self._push_well(left)
+                stack.until("all engines serve", lambda: stack.document().get("serving") == ENGINES, min(TRUTH_WITHIN, max(left, 1)))
+                break
+            except (AssertionError, TimeoutError):
+                if time.monotonic() - began > HEALED_WITHIN:
+                    raise
+        stack.until("nobody is paused", lambda: not stack.paused(), TRUTH_WITHIN)
+        cell.healed_seconds = time.monotonic() - began
+
+    def _begin(self) -> str:
+        self._labels += 1
+        label = f"v{self._labels}"
+        if self._stack.trainer is None:
+            raise RuntimeError("no trainer runs")
+        self._watch.expected[label] = self._stack.trainer.begin(label)
+        return label
+
+    def _push_well(self, within: float) -> None:
+        """Push until it succeeds."""
+        end, error = time.monotonic() + within, ""
+        while time.monotonic() < end:
+            label = self._begin()
+            if self._stack.trainer is None:
+                raise RuntimeError("no trainer runs")
+            answer: dict[str, Any] = self._stack.trainer.outcome(70)
+            if answer["ok"]:
+                self._watch.committed(label)
+                return
+            error = answer["error"]
+            if self._stack.document().get("committed", {}).get("label") == label:
+                self._watch.committed(label)
+            else:
+                self._watch.failed(label)
+            time.sleep(0.5)
+        raise AssertionError(f"no push succeeded within {within:.0f} s: {error}")
+
+    def _ask_in_vain(self) -> None:
+        """A group whose store listens nowhere: engines try to reach it."""
+        size = self._stack.document()["world_size"]
+        body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": size, "group_name": "nobody"}
+
+        def ask() -> None:
+            with suppress(requests.RequestException):
+                requests.post(f"{self._stack.url}/init_weights_update_group", json=body, timeout=20)
+
+        threading.Thread(target=ask, daemon=True).start()

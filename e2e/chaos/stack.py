@@ -1,0 +1,221 @@
+"""The processes under fault: stand-in engines, a local fleet over them, a trainer. The stack restarts engines as a kubelet would."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import requests
+
+from e2e.cluster.paths import REPOSITORY
+from e2e.engine import environment
+
+POLICY = {
+    "backend": "gloo",
+    "verify": "always",
+    "deadlines": {"group": 10, "update": 12, "pause": 8, "idle": 10, "total": 60, "stuck": 4},
+    "trainer_lease": {"ttl": 3},
+}
+"""Short, so that the matrix ends; what is tested is that they hold."""
+ENGINES = 3
+PARTS = {
+    "agent": ("sglang_rollout.cli", "agent", "--name", "local-engine-0"),
+    "gate": ("haproxy", "local-engine-0"),
+    "coordinator": ("sglang_rollout.cli", "fleet"),
+    "smg": ("smg", "--metrics"),
+    "front": ("haproxy", "front"),
+}
+"""Words in the command line of the part that is hit; of engines always the first."""
+
+
+class Trainer:
+    """The trainer's process."""
+
+    def __init__(self, url: str, log: Path) -> None:
+        command = [str(environment.python(make=False)), "-m", "e2e.chaos.trainer", url]
+        paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "operator")])
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": paths}
+            )
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+        self._await("ready", 120)
+
+    def begin(self, label: str) -> list[int]:
+        """Start a push; returns the tokens that engines with its weights generate."""
+        if self.process.stdin is None:
+            raise RuntimeError("the trainer has no input")
+        print(label, file=self.process.stdin, flush=True)
+        return [int(token) for token in self._await("tokens", 30)["tokens"]]
+
+    def outcome(self, within: float) -> dict[str, Any]:
+        """How the push went. Raises TimeoutError: it has not ended."""
+        return self._await("ok", within)
+
+    def end(self) -> None:
+        """Kill it, however it is."""
+        self.process.kill()
+        self.process.wait()
+
+    def _await(self, key: str, within: float) -> dict[str, Any]:
+        end = time.monotonic() + within
+        while time.monotonic() < end:
+            with suppress(queue.Empty):
+                line = self._lines.get(timeout=0.2)
+                if key in line:
+                    return line
+        raise TimeoutError(f"the trainer said no {key!r} within {within:g} s")
+
+    def _read(self, lines: IO[str]) -> None:
+        for line in lines:
+            self._lines.put(json.loads(line))
+
+
+class Stack:
+    """Use as a context manager."""
+
+    def __init__(self, folder: Path, port: int = 26100) -> None:
+        self.folder = folder
+        self.url = f"http://127.0.0.1:{port}"
+        self.ports = [port + 1 + index for index in range(ENGINES)]
+        self.engines: list[subprocess.Popen[bytes]] = []
+        self._ends = ExitStack()
+        self._local: subprocess.Popen[bytes] | None = None
+        self.trainer: Trainer | None = None
+
+    def __enter__(self) -> Stack:
+        with ExitStack() as ends:
+            self.engines = [self._start_engine(port) for port in self.ports]
+            ends.callback(self._stop_engines)
+            for port in self.ports:
+                self.until(f"engine {port} listens", lambda port=port: self._get(f"http://127.0.0.1:{port}/health").ok, 60)
+            line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", self.url.removeprefix("http://")]
+            line += ["--state-dir", str(self.folder / "state"), "--weights", json.dumps(POLICY)]
+            line += [part for port in self.ports for part in ("--engine", f"http://127.0.0.1:{port}")]
+            with (self.folder / "local.log").open("ab") as log:
+                self._local = subprocess.Popen(line, stdout=log, stderr=log)
+            ends.callback(self._stop_local)
+            self.until("all engines serve", lambda: self.document().get("serving") == ENGINES, 60)
+            self._ends = ends.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.trainer is not None:
+            self.trainer.end()
+        self._ends.close()
+
+    def new_trainer(self) -> Trainer:
+        """End the trainer there is and start another."""
+        if self.trainer is not None:
+            self.trainer.end()
+        self.trainer = Trainer(self.url, self.folder / "trainer.log")
+        return self.trainer
+
+    def document(self) -> dict[str, Any]:
+        """``GET /fleet``; empty while nobody answers."""
+        try:
+            reply = self._get(f"{self.url}/fleet")
+            return dict(reply.json()) if reply.ok else {}
+        except (requests.RequestException, ValueError):
+            return {}
+
+    def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
+        """Let one call of a phase take longer on some engines."""
+        for index in engines:
+            fault = {"kind": "slow", "phase": phase, "times": 1, "seconds": seconds}
+            self._post(index, "/stand_in/faults", fault)
+
+    def calm(self) -> None:
+        """Disarm what did not land."""
+        for port in self.ports:
+            with suppress(requests.RequestException):
+                requests.delete(f"http://127.0.0.1:{port}/stand_in/faults", timeout=3)
+
+    def paused(self) -> list[int]:
+        """Engines that say they are paused or in a session."""
+        found = []
+        for index, port in enumerate(self.ports):
+            state = self._get(f"http://127.0.0.1:{port}/stand_in/state").json()
+            if state.get("paused") or state.get("session"):
+                found.append(index)
+        return found
+
+    def pids(self, part: str) -> list[int]:
+        """Processes of a part: what the kernel lists below the fleet's supervisor."""
+        words, found = PARTS[part], []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                pid = int(entry.name)
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                if all(word in command for word in words) and self._below(pid):
+                    found.append(pid)
+        return found
+
+    def kill_part(self, part: str) -> None:
+        """SIGKILL all processes of a part. Raises LookupError when there is none: nothing was hit then."""
+        pids = self.pids(part)
+        if not pids:
+            raise LookupError(f"no process of {part} runs")
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def restart_engine(self, index: int) -> None:
+        """What a kubelet does with a dead container, or with one whose agent asked for its end."""
+        self.engines[index].kill()
+        self.engines[index].wait()
+        self.engines[index] = self._start_engine(self.ports[index])
+
+    def until(self, what: str, check: Any, within: float) -> float:
+        """Wait for something; returns the seconds it took. Raises AssertionError with what is the case instead."""
+        began = time.monotonic()
+        while time.monotonic() - began < within:
+            with suppress(requests.RequestException):
+                if check():
+                    return time.monotonic() - began
+            time.sleep(0.05)
+        raise AssertionError(f"not within {within:g} s: {what}. The fleet: {json.dumps(self.document())[:1500]}")
+
+    def _start_engine(self, port: int) -> subprocess.Popen[bytes]:
+        command = [str(environment.python(make=False)), "-m", "sglang_rollout.trainer.testing", "--port", str(port)]
+        with (self.folder / f"engine-{port}.log").open("ab") as log:
+            paths = {**os.environ, "PYTHONPATH": str(REPOSITORY / "operator")}
+            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=paths)
+
+    def _below(self, pid: int) -> bool:
+        top = self._local.pid if self._local is not None else -1
+        while pid > 1:
+            if pid == top:
+                return True
+            status = Path(f"/proc/{pid}/status").read_text()
+            pid = int(status.split("PPid:")[1].split()[0])
+        return False
+
+    def _stop_engines(self) -> None:
+        for engine in self.engines:
+            with suppress(ProcessLookupError):
+                engine.send_signal(signal.SIGCONT)
+            engine.kill()
+            engine.wait()
+
+    def _stop_local(self) -> None:
+        if self._local is not None:
+            self._local.terminate()
+            self._local.wait(30)
+
+    def _post(self, index: int, path: str, body: dict[str, Any]) -> None:
+        requests.post(f"http://127.0.0.1:{self.ports[index]}{path}", json=body, timeout=5).raise_for_status()
+
+    @staticmethod
+    def _get(url: str) -> requests.Response:
+        return requests.get(url, timeout=5)
