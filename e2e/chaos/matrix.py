@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from e2e.chaos.stack import ENGINES, POLICY, Stack
+from e2e.chaos.stack import ENGINES, Stack
 from e2e.chaos.watch import Watch
 
 SLOW = {
@@ -20,11 +20,10 @@ SLOW = {
     "open": "begin",
     "transfer": "update",
     "verify": "check",
-    "commit": "version",
     "resume": "continue",
 }
 """The engine's call that makes a phase long enough to be hit."""
-PHASES = ("idle", "prepare", *SLOW)
+PHASES = ("idle", "prepare", "pause", "open", "transfer", "verify", "commit", "resume")
 LONG = 1.5
 """Seconds that the phase lasts."""
 TOLD_WITHIN = 30.0
@@ -61,11 +60,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Fault:
-    """How a part fails, and how it comes back if nobody in the fleet brings it back."""
+    """How a part fails."""
 
     name: str
     strike: Callable[[Stack], None]
-    repair: Callable[[Stack], None] = lambda stack: None
     kills_trainer: bool = False
 
 
@@ -74,14 +72,8 @@ def _kill_engine(stack: Stack) -> None:
 
 
 def _hang_engine(stack: Stack) -> None:
+    stack.hung_since = time.monotonic()
     stack.engines[0].send_signal(signal.SIGSTOP)
-
-
-def _kubelet(stack: Stack) -> None:
-    """A dead container is started again at once; a stuck one after its agent asked for that."""
-    if stack.engines[0].poll() is None:
-        time.sleep(float(POLICY["deadlines"]["stuck"]) + 2)  # type: ignore[index]
-    stack.restart_engine(0)
 
 
 def _trainer(number: int) -> Callable[[Stack], None]:
@@ -93,14 +85,14 @@ def _trainer(number: int) -> Callable[[Stack], None]:
 
 
 def _part(name: str) -> Callable[[Stack], None]:
-    return lambda stack: stack.kill_part(name)
+    return lambda stack: stack.signal_part(name, signal.SIGKILL)
 
 
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("engine killed", _kill_engine, _kubelet),
-        Fault("engine hung", _hang_engine, _kubelet),
+        Fault("engine killed", _kill_engine),
+        Fault("engine hung", _hang_engine),
         Fault("agent killed", _part("agent")),
         Fault("gate killed", _part("gate")),
         Fault("coordinator killed", _part("coordinator")),
@@ -135,6 +127,7 @@ class Matrix:
             self._heal(cell, fault)
         except (AssertionError, TimeoutError, LookupError, requests.RequestException) as error:
             cell.problem = str(error) or type(error).__name__
+            self._start_over()
         new = self._watch.violations[before:]
         if new:
             cell.problem = f"{len(new)} wrong answers, the first: {new[0]}. {cell.problem}"
@@ -145,8 +138,7 @@ class Matrix:
         if cell.phase == "prepare":
             self._ask_in_vain()
         elif cell.phase != "idle":
-            stack.slow(SLOW[cell.phase], LONG, list(range(ENGINES)))
-            label = self._begin()
+            label = self._prolong(cell.phase)
         if cell.phase != "idle":
             stack.until(f"phase {cell.phase}", lambda: stack.document().get("phase") == cell.phase, 15)
         cell.hit = True
@@ -154,7 +146,20 @@ class Matrix:
         fault.strike(stack)
         if label:
             self._learn(cell, fault, label, began)
-        threading.Thread(target=fault.repair, args=(stack,), daemon=True).start()
+
+    def _prolong(self, phase: str) -> str:
+        """Begin a push of which this phase takes long."""
+        stack = self._stack
+        if phase != "commit":
+            stack.slow(SLOW[phase], LONG, list(range(ENGINES)))
+            return self._begin()
+        # No call of the engine is part of it: another engine's agent is made to wait with its acknowledgement.
+        stack.slow(SLOW["verify"], LONG, list(range(ENGINES)))
+        label = self._begin()
+        stack.until("phase verify", lambda: stack.document().get("phase") == "verify", 15)
+        stack.signal_part("agent", signal.SIGSTOP, index=ENGINES - 1)
+        threading.Timer(2 * LONG, stack.signal_part, ("agent", signal.SIGCONT, ENGINES - 1)).start()
+        return label
 
     def _learn(self, cell: Cell, fault: Fault, label: str, began: float) -> None:
         """What becomes of the push that was hit, as the trainer and as the fleet see it."""
@@ -189,6 +194,14 @@ class Matrix:
                     raise
         stack.until("nobody is paused", lambda: not stack.paused(), TRUTH_WITHIN)
         cell.healed_seconds = time.monotonic() - began
+
+    def _start_over(self) -> None:
+        """After a failed cell: a new trainer, so that the next cell does not fail for the same reason."""
+        self._stack.calm()
+        self._stack.new_trainer()
+        with suppress(AssertionError, TimeoutError):
+            self._push_well(HEALED_WITHIN)
+            self._stack.until("all engines serve", lambda: self._stack.document().get("serving") == ENGINES, HEALED_WITHIN)
 
     def _begin(self) -> str:
         self._labels += 1

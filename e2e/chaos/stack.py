@@ -27,14 +27,16 @@ POLICY = {
 }
 """Short, so that the matrix ends; what is tested is that they hold."""
 ENGINES = 3
+HUNG_FOR = 20.0
+"""Seconds after which somebody notices an idle engine that hangs."""
 PARTS = {
-    "agent": ("sglang_rollout.cli", "agent", "--name", "local-engine-0"),
-    "gate": ("haproxy", "local-engine-0"),
+    "agent": ("sglang_rollout.cli", "agent", "--name", "local-engine-{index}"),
+    "gate": ("haproxy", "local-engine-{index}"),
     "coordinator": ("sglang_rollout.cli", "fleet"),
     "smg": ("smg", "--metrics"),
     "front": ("haproxy", "front"),
 }
-"""Words in the command line of the part that is hit; of engines always the first."""
+"""Words in the command line of each part."""
 
 
 class Trainer:
@@ -92,6 +94,9 @@ class Stack:
         self._ends = ExitStack()
         self._local: subprocess.Popen[bytes] | None = None
         self.trainer: Trainer | None = None
+        self.hung_since: float | None = None
+        """When engine 0 was stopped; nobody in the fleet restarts an idle one that hangs."""
+        self._ended = threading.Event()
 
     def __enter__(self) -> Stack:
         with ExitStack() as ends:
@@ -105,11 +110,13 @@ class Stack:
             with (self.folder / "local.log").open("ab") as log:
                 self._local = subprocess.Popen(line, stdout=log, stderr=log)
             ends.callback(self._stop_local)
+            threading.Thread(target=self.be_kubelet, daemon=True).start()
             self.until("all engines serve", lambda: self.document().get("serving") == ENGINES, 60)
             self._ends = ends.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
         if self.trainer is not None:
             self.trainer.end()
         self._ends.close()
@@ -150,9 +157,9 @@ class Stack:
                 found.append(index)
         return found
 
-    def pids(self, part: str) -> list[int]:
-        """Processes of a part: what the kernel lists below the fleet's supervisor."""
-        words, found = PARTS[part], []
+    def pids(self, part: str, index: int = 0) -> list[int]:
+        """Processes of a part (of an engine's parts: of engine ``index``): what the kernel lists below the fleet's supervisor."""
+        words, found = [word.format(index=index) for word in PARTS[part]], []
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
                 pid = int(entry.name)
@@ -161,17 +168,31 @@ class Stack:
                     found.append(pid)
         return found
 
-    def kill_part(self, part: str) -> None:
-        """SIGKILL all processes of a part. Raises LookupError when there is none: nothing was hit then."""
-        pids = self.pids(part)
+    def signal_part(self, part: str, number: int, index: int = 0) -> None:
+        """Send a signal to all processes of a part. Raises LookupError when there is none: nothing was hit then."""
+        pids = self.pids(part, index)
         if not pids:
             raise LookupError(f"no process of {part} runs")
         for pid in pids:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
-    def restart_engine(self, index: int) -> None:
-        """What a kubelet does with a dead container, or with one whose agent asked for its end."""
+    def be_kubelet(self) -> None:
+        """Start engines again that ended, and those of which their agents say that they have to be restarted; until the stack ends."""
+        logs = [self.folder / "state" / "logs" / f"local-engine-{index}-agent.log" for index in range(ENGINES)]
+        read = [0] * ENGINES
+        while not self._ended.wait(0.3):
+            for index, log in enumerate(logs):
+                with suppress(FileNotFoundError):
+                    text = log.read_text(errors="replace")
+                    asked, read[index] = "it has to be restarted" in text[read[index] :], len(text)
+                    hung = self.hung_since is not None and index == 0 and time.monotonic() - self.hung_since > HUNG_FOR
+                    if asked or hung or self.engines[index].poll() is not None:
+                        self._restart_engine(index)
+
+    def _restart_engine(self, index: int) -> None:
+        if index == 0:
+            self.hung_since = None
         self.engines[index].kill()
         self.engines[index].wait()
         self.engines[index] = self._start_engine(self.ports[index])

@@ -45,7 +45,8 @@ class Agent:
         self.running: asyncio.Task[Reply] | None = None
         """The control call that the engine has not answered yet."""
         self.running_since = 0.0
-        self.fencing = False
+        self.fencing_since: float | None = None
+        """When the agent began to give an update up; None while it does not."""
         self.heard_at = time.monotonic()
         """When a coordinator spoke last."""
         self.lease = SyncRequest(committed=None).lease
@@ -85,7 +86,15 @@ class Agent:
 
     def status(self) -> AgentStatus:
         """The wire form of what is known."""
-        return s.status(self.state, name=self.name, gate_open=self.view is not None and self.view.up)
+        told = s.status(self.state, name=self.name, gate_open=self.view is not None and self.view.up)
+        if self.fencing_since is None:
+            return told
+        return told.model_copy(update={"giving_up": max(time.monotonic() - self.fencing_since, 0.001)})
+
+    @property
+    def fencing(self) -> bool:
+        """Whether it gives an update up: until that has ended it takes no calls."""
+        return self.fencing_since is not None
 
     async def observe(self) -> None:
         """Ask the engine once how it is."""

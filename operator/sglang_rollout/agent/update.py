@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 
 from sglang_rollout.agent import events as ev
@@ -67,7 +68,7 @@ class Fence:
             await agent.shut_gate()
             await agent.cut()
         if self._task is None or self._task.done():
-            agent.fencing = True
+            agent.fencing_since = time.monotonic()
             self._task = asyncio.create_task(self._clean_up(), name="fence")
         await asyncio.wait({self._task}, timeout=FENCE_ANSWERS)
 
@@ -78,7 +79,7 @@ class Fence:
         except EngineError as error:
             log.warning("The update could not be given up cleanly: %s.", error)
         finally:
-            self._agent.fencing = False
+            self._agent.fencing_since = None
 
     async def _wait_for_engine(self) -> None:
         """Until the engine has answered the call that is under way."""

@@ -32,6 +32,8 @@ INFO_SECONDS = 10.0
 """Calls that only read are answered from the coordinator's memory."""
 AGAIN_SECONDS = 2.0
 """Between two attempts to open a group."""
+GOODBYE_SECONDS = 2.0
+"""What a failed push waits for the engines to leave its group: they do at once, or are stuck."""
 DESTROY_SECONDS = 30.0
 """Engines that are well leave a group within milliseconds; nobody should wait longer for the others."""
 
@@ -198,9 +200,7 @@ class Fleet:
         except BaseException:
             # Also on KeyboardInterrupt. Our end first: engines that wait for us in a broadcast give up then, and until they do
             # no call to them is answered.
-            if self._group is not None:
-                self._group.close()
-            self.close_group()
+            self._break_group()
             push.settle(BLAME_SECONDS)
             raise
         phases = {"group": opened_ms, **push.phases, "total": (time.monotonic() - started) * 1000}
@@ -213,6 +213,16 @@ class Fleet:
             phases={name: round(ms, 1) for name, ms in phases.items()},
             snapshot=staging.publish(committed, group.epoch, self._fleet_id) if staging else None,
         )
+
+    def _break_group(self) -> None:
+        """Leave a group that is broken, without waiting for engines that may be stuck in it: the next one has another name."""
+        group, self._group = self._group, None
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
+        if group is not None:
+            group.close()
+            wait([background(self._destroy, group.name)], timeout=GOODBYE_SECONDS)
 
     def close_group(self) -> None:
         """Leave the open group, if there is one, and tell the engines to leave it: a broadcast that waits on them ends

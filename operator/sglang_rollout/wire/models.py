@@ -178,6 +178,8 @@ class AgentStatus(Message):
     session: bool = False
     """A weight-update session (``begin_weight_update``) is open on the engine."""
     groups: list[str] = []
+    giving_up: float = 0.0
+    """Seconds since the agent began to give an update up and has not ended: it takes no calls, and the engine may be stuck for good."""
     draining: bool = False
     """The engine is about to be stopped: it takes no new requests and no new update."""
     tensor_size: int | None = None

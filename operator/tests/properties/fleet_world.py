@@ -68,7 +68,8 @@ class FakeAgent:
     digest: str = "same"
     library: bool = False
     """Snapshots of all committed versions lie on the shared volume."""
-    from_library: bool = False
+    loaded: str | None = None
+    """The folder that it was told to load."""
 
     @property
     def boot(self) -> str:
@@ -94,7 +95,7 @@ class FakeAgent:
         )  # fmt: skip
 
     def soil(self) -> None:
-        self.from_library = False
+        self.loaded = None
         if self.state is EngineState.CLEAN:
             self.state, self.version, self.fed, self.failed, self.content = EngineState.DIRTY, None, 0, False, "mixture"
 
@@ -148,7 +149,7 @@ class FakeAgent:
             self.state, self.version, self.cohort, self.content = EngineState.CLEAN, version, body["cohort"], token
             return Result(ok=True, status=200, agent=self.status())
         if path == calls.UPDATE_DISK:
-            self.from_library = body["model_path"] == LIBRARY
+            self.loaded = body["model_path"]
             return self._load(works)
         if path == CHECKER:
             return Result(ok=True, status=200, checksums=(self.checksum,)) if works else refused
@@ -301,18 +302,20 @@ class World:
             if agent is None:
                 results[name] = Result(ok=False, message="it has no address.")
                 continue
-            content = self._content(body["version"], token) if effect.path == AGENT_ACK and agent.from_library else token
+            content = self._content(agent.loaded, body["version"], token) if effect.path == AGENT_ACK and agent.loaded else token
             result = agent.call(effect.path, dict(body), content, name not in broken)
             if effect.path == AGENT_ACK and result.ok:
                 version = Version.model_validate(body["version"])
                 self.acked.setdefault((key(version), tuple(body["cohort"])), set()).add(name)
-            if effect.path == AGENT_ACK and result.ok and not agent.from_library:
+            if effect.path == AGENT_ACK and result.ok and not agent.loaded:
                 self.committed_contents[key(Version.model_validate(body["version"]))] = agent.content
             results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")
         self.feed(Answered(effect.id, results, self.now))
 
-    def _content(self, raw: dict[str, Any], otherwise: object) -> object:
-        """What a snapshot of this version holds: what the engines held that committed it."""
+    def _content(self, folder: str, raw: dict[str, Any], otherwise: object) -> object:
+        """What is in a folder; in a snapshot of this version: what the engines held that committed it."""
+        if folder != LIBRARY:
+            return ("disk", folder)
         version = Version.model_validate(raw)
         held = [agent.content for agent in self.agents.values() if agent.version == version]
         return self.contents.get(key(version), held[0] if held else self.committed_contents.get(key(version), otherwise))

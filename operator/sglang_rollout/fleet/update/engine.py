@@ -49,7 +49,7 @@ class Engine:
     @property
     def member(self) -> bool:
         """Whether it takes part in a group opened now: an engine that is being drained ends soon."""
-        return self.up and self.status is not None and not self.status.draining and not self.catching
+        return self.up and self.status is not None and not (self.status.draining or self.status.giving_up or self.catching)
 
     @property
     def serving(self) -> bool:
@@ -79,7 +79,12 @@ class Engine:
         """Sentence: why it is no member."""
         if not self.up:
             return self.why_down()
-        return self.note if self.catching else "it is being drained"
+        if self.catching:
+            return self.note
+        if self.status is not None and self.status.giving_up:
+            since = f"{self.status.giving_up:.0f} s ago"
+            return f"it has not come out of an update that was given up {since}; if it is stuck, it will be restarted"
+        return "it is being drained"
 
     def row(self) -> EngineRow:
         """The engine in the record and in the discovery document."""

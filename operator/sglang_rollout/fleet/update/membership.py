@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sglang_rollout.fleet.ranks import Refusal
 
 if TYPE_CHECKING:
+    from sglang_rollout.fleet.update.engine import Engine
     from sglang_rollout.fleet.update.state import Fleet
 
 WAVERING = 10.0
@@ -41,17 +42,23 @@ def enough(fleet: Fleet, holding: int, taking_part: int) -> bool:
 def present(fleet: Fleet) -> Mapping[str, str]:
     """Members and their lives, in rank order. Refuses while they are too few, or while it is not clear who is there."""
     for name, engine in fleet.engines.items():
-        if engine.boot is not None and not engine.reachable and fleet.now - engine.heard < WAVERING:
-            raise Refusal(
-                f"engine {name} has not answered for {fleet.now - engine.heard:.0f} s, and it is not clear yet whether it is gone."
-                " No engine has joined anything. Try again in a moment.",
-                status=503,
-                fleet=fleet.advice(),
-            )
+        wavers = _wavers(engine, fleet.now)
+        if wavers:
+            sentence = f"engine {name} {wavers}. No engine has joined anything. Try again in a moment."
+            raise Refusal(sentence, status=503, fleet=fleet.advice())
     reason = why_incomplete(fleet)
     if reason:
         raise Refusal(f"{reason} No engine has joined anything. Try again.", status=503, fleet=fleet.advice())
     return {name: engine.boot or "" for name, engine in fleet.members().items()}
+
+
+def _wavers(engine: Engine, now: float) -> str:
+    """Why it is not clear yet whether an engine is there; empty if it is clear."""
+    if engine.boot is not None and not engine.reachable and now - engine.heard < WAVERING:
+        return f"has not answered for {now - engine.heard:.0f} s, and it is not clear yet whether it is gone"
+    if engine.up and engine.status is not None and 0 < engine.status.giving_up < WAVERING:
+        return "still comes out of an update that was given up"
+    return ""
 
 
 def why_incomplete(fleet: Fleet) -> str:
