@@ -20,6 +20,7 @@ SLOW = {
     "open": "begin",
     "transfer": "update",
     "verify": "check",
+    "commit": "version",
     "resume": "continue",
 }
 """The engine's call that makes a phase long enough to be hit."""
@@ -149,17 +150,9 @@ class Matrix:
 
     def _prolong(self, phase: str) -> str:
         """Begin a push of which this phase takes long."""
-        stack = self._stack
-        if phase != "commit":
-            stack.slow(SLOW[phase], LONG, list(range(ENGINES)))
-            return self._begin()
-        # No call of the engine is part of it: another engine's agent is made to wait with its acknowledgement.
-        stack.slow(SLOW["verify"], LONG, list(range(ENGINES)))
-        label = self._begin()
-        stack.until("phase verify", lambda: stack.document().get("phase") == "verify", 15)
-        stack.signal_part("agent", signal.SIGSTOP, index=ENGINES - 1)
-        threading.Timer(2 * LONG, stack.signal_part, ("agent", signal.SIGCONT, ENGINES - 1)).start()
-        return label
+        self._stack.slow(SLOW[phase], LONG, list(range(ENGINES)))
+        # An engine that was told the version with its last tensors has nothing to do when it acknowledges.
+        return self._begin("late" if phase == "commit" else "")
 
     def _learn(self, cell: Cell, fault: Fault, label: str, began: float) -> None:
         """What becomes of the push that was hit, as the trainer and as the fleet see it."""
@@ -203,12 +196,12 @@ class Matrix:
             self._push_well(HEALED_WITHIN)
             self._stack.until("all engines serve", lambda: self._stack.document().get("serving") == ENGINES, HEALED_WITHIN)
 
-    def _begin(self) -> str:
+    def _begin(self, manner: str = "") -> str:
         self._labels += 1
         label = f"v{self._labels}"
         if self._stack.trainer is None:
             raise RuntimeError("no trainer runs")
-        self._watch.expected[label] = self._stack.trainer.begin(label)
+        self._watch.expected[label] = self._stack.trainer.begin(label, manner)
         return label
 
     def _push_well(self, within: float) -> None:

@@ -33,7 +33,7 @@ PARTS = {
     "agent": ("sglang_rollout.cli", "agent", "--name", "local-engine-{index}"),
     "gate": ("haproxy", "local-engine-{index}"),
     "coordinator": ("sglang_rollout.cli", "fleet"),
-    "smg": ("smg", "--metrics"),
+    "smg": ("smg::router",),
     "front": ("haproxy", "front"),
 }
 """Words in the command line of each part."""
@@ -53,11 +53,11 @@ class Trainer:
         threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
         self._await("ready", 120)
 
-    def begin(self, label: str) -> list[int]:
-        """Start a push; returns the tokens that engines with its weights generate."""
+    def begin(self, label: str, manner: str = "") -> list[int]:
+        """Start a push; returns the tokens that engines with its weights generate. ``manner`` late: the version is named at its end."""
         if self.process.stdin is None:
             raise RuntimeError("the trainer has no input")
-        print(label, file=self.process.stdin, flush=True)
+        print(f"{manner} {label}".strip(), file=self.process.stdin, flush=True)
         return [int(token) for token in self._await("tokens", 30)["tokens"]]
 
     def outcome(self, within: float) -> dict[str, Any]:

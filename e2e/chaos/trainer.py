@@ -1,6 +1,6 @@
 """A trainer that pushes on command; run by the engine environment's Python, because it needs torch.
 
-    trainer.py URL      reads one label per line, pushes other weights under each, answers each with one line of JSON
+    trainer.py URL      reads a label per line ("late LABEL": named at the end), pushes other weights under it, answers with a line of JSON
 
 The answer: ``label``, ``ok``, ``seconds``, ``error``, and ``tokens``, which a stand-in with these weights generates.
 """
@@ -17,7 +17,9 @@ import torch
 
 from e2e.chaos.trainer_protocol import PROMPT, TOKENS
 from sglang_rollout.trainer import Fleet, connect
+from sglang_rollout.trainer import fleet as module
 from sglang_rollout.trainer.errors import FleetError
+from sglang_rollout.trainer.push import Push
 from sglang_rollout.trainer.testing import StandIn, expected_tokens
 
 with StandIn() as _stand_in:
@@ -32,6 +34,20 @@ def policy(label: str) -> dict[str, torch.Tensor]:
         dtype = getattr(torch, held.dtype)
         made[name] = torch.randn(held.shape, generator=generator).to(dtype)
     return made
+
+
+class NamedLate(Push):
+    """Names the version by ``/update_weight_version``, as several trainers do: engines learn it only when the fleet commits."""
+
+    def _body(self, bucket: Any) -> dict[str, Any]:
+        body = super()._body(bucket)
+        body.pop("weight_version", None)
+        return body
+
+    def _call(self, phase: str, path: str, body: dict[str, Any]) -> None:
+        if phase == "end":
+            super()._call("name", "/update_weight_version", {"new_version": self._version})
+        super()._call(phase, path, body)
 
 
 def push(fleet: Fleet, label: str) -> dict[str, Any]:
@@ -52,7 +68,9 @@ def main() -> None:
     with connect(sys.argv[1], timeout=60) as fleet:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
-            print(json.dumps(push(fleet, line.strip())), flush=True)
+            manner, _, label = line.strip().rpartition(" ")
+            setattr(module, "Push", NamedLate if manner == "late" else Push)  # noqa: B010 - what push() makes
+            print(json.dumps(push(fleet, label)), flush=True)
 
 
 if __name__ == "__main__":

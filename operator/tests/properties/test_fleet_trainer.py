@@ -146,3 +146,33 @@ def test_on_loss_pause_ends_with_the_next_trainer() -> None:
     assert all(agent.paused for agent in world.agents.values()), "the policy's pause has no lease"
     assert world.do(ev.Flush()).success
     assert not any(agent.paused for agent in world.agents.values())
+
+
+def test_a_trainer_that_dies_after_its_last_call_costs_nothing() -> None:
+    """The commit does not need it any more; and an idle fleet without a trainer keeps serving."""
+    world = make()
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", "2", TENSORS)).success
+    call = world.ask(ev.End())
+    world.leave(call)
+    index = probe(world)
+    world.complete(index, broken=EVERYBODY)
+    world.drain()
+    world.tick(1)
+    world.drain()
+    assert world.machine.fleet.committed == Version(run=1, n=2, label="2")
+    assert world.machine.fleet.hold is None
+    assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
+
+
+def test_groups_of_dead_trainers_are_closed_when_the_next_one_opens_its_own() -> None:
+    world = make()
+    size = world.machine.fleet.table.world_size
+    body = {"master_address": "10.0.0.9", "master_port": 8, "rank_offset": 1, "group_name": "h", "world_size": size}
+    call = world.ask(ev.OpenGroup(body))
+    world.complete(probe(world))  # the new trainer's store answers
+    world.complete(probe(world), broken=EVERYBODY)  # that of the one before does not
+    world.drain()
+    assert world.answers[call].success
+    assert list(world.machine.fleet.groups) == ["h"]
+    assert all(agent.groups == ["h"] for agent in world.agents.values())

@@ -28,6 +28,8 @@ from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 MARGIN = 2.0
 """What a preflight call may take longer than the time it is told to try."""
+GONE = 0.5
+"""Seconds without a connection after which a store that listened before counts as gone."""
 LEAST = 5.0
 """What joining may take at least, however long the trainer took to listen."""
 MOST_GROUPS = 64
@@ -51,6 +53,7 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
             fleet=fleet.advice(),
         )
     yield from _close_same_name(fleet, spec.name)
+    yield from _close_dead(fleet)
     if len(fleet.groups) >= MOST_GROUPS:
         raise Refusal(f"{MOST_GROUPS} groups are open: close some with {DESTROY} first.")
     backend = spec.backend or fleet.policy.backend
@@ -108,6 +111,23 @@ def _close_same_name(fleet: Fleet, name: str) -> Script[None]:
                 " No engine has joined the new one. Use another group_name.",
                 fleet=fleet.advice(),
             )
+
+
+def _close_dead(fleet: Fleet) -> Script[None]:
+    """Close groups that trainers before this one left behind: their stores take no connection any more.
+
+    Not while the fleet is idle: leaving a group whose peer is gone may block an engine that serves. Now all engines are about to
+    be updated anyway. A group of the same trainer, of another stage or process, has a store that answers.
+    """
+    witness = next(iter(fleet.members()), None)
+    open_now = [] if fleet.update is not None else list(fleet.groups.values())
+    for group in open_now:
+        host, _, port = group.master.rpartition(":")
+        body = PreflightRequest(host=host, port=int(port), deadline=GONE).model_dump(mode="json")
+        asked = yield from send(AGENT_PREFLIGHT, same([witness] if witness else [], body), GONE + MARGIN)
+        if asked and all(result.status and not result.ok for result in asked.values()):
+            fleet.groups.pop(group.name, None)
+            yield from _leave(fleet, group)
 
 
 def _bodies(fleet: Fleet, boots: Mapping[str, str], spec: GroupSpec, backend: str) -> dict[str, Body]:

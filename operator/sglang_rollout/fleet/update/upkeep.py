@@ -9,6 +9,7 @@ from sglang_rollout.fleet.update.outcome import abandon, tidy
 from sglang_rollout.fleet.update.state import By, Fleet, Phase
 from sglang_rollout.fleet.update.trainer import Trainer
 from sglang_rollout.fleet.update.transaction import hold_all
+from sglang_rollout.wire.models import OnLoss
 
 STRAY_AFTER = 3.0
 """An engine that says for so many seconds that it is paused or in a session, although nothing is open, is fenced.
@@ -39,8 +40,9 @@ class Upkeep:
         elif fleet.hold is not None:
             return _go_on(fleet) if trainer.heard > fleet.hold.since else None
         elif trainer.gone:
-            reason, trainer.gone = trainer.gone, ""
-            return _hold_for_loss(fleet)
+            trainer.gone = ""  # what it had open has ended by itself meanwhile
+            if fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.up():
+                return _hold_for_loss(fleet)
         strays = self._strays()
         return tidy(fleet, strays) if strays else None
 

@@ -10,16 +10,28 @@ import pytest
 from sglang_rollout.fleet import leader
 from sglang_rollout.fleet.leader import DeposedError, LeaseLeadership
 from sglang_rollout.runtime.kube import Kube
-from sglang_rollout.runtime.resources import CONFIGMAPS, LEASES
+from sglang_rollout.runtime.resources import CONFIGMAPS, LEASES, ROLLOUTS
 
 pytestmark = pytest.mark.controlplane
 
-OWNER = {"apiVersion": "rollout.sglang.io/v1alpha1", "kind": "SGLangRollout", "name": "demo", "uid": "0a0a0a0a-1111-2222-3333-444444444444"}
+ROLLOUT = {
+    "apiVersion": "rollout.sglang.io/v1alpha1",
+    "kind": "SGLangRollout",
+    "spec": {"replicas": 0, "model": {"path": "/model"}, "engine": {"image": "none", "gpuResource": ""}},
+}
 
 
 @pytest.fixture
 async def namespace_with_weights(kube: Kube, namespace: str) -> str:
-    metadata = {"name": "demo-weights", "namespace": namespace, "ownerReferences": [{**OWNER, "controller": True}]}
+    made = await kube.create({**ROLLOUT, "metadata": {"name": "demo", "namespace": namespace}})
+    owner = {
+        "apiVersion": ROLLOUT["apiVersion"],
+        "kind": ROLLOUT["kind"],
+        "name": "demo",
+        "uid": made["metadata"]["uid"],
+        "controller": True,
+    }
+    metadata = {"name": "demo-weights", "namespace": namespace, "ownerReferences": [owner]}
     await kube.create({"apiVersion": "v1", "kind": CONFIGMAPS.kind, "metadata": metadata})
     return namespace
 
@@ -70,7 +82,10 @@ async def test_a_released_lease_and_an_own_one_are_taken_at_once(kube: Kube, nam
 async def test_the_lease_goes_with_its_rollout(kube: Kube, namespace_with_weights: str) -> None:
     await candidate(kube, namespace_with_weights, "pod-a").acquire()
     made = await kube.get(LEASES, namespace_with_weights, "demo-router")
-    assert made["metadata"]["ownerReferences"] == [OWNER]
+    (owner,) = made["metadata"]["ownerReferences"]
+    rollout = await kube.get(ROLLOUTS, namespace_with_weights, "demo")
+    assert (owner["kind"], owner["uid"]) == ("SGLangRollout", rollout["metadata"]["uid"])
+    assert set(owner) == {"apiVersion", "kind", "name", "uid"}, "more needs rights over the owner in some clusters"
 
 
 async def test_a_deleted_lease_is_made_again_and_terms_do_not_go_back(kube: Kube, namespace_with_weights: str) -> None:
