@@ -66,6 +66,8 @@ class Fault:
     name: str
     strike: Callable[[Stack], None]
     kills_trainer: bool = False
+    part: str = ""
+    """What must run before it can be hit."""
 
 
 def _kill_engine(stack: Stack) -> None:
@@ -94,11 +96,11 @@ FAULTS = {
     for fault in (
         Fault("engine killed", _kill_engine),
         Fault("engine hung", _hang_engine),
-        Fault("agent killed", _part("agent")),
-        Fault("gate killed", _part("gate")),
-        Fault("coordinator killed", _part("coordinator")),
-        Fault("smg killed", _part("smg")),
-        Fault("front killed", _part("front")),
+        Fault("agent killed", _part("agent"), part="agent"),
+        Fault("gate killed", _part("gate"), part="gate"),
+        Fault("coordinator killed", _part("coordinator"), part="coordinator"),
+        Fault("smg killed", _part("smg"), part="smg"),
+        Fault("front killed", _part("front"), part="front"),
         Fault("trainer killed", _trainer(signal.SIGKILL), kills_trainer=True),
         Fault("trainer stopped", _trainer(signal.SIGSTOP), kills_trainer=True),
     )
@@ -124,6 +126,8 @@ class Matrix:
         cell = Cell(fault.name, phase)
         before = len(self._watch.violations)
         try:
+            if fault.part:
+                self._stack.until(f"{fault.part} runs", lambda: self._stack.pids(fault.part), 30)
             self._strike(cell, fault)
             self._heal(cell, fault)
         except (AssertionError, TimeoutError, LookupError, requests.RequestException) as error:

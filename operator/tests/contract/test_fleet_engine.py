@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,3 +142,42 @@ def test_an_engine_that_restarts_with_base_weights_serves_nobody_until_the_next_
     stack.serving(2)
     after = stack.tokens()
     assert after[0] == after[1]
+
+
+def other_weights(model: Path, folder: Path) -> Path:
+    """The model with other numbers in it: the lowest bits of some of its tensors' bytes are turned."""
+    shutil.copytree(model, folder)
+    for file in folder.glob("*.safetensors"):
+        raw = bytearray(file.read_bytes())
+        start = 8 + int.from_bytes(raw[:8], "little")
+        # Byte 2 of each little-endian float32 holds the upper bits of the fraction: other values, never infinite.
+        for at in range(start + 2, len(raw), 4):
+            raw[at] ^= 0x40
+        file.write_bytes(raw)
+    return folder
+
+
+def test_weights_from_disk_reach_all_engines_and_an_engine_that_restarts_gets_them_without_a_trainer(stack: Stack, tmp_path: Path) -> None:
+    before = stack.tokens()
+    names = requests.get(f"{URL}/v1/models", timeout=5).json()
+    cut = other_weights(environment.model(), tmp_path / "cut")
+    with next(cut.glob("*.safetensors")).open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 100)
+    refused = requests.post(f"{URL}/update_weights_from_disk", json={"model_path": str(cut), "weight_version": "76"}, timeout=60)
+    assert (refused.status_code, "No engine was told" in refused.reason) == (400, True), refused.text
+    assert stack.document()["serving"] == 2
+    good = other_weights(environment.model(), tmp_path / "good")
+    done = requests.post(f"{URL}/update_weights_from_disk", json={"model_path": str(good), "weight_version": "77"}, timeout=120)
+    assert done.status_code == 200, done.text
+    after = stack.tokens()
+    assert after[0] == after[1]
+    assert after[0][1] == "77"
+    assert after[0][0] != before[0][0]
+    assert requests.get(f"{URL}/v1/models", timeout=5).json()["data"][0]["id"] == names["data"][0]["id"]
+    victim = stack.engines[1]
+    victim.kill()
+    stack.serving(1)
+    victim.start()
+    victim.wait()
+    stack.serving(2, within=60)
+    assert stack.tokens() == after, "it caught up from the folder that the fleet had loaded"

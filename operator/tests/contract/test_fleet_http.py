@@ -228,7 +228,8 @@ async def test_junk_is_refused(lab: Lab) -> None:
     assert status == 404
     assert "/init_weights_update_group" in body["message"]
     assert (await lab.post("/update_weights_from_tensor", {}))[0] == 501
-    assert (await lab.post("/update_weights_from_disk", {}))[0] == 501
+    status, reason, _ = await lab.post("/update_weights_from_disk", {})
+    assert (status, "model_path is missing" in reason) == (400, True)
     status, reason, _ = await lab.post("/begin_weight_update", {})
     assert (status, "no weight-update group is open" in reason) == (400, True)
     status, _, _ = await lab.post("/end_weight_update", {})
