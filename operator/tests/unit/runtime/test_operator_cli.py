@@ -31,7 +31,7 @@ def test_help_and_version_import_no_subcommand() -> None:
 
 def test_help_shows_what_people_start_apart_from_what_is_started_for_them() -> None:
     commands, parts = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1].split("Parts of a fleet")
-    assert [line.split()[0] for line in commands.strip().splitlines()] == ["crd", "local", "operator"]
+    assert [line.split()[0] for line in commands.strip().splitlines()] == ["crd", "local", "operator", "stand-in"]
     assert [line.split()[0] for line in parts.splitlines()[1:]] == ["agent", "fleet", "proxy"]
 
 
