@@ -216,10 +216,7 @@ class Fleet:
 
     def _break_group(self) -> None:
         """Leave a group that is broken, without waiting for engines that may be stuck in it: the next one has another name."""
-        group, self._group = self._group, None
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None
+        group = self._let_go()
         if group is not None:
             group.close()
             wait([background(self._destroy, group.name)], timeout=GOODBYE_SECONDS)
@@ -228,13 +225,18 @@ class Fleet:
         """Leave the open group, if there is one, and tell the engines to leave it: a broadcast that waits on them ends
         with that.
         """
+        group = self._let_go()
+        if group is not None:
+            self._destroy(group.name)
+            group.close()
+
+    def _let_go(self) -> Group | None:
+        """The open group, which from now on is nobody's; its heartbeat ends."""
         group, self._group = self._group, None
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             heartbeat.stop()
-        if group is not None:
-            self._destroy(group.name)
-            group.close()
+        return group
 
     def close(self) -> None:
         """Close the group and all connections, after the snapshot that is being written."""

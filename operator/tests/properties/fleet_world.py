@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_rollout.fleet.update import Machine, calls
+from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.events import (
     Answer,
     Answered,
@@ -39,7 +40,7 @@ from sglang_rollout.wire.models import (
 )
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
 
-LIBRARY = "/snapshots"
+SNAPSHOTS = "/snapshots"
 
 
 @dataclass
@@ -66,7 +67,7 @@ class FakeAgent:
     draining: bool = False
     checksum: str = "same"
     digest: str = "same"
-    library: bool = False
+    stocked: bool = False
     """Snapshots of all committed versions lie on the shared volume."""
     loaded: str | None = None
     """The folder that it was told to load."""
@@ -119,7 +120,7 @@ class FakeAgent:
         if path == AGENT_PREFLIGHT:
             return Result(ok=works, status=200, message="" if works else "connection refused.")
         if path == AGENT_CHECKPOINT:
-            found = works and (self.library or not body.get("snapshot"))
+            found = works and (self.stocked or not body.get("snapshot"))
             return Result(
                 ok=found, status=200, message="" if found else "model.safetensors is cut off.", digest=self.digest, path=body["path"]
             )
@@ -314,7 +315,7 @@ class World:
 
     def _content(self, folder: str, raw: dict[str, Any], otherwise: object) -> object:
         """What is in a folder; in a snapshot of this version: what the engines held that committed it."""
-        if folder != LIBRARY:
+        if folder != SNAPSHOTS:
             return ("disk", folder)
         version = Version.model_validate(raw)
         held = [agent.content for agent in self.agents.values() if agent.version == version]
@@ -337,3 +338,16 @@ class World:
         call = self.ask(request)
         self.drain()
         return self.answers[call]
+
+
+def group_body(world: World, name: str) -> dict[str, Any]:
+    world_size = world.machine.fleet.table.world_size
+    return {"master_address": "10.0.0.9", "master_port": 1, "rank_offset": 1, "group_name": name, "world_size": world_size}
+
+
+def push(world: World, label: str | None) -> Version | None:
+    assert world.do(ev.OpenGroup(group_body(world, "g"))).success
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", label, {"names": ["w"]})).success
+    assert world.do(ev.End()).success
+    return world.machine.fleet.committed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleet_world import LIBRARY, World
+from fleet_world import SNAPSHOTS, World
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import UPDATE_DISK
@@ -15,10 +15,10 @@ TENSORS = {"names": ["w"]}
 def make(engines: int = 2, *, parallel: int = 4) -> World:
     """A fleet that serves version 1."""
     world = World([1] * engines)
-    world.policy = WeightsPolicy(catch_up=CatchUp(disk=LIBRARY, parallel=parallel))
+    world.policy = WeightsPolicy(catch_up=CatchUp(disk=SNAPSHOTS, parallel=parallel))
     world.want()
     for agent in world.agents.values():
-        agent.library = True
+        agent.stocked = True
     world.sync_all()
     push(world, "g", "1")
     return world
@@ -89,7 +89,7 @@ def test_a_trainer_pushes_on_while_an_engine_loads_and_the_engine_follows() -> N
 
 def test_a_missing_snapshot_is_said_and_tried_again_later_and_less_often() -> None:
     world = make()
-    world.agents["e1"].library = False
+    world.agents["e1"].stocked = False
     restart(world, "e1")
     world.drain()
     row = world.machine.fleet.engines["e1"].row()
@@ -101,7 +101,7 @@ def test_a_missing_snapshot_is_said_and_tried_again_later_and_less_often() -> No
     world.tick(2)
     world.drain()
     assert "tries again in 20 s" in world.machine.fleet.engines["e1"].row().reason
-    world.agents["e1"].library = True
+    world.agents["e1"].stocked = True
     world.tick(21)
     world.drain()
     assert world.agents["e1"].gate_open
@@ -156,7 +156,7 @@ def test_without_a_place_nobody_loads_anything() -> None:
 def test_what_the_fleet_loaded_from_disk_is_where_a_restarted_engine_looks() -> None:
     world = World([1, 1])
     world.sync_all()
-    answer = world.do(ev.FromDisk(LIBRARY, "5", {}))
+    answer = world.do(ev.FromDisk(SNAPSHOTS, "5", {}))
     assert answer.success, answer.message
     restart(world, "e1")
     world.drain()

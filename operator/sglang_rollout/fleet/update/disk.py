@@ -46,6 +46,7 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     update.fed.update(name for name in boots if name not in broken)
     for name, result in broken.items():
         update.dropped[name] = f"did not load {ask.path}: {result.message}"
+    fleet.enter(Phase.VERIFY)
     answer = yield from close(fleet, update, results)
     if answer.success and fleet.committed is not None:
         fleet.disk = OnDisk(fleet.committed, ask.path, digest)

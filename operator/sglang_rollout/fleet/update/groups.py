@@ -23,6 +23,7 @@ from sglang_rollout.fleet.update.events import Answer, Body, CloseGroup, OpenGro
 from sglang_rollout.fleet.update.membership import absent_sentence, present
 from sglang_rollout.fleet.update.outcome import abandon, finish
 from sglang_rollout.fleet.update.state import By, Fleet, Group, Phase
+from sglang_rollout.fleet.update.trainer import knock
 from sglang_rollout.wire.models import PreflightRequest
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
@@ -119,13 +120,10 @@ def _close_dead(fleet: Fleet) -> Script[None]:
     Not while the fleet is idle: leaving a group whose peer is gone may block an engine that serves. Now all engines are about to
     be updated anyway. A group of the same trainer, of another stage or process, has a store that answers.
     """
-    witness = next(iter(fleet.members()), None)
-    open_now = [] if fleet.update is not None else list(fleet.groups.values())
-    for group in open_now:
-        host, _, port = group.master.rpartition(":")
-        body = PreflightRequest(host=host, port=int(port), deadline=GONE).model_dump(mode="json")
-        asked = yield from send(AGENT_PREFLIGHT, same([witness] if witness else [], body), GONE + MARGIN)
-        if asked and all(result.status and not result.ok for result in asked.values()):
+    if fleet.update is not None:
+        return
+    for group in list(fleet.groups.values()):
+        if (yield from knock(group.master, list(fleet.members())[:1], GONE)):
             fleet.groups.pop(group.name, None)
             yield from _leave(fleet, group)
 

@@ -44,7 +44,6 @@ def finish(fleet: Fleet) -> Script[Answer]:
 
 def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
     """All tensors are where they should be: verify and commit on those that still stand, if they suffice."""
-    fleet.enter(Phase.VERIFY)
     if _suffice(fleet, update) and due(fleet):
         update.dropped |= yield from verify(fleet, update.standing())
     if not _suffice(fleet, update):

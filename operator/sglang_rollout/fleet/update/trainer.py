@@ -8,6 +8,7 @@ proves little (a stopped process still accepts), so silence has an absolute limi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_rollout.fleet.update.calls import Script, same, send
@@ -79,14 +80,20 @@ def masters(fleet: Fleet) -> list[str]:
 
 def reachable(fleet: Fleet) -> Script[str]:
     """Ask engine pods for the stores. Empty if any is reached, or if nobody could be asked; else why not."""
-    witnesses = fleet.up()[:WITNESSES]
     reason = ""
     for master in masters(fleet):
-        host, _, port = master.rpartition(":")
-        body = PreflightRequest(host=host, port=int(port), deadline=PROBE).model_dump(mode="json")
-        results = yield from send(AGENT_PREFLIGHT, same(witnesses, body), PROBE + MARGIN)
-        asked = [result for result in results.values() if result.status]
-        if not asked or any(result.ok for result in asked):
+        reason = yield from knock(master, fleet.up()[:WITNESSES], PROBE)
+        if not reason:
             return ""
-        reason = f"the trainer is gone: its store at {master} takes no connection ({asked[0].message.rstrip('.')})"
     return reason
+
+
+def knock(master: str, witnesses: Iterable[str], seconds: float) -> Script[str]:
+    """Ask the pods of these engines for one store. Empty if it is reached, or if none of them could be asked; else why not."""
+    host, _, port = master.rpartition(":")
+    body = PreflightRequest(host=host, port=int(port), deadline=seconds).model_dump(mode="json")
+    results = yield from send(AGENT_PREFLIGHT, same(witnesses, body), seconds + MARGIN)
+    asked = [result for result in results.values() if result.status]
+    if not asked or any(result.ok for result in asked):
+        return ""
+    return f"the trainer is gone: its store at {master} takes no connection ({asked[0].message.rstrip('.')})"

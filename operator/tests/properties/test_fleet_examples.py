@@ -1,0 +1,219 @@
+"""Single stories of updates: partial commits, engines that are away, drain or come late, staleness, new runs."""
+
+from __future__ import annotations
+
+from fleet_world import World, group_body, push
+
+from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update.calls import END, INIT, UPDATE
+from sglang_rollout.wire.models import UpdateOutcome, Version, WeightsPolicy
+from sglang_rollout.wire.ports import AGENT_ACK
+
+
+def test_a_push_reaches_every_engine_and_is_served() -> None:
+    world = World([1, 2])
+    world.sync_all()
+    assert push(world, "5") == Version(run=1, n=5, label="5")
+    assert [agent.gate_open for agent in world.agents.values()] == [True, True]
+    assert not any(agent.paused for agent in world.agents.values())
+    assert [send.path for send in world.sent if send.path == UPDATE] == [UPDATE]
+
+
+def test_one_missing_acknowledgement_means_no_commit() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    push(world, "1")
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", "2", {"names": ["w"]})).success
+    call = world.ask(ev.End())
+    while world.pending:
+        path = getattr(world.pending[0], "path", "")
+        world.complete(broken=frozenset({"e1"} if path == AGENT_ACK else ()))
+    answer = world.answers[call]
+    assert answer.status == 400
+    assert "engine e1 did not acknowledge version 1/2" in answer.message
+    assert world.machine.fleet.committed == Version(run=1, n=1, label="1")
+    assert not any(agent.gate_open for agent in world.agents.values()), "one holds 1/2, one holds a mixture: nobody serves"
+    again = push(world, "2")
+    assert again == Version(run=2, n=2, label="2"), "1/2 is what e0 held: the name is not used for other weights"
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_a_second_coordinator_proves_a_commit_that_the_first_could_not_write() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    push(world, "1")
+    kept = world.record
+    push(world, "2")
+    world.record = kept
+    world.start()
+    world.sync_all()
+    assert world.machine.fleet.committed == Version(run=1, n=2, label="2")
+
+
+def test_a_client_that_leaves_before_its_turn_changes_nothing() -> None:
+    world = World([1])
+    world.sync_all()
+    first = world.ask(ev.Pause("abort", {"mode": "abort"}))
+    second = world.ask(ev.Continue())
+    world.leave(second)
+    world.drain()
+    assert world.answers[first].success
+    assert second not in world.answers
+    assert world.agents["e0"].paused
+
+
+def test_with_min_committed_a_failing_engine_is_fenced_alone() -> None:
+    world = World([1, 1, 1], min_committed="60%")
+    world.sync_all()
+    push(world, "1")
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", "2", {"names": ["w"]})).success
+    call = world.ask(ev.End())
+    while world.pending:
+        path = getattr(world.pending[0], "path", "")
+        world.complete(broken=frozenset({"e1"} if path == END else ()))
+    answer = world.answers[call]
+    assert answer.status == 200
+    assert "2 of 3 engines hold version 1/2" in answer.message
+    assert answer.fleet["outcome"] == "Partial"
+    assert list(answer.fleet["fenced"]) == ["e1"]
+    assert [agent.gate_open for agent in world.agents.values()] == [True, False, True]
+    last = world.machine.fleet.last_update
+    assert last is not None
+    assert (last.outcome, last.engines) == (UpdateOutcome.PARTIAL, ["e0", "e2"])
+    assert push(world, "3") == Version(run=1, n=3, label="3")
+    assert all(agent.gate_open for agent in world.agents.values()), "the next complete update takes it back"
+
+
+def test_fewer_than_min_committed_is_no_commit() -> None:
+    world = World([1, 1, 1], min_committed=2)
+    world.sync_all()
+    push(world, "1")
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", "2", {"names": ["w"]})).success
+    call = world.ask(ev.End())
+    while world.pending:
+        path = getattr(world.pending[0], "path", "")
+        world.complete(broken=frozenset({"e1", "e2"} if path == END else ()))
+    assert world.answers[call].status == 400
+    assert world.answers[call].fleet["engine"] == "e1"
+    assert world.machine.fleet.committed == Version(run=1, n=1, label="1")
+    assert not any(agent.gate_open for agent in world.agents.values())
+
+
+def test_a_fleet_that_never_took_weights_waits_until_it_is_complete() -> None:
+    world = World([1, 1])
+    world.agents["e1"].up = False
+    world.sync_all()
+    refused = world.do(ev.OpenGroup(group_body(world, "g")))
+    assert refused.status == 503
+    assert "1 of 2 engines are up" in refused.message
+    assert "e1" in refused.message
+    assert not any(send.path == INIT for send in world.sent)
+    world.agents["e1"].restart()
+    world.sync_all()
+    assert world.do(ev.OpenGroup(group_body(world, "g"))).success
+
+
+def test_min_committed_lets_a_fleet_begin_with_fewer() -> None:
+    world = World([1, 1], min_committed=1)
+    world.agents["e1"].up = False
+    world.sync_all()
+    assert push(world, "1") == Version(run=1, n=1, label="1")
+    assert [agent.gate_open for agent in world.agents.values()] == [True, False]
+
+
+def test_an_engine_that_is_away_does_not_hold_up_a_fleet_that_has_weights() -> None:
+    world = World([1, 2])
+    world.sync_all()
+    push(world, "1")
+    epoch = world.machine.fleet.epoch
+    world.agents["e1"].up = False
+    world.sync_all()
+    assert world.machine.fleet.epoch > epoch
+    assert world.machine.fleet.table.world_size == 2
+    assert push(world, "2") == Version(run=1, n=2, label="2")
+    world.agents["e1"].restart()
+    world.sync_all()
+    assert not world.agents["e1"].gate_open, "it holds base"
+    assert world.machine.fleet.table.world_size == 4
+    push(world, "3")
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_an_engine_that_is_silent_for_a_moment_is_not_counted_out() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    push(world, "1")
+    world.agents["e1"].answers = False
+    for _ in range(4):
+        world.sync_all()
+    refused = world.do(ev.OpenGroup(group_body(world, "h")))
+    assert refused.status == 503
+    assert "engine e1 has not answered" in refused.message
+    world.tick(11)
+    assert world.do(ev.OpenGroup(group_body(world, "h"))).success
+
+
+def test_an_engine_that_drains_takes_no_new_update() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    push(world, "1")
+    world.agents["e1"].draining = True
+    world.sync_all()
+    refused = world.do(ev.Begin())
+    assert refused.status == 503
+    assert "engine e1 cannot take an update now: it is being drained" in refused.message
+    assert world.agents["e0"].gate_open, "nothing was begun"
+    assert push(world, "2") == Version(run=1, n=2, label="2")
+    assert [agent.gate_open for agent in world.agents.values()] == [True, False]
+
+
+def away_for_one_update(world: World) -> None:
+    """Version 1 reaches both engines, version 2 only e0; then e1 is back, in the same life."""
+    world.sync_all()
+    push(world, "1")
+    world.agents["e1"].answers = False
+    for _ in range(4):
+        world.sync_all()
+    world.tick(11)
+    push(world, "2")
+    world.agents["e1"].answers = True
+    world.sync_all()
+
+
+def test_the_latest_only_is_served_by_default() -> None:
+    world = World([1, 1])
+    away_for_one_update(world)
+    assert [agent.gate_open for agent in world.agents.values()] == [True, False]
+
+
+def test_max_staleness_lets_an_engine_serve_that_is_not_further_behind() -> None:
+    world = World([1, 1])
+    world.policy = WeightsPolicy(max_staleness=1)
+    world.want()
+    away_for_one_update(world)
+    assert [agent.gate_open for agent in world.agents.values()] == [True, True]
+    world.start()
+    world.sync_all()
+    assert world.agents["e1"].gate_open, "the record remembers what is tolerated"
+    world.agents["e1"].answers = False
+    for _ in range(4):
+        world.sync_all()
+    world.tick(11)
+    push(world, "3")
+    world.agents["e1"].answers = True
+    world.sync_all()
+    assert not world.agents["e1"].gate_open, "it is two behind now"
+
+
+def test_a_new_run_on_demand() -> None:
+    world = World([1])
+    world.sync_all()
+    push(world, "7")
+    assert world.do(ev.NewRun()).fleet["next_run"] == 2
+    world.start()
+    world.sync_all()
+    assert push(world, "8") == Version(run=2, n=8, label="8"), "8 follows 7, and yet it is another run"
+    assert push(world, "9") == Version(run=2, n=9, label="9")
