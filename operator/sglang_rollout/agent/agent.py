@@ -51,6 +51,8 @@ class Agent:
         """When a coordinator spoke last."""
         self.lease = SyncRequest(committed=None).lease
         """Seconds of a coordinator's silence after which an unfinished update is given up; each coordinator says its own."""
+        self.silent = SyncRequest(committed=None).silent
+        """Seconds without a sign of life after which an engine that has nothing to do is restarted; each coordinator says its own."""
         self.observer: Callable[[str, Reply, float], None] | None = None
         """Called after each control call with its name, answer and seconds."""
         self._silences = 0

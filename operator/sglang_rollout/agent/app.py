@@ -82,7 +82,7 @@ class Routes:
     async def sync(self, request: web.Request) -> web.StreamResponse:
         """Take over what is committed, move the gate, report."""
         body = await message(request, SyncRequest)
-        self._agent.lease = body.lease
+        self._agent.lease, self._agent.silent = body.lease, body.silent
         self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed, tuple(body.tolerated)))
         return await self._status()
 

@@ -19,6 +19,7 @@ from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.drain import RunFiles, watch_drain
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate
+from sglang_rollout.agent.hang import Hang
 from sglang_rollout.agent.lease import Lease
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
@@ -127,6 +128,7 @@ async def _run(
         ]
         if files is not None:
             tasks.append(asyncio.create_task(_every(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files))))
+            tasks.append(asyncio.create_task(_every(_INTERVAL, "watching for a hang", Hang(agent, files.kill).watch)))
         try:
             await web.TCPSite(runner, listen.host, listen.port).start()
             log.info("Agent of %s at %s, engine %s.", name, listen, url)

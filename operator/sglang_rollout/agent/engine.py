@@ -148,6 +148,12 @@ class Engine:
         rows = loads.get("loads", []) if isinstance(loads, dict) else []
         return sum(int(row.get("num_running_reqs", 0)) + int(row.get("num_waiting_reqs", 0)) for row in rows)
 
+    async def prove_alive(self, *, timeout: float) -> None:
+        """Return when the scheduler has worked: SGLang generates a token, unless others come out anyway. Raises EngineError."""
+        reply = await self.get("/health_generate", timeout=timeout)
+        if reply.status != 200:
+            raise EngineError(f"/health_generate says HTTP {reply.status}: its scheduler does not work")
+
     async def call(self, name: str, body: dict[str, Any]) -> Reply:
         """Put a control call to the engine and wait for its answer, however long it takes."""
         if name in (BEGIN, END) and self._needs_session is False:

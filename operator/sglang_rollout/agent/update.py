@@ -10,7 +10,7 @@ from pathlib import Path
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.engine import EngineError
+from sglang_rollout.agent.engine import EngineError, Reply
 from sglang_rollout.wire.models import AckRequest, EngineState, FenceRequest
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,12 @@ class Fence:
     async def _wait_for_engine(self) -> None:
         """Until the engine has answered the call that is under way."""
         running = self._agent.running
-        if running is None or running.done():
+        if running is not None:
+            await self._answered(running)
+
+    async def _answered(self, running: asyncio.Task[Reply]) -> None:
+        """Until this call is answered; an engine that does not for too long is to be killed, which ends every call."""
+        if running.done():
             return
         done, _ = await asyncio.wait({running}, timeout=self._stuck_after)
         if done:
@@ -101,11 +106,11 @@ class Fence:
         if not agent.state.up:
             return
         if agent.state.memory.session:
-            await agent.start(s.END, {})
+            await self._answered(agent.start(s.END, {}))
         if agent.state.memory.state is EngineState.DIRTY:
             await agent.engine.post("/abort_request", {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
         if agent.state.memory.paused:
-            await agent.start(s.CONTINUE, {})
+            await self._answered(agent.start(s.CONTINUE, {}))
         if agent.state.memory.state is EngineState.DIRTY:
             await self._until_idle()
 

@@ -244,6 +244,9 @@ class Deadlines(ApiModel):
     stuck_seconds: int = Field(default=30, ge=1, le=86400)
     """An engine that has not answered a call of a given-up update for so long is restarted: nothing else ends a
     collective whose peer is gone."""
+    silent_seconds: int = Field(default=120, ge=1, le=86400)
+    """An engine that was up, has no call to answer and generates no token for so long is restarted: its process hangs.
+    More than the longest prompt takes to prefill."""
 
 
 class OnLoss(StrEnum):

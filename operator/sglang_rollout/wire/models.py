@@ -80,6 +80,8 @@ class Deadlines(Message):
     """A pause or an update altogether, however lively its trainer is."""
     stuck: float = 30.0
     """An engine that has not answered a call of a given-up update for so long is restarted."""
+    silent: float = 120.0
+    """An engine that has no call to answer and gives no sign of life for so long is restarted."""
 
 
 class OnLoss(StrEnum):
@@ -197,6 +199,8 @@ class SyncRequest(Message):
     """Older versions that may be served too (``weights.versionPolicy: MaxStaleness``)."""
     lease: float = 60.0
     """An engine that is paused or half updated and hears nothing of any coordinator for so long gives the update up."""
+    silent: float = 120.0
+    """An engine that has no call to answer and gives no sign of life for so long is restarted."""
 
 
 class AckRequest(Message):

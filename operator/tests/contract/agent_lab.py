@@ -166,8 +166,8 @@ class Pod:
     async def ack(self, version: Version, boot_id: str | None) -> Answer:
         return await self.control(AGENT_ACK, {"version": version.model_dump(), "boot_id": boot_id or "", "cohort": ["e0"]})
 
-    async def fence(self) -> AgentStatus:
-        answer = await self.control(AGENT_FENCE, {"reason": "the test gives the update up"})
+    async def fence(self, **more: float) -> AgentStatus:
+        answer = await self.control(AGENT_FENCE, {"reason": "the test gives the update up", **more})
         assert answer.status == 200, answer.body
         return AgentStatus.model_validate(answer.body)
 

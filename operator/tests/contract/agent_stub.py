@@ -47,6 +47,7 @@ class StubEngine:
             [
                 web.get("/model_info", self._model_info),
                 web.get("/ready", self._ready),
+                web.get("/health_generate", self._health_generate),
                 web.get("/v1/loads", self._loads),
                 web.get("/begin_weight_update", self._wrong_method),
                 web.get("/server_info", self._server_info),
@@ -67,6 +68,12 @@ class StubEngine:
         return web.json_response({"weight_version": self.label})
 
     async def _ready(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _health_generate(self, _: web.Request) -> web.Response:
+        self.calls.append("health_generate")
+        if "health_generate" in self.held:
+            await self.held["health_generate"].wait()
         return web.Response()
 
     async def _loads(self, _: web.Request) -> web.Response:

@@ -34,6 +34,7 @@ def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
             pause=spec.deadlines.pause_seconds,
             total=spec.deadlines.total_seconds,
             stuck=spec.deadlines.stuck_seconds,
+            silent=spec.deadlines.silent_seconds,
         ),
         catch_up=CatchUp(disk=spec.catch_up.disk, parallel=spec.catch_up.parallel),
         max_staleness=spec.max_staleness or 0,

@@ -240,7 +240,12 @@ class Fleet:
 
     def sync_request(self) -> SyncRequest:
         """What every agent is told again and again."""
-        return SyncRequest(committed=self.committed, tolerated=self.tolerated(), lease=self.policy.trainer_lease.ttl)
+        return SyncRequest(
+            committed=self.committed,
+            tolerated=self.tolerated(),
+            lease=self.policy.trainer_lease.ttl,
+            silent=self.policy.deadlines.silent,
+        )
 
     def record(self) -> Record | None:
         """What is persisted; None before the rebuild has ended: nothing unproved is ever written."""
