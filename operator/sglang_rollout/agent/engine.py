@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from sglang_rollout.agent import nccl
 from sglang_rollout.agent.state import BEGIN, END, EngineFacts
 
 _POLL_TIMEOUT = 2.0
@@ -23,6 +24,8 @@ _HEALTH_TIMEOUT = 25.0
 _FIRST_WITH_SESSIONS = (0, 5, 21)
 _FIRST_WITH_PING = (0, 5, 23)
 _HIDDEN = "(hidden)"
+NCCL_FILE = "nccl"
+"""Beside the boot file; written by the start script of the engine's container."""
 
 
 class EngineError(Exception):
@@ -140,6 +143,7 @@ class Engine:
             sglang_version=str(version) if version is not None else None,
             tensor_size=tensor_size if isinstance(tensor_size, int) else None,
             served_name=str(info["served_model_name"]) if info.get("served_model_name") else None,
+            nccl=nccl.read(self._boot_file.with_name(NCCL_FILE), info) if self._boot_file is not None else None,
         )
 
     async def running(self) -> int:

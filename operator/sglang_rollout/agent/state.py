@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from sglang_rollout.wire.models import AgentStatus, EngineState, Message, Version
+from sglang_rollout.wire.models import AgentStatus, EngineState, Message, Nccl, Version
 from sglang_rollout.wire.ports import WIRE_VERSION
 
 BEGIN = "begin_weight_update"
@@ -72,6 +72,7 @@ class EngineFacts:
     sglang_version: str | None = None
     tensor_size: int | None = None
     served_name: str | None = None
+    nccl: Nccl | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,7 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         draining=state.draining,
         tensor_size=facts.tensor_size if facts else None,
         sglang_version=facts.sglang_version if facts else None,
+        nccl=facts.nccl if facts else None,
         reason=reason,
     )
 

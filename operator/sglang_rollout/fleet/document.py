@@ -31,6 +31,7 @@ def document(parts: Parts) -> FleetDocument:
                 rank_offset=offsets.get(name),
                 routed=url in parts.router.routed,
                 sglang_version=engine.status.sglang_version if engine.status is not None else None,
+                nccl=engine.status.nccl if engine.status is not None else None,
             )
         )
     return FleetDocument(

@@ -91,7 +91,7 @@ def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:
     backend = body.get("backend")
     if backend is not None and (not isinstance(backend, str) or not backend.strip()):
         raise Refusal(f"backend {_clip(backend)} is no torch.distributed backend: use nccl or gloo, or leave it out.")
-    known = {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"}
+    known = {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend", "nccl"}
     extra = {key: value for key, value in body.items() if key not in known}
     return GroupSpec(name, host, port, world_size, backend, extra)
 

@@ -271,6 +271,7 @@ class Fleet:
             "world_size": meeting.world_size,
             "group_name": meeting.name,
             "backend": meeting.backend,
+            **meeting.facts(),
         }
         told = background(self._http.post, "/init_weights_update_group", body, timeout=deadline.seconds)
         joined = background(meeting.join)

@@ -9,6 +9,7 @@ store)``, into which torch's ``_new_process_group_helper`` puts ``<group>/`` and
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from datetime import timedelta
 from typing import Any
@@ -41,6 +42,13 @@ class Rendezvous:
         # waits. The server listens on all addresses; port 0 lets the kernel pick one that is free.
         self._server: Any = dist.TCPStore("localhost", 0, None, True, timeout=limit, wait_for_workers=False)
         self.port: int = self._server.port
+
+    def facts(self) -> dict[str, Any]:
+        """What the fleet compares before it lets engines join: they need the same NCCL."""
+        if self.backend != "nccl":
+            return {}
+        settings = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
+        return {"nccl": {"version": ".".join(map(str, torch.cuda.nccl.version())), "settings": settings}}
 
     def join(self) -> Any:
         """Join as rank 0 and return the torch process group. Blocks until all engines are in (gloo), or the deadline."""

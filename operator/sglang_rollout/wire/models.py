@@ -159,6 +159,15 @@ class Intent(Message):
     data_paths_url: str | None = None
 
 
+class Nccl(Message):
+    """The NCCL with which a process would join a group."""
+
+    version: str | None = None
+    """As NCCL writes it: ``2.28.3``. None: not known."""
+    settings: dict[str, str] = {}
+    """Environment variables ``NCCL_…``, as they are when the process starts its communicators."""
+
+
 class AgentStatus(Message):
     """What one agent knows about its engine: the reply to every coordinator call that changes or asks state."""
 
@@ -186,6 +195,8 @@ class AgentStatus(Message):
     """The engine is about to be stopped: it takes no new requests and no new update."""
     tensor_size: int | None = None
     sglang_version: str | None = None
+    nccl: Nccl | None = None
+    """Of the engine's container; None: not known."""
     reason: str = ""
     """Why the gate is closed, as a sentence; empty while it is open."""
 
@@ -354,6 +365,8 @@ class FleetMember(EngineRow):
     routed: bool
     """smg has it in its list."""
     sglang_version: str | None = None
+    nccl: Nccl | None = None
+    """A trainer needs the same version, and the same ``NCCL_CUMEM_ENABLE``."""
 
 
 class FleetDocument(Message):

@@ -49,8 +49,15 @@ RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
 ENDED_BY_ITSELF = 70
 """Exit code of an engine that ended with 0 though nobody had asked it to (EX_SOFTWARE of sysexits.h)."""
 
+NCCL_VERSION = """\
+from importlib.metadata import distributions
+print("version=" + next((d.version for d in distributions() if (d.name or "").startswith("nvidia-nccl")), ""))\
+"""
+"""The package that torch brings: importing torch to ask it would take longer than some engines need to start."""
+
 START_SCRIPT = f"""\
-rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE}
+rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE}
+{{ python3 -c '{NCCL_VERSION}'; env | grep '^NCCL_'; }} > {names.NCCL_FILE} 2> /dev/null
 cat /proc/sys/kernel/random/uuid > {names.BOOT_FILE}.new && mv {names.BOOT_FILE}.new {names.BOOT_FILE} || exit 1
 "$@" &
 engine=$!

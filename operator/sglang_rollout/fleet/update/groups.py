@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sglang_rollout.fleet.ranks import GroupSpec, Refusal, check_group
+from sglang_rollout.fleet.update import nccl
 from sglang_rollout.fleet.update.calls import (
     DESTROY,
     FENCE_DEADLINE,
@@ -44,6 +45,8 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
     boots = present(fleet)
     spec = _spec(fleet, ask.body)
     limit = fleet.policy.deadlines.group
+    backend = spec.backend or fleet.policy.backend
+    nccl.check(fleet, boots, backend, ask.body)
     yield from _preflight(fleet, spec, boots, limit)
     yield Turn()
     # The preflight may have taken minutes and ran beside other calls: the fleet may be another one now.
@@ -57,7 +60,6 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
     yield from _close_dead(fleet)
     if len(fleet.groups) >= MOST_GROUPS:
         raise Refusal(f"{MOST_GROUPS} groups are open: close some with {DESTROY} first.")
-    backend = spec.backend or fleet.policy.backend
     remaining = max(LEAST, limit - (fleet.now - started))
     fleet.enter(Phase.OPEN)
     fleet.opening = master = f"{spec.host}:{spec.port}"

@@ -1,0 +1,64 @@
+"""What a trainer reads when its NCCL is not the engines'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.fleet.update.engine import Engine
+from sglang_rollout.fleet.update.nccl import check
+from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.wire.models import AgentStatus, EngineState, Nccl, WantedEngine
+
+
+def fleet(*engines: Nccl | None) -> Fleet:
+    made = Fleet(name="fleet", term=1)
+    for index, nccl in enumerate(engines):
+        name = f"e{index}"
+        status = AgentStatus(
+            name=name, boot_id="b", state=EngineState.CLEAN, version=None, committed=None, term=1, gate_open=False, nccl=nccl
+        )
+        made.engines[name] = Engine(WantedEngine(name=name), status=status, misses=0)
+    return made
+
+
+def refused(engines: list[Nccl | None], trainer: dict[str, Any] | None, backend: str = "nccl") -> str:
+    made = fleet(*engines)
+    try:
+        check(made, made.engines, backend, {"nccl": trainer} if trainer is not None else {})
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+OLD, NEW = Nccl(version="2.27.3", settings={"NCCL_CUMEM_ENABLE": "0"}), Nccl(version="2.28.3", settings={"NCCL_CUMEM_ENABLE": "0"})
+
+
+def test_versions_are_compared_with_the_trainer_and_among_engines() -> None:
+    said = refused([OLD, OLD], {"version": "2.28.3"})
+    assert said.startswith("the trainer has NCCL 2.28.3, engine e0 has NCCL 2.27.3: all ranks need the same version.")
+    assert said.endswith("No engine has joined anything.")
+    assert "engine e0 has NCCL 2.27.3, engine e1 has NCCL 2.28.3" in refused([OLD, NEW], None)
+    assert refused([OLD, OLD], {"version": "2.27.3", "settings": {"NCCL_CUMEM_ENABLE": "0"}}) == ""
+
+
+def test_the_setting_that_makes_ranks_hang_is_compared_and_no_other() -> None:
+    said = refused([OLD], {"version": "2.27.3", "settings": {"NCCL_CUMEM_ENABLE": "1", "NCCL_DEBUG": "INFO"}})
+    assert said.startswith("the trainer runs with NCCL_CUMEM_ENABLE=1, engine e0 with NCCL_CUMEM_ENABLE=0:")
+    assert refused([OLD], {"version": "2.27.3", "settings": {"NCCL_DEBUG": "INFO"}}) == ""
+
+
+@pytest.mark.parametrize("engines", [[None], [Nccl()], [OLD]])
+def test_what_is_not_known_is_not_compared(engines: list[Nccl | None]) -> None:
+    assert refused(engines, None) == ""
+    assert refused(engines, {}) == ""
+
+
+def test_gloo_needs_no_nccl() -> None:
+    assert refused([OLD], {"version": "2.28.3"}, backend="gloo") == ""
+
+
+def test_a_statement_that_is_none_is_refused_with_its_place() -> None:
+    assert refused([OLD], {"version": ["2"]}).startswith("nccl: version: ")
