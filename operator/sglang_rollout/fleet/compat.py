@@ -82,8 +82,22 @@ def begin(body: Fields) -> Request:
 
 
 def end(body: Fields) -> Request:
-    """``/end_weight_update``."""
-    return End(body)
+    """``/end_weight_update``; ``checksums`` is our own field."""
+    checksums = body.get("checksums") or {}
+    if not isinstance(checksums, dict):
+        raise Refusal(_CHECKSUMS)
+    return End(dict(_expected(size, ranks) for size, ranks in checksums.items()))
+
+
+_CHECKSUMS = 'checksums must be an object: for each tensor size of an engine its ranks\' checksums, {"2": ["ab12…", "cd34…"]}.'
+
+
+def _expected(size: str, ranks: object) -> tuple[int, tuple[str, ...]]:
+    if not size.isascii() or not size.isdigit() or not isinstance(ranks, list) or not all(isinstance(rank, str) for rank in ranks):
+        raise Refusal(_CHECKSUMS)
+    if len(ranks) != int(size[:6]):
+        raise Refusal(f"checksums: an engine of tensor size {size} has as many ranks, and {len(ranks)} checksums are given.")
+    return int(size), tuple(ranks)
 
 
 def update(body: Fields) -> Request:

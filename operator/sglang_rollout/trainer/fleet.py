@@ -17,7 +17,7 @@ from sglang_rollout.trainer.client import Http
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, GroupFailed, PushFailed
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.heartbeat import Heartbeat
-from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, NamedTensors, Push, PushResult
+from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, Checksums, NamedTensors, Push, PushResult
 from sglang_rollout.trainer.snapshot import Snapshots
 from sglang_rollout.trainer.waiting import Deadline, background
 from sglang_rollout.wire.models import FleetDocument, Version
@@ -177,14 +177,17 @@ class Fleet:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float = 330.0,
         snapshot: bool | None = None,
+        checksums: Checksums | None = None,
     ) -> PushResult:
         """Give every engine these weights as ``version``, and return when the fleet has committed it.
 
         ``named_tensors``: a state dict, or an iterable of (name, tensor) with the names of a Hugging Face checkpoint;
         an iterator is read bucket by bucket, so it may gather shards as it goes. ``timeout``: seconds for each step
         (begin, a bucket, end); a little above the fleet's own deadline, so that the fleet, which knows the reason,
-        speaks first. ``snapshot``: write this push to disk, or not, whatever ``snapshots`` would do. Raises PushFailed; the
-        fleet then goes on serving the version before.
+        speaks first. ``snapshot``: write this push to disk, or not, whatever ``snapshots`` would do. ``checksums``: what engines
+        of a tensor size must hold then, rank by rank, as SGLang's ``/weights_checker`` says it (of a reference engine, say): the
+        fleet compares before it commits, whatever ``weights.verify`` is. Raises PushFailed; the fleet then goes on serving the
+        version before.
         """
         started = time.monotonic()
         if snapshot and self.snapshots is None:
@@ -193,7 +196,7 @@ class Fleet:
         staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
         tensors = staging.tap(named_tensors, group.host_bytes) if staging else named_tensors
         opened_ms = (time.monotonic() - started) * 1000
-        push = Push(self._http, group, version=str(version), bucket_bytes=bucket_bytes, timeout=timeout)
+        push = Push(self._http, group, version=str(version), bucket_bytes=bucket_bytes, timeout=timeout, checksums=checksums)
         try:
             push.run(tensors)
             committed = self._check_committed(str(version))

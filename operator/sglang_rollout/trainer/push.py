@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -31,6 +31,8 @@ UPDATE = "/update_weights_from_distributed"
 BLAME_SECONDS = 5.0
 """After one side of a bucket has failed: how long to wait for the other side, which often knows better why."""
 R = TypeVar("R")
+Checksums = Mapping[int, Sequence[str]]
+"""By the tensor size of an engine: SGLang's ``per_gpu_checksum`` of each rank."""
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
@@ -69,12 +71,22 @@ class PushResult:
 class Push:
     """The state of one push. Used once."""
 
-    def __init__(self, http: Http, group: Pushable, *, version: str, bucket_bytes: int, timeout: float) -> None:
+    def __init__(
+        self,
+        http: Http,
+        group: Pushable,
+        *,
+        version: str,
+        bucket_bytes: int,
+        timeout: float,
+        checksums: Checksums | None = None,
+    ) -> None:
         self._http = http
         self._group = group
         self._version = version
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
+        self._end = {"checksums": {str(size): list(ranks) for size, ranks in checksums.items()}} if checksums else {}
         self.phases: dict[str, float] = {}
         self.bytes = 0
         self.buckets = 0
@@ -88,7 +100,7 @@ class Push:
             raise PushFailed(phase="prepare", reason="there is no tensor to push", advice="Pass the policy's state dict.")
         self._timed("begin", lambda: self._call("begin", "/begin_weight_update", {}))
         self._timed("transfer", lambda: self._transfer(first, prepared))
-        self._timed("end", lambda: self._call("end", "/end_weight_update", {}))
+        self._timed("end", lambda: self._call("end", "/end_weight_update", self._end))
 
     def settle(self, seconds: float) -> None:
         """After a failure, and after the group was closed everywhere: wait for the broadcast that was under way to end with it.

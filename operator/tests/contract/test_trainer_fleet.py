@@ -114,6 +114,12 @@ def test_a_push_after_the_group_was_lost_opens_a_new_one(case: Callable[[str], d
     assert seen["equal"]
 
 
+def test_weights_that_are_not_what_the_trainer_says_are_not_committed(case: Callable[[str], dict[str, Any]]) -> None:
+    seen = case("checksums")
+    assert "holds other weights than the trainer says" in seen["failed"]
+    assert (seen["pushed"], seen["equal"]) == ("2", True)
+
+
 def test_the_examples_reward_rises_with_pushes_and_not_without(url: str, tmp_path: Path) -> None:
     def final_reward(seed: int, *more: str) -> float:
         out = tmp_path / "curve.json"

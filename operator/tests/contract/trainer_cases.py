@@ -6,6 +6,7 @@ trainer_cases.py CASE URL MODEL [ARGUMENT …]      prints one JSON object
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from typing import Any
@@ -93,6 +94,18 @@ def lost_group(fleet: Fleet, model: Any) -> dict[str, Any]:
     seconds = time.monotonic() - started
     result = fleet.push(perturbed(model, 5), version=2)
     return {"failed": failed, "seconds": seconds, "pushed": result.version, "equal": said(fleet) == ("2", greedy(model))}
+
+
+def checksums(fleet: Fleet, model: Any) -> dict[str, Any]:
+    """What the fleet finds when the trainer says something wrong, and the same weights again with what it found."""
+    state = perturbed(model, 7)
+    try:
+        fleet.push(state, version=1, checksums={1: ["0" * 64]})
+    except PushFailed as error:
+        failed = str(error)
+    found = re.findall(r"rank 0 has (\w{64}), not 0{64}", failed)
+    result = fleet.push(state, version=2, checksums={1: found})
+    return {"failed": failed, "pushed": result.version, "equal": said(fleet) == ("2", greedy(model))}
 
 
 def snapshots(fleet: Fleet, model: Any, path: str, directory: str) -> dict[str, Any]:

@@ -48,6 +48,22 @@ def test_with_min_committed_it_is_fenced_alone() -> None:
     assert [agent.gate_open for agent in world.agents.values()] == [True, False, True]
 
 
+def test_what_the_trainer_says_counts_whatever_most_engines_hold_and_whatever_the_policy() -> None:
+    world = begun([1, 1, 1], min_committed=1, verify=Verify.OFF)
+    for name, checksum in {"e0": "wrong", "e1": "right", "e2": "wrong"}.items():
+        world.agents[name].checksum = checksum
+    answer = world.do(ev.End({1: ("right",)}))
+    assert (answer.status, answer.fleet["outcome"]) == (200, "Partial")
+    assert "engine e0 holds other weights than the trainer says (rank 0 has wrong, not right)" in answer.message
+    assert [agent.gate_open for agent in world.agents.values()] == [False, True, False]
+
+
+def test_engines_of_a_shape_of_which_the_trainer_says_nothing_are_compared_with_each_other() -> None:
+    world = begun([2, 1], verify=Verify.OFF)
+    world.agents["e1"].checksum = "right"
+    assert world.do(ev.End({1: ("right",)})).success
+
+
 def test_engines_of_different_shape_are_not_compared() -> None:
     world = begun([1, 2])
     world.agents["e1"].checksum = "sharded otherwise"

@@ -68,7 +68,8 @@ class Update:
 class End:
     """``/end_weight_update``: the commit point of a session."""
 
-    body: Body = field(default_factory=dict)
+    checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the trainer says that its weights are: by the number of an engine's ranks, one checksum per rank."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ class Update:
     fed: set[str] = field(default_factory=set)
     """Engines that have taken tensors."""
     label: str | None = None
+    checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the trainer says that its weights are, if it does: by the number of an engine's ranks."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Engines that will not hold the version, and why: they are fenced."""
 

@@ -159,6 +159,7 @@ def end(fleet: Fleet, ask: End) -> Script[Answer]:
             f"{_last_reason(fleet)}. Call begin_weight_update first.",
             fleet=fleet.advice(),
         )
+    fleet.update.checksums = ask.checksums
     return (yield from finish(fleet))
 
 

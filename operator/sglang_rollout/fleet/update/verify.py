@@ -24,8 +24,10 @@ Checksums = tuple[str, ...]
 
 
 def due(fleet: Fleet) -> bool:
-    """Whether the update that ends now is verified."""
+    """Whether the update that ends now is verified: always where the trainer says what its weights are."""
     policy = fleet.policy
+    if fleet.update is not None and fleet.update.checksums:
+        return True
     if policy.verify is Verify.EVERY_N:
         return fleet.commits % policy.verify_every == 0
     return policy.verify is Verify.ALWAYS
@@ -34,18 +36,33 @@ def due(fleet: Fleet) -> bool:
 def verify(fleet: Fleet, names: list[str]) -> Script[dict[str, str]]:
     """Compare these engines; returns those that differ or could not be asked, and why. An SGLang that knows no checksums
     is not compared."""
+    expected = fleet.update.checksums if fleet.update is not None else {}
     results = yield from send(CHECKER, same(names, CHECKSUM), fleet.policy.deadlines.update)
     wrong = {
         name: f"could not be verified: {result.message or 'no checksum in its answer'}"
         for name, result in results.items()
-        if result.checksums is None and result.status not in NOT_THERE
+        if result.checksums is None and (result.status not in NOT_THERE or _size(fleet, name) in expected)
     }
     by_shape: dict[int, dict[str, Checksums]] = {}
     for name, checksums in _known(results).items():
-        by_shape.setdefault(fleet.engines[name].wanted.tensor_size, {})[name] = checksums
-    for alike in by_shape.values():
-        wrong |= differing(alike)
+        by_shape.setdefault(_size(fleet, name), {})[name] = checksums
+    for size, alike in by_shape.items():
+        wrong |= _unexpected(alike, expected[size]) if size in expected else differing(alike)
     return wrong
+
+
+def _size(fleet: Fleet, name: str) -> int:
+    return fleet.engines[name].wanted.tensor_size
+
+
+def _unexpected(alike: Mapping[str, Checksums], right: Checksums) -> dict[str, str]:
+    """Of engines that should hold what the trainer says, those that do not."""
+    return {name: f"holds other weights than the trainer says ({_first_two(right, sums)})" for name, sums in alike.items() if sums != right}
+
+
+def _first_two(right: Checksums, sums: Checksums) -> str:
+    pairs = ((rank, a, b) for rank, (a, b) in enumerate(zip(right, sums, strict=False)) if a != b)
+    return next((f"rank {rank} has {b}, not {a}" for rank, a, b in pairs), f"{len(sums)} ranks, not {len(right)}")
 
 
 def differing(alike: Mapping[str, Checksums]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.events import Answer, CloseGroup, Continue, Flush, Pause, SetLabel, Update
+from sglang_rollout.fleet.update.events import Answer, CloseGroup, Continue, End, Flush, Pause, SetLabel, Update
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
 
@@ -87,6 +87,17 @@ def test_a_pause_without_mode_is_what_sglang_makes_of_it() -> None:
     assert compat.pause({"mode": "in_place"}) == Pause("in_place", {"mode": "in_place"})
     with pytest.raises(Refusal, match="use retract, abort, in_place"):
         compat.pause({"mode": "nap"})
+
+
+def test_what_a_trainer_says_of_its_weights() -> None:
+    assert compat.end({"checksums": {"2": ["a", "b"], "1": ["c"]}}) == End({2: ("a", "b"), 1: ("c",)})
+    assert compat.end({}) == compat.end({"checksums": None, "other": 1}) == End()
+
+
+@pytest.mark.parametrize("checksums", [["a"], {"one": ["a"]}, {"1": "a"}, {"1": [2]}, {"2": ["a"]}, {"9" * 5000: ["a"]}])
+def test_checksums_that_cannot_be_meant_are_refused(checksums: object) -> None:
+    with pytest.raises(Refusal, match="checksums"):
+        compat.end({"checksums": checksums})
 
 
 def test_small_ones() -> None:
