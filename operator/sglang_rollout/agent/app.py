@@ -117,7 +117,18 @@ class Routes:
         body = await json_body(request)
         if call == "get_weights_by_name":
             body = {**request.query, **body}
-        return passed_on(await self._agent.control(call, body, deadline_of(request, _CALL_DEADLINE)))
+        reply = await self._agent.control(call, body, deadline_of(request, _CALL_DEADLINE))
+        if call == s.UPDATE_DISK:
+            self._release_checkpoint()
+        return passed_on(reply)
+
+    def _release_checkpoint(self) -> None:
+        """Once the engine has loaded it, which may be long after the caller's deadline."""
+        loading = self._agent.running
+        if loading is None or loading.done():
+            self._checkpoints.release()
+        else:
+            loading.add_done_callback(lambda _: self._checkpoints.release())
 
     async def abort(self, request: web.Request) -> web.StreamResponse:
         """Abort requests. Not one at a time: it helps a pause that waits for them."""

@@ -13,12 +13,13 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from sglang_rollout.checkpoints.folder import CONFIG, Model, ProblemsError, limited, read_model
 from sglang_rollout.checkpoints.format import TensorEntry
-from sglang_rollout.checkpoints.snapshots import listed
+from sglang_rollout.checkpoints.snapshots import hold, listed
 from sglang_rollout.wire.models import CheckpointReply, CheckpointRequest
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -69,9 +70,17 @@ class CheckpointCheck:
     def __init__(self) -> None:
         self._running: threading.Thread | None = None
         self._what = ""
+        self._held = ExitStack()
+
+    def release(self) -> None:
+        """Let the snapshot go that the last check found: the engine has loaded it, or never will."""
+        self._held.close()
 
     async def run(self, request: CheckpointRequest, engine_model: str | None) -> CheckpointReply:
-        """The verdict, within ``request.deadline`` seconds. ``engine_model``: the engine's model path."""
+        """The verdict, within ``request.deadline`` seconds. ``engine_model``: the engine's model path.
+
+        A snapshot that is good is held, so that the trainer does not remove it while the engine loads it, until :meth:`release`.
+        """
         if self._running is not None and self._running.is_alive():
             return CheckpointReply(ok=False, reason=f"The check of {self._what} still runs: does its volume answer?")
         loop = asyncio.get_running_loop()
@@ -89,9 +98,18 @@ class CheckpointCheck:
         self._running.start()
         try:
             async with asyncio.timeout(request.deadline):
-                return await done
+                reply = await done
         except TimeoutError:
             return CheckpointReply(ok=False, reason=_late(request))
+        return self._hold(reply) if reply.ok and request.snapshot is not None else reply
+
+    def _hold(self, reply: CheckpointReply) -> CheckpointReply:
+        self.release()
+        try:
+            self._held.enter_context(hold(Path(str(reply.path))))
+        except ProblemsError as error:
+            return CheckpointReply(ok=False, reason=str(error))
+        return reply
 
 
 def resolve(request: CheckpointRequest) -> Path:

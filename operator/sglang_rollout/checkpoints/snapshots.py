@@ -108,17 +108,17 @@ def verify(snapshot: Snapshot, *, alive: Alive = lambda: None) -> None:
 
 
 @contextmanager
-def hold(snapshot: Snapshot) -> Iterator[Snapshot]:
+def hold(folder: Path) -> Iterator[None]:
     """Keep a snapshot from being removed for the length of the block. Raises ProblemsError if it is gone already."""
     try:
-        descriptor = os.open(snapshot.path / MANIFEST, os.O_RDONLY)
+        descriptor = os.open(folder / MANIFEST, os.O_RDONLY)
     except OSError as error:
-        raise ProblemsError([f"The snapshot {snapshot.path} is gone: {error.strerror}."]) from None
+        raise ProblemsError([f"The snapshot {folder} is gone: {error.strerror}."]) from None
     try:
         lock(descriptor, fcntl.LOCK_SH)
-        if not (snapshot.path / MANIFEST).exists():  # renamed between opening and locking
-            raise ProblemsError([f"The snapshot {snapshot.path} is gone: it has just been removed."])
-        yield snapshot
+        if not (folder / MANIFEST).exists():  # renamed between opening and locking
+            raise ProblemsError([f"The snapshot {folder} is gone: it has just been removed."])
+        yield
     finally:
         os.close(descriptor)
 

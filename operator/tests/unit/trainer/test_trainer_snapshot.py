@@ -121,7 +121,7 @@ def test_the_last_ones_stay_in_the_order_in_which_they_were_committed(
 
 def test_a_snapshot_that_is_read_is_removed_later(tmp_path: Path, model: Path) -> None:
     first = write(job(tmp_path, model, 1, keep=1), alive=nothing)
-    with hold(first):
+    with hold(first.path):
         write(job(tmp_path, model, 2, keep=1), alive=nothing)
         assert names(tmp_path) == ["1-1-step_1", "1-2-step_2"]
         verify(first)
@@ -130,7 +130,7 @@ def test_a_snapshot_that_is_read_is_removed_later(tmp_path: Path, model: Path) -
         verify(first)
     write(job(tmp_path, model, 4, keep=1), alive=nothing)
     assert names(tmp_path) == ["1-4-step_4"]
-    with pytest.raises(ProblemsError, match="is gone"), hold(first):
+    with pytest.raises(ProblemsError, match="is gone"), hold(first.path):
         pass
 
 
