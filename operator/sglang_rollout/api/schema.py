@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 CEL = "x-kubernetes-validations"
@@ -49,6 +49,11 @@ def rules(*made: dict[str, str]) -> dict[str, Any]:
 
 
 def refuse_flags(flags: tuple[str, ...], message: str) -> dict[str, str]:
-    """Return a rule for one command-line argument: it must not be one of ``flags``, also not as ``--flag=value``."""
-    names = "|".join(flag.removeprefix("--") for flag in flags)
-    return rule(f"!self.matches('^--({names})(=.*)?$')", message)
+    """Return a rule for one command-line argument: it must not be one of ``flags``, also not as ``--flag=value``, nor
+    abbreviated, which argparse takes as well."""
+    return rule(f"self.size() < 3 || !self.startsWith('--') || !{list(flags)}.exists(f, f.startsWith(self.split('=')[0]))", message)
+
+
+def argument(flags: tuple[str, ...], message: str) -> Any:
+    """Return the field of one command-line argument that is none of ``flags``."""
+    return Field(min_length=1, max_length=2048, json_schema_extra=rules(refuse_flags(flags, message)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_rollout.api import v1alpha1 as api
-from sglang_rollout.api.spec import Resources
+from sglang_rollout.api.engine_spec import Resources
 from sglang_rollout.core import names
 
 Object = dict[str, Any]

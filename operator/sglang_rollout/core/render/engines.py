@@ -30,8 +30,8 @@ from sglang_rollout.core.render.common import (
 )
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
+from sglang_rollout.core.render.server_args import server_args
 from sglang_rollout.core.settings import Settings
-from sglang_rollout.wire.models import BASE_LABEL
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, AGENT_PORT, ENGINE_PORT, GATE_PORT
 
 START_SECONDS = 1800
@@ -193,7 +193,7 @@ def _engine(rollout: SGLangRollout) -> Object:
         "name": ENGINE_CONTAINER,
         "image": spec.image,
         "command": ["/bin/sh", "-c", START_SCRIPT, ENGINE_CONTAINER],
-        "args": ["python3", "-m", "sglang.launch_server", *_server_args(rollout)],
+        "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout)],
         "env": _environment(rollout),
         "startupProbe": http_probe(
             AGENT_ENGINE,
@@ -218,23 +218,6 @@ def _engine(rollout: SGLangRollout) -> Object:
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [RUN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 - the engine's own volume
     }
-
-
-def _server_args(rollout: SGLangRollout) -> list[str]:
-    """What the operator owns comes first; the API server has refused user arguments that would override it."""
-    model, engine = rollout.spec.model, rollout.spec.engine
-    args = [
-        *("--host", "127.0.0.1", "--port", str(ENGINE_PORT)),
-        *("--model-path", model.path),
-        *("--load-format", model.load_format),
-        *("--tp-size", str(engine.parallelism.tensor)),
-        *("--weight-version", BASE_LABEL),
-    ]
-    if model.served_name:
-        args += ["--served-model-name", model.served_name]
-    if model.trust_remote_code:
-        args.append("--trust-remote-code")
-    return [*args, *engine.args]
 
 
 def _environment(rollout: SGLangRollout) -> list[Object]:

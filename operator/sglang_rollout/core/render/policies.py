@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 
-from sglang_rollout.api.spec import OnLoss as ApiOnLoss
-from sglang_rollout.api.spec import PauseMode as ApiPauseMode
-from sglang_rollout.api.spec import Verify as ApiVerify
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.api.weights_spec import OnLoss as ApiOnLoss
+from sglang_rollout.api.weights_spec import PauseMode as ApiPauseMode
+from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
 from sglang_rollout.wire.models import CatchUp, Deadlines, Intent, OnLoss, PauseMode, TrainerLease, Verify, WantedEngine, WeightsPolicy

@@ -1,0 +1,198 @@
+"""``spec.engine`` of an SGLangRollout: the SGLang servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
+from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, rule, rules
+
+Quantity = Annotated[
+    int | str,
+    Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64}),
+]
+
+ENGINE_FLAGS = (
+    "--host",
+    "--port",
+    "--model-path",
+    "--served-model-name",
+    "--load-format",
+    "--trust-remote-code",
+    "--weight-version",
+    "--tp-size",
+    "--tensor-parallel-size",
+    "--dp-size",
+    "--data-parallel-size",
+    "--pp-size",
+    "--pipeline-parallel-size",
+    "--expert-parallel-size",
+    "--ep-size",
+    "--attention-data-parallel-size",
+    "--attn-dp-size",
+    "--enable-dp-attention",
+    "--tokenizer-worker-num",
+    "--nnodes",
+    "--node-rank",
+    "--dist-init-addr",
+    "--nccl-init-addr",
+    "--api-key",
+    "--admin-api-key",
+    "--grpc-mode",
+    "--smg-grpc-mode",
+    "--weight-cache-mode",
+)
+"""Flags of ``sglang.launch_server`` that the operator sets itself, or that would break the fence or weight updates: with
+several tokenizer workers (measured with 0.5.23) only the one that took an update knows the new version, and
+``/model_info`` says the old one every other time."""
+
+ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER")
+"""Environment variables of the engine that would break health checks or the control API."""
+
+
+EngineArgument = Annotated[
+    str,
+    argument(
+        ENGINE_FLAGS,
+        "engine.args must not set a flag that the operator owns: use spec.model and engine.parallelism, and leave"
+        " addresses, keys and the weight version to the operator.",
+    ),
+]
+
+
+class Parallelism(ApiModel):
+    """How one engine is spread over devices."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                # has(): the API server tries the rule on the default of parallelism, {}, before it fills in its fields.
+                "!has(self.tensor) || self.tensor % self.expert == 0",
+                "engine.parallelism.expert must divide tensor: the tensor-parallel ranks are what experts are spread over. Use a"
+                " divisor of tensor, or a larger tensor.",
+                field=".expert",
+            ),
+            rule(
+                "!has(self.tensor) || self.tensor % self.attentionData == 0",
+                "engine.parallelism.attentionData must divide tensor: the tensor-parallel ranks are split into so many groups. Use"
+                " a divisor of tensor.",
+                field=".attentionData",
+            ),
+        )
+    )
+
+    tensor: int = Field(default=1, ge=1, le=64)
+    """Tensor-parallel ranks of one engine. So many consecutive ranks it takes in a trainer's weight-update group."""
+    expert: int = Field(default=1, ge=1, le=64)
+    """The experts of a mixture-of-experts model are spread over so many groups of these ranks; must divide `tensor`."""
+    attention_data: int = Field(default=1, ge=1, le=64)
+    """The ranks form so many groups that compute attention each for its own requests; must divide `tensor`. For models
+    whose KV cache cannot be split by heads (MLA)."""
+
+
+class EnvVar(ApiModel):
+    """One environment variable."""
+
+    name: str = Field(min_length=1, max_length=256)
+    """Name of the variable."""
+    value: str | None = Field(default=None, max_length=32768)
+    """Its value."""
+    value_from: dict[str, Any] | None = None
+    """Where the value comes from (`secretKeyRef`, `configMapKeyRef`, `fieldRef`, …), as in a Pod."""
+
+
+class Resources(ApiModel):
+    """Compute resources of a container, as in a Pod."""
+
+    requests: dict[str, Quantity] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
+    """What the scheduler reserves."""
+    limits: dict[str, Quantity] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
+    """What the container cannot exceed."""
+
+
+class Engine(EngineKnobs):
+    """The SGLang servers. Each engine is a StatefulSet of its own with one pod."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.gpuResource == '' || !has(self.gpusPerPod) || self.gpusPerPod == self.parallelism.tensor",
+                "engine.gpusPerPod must equal engine.parallelism.tensor: one pod holds one whole engine. Leave"
+                " gpusPerPod out, or set both to"
+                " the same number.",
+                field=".gpusPerPod",
+            ),
+            rule(
+                "self.gpuResource != '' || !has(self.gpusPerPod) || self.gpusPerPod == 0",
+                'engine.gpusPerPod must be left out (or 0) when engine.gpuResource is "": a CPU engine has no GPUs.',
+                field=".gpusPerPod",
+            ),
+            rule(
+                "self.gpuResource == '' || !has(self.resources.limits) || !(self.gpuResource in self.resources.limits)",
+                "engine.resources.limits must not name the GPU resource: the operator sets it from engine.gpusPerPod.",
+                field=".resources",
+            ),
+            rule(
+                f"!has(self.moeA2ABackend) || !(self.moeA2ABackend in {list(EP_SPANNING)})"
+                " || self.parallelism.expert == self.parallelism.tensor",
+                "engine.moeA2ABackend of this kind spreads the experts over all ranks: set parallelism.expert to the number in"
+                " parallelism.tensor.",
+                field=".moeA2ABackend",
+            ),
+            rule(
+                "!has(self.moeA2ABackend) || self.moeA2ABackend != 'pplx' || self.parallelism.attentionData >= 2",
+                "engine.moeA2ABackend pplx needs parallelism.attentionData of at least 2.",
+                field=".moeA2ABackend",
+            ),
+            rule(
+                "!has(self.moeRunnerBackend) || !(self.moeRunnerBackend in ['flashinfer_cutlass', 'flashinfer_cutedsl'])"
+                " || self.parallelism.expert in [1, self.parallelism.tensor]",
+                "engine.moeRunnerBackend of this kind needs parallelism.expert 1 or the number in parallelism.tensor.",
+                field=".moeRunnerBackend",
+            ),
+            rule(
+                "!self.eplb || self.parallelism.expert > 1",
+                "engine.eplb moves experts between ranks: set parallelism.expert to more than 1.",
+                field=".eplb",
+            ),
+            rule(
+                f"!self.deterministicInference || !has(self.attentionBackend) || self.attentionBackend in {list(DETERMINISTIC)}",
+                f"engine.deterministicInference needs an attentionBackend that can be deterministic: {', '.join(DETERMINISTIC)}.",
+                field=".attentionBackend",
+            ),
+            *same_said_twice(),
+        )
+    )
+
+    image: str = Field(min_length=1, max_length=1024)
+    """Image with SGLang, for example `lmsysorg/sglang:v0.5.23`. It runs as the image's own user."""
+    parallelism: Parallelism = Parallelism()
+    """How one engine is spread over devices."""
+    gpu_resource: str = Field(default="nvidia.com/gpu", max_length=253)
+    """Extended resource that stands for one GPU. `""` makes a CPU engine, for development."""
+    gpus_per_pod: int | None = Field(default=None, ge=0, le=64)
+    """GPUs of each engine pod. Default: `parallelism.tensor`."""
+    args: list[EngineArgument] = Field(default_factory=list, max_length=128)
+    """More arguments of `sglang.launch_server`, one word per item: `["--mem-fraction-static", "0.8"]`."""
+    env: list[EnvVar] = Field(
+        default_factory=list,
+        max_length=128,
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["name"],
+            **rules(
+                rule(
+                    f"!self.exists(e, e.name in {list(ENGINE_ENV)})",
+                    "engine.env must not set " + " or ".join(ENGINE_ENV) + ": health checks and weight updates depend on them.",
+                )
+            ),
+        },
+    )
+    """Environment variables of the engine container."""
+    resources: Resources = Resources()
+    """CPU and memory of the engine container. The GPUs are added by the operator."""
+    shm: str = Field(default="16Gi", max_length=32, pattern=QUANTITY)
+    """Size of `/dev/shm` of the engine. NCCL and the tokenizer processes use it; it counts as memory of the pod only
+    when used."""

@@ -1,0 +1,156 @@
+"""The arguments that are rendered mean to SGLang what the fields of the custom resource say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import yaml
+from e2e.cluster.say import LabError
+from e2e.engine import Engine, environment
+from wire_lab import free_port
+
+from sglang_rollout.api.engine_knobs import FLAGS
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core.render.server_args import server_args
+
+pytestmark = pytest.mark.engine
+GOLDEN = Path(__file__).parents[1] / "golden" / "in"
+PARSE = """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+found = [vars(parser.parse_args(args)) for args in json.load(sys.stdin)]
+print("\\n" + json.dumps(found, default=str))
+"""
+EVERY_SETTING = {
+    "tp_size": 8,
+    "ep_size": 8,
+    "attn_dp_size": 4,
+    "mem_fraction_static": 0.85,
+    "max_running_requests": 512,
+    "context_length": 32768,
+    "max_prefill_tokens": 16384,
+    "chunked_prefill_size": 8192,
+    "attention_backend": "fa3",
+    "mm_attention_backend": "triton_attn",
+    "kv_cache_dtype": "fp8_e5m2",
+    "quantization": "fp8",
+    "dtype": "bfloat16",
+    "random_seed": 7,
+    "enable_deterministic_inference": True,
+    "skip_tokenizer_init": True,
+    "disable_radix_cache": True,
+    "moe_a2a_backend": "deepep",
+    "moe_runner_backend": "deep_gemm",
+    "enable_eplb": True,
+    "log_level": "warning",
+    "enable_metrics": True,
+}
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    try:
+        return str(environment.python(make=False))
+    except LabError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def parsed(python: str) -> dict[str, dict[str, Any]]:
+    """What the pinned SGLang's own parser makes of the arguments of every golden input, by the input's name."""
+    paths = sorted(GOLDEN.glob("*.yaml"))
+    asked = json.dumps([server_args(rollout(path.read_text())) for path in paths])
+    done = subprocess.run(
+        [python, "-c", PARSE],
+        input=asked,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=environment.environment_variables(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(zip([path.stem for path in paths], json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def rollout(text: str) -> SGLangRollout:
+    return SGLangRollout.model_validate(yaml.safe_load(text))
+
+
+def test_every_field_arrives_at_the_setting_that_it_names(parsed: dict[str, dict[str, Any]]) -> None:
+    found = parsed["moe-every-setting"]
+    assert {name: found[name] for name in EVERY_SETTING} == EVERY_SETTING
+    assert len(EVERY_SETTING) == len(FLAGS) + 3, "a field that is not looked at here"
+
+
+def test_what_is_left_out_is_sglangs_own_choice(parsed: dict[str, dict[str, Any]]) -> None:
+    found = parsed["minimal-cpu"]
+    ours = {"host": "127.0.0.1", "model_path": "/models/tiny", "weight_version": "base", "tp_size": 1, "load_format": "auto"}
+    assert {name: found[name] for name in ours} == ours
+    assert (found["mem_fraction_static"], found["max_running_requests"], found["ep_size"], found["log_level"]) == (None, None, 1, "info")
+
+
+RUNS = """
+apiVersion: rollout.sglang.io/v1alpha1
+kind: SGLangRollout
+metadata: {name: run}
+spec:
+  model: {path: MODEL, servedName: policy}
+  engine:
+    image: none
+    gpuResource: ""
+    memFractionStaticPercent: 30
+    maxRunningRequests: 9
+    contextLength: 1024
+    maxPrefillTokens: 2048
+    chunkedPrefillSize: 512
+    attentionBackend: torch_native
+    kvCacheDtype: auto
+    dtype: float32
+    randomSeed: 7
+    skipTokenizerInit: true
+    disableRadixCache: true
+    logLevel: Warning
+    metrics: true
+"""
+READ_BACK = {
+    "mem_fraction_static": 0.3,
+    "max_running_requests": 9,
+    "context_length": 1024,
+    "max_prefill_tokens": 2048,
+    "chunked_prefill_size": 512,
+    "attention_backend": "torch_native",
+    "dtype": "float32",
+    "random_seed": 7,
+    "skip_tokenizer_init": True,
+    "disable_radix_cache": True,
+    "log_level": "warning",
+    "enable_metrics": True,
+    "served_model_name": "policy",
+}
+
+
+@pytest.mark.timeout(400)
+def test_a_real_server_says_the_same(python: str, tmp_path: Path) -> None:
+    model, port = environment.model(), free_port()
+    args = server_args(rollout(RUNS.replace("MODEL", str(model))))
+    command = [python, "-m", "sglang.launch_server", *args, "--port", str(port), "--device", "cpu", "--max-total-tokens", "4096"]
+    engine = Engine(port, command, tmp_path / "engine.log", environment.environment_variables())
+    engine.start()
+    try:
+        engine.wait()
+        info = requests.get(f"{engine.url}/server_info", timeout=30).json()
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+        answer = requests.post(f"{engine.url}/generate", json=body, timeout=60).json()
+    finally:
+        engine.kill()
+    assert {name: info[name] for name in READ_BACK} == READ_BACK
+    assert len(answer["output_ids"]) == 2
+    assert "text" not in answer or not answer["text"]
