@@ -36,6 +36,7 @@ class Reason(StrEnum):
 
     ALL_SERVING = "AllServing"
     SCALED_TO_ZERO = "ScaledToZero"
+    SUSPENDED = "Suspended"
     ENGINES_SERVING = "EnginesServing"
     NO_ENGINE_SERVING = "NoEngineServing"
     SETTLED = "Settled"

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_spec import Engine, Resources
 from sglang_rollout.api.pod_template import PodTemplate
+from sglang_rollout.api.scheduling_spec import Scheduling
 from sglang_rollout.api.schema import ApiModel, argument, rule, rules
 from sglang_rollout.api.weights_spec import Weights
 
@@ -79,6 +80,13 @@ class Router(ApiModel):
     """More arguments of `smg`, one word per item."""
 
 
+class State(StrEnum):
+    """What the fleet is to do."""
+
+    ACTIVE = "Active"
+    SUSPENDED = "Suspended"
+
+
 class RolloutSpec(ApiModel):
     """The fleet that is wanted."""
 
@@ -95,6 +103,9 @@ class RolloutSpec(ApiModel):
 
     replicas: int = Field(default=1, ge=0, le=MAX_ENGINES)
     """Number of engines. `kubectl scale` sets it."""
+    state: State = State.ACTIVE
+    """`Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed version are kept. Engines that come back hold
+    what `model.path` holds, so after the first push they wait for the next one, or catch up from `weights.catchUp.disk`."""
     model: Model
     """Which model the engines serve before the first weight update."""
     engine: Engine
@@ -103,7 +114,14 @@ class RolloutSpec(ApiModel):
     """The pod behind the fleet's one URL."""
     weights: Weights = Weights()
     """How a trainer's weights reach the engines."""
+    scheduling: Scheduling = Scheduling()
+    """On which nodes engines run."""
     pod_template: PodTemplate | None = None
-    """Overlay over the engine pods for everything that has no field of its own: volumes, node selectors, tolerations,
-    annotations, more containers. Merged like a strategic merge patch: maps key by key, containers, volumes and
+    """Overlay over the engine pods for everything that has no field of its own: volumes, annotations,
+    more containers. Merged like a strategic merge patch: maps key by key, containers, volumes and
     environment by name; `null` removes a key."""
+
+    @property
+    def engines(self) -> int:
+        """How many engines are to run now."""
+        return 0 if self.state is State.SUSPENDED else self.replicas

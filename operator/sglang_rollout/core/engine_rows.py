@@ -40,7 +40,7 @@ def engine_views(world: World) -> list[EngineView]:
     rollout = world.rollout
     if rollout is None:
         return []
-    wanted = [names.engine_name(rollout.name, index) for index in range(rollout.spec.replicas)]
+    wanted = [names.engine_name(rollout.name, index) for index in range(rollout.spec.engines)]
     leaving = [name for name in world.engines() if name not in wanted]
     current = revision(rollout)
     return [_wanted(world, name, current) for name in wanted] + [_leaving(world, name, current) for name in leaving]

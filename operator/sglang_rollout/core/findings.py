@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import ConditionType, Finding, Reason
+from sglang_rollout.api.spec import State
 from sglang_rollout.api.status import EnginePhase
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
@@ -51,7 +52,7 @@ class Facts:
     @classmethod
     def of(cls, world: World, views: Sequence[EngineView], failure: Failure | None) -> Facts:
         """Sort out ``views``."""
-        replicas = world.rollout.spec.replicas if world.rollout else 0
+        replicas = world.rollout.spec.engines if world.rollout else 0
         return cls(world, list(views[:replicas]), list(views[replicas:]), failure, router_ready(world))
 
     @property
@@ -119,6 +120,10 @@ def _ready(facts: Facts) -> Finding:
 
 def _all_serve(facts: Facts) -> Finding:
     if not facts.wanted:
+        rollout = facts.world.rollout
+        if rollout is not None and rollout.spec.state is State.SUSPENDED:
+            kept = f"Suspended by spec.state: no engine runs{_version(facts)}."
+            return Finding(ConditionType.READY, "False", Reason.SUSPENDED, kept)
         return Finding(ConditionType.READY, "True", Reason.SCALED_TO_ZERO, "No engine is wanted (spec.replicas is 0).")
     return Finding(ConditionType.READY, "True", Reason.ALL_SERVING, f"All {len(facts.wanted)} engines serve{_version(facts)}.")
 

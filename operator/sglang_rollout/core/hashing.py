@@ -8,6 +8,8 @@ from typing import Any
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 
+_OF_ENGINES = {"model", "engine", "scheduling", "pod_template"}
+
 
 def digest(value: Any) -> str:
     """Return a short hash of a JSON value; the order of keys does not matter."""
@@ -21,5 +23,5 @@ def revision(rollout: SGLangRollout) -> str:
     Neither our images nor how we render enters it, and defaults are left out, so that an upgrade of the operator
     restarts no engine: not one that brings a new field, and not one that changes how a pod looks.
     """
-    written = rollout.spec.model_dump(mode="json", by_alias=True, include={"model", "engine", "pod_template"}, exclude_defaults=True)
+    written = rollout.spec.model_dump(mode="json", by_alias=True, include=_OF_ENGINES, exclude_defaults=True)
     return digest(written)

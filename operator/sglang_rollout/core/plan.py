@@ -153,7 +153,7 @@ def _rolling(world: World, changing: set[str]) -> tuple[list[Delete], bool]:
     if rollout is None:
         return [], False
     wanted = revision(rollout)
-    engines = [names.engine_name(rollout.name, index) for index in range(rollout.spec.replicas)]
+    engines = [names.engine_name(rollout.name, index) for index in range(rollout.spec.engines)]
     outdated = {engine: pod for engine in engines if (pod := world.pod_of(engine)) and _is_outdated(pod, wanted)}
     if not outdated:
         return [], False

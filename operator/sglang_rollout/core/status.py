@@ -48,7 +48,7 @@ def build_status(world: World, settings: Settings, now: str, failure: Failure | 
             replicas=len(world.engines()),
             ready_replicas=facts.serving,
             updated_replicas=sum(view.row.updated for view in facts.wanted),
-            ready=f"{facts.serving}/{world.rollout.spec.replicas}",
+            ready=f"{facts.serving}/{world.rollout.spec.engines}",
             selector=names.selector_string(metadata["name"]),
             conditions=conditions(findings(facts), previous, generation=generation, now=now),
             engines=_rows(views),

@@ -30,6 +30,7 @@ from sglang_rollout.core.render.common import (
 )
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
+from sglang_rollout.core.render.placement import pod_placement
 from sglang_rollout.core.render.server_args import server_args
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, AGENT_PORT, ENGINE_PORT, GATE_PORT
@@ -80,7 +81,7 @@ for _ in $(seq {DRAIN_SECONDS}); do test -e {names.DRAINED_FILE} && exit 0; slee
 
 def engine_statefulsets(rollout: SGLangRollout, settings: Settings) -> list[Object]:
     """Return the StatefulSets of all wanted engines."""
-    return [_statefulset(rollout, settings, index) for index in range(rollout.spec.replicas)]
+    return [_statefulset(rollout, settings, index) for index in range(rollout.spec.engines)]
 
 
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
@@ -120,6 +121,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            **pod_placement(rollout),
             "initContainers": [_gate(settings), _agent(rollout, settings, name)],
             "containers": [_engine(rollout)],
             "volumes": [

@@ -53,7 +53,7 @@ def intent(rollout: SGLangRollout) -> Object:
         namespace=rollout.namespace,
         engines=[
             WantedEngine(name=names.engine_name(rollout.name, index), tensor_size=rollout.spec.engine.parallelism.tensor)
-            for index in range(rollout.spec.replicas)
+            for index in range(rollout.spec.engines)
         ],
         weights=weights_policy(rollout),
     )

@@ -221,6 +221,14 @@ def test_scaled_to_zero_is_ready() -> None:
     assert ready(world([], written=record(), custom=cr(replicas=0)))[:2] == ("True", "ScaledToZero")
 
 
+def test_suspended_is_not_ready_and_says_what_is_kept() -> None:
+    seen = world([], written=record(), custom=cr(replicas=2, state="Suspended"))
+    status, reason, message = ready(seen)
+    assert (status, reason) == ("False", "Suspended")
+    assert "no engine runs" in message
+    assert build_status(seen, SETTINGS, NOW)["ready"] == "0/0"
+
+
 def test_an_object_that_cannot_be_read_says_where() -> None:
     custom = cr(engine={"img": "x"})
     status = build_status(observe_world(custom, [], []), SETTINGS, NOW)
