@@ -57,6 +57,8 @@ _SENTENCES = {
 _BATCH_PATHS = ("/generate", "/v1/completions")
 _BODY_WINDOW = 16384
 """Bytes of a body that the front looks at; nearly every request for tokens is smaller, and larger ones begin with their prompt."""
+_SESSION_WINDOW = 60000
+"""Bytes of a body in which a session's name is looked for; the buffer (tune.bufsize) holds a little more."""
 _B = "[[:space:]]*"
 _MANY = "|".join((rf'text"{_B}:{_B}\[', rf'(input_ids|input_embeds)"{_B}:{_B}\[{_B}\[', rf'prompt"{_B}:{_B}\[{_B}[-[0-9]'))
 """Several prompts, or prompts of token ids in completions. Embeddings of one prompt are taken along: the coordinator knows better."""
@@ -121,6 +123,7 @@ def front_config(params: FrontParams) -> str:
         batch_paths=" ".join(_BATCH_PATHS),
         batch_limit=max(8, params.maxconn // 16),
         window=_BODY_WINDOW,
+        session_window=_SESSION_WINDOW,
         many=_regex(_MANY),
         one=_regex(_ONE),
         threads=params.threads,

@@ -42,7 +42,7 @@ class Part:
             return web.Response(status=200 if self.workers else 503)
         if self.name == "smg" and (not self.workers or "unknown" in await request.text()):
             return web.json_response({"error": {"code": "model_not_found"}}, status=404)
-        return web.json_response({"from": self.name, "path": request.path})
+        return web.json_response({"from": self.name, "path": request.path, "session": request.headers.get("x-session-id")})
 
 
 @dataclass
