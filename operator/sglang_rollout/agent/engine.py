@@ -73,6 +73,8 @@ class Engine:
         self._needs_session: bool | None = None
         self.info: dict[str, Any] = {}
         """The last /server_info, without secrets."""
+        self.vocabulary: int | None = None
+        """How many tokens the model knows; None if the engine did not tell."""
 
     async def __aenter__(self) -> Self:
         # uvicorn closes kept connections after 5 s; a fresh one each time never meets one that is closing.
@@ -132,6 +134,7 @@ class Engine:
         if boot_id != known_boot_id:
             await self._warm(_numbers(version))
         self._needs_session = await self._asks_for_session(version)
+        self.vocabulary = await self._vocabulary() or self.vocabulary
         tensor_size = info.get("tp_size")
         return EngineFacts(
             boot_id=boot_id,
@@ -199,6 +202,18 @@ class Engine:
             return status == 405
         numbers = _numbers(version)
         return numbers is None or numbers >= _FIRST_WITH_SESSIONS
+
+    async def _vocabulary(self) -> int | None:
+        """SGLang tells the size of the vocabulary only when it refuses a bias for a token that does not exist. Nothing is generated."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}}
+        try:
+            reply = await self.post("/generate", body, timeout=_POLL_TIMEOUT)
+        except EngineGoneError:
+            raise
+        except EngineError:
+            return None  # a paused engine holds the request
+        found = re.search(rb"logit_bias .*\[0, (\d+)\]", reply.body)
+        return int(found[1]) + 1 if found else None
 
 
 def _numbers(version: object) -> tuple[int, ...] | None:

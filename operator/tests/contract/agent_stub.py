@@ -81,6 +81,8 @@ class StubEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if "logit_bias" in body["sampling_params"]:
+            return web.json_response({"error": {"message": "logit_bias must has keys in [0, 2047], got -1."}}, status=400)
         self.asked.set()
         if self.hold_answers is not None:
             await self.hold_answers.wait()
