@@ -35,11 +35,22 @@ def finish(fleet: Fleet) -> Script[Answer]:
     update = fleet.update
     if update is None:
         raise RuntimeError("finish needs an open update")
+    missing = _missing_stages(fleet, update)
+    if missing:
+        reason = f"group {missing[0]} brought no tensors, although it belonged to the update before"
+        return (yield from fail(fleet, reason))
     fleet.enter(Phase.VERIFY)
     for name in fleet.changed(update.boots):
         update.dropped[name] = "was restarted or lost in the middle of the update"
     results = dict((yield from _end_session(fleet, update)))
     return (yield from close(fleet, update, results))
+
+
+def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
+    """Open groups of this trainer that have brought nothing. Which groups are one trainer's, the last update has shown."""
+    if not update.data or not update.data < fleet.sources:
+        return []
+    return [name for name in sorted(fleet.sources - update.data) if name in fleet.groups and fleet.is_live(fleet.groups[name])]
 
 
 def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
@@ -103,6 +114,7 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
     reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
     fleet.commit(version)
+    fleet.sources = frozenset(update.data) or fleet.sources
     fleet.update, fleet.label = None, None
     fleet.commits += 1
     for name in cohort:

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.router
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 RANGE = "; this model's tokens are 0 to 2047."
 SUPPRESSED = ", and SGLang dies of suppressing it until the least number of tokens is there."
+LARGE = "top_k is larger than 2147483647; use -1 for the whole vocabulary."
+NEVER = "positional_embed_overrides is not offered here: it ends the engine's process."
 EMPTY = " is empty: give at least one token."
 WHOLE: dict[str, Any] = {"sampling_params": {"max_new_tokens": 4, "temperature": 0.5, "stop": ["", "x"]}, "stream": False}
 
@@ -30,7 +32,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (GENERATE, {"text": ""}, "text" + EMPTY),
     (GENERATE, {"text": ["a", ""]}, "text" + EMPTY),
     (GENERATE, {"text": "a", "input_ids": []}, "input_ids" + EMPTY),
-    (GENERATE, {"text": "a", "sampling_params": {"top_k": 2147483648}}, "top_k is larger than 2147483647; use -1 for the whole vocabulary."),
+    (GENERATE, {"text": "a", "sampling_params": {"top_k": 2147483648}}, LARGE),
     (GENERATE, {"text": "a", "top_logprobs_num": 2049}, "top_logprobs_num is larger than the vocabulary of 2048 tokens."),
     (GENERATE, {"text": "a", "logprob_start_len": -2}, "logprob_start_len is below -1, which means the prompt's end."),
     (
@@ -43,7 +45,7 @@ REFUSED: list[tuple[str, Any, str]] = [
         {"messages": [], "stop_token_ids": [99999], "min_tokens": 1},
         "stop_token_ids holds token 99999; this model's tokens are 0 to 2047" + SUPPRESSED,
     ),
-    (GENERATE, {"text": "a", "positional_embed_overrides": {"x": 1}}, "positional_embed_overrides is not offered here: it ends the engine's process."),
+    (GENERATE, {"text": "a", "positional_embed_overrides": {"x": 1}}, NEVER),
     (COMPLETIONS, {"prompt": [4, 4096]}, "prompt holds token 4096" + RANGE),
     (COMPLETIONS, {"prompt": [[4], [-3]]}, "prompt holds token -3" + RANGE),
     (COMPLETIONS, {"prompt": ["a", ""]}, "prompt" + EMPTY),
