@@ -20,6 +20,9 @@ _IDENTIFY_TIMEOUT = 10.0
 _LONGEST_CALL = 4 * 3600.0
 _HEALTH_TIMEOUT = 25.0
 """SGLang's own limit on a health check that generates is 20 s."""
+_OLDEST = (0, 5, 20)
+"""The first with /ready: before it nothing tells that an engine has warmed up but a health check that generates, which a paused engine
+cannot. Answers tell which version made which token since 0.5.19, and smg reads the load from /v1/loads."""
 _FIRST_WITH_SESSIONS = (0, 5, 21)
 _FIRST_WITH_PING = (0, 5, 23)
 _HIDDEN = "(hidden)"
@@ -131,6 +134,7 @@ class Engine:
             raise EngineError(f"its container has not written {self._boot_file} yet")
         boot_id = self.container_boot() or fingerprint(info)
         version = info.get("version")
+        _check_age(version)
         if boot_id != known_boot_id:
             await self._warm(_numbers(version))
         self._needs_session = await self._asks_for_session(version)
@@ -189,7 +193,7 @@ class Engine:
         reply = await self.get("/ready", timeout=_POLL_TIMEOUT)
         if reply.status == 200:
             return
-        # /ready does not exist before 0.5.20 and is 503 during a pause. /ping tells the rest since 0.5.23; older ones have only
+        # /ready is 503 during a pause. /ping tells the rest since 0.5.23; older ones have only
         # /health, which may generate a token.
         path, timeout = ("/ping", _POLL_TIMEOUT) if version and version >= _FIRST_WITH_PING else ("/health", _HEALTH_TIMEOUT)
         if (await self.get(path, timeout=timeout)).status != 200:
@@ -220,6 +224,14 @@ def _numbers(version: object) -> tuple[int, ...] | None:
     """``(0, 5, 23)`` of a release's version; None if it is none."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
     return tuple(int(number) for number in match.groups()) if match else None
+
+
+def _check_age(version: object) -> None:
+    """Refuse what is too old. A version that is no release's, of somebody's own build, is taken."""
+    numbers = _numbers(version)
+    if numbers is not None and numbers < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise EngineError(f"it is SGLang {version}, and the oldest that can be driven is {oldest}: use a newer image or installation")
 
 
 def fingerprint(info: dict[str, Any]) -> str:

@@ -164,6 +164,8 @@ class Dialect:
     processes: int = 1
     real: bool = False
     """Also in front of real engines."""
+    alone: bool = False
+    """Real engines are asked by nobody else meanwhile: one with running requests keeps what it computed with the old weights."""
 
 
 DIALECTS = [
@@ -176,7 +178,7 @@ DIALECTS = [
     Dialect(roll, FLUSH),
     Dialect(session, END, real=True),
     Dialect(bare_session, END),
-    Dialect(in_place, CONTINUE, real=True),
+    Dialect(in_place, CONTINUE, real=True, alone=True),
     Dialect(group_for_each, DESTROY),
 ]
 
@@ -198,8 +200,8 @@ def close_groups(lab: Fleet) -> None:
 
 
 @contextmanager
-def asking(watch: Watch) -> Iterator[None]:
-    watch.start(1)
+def asking(watch: Watch, clients: int) -> Iterator[None]:
+    watch.start(clients)
     try:
         yield
     finally:
@@ -221,7 +223,8 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
     before = lab.committed()
     tokens, label = lab.generate()
     watch = Watch(lab.url, {label: tokens})
-    with trainer(lab, dialect.processes) as made, asking(watch):
+    clients = 0 if dialect.alone and lab.kind == "sglang" else 1
+    with trainer(lab, dialect.processes) as made, asking(watch, clients):
         for number, scale in enumerate(lab.others(), 1):
             version = str(before["n"] + number)
             watch.expected[version] = lab.expected[scale]
@@ -233,7 +236,7 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
         answered = watch.answers
         lab.serving(2, 10)
         assert [path for path, reply in made.answers if not has_sglangs_shape(path, reply)] == []
-        while watch.answers < answered + 3:  # the test's own limit ends it
+        while watch.answers < answered + 3 * clients:  # the test's own limit ends it
             assert lab.document()
         close_groups(lab)
     assert watch.violations == []
@@ -271,3 +274,22 @@ def test_an_update_without_one_of_its_stages_is_not_committed(lab: Fleet) -> Non
         slime(made, second, version)
         assert lab.everywhere() == [(lab.expected[second], version)] * 3
         close_groups(lab)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [4, 99999]}),
+        ("/generate", {"input_ids": [[4], [99999], [5]]}),
+        ("/generate", {"input_ids": [[4], [5]], "sampling_params": [{}, {"min_new_tokens": 2, "stop_token_ids": [99999]}]}),
+        ("/generate", {"input_ids": [4] * 30000 + [-1] + [4] * 30000}),
+        ("/generate", {"text": ""}),
+        ("/v1/completions", {"model": "default", "prompt": [4, 99999], "max_tokens": 1}),
+    ],
+)
+def test_a_request_that_would_end_an_engine_gets_its_reason_through_the_url(lab: Fleet, path: str, body: dict[str, object]) -> None:
+    before = lab.everywhere()
+    reply = requests.post(lab.url + path, json=body, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "would_end_the_engine"), reply.text
+    assert lab.everywhere() == before
+    assert lab.document()["serving"] == 2

@@ -22,7 +22,7 @@ from sglang_rollout.fleet.update.events import Answer, Write
 from sglang_rollout.fleet.update.membership import enough
 from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
 from sglang_rollout.fleet.update.verify import due, verify
-from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, PauseMode, UpdateOutcome, Version
+from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, UpdateOutcome, Version
 from sglang_rollout.wire.ports import AGENT_ACK
 
 
@@ -89,11 +89,9 @@ def _flush(fleet: Fleet, names: list[str]) -> Script[list[str]]:
     """Drop what was computed with the old weights; returns the engines that could not.
 
     Several trainers send ``flush_cache: false`` with every bucket. A prompt that was seen before would then be continued
-    from keys and values of the old weights, under the new version's name. Only the mode in_place keeps the cache, because
-    its running requests go on with it: who chooses that, wants it.
+    from keys and values of the old weights, under the new version's name. In the mode in_place an engine that has running
+    requests refuses, because they go on with what it holds: who chooses that, wants it.
     """
-    if fleet.hold is not None and fleet.hold.mode == PauseMode.IN_PLACE:
-        return []
     results = yield from send(FLUSH, same(names), fleet.policy.deadlines.pause)
     return list(failures(results))
 

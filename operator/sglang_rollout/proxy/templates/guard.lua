@@ -111,6 +111,10 @@ function Guard:http_payload(txn, message)
   end
 end
 
+local function has_empty(span)
+  return span:find("[]", 1, true) or (span:find("[ ", 1, true) and span:find("%[%s+%]"))
+end
+
 -- One piece, with what was left of the one before. Returns the sentence of a refusal.
 function Guard:read(text)
   local at, sentence = 1, nil
@@ -153,18 +157,19 @@ function Guard:read(text)
   end
 end
 
--- Inside a list of token ids: returns where it ends (nil: in a later piece), or the sentence.
+-- Inside a list of token ids: returns where it ends (nil: in a later piece), and the sentence. Plain searches are ten times as fast as
+-- patterns, and prompts are long: the list ends at the latest where a string or the object's end begins.
 function Guard:read_list(text, at)
-  local span = text:match("^[%s%d,%[%]]*", at)
-  local after = at + #span
-  local more = after > #text or (after == #text and text:sub(after) == "-")
-  if more then
-    local open = span:sub(-32):match("[%d%[%s]*$")  -- a number, or an empty list, that may go on
-    self.rest = open .. text:sub(after)
+  local quote, brace = text:find('"', at, true), text:find("}", at, true)
+  local after = math.min(quote or #text + 1, brace or #text + 1)
+  local span = text:sub(at, after - 1)
+  if after > #text then
+    local open = span:sub(-32):match("[%d%[%s-]*$")  -- a number, or an empty list, that may go on
+    self.rest = open
     span = span:sub(1, #span - #open)
   end
-  local found = span:find("%[%s*%]") and self.list ~= "stop_token_ids" and self.list .. " is empty: give at least one token."
-  local wrong = self:outside(span) or (not more and text:match("^%-%d+", after))
+  local found = self.list ~= "stop_token_ids" and has_empty(span) and self.list .. " is empty: give at least one token."
+  local wrong = span:find("-", 1, true) and span:match("%-%d+") or self:outside(span)
   if wrong and not found then
     found = string.format("%s holds token %s", self.list, wrong:sub(1, 20))
     found = found .. (self.vocabulary and string.format("; this model's tokens are 0 to %d.", self.vocabulary - 1) or ", which no model has.")
@@ -173,10 +178,11 @@ function Guard:read_list(text, at)
     self.stop_sentence = found:sub(1, -2) .. ", and SGLang dies of suppressing it until the least number of tokens is there."
     found = self.suppresses and self.stop_sentence
   end
-  if not more then
-    self.list = nil
+  if after > #text then
+    return nil, found or nil
   end
-  return not more and after or nil, found or nil
+  self.list = nil
+  return after, found or nil
 end
 
 -- The first number that is no token.
