@@ -34,8 +34,9 @@ def misshapen(folder: Path) -> dict[str, Any]:
         ("/update_weights_from_disk", misshapen),
         ("/resume_memory_occupation", lambda _: {"tags": ["weights"]}),
         ("/generate", lambda _: {"input_ids": [99999], "sampling_params": {"max_new_tokens": 1}}),
+        ("/generate", lambda _: {"text": "", "sampling_params": {"max_new_tokens": 1}}),
     ],
-    ids=["truncated-file", "wrong-shape", "resume-unreleased", "token-outside-vocabulary"],
+    ids=["truncated-file", "wrong-shape", "resume-unreleased", "token-outside-vocabulary", "empty-prompt"],
 )
 def test_calls_that_end_the_server(engine: Server, path: str, make: Any, tmp_path: Path) -> None:
     """The next test finds a new life: base weights and version, and another identity."""

@@ -89,6 +89,7 @@ def test_generate_as_a_stream(engine: Server) -> None:
     [
         ({"sampling_params": {}}, "Either text, input_ids or input_embeds should be provided."),
         ({"input_ids": []}, "input_ids cannot be empty."),
+        ({"text": "a", "sampling_params": {"logit_bias": {"-1": 0.0}}}, "logit_bias must has keys in [0, 2047], got -1."),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens must be at least 0, got -1."),
         (
             {"input_ids": [5], "sampling_params": {"max_new_tokens": 99999}},
