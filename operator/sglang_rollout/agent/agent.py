@@ -56,8 +56,8 @@ class Agent:
         self.observer: Callable[[str, Reply, float], None] | None = None
         """Called after each control call with its name, answer and seconds."""
         self._silences = 0
-        self._named: tuple[int, str] | None = None
-        """haproxy's pid, and the label that it puts on answers."""
+        self._named: tuple[int, str, int | None] | None = None
+        """haproxy's pid, the label that it puts on answers, and the vocabulary beyond which it refuses tokens."""
         self._gate_lock = asyncio.Lock()
 
     # What is known
@@ -178,17 +178,19 @@ class Agent:
             self.view = view
 
     async def _name_version(self, pid: int) -> None:
-        """Tell the gate what the engine holds, once per haproxy and version, and before it opens."""
-        version = self.state.memory.version
-        named = (pid, version.label if version is not None else "")
+        """Tell the gate what the engine holds and knows, once per haproxy and version, and before it opens."""
+        version, vocabulary = self.state.memory.version, self.engine.vocabulary
+        named = (pid, version.label if version is not None else "", vocabulary)
         if named == self._named:
             return
         try:
             await self.gate.name_version(named[1])
+            if vocabulary is not None:
+                await self.gate.name_vocabulary(vocabulary)
         except GateAbsentError:
             raise
-        except GateError as error:  # an older gate has no such map: its answers carry no header
-            log.warning("Answers will not name their version: %s.", error)
+        except GateError as error:  # an older gate has no such map
+            log.warning("Answers will not name their version, or tokens are not checked: %s.", error)
         self._named = named
 
     async def shut_gate(self) -> None:

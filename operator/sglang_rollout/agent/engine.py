@@ -21,6 +21,9 @@ _IDENTIFY_TIMEOUT = 10.0
 _LONGEST_CALL = 4 * 3600.0
 _HEALTH_TIMEOUT = 25.0
 """SGLang's own limit on a health check that generates is 20 s."""
+_OLDEST = (0, 5, 20)
+"""The first with /ready: before it nothing tells that an engine has warmed up but a health check that generates, which a paused engine
+cannot. Answers tell which version made which token since 0.5.19, and smg reads the load from /v1/loads."""
 _FIRST_WITH_SESSIONS = (0, 5, 21)
 _FIRST_WITH_PING = (0, 5, 23)
 _HIDDEN = "(hidden)"
@@ -76,6 +79,8 @@ class Engine:
         self._needs_session: bool | None = None
         self.info: dict[str, Any] = {}
         """The last /server_info, without secrets."""
+        self.vocabulary: int | None = None
+        """How many tokens the model knows; None if the engine did not tell."""
 
     async def __aenter__(self) -> Self:
         # uvicorn closes kept connections after 5 s; a fresh one each time never meets one that is closing.
@@ -132,9 +137,11 @@ class Engine:
             raise EngineError(f"its container has not written {self._boot_file} yet")
         boot_id = self.container_boot() or fingerprint(info)
         version = info.get("version")
+        _check_age(version)
         if boot_id != known_boot_id:
             await self._warm(_numbers(version))
         self._needs_session = await self._asks_for_session(version)
+        self.vocabulary = await self._vocabulary() or self.vocabulary
         tensor_size = info.get("tp_size")
         return EngineFacts(
             boot_id=boot_id,
@@ -196,7 +203,7 @@ class Engine:
         reply = await self.get("/ready", timeout=_POLL_TIMEOUT)
         if reply.status == 200:
             return
-        # /ready does not exist before 0.5.20 and is 503 during a pause. /ping tells the rest since 0.5.23; older ones have only
+        # /ready is 503 during a pause. /ping tells the rest since 0.5.23; older ones have only
         # /health, which may generate a token.
         path, timeout = ("/ping", _POLL_TIMEOUT) if version and version >= _FIRST_WITH_PING else ("/health", _HEALTH_TIMEOUT)
         if (await self.get(path, timeout=timeout)).status != 200:
@@ -210,11 +217,31 @@ class Engine:
         numbers = _numbers(version)
         return numbers is None or numbers >= _FIRST_WITH_SESSIONS
 
+    async def _vocabulary(self) -> int | None:
+        """SGLang tells the size of the vocabulary only when it refuses a bias for a token that does not exist. Nothing is generated."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}}
+        try:
+            reply = await self.post("/generate", body, timeout=_POLL_TIMEOUT)
+        except EngineGoneError:
+            raise
+        except EngineError:
+            return None  # a paused engine holds the request
+        found = re.search(rb"logit_bias .*\[0, (\d+)\]", reply.body)
+        return int(found[1]) + 1 if found else None
+
 
 def _numbers(version: object) -> tuple[int, ...] | None:
     """``(0, 5, 23)`` of a release's version; None if it is none."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
     return tuple(int(number) for number in match.groups()) if match else None
+
+
+def _check_age(version: object) -> None:
+    """Refuse what is too old. A version that is no release's, of somebody's own build, is taken."""
+    numbers = _numbers(version)
+    if numbers is not None and numbers < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise EngineError(f"it is SGLang {version}, and the oldest that can be driven is {oldest}: use a newer image or installation")
 
 
 def fingerprint(info: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_rollout.proxy.versions import VERSION_KEY, encoded, version_map_of
+from sglang_rollout.proxy.versions import VERSION_KEY, VOCABULARY_KEY, encoded, version_map_of
 
 _SERVER = "engine/e"
 _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
@@ -58,6 +58,10 @@ class Gate:
         """Have every answer from now on carry this label in its header; requests under way keep theirs. Empty: no header."""
         path = version_map_of(str(self.socket))
         await self._tell(f"set map {path} {VERSION_KEY} {encoded(label)}")
+
+    async def name_vocabulary(self, size: int) -> None:
+        """Have requests with tokens beyond the model's vocabulary refused."""
+        await self._tell(f"set map {version_map_of(str(self.socket))} {VOCABULARY_KEY} {size}")
 
     async def cut(self) -> None:
         """End every connection that the gate holds to the engine."""

@@ -44,6 +44,12 @@ NOT_OFFERED = {
 """SGLang's calls that are refused, and why."""
 
 
+LOAD_FORMATS = ("auto", "safetensors")
+"""How an engine may be told to read a folder. The names of loaders that SGLang does not know, or cannot use here, end its process."""
+_CHECKER_ACTIONS = ("checksum",)
+"""Of the others, one overwrites the weights and one keeps a copy of them in host memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A call that must not reach the engine: HTTP status and a sentence."""
@@ -69,9 +75,9 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
         return Refusal(400, f"{call}: no weight update session is open.")
     if call == s.INIT_GROUP:
         return _init_refusal(memory, body)
-    if call == s.RESUME:
-        return _resume_refusal(memory, body)
-    return None
+    if call in (s.RELEASE, s.RESUME):
+        return _memory_refusal(call, memory, body)
+    return _value_refusal(call, body)
 
 
 def group_of(body: dict[str, Any]) -> str:
@@ -106,8 +112,22 @@ def _init_refusal(memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
     return None
 
 
-def _resume_refusal(memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
-    tags = tags_of(s.RESUME, body, memory.released)
+def _value_refusal(call: str, body: dict[str, Any]) -> Refusal | None:
+    form, action = body.get("load_format"), body.get("action", "checksum")
+    if call == s.UPDATE_DISK and form is not None and form not in LOAD_FORMATS:
+        return Refusal(400, f"{call}: load_format {form!r} may end the engine's process: use {' or '.join(LOAD_FORMATS)}, or leave it out.")
+    if call == "weights_checker" and action not in _CHECKER_ACTIONS:
+        return Refusal(400, f"{call}: action {action!r} is not offered, only checksum: others change or copy the weights.")
+    return None
+
+
+def _memory_refusal(call: str, memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
+    tags = tags_of(call, body, memory.released)
+    unknown = [tag for tag in tags if tag not in s.MEMORY_TAGS]
+    if unknown:
+        return Refusal(400, f"{call}: {', '.join(unknown)} is no kind of memory: use {', '.join(s.MEMORY_TAGS)}.")
+    if call == s.RELEASE:
+        return None
     wrong = [tag for tag in tags if tag not in memory.released]
     if not tags or wrong:
         what = ", ".join(wrong) or "nothing"

@@ -30,6 +30,8 @@ from sglang_rollout.wire.models import ControlReply, PauseMode
 
 LONGEST_REASON = 200
 LONGEST_FLUSH = 60.0
+LOAD_FORMATS = ("auto", "safetensors")
+"""Of ``/update_weights_from_disk``."""
 Fields = Mapping[str, Any]
 
 
@@ -128,6 +130,10 @@ def from_disk(body: Fields) -> Request:
     path = body.get("model_path")
     if not isinstance(path, str) or not path.strip():
         raise Refusal("model_path is missing: name the checkpoint's folder, as the engines see it.")
+    form = body.get("load_format")
+    if form is not None and form not in LOAD_FORMATS:
+        # Checked before any engine counts as told: SGLang dies of loaders that it does not know.
+        raise Refusal(f"load_format {_clip(form)} is not offered: use {' or '.join(LOAD_FORMATS)}, or leave it out.")
     return FromDisk(path, _label(body.get("weight_version"), "weight_version"), body)
 
 

@@ -25,9 +25,10 @@ from sglang_rollout.proxy.config import (
     connections_for,
     front_config,
     gate_config,
+    guard_text,
 )
 from sglang_rollout.proxy.smg import POLICIES, smg_args
-from sglang_rollout.proxy.versions import NO_VERSION, VERSION_KEY, version_map_of
+from sglang_rollout.proxy.versions import UNSET, guard_of, version_map_of
 from sglang_rollout.wire import ports
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -167,7 +168,8 @@ def _print_or_become(name: str, text: str, folder: Path, only_print: bool, *, so
         folder.mkdir(parents=True, exist_ok=True)
         if socket is not None:
             socket.parent.mkdir(parents=True, exist_ok=True)
-            Path(version_map_of(str(socket))).write_text(f"{VERSION_KEY} {NO_VERSION}\n")
+            Path(version_map_of(str(socket))).write_text(UNSET)
+            Path(guard_of(str(socket))).write_text(guard_text())
         path.write_text(text)
     except OSError as error:
         raise click.ClickException(

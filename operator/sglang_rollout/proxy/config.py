@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 
 import jinja2
 
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.versions import NO_VERSION, VERSION_KEY, version_map_of
+from sglang_rollout.proxy.versions import NO_VERSION, VERSION_KEY, VOCABULARY_KEY, guard_of, version_map_of
 from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
@@ -53,6 +54,8 @@ _SENTENCES = {
     ),
 }
 
+_REFUSED = '{"error": {"code": "would_end_the_engine", "type": "invalid_request_error", "message": "%[var(txn.refused)]"}}'
+"""The guard's sentences are made of fixed words and digits."""
 
 _BATCH_PATHS = ("/generate", "/v1/completions")
 _BODY_WINDOW = 16384
@@ -108,10 +111,18 @@ def gate_config(params: GateParams) -> str:
         check_path=AGENT_GATE,
         version_map=version_map_of(params.socket),
         version_key=VERSION_KEY,
+        vocabulary_key=VOCABULARY_KEY,
+        guard=guard_of(params.socket),
+        refused=_REFUSED,
         no_version=NO_VERSION,
         version_header=VERSION_HEADER,
         **_shared(params.maxconn),
     )
+
+
+def guard_text() -> str:
+    """The gate's filter, in haproxy's Lua."""
+    return resources.files("sglang_rollout.proxy").joinpath("templates/guard.lua").read_text()
 
 
 def front_config(params: FrontParams) -> str:

@@ -1,6 +1,6 @@
-"""What gate and agent agree on so that answers name the version of the weights: a haproxy map with one entry. Pure.
+"""What gate and agent agree on: a haproxy map that tells the version of the weights, for the answers, and the size of the vocabulary. Pure.
 
-The agent sets the entry over the stats socket before it opens the gate; the gate reads it when a request comes in.
+The agent sets the entries over the stats socket before it opens the gate; the gate reads them when a request comes in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ VERSION_KEY = "version"
 NO_VERSION = "?"
 """Its value before the agent has written one; an encoded label holds no question mark."""
 
+VOCABULARY_KEY = "vocabulary"
+"""The entry that tells how many tokens the engine's model knows; ``NO_VERSION`` while nobody has found out."""
+UNSET = f"{VERSION_KEY} {NO_VERSION}\n{VOCABULARY_KEY} {NO_VERSION}\n"
+"""The map's file when haproxy starts."""
+
 
 def version_map_of(socket: str) -> str:
     """Path of the map of the gate with this stats socket: its name to haproxy, and a file that must exist when haproxy starts."""
@@ -22,3 +27,8 @@ def encoded(label: str) -> str:
     """A label as the map holds it. A header is one line of ASCII to every client, so what does not fit becomes a question mark."""
     line = " ".join(label.split()).encode("ascii", "replace").decode("ascii")
     return quote("".join(character if character.isprintable() else "?" for character in line), safe="") or NO_VERSION
+
+
+def guard_of(socket: str) -> str:
+    """Path of the gate's filter against requests that would end the engine; the file must exist when haproxy starts."""
+    return f"{socket}.guard.lua"

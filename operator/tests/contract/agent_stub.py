@@ -21,6 +21,7 @@ class StubEngine:
     label: str = "base"
     old: bool = False
     """As SGLang before 0.5.21: no update sessions."""
+    version: str = "0.5.23"
     session: bool = False
     calls: list[str] = field(default_factory=list)
     bodies: dict[str, Any] = field(default_factory=dict)
@@ -83,11 +84,14 @@ class StubEngine:
         return web.Response(status=404 if self.old else 405)
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        info = {"version": "0.5.20" if self.old else "0.5.23", "tp_size": 1, "weight_version": "base", "startup_time": {"all": self.born}}
+        version = "0.5.20" if self.old else self.version
+        info = {"version": version, "tp_size": 1, "weight_version": "base", "startup_time": {"all": self.born}}
         return web.json_response(info | {"admin_api_key": "hush", "launch_command": "--admin-api-key hush --port 1"})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if "logit_bias" in body["sampling_params"]:
+            return web.json_response({"error": {"message": "logit_bias must has keys in [0, 2047], got -1."}}, status=400)
         self.asked.set()
         if self.hold_answers is not None:
             await self.hold_answers.wait()

@@ -208,6 +208,27 @@ async def test_an_engine_before_sessions_existed(tmp_path: Path) -> None:
         assert "begin_weight_update" not in engine.calls
 
 
+async def test_an_engine_that_is_too_old_is_never_up_and_says_why(tmp_path: Path) -> None:
+    async with stub_engine() as engine, pod(tmp_path, engine.url) as lab:
+        await until(lab.engine_up, 10, "the agent sees the engine")
+        await engine.stop()
+        engine.version = "0.5.19"
+        await engine.start()
+        sentence = "it is SGLang 0.5.19, and the oldest that can be driven is 0.5.20: use a newer image or installation"
+
+        async def told() -> bool:
+            return sentence in (await lab.status(BASE_WIRE)).reason
+
+        await until(told, 10, "the status says why")
+        health = await lab.ask("GET", "/health")
+        assert (health.status, sentence in health.reason) == (503, True)
+        assert await lab.is_closed()
+        await engine.stop()
+        engine.version = "0.5.20.dev3+local"
+        await engine.start()
+        await until(lab.engine_up, 10, "a build of the same release is taken")
+
+
 async def test_an_engine_restarted_in_place_is_closed_and_base(lab: Pod, engine: StubEngine) -> None:
     await update(lab)
     assert (await lab.status(V1.model_dump())).gate_open

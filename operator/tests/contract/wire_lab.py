@@ -102,6 +102,15 @@ class Server:
         return True
 
 
+def refused(answer: tuple[int, Any], *places: str) -> None:
+    """Assert that it is SGLang's validation error, about these places of the body."""
+    status, body = answer
+    assert (status, body["object"], body["type"], body["code"]) == (400, "error", "Bad Request", 400)
+    assert "validation error" in body["message"]
+    for place in places:
+        assert place in body["message"]
+
+
 @dataclass
 class Peer:
     """A trainer in a process of its own."""

@@ -22,7 +22,7 @@ from sglang_rollout.fleet.update.events import Answer, Write
 from sglang_rollout.fleet.update.membership import enough
 from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
 from sglang_rollout.fleet.update.verify import due, verify
-from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, PauseMode, UpdateOutcome, Version
+from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, UpdateOutcome, Version
 from sglang_rollout.wire.ports import AGENT_ACK
 
 
@@ -35,11 +35,22 @@ def finish(fleet: Fleet) -> Script[Answer]:
     update = fleet.update
     if update is None:
         raise RuntimeError("finish needs an open update")
+    missing = _missing_stages(fleet, update)
+    if missing:
+        reason = f"group {missing[0]} brought no tensors, although it belonged to the update before"
+        return (yield from fail(fleet, reason))
     fleet.enter(Phase.VERIFY)
     for name in fleet.changed(update.boots):
         update.dropped[name] = "was restarted or lost in the middle of the update"
     results = dict((yield from _end_session(fleet, update)))
     return (yield from close(fleet, update, results))
+
+
+def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
+    """Open groups of this trainer that have brought nothing. Which groups are one trainer's, the last update has shown."""
+    if not update.data or not update.data < fleet.sources:
+        return []
+    return [name for name in sorted(fleet.sources - update.data) if name in fleet.groups and fleet.is_live(fleet.groups[name])]
 
 
 def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
@@ -78,11 +89,9 @@ def _flush(fleet: Fleet, names: list[str]) -> Script[list[str]]:
     """Drop what was computed with the old weights; returns the engines that could not.
 
     Several trainers send ``flush_cache: false`` with every bucket. A prompt that was seen before would then be continued
-    from keys and values of the old weights, under the new version's name. Only the mode in_place keeps the cache, because
-    its running requests go on with it: who chooses that, wants it.
+    from keys and values of the old weights, under the new version's name. In the mode in_place an engine that has running
+    requests refuses, because they go on with what it holds: who chooses that, wants it.
     """
-    if fleet.hold is not None and fleet.hold.mode == PauseMode.IN_PLACE:
-        return []
     results = yield from send(FLUSH, same(names), fleet.policy.deadlines.pause)
     return list(failures(results))
 
@@ -103,6 +112,7 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
     reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
     fleet.commit(version)
+    fleet.sources = frozenset(update.data) or fleet.sources
     fleet.update, fleet.label = None, None
     fleet.commits += 1
     for name in cohort:

@@ -138,6 +138,8 @@ class Fleet:
     """Store (HOST:PORT) of the group that engines are joining now."""
     hold: Hold | None = None
     update: Update | None = None
+    sources: frozenset[str] = frozenset()
+    """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
     commits: int = 0
     """Updates that this coordinator has committed."""
     label: str | None = None

@@ -135,9 +135,10 @@ def loads(life: Life) -> dict[str, Any]:
 
 
 def old_load(life: Life) -> list[dict[str, Any]]:
-    """``/get_load``, which ended with 0.5.20."""
+    """``/get_load``, which ended with 0.5.20. Its last form, made of what /v1/loads tells."""
     running, waiting, tokens = _counts(life)
-    return [{"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting, "num_tokens": tokens}]
+    row = {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting, "num_tokens": tokens}
+    return [row | {"num_pending_tokens": 0, "ts_tic": time.monotonic()}]
 
 
 def checksums(life: Life) -> dict[str, Any]:

@@ -84,6 +84,9 @@ def _prompt(life: Life, body: Mapping[str, Any], said: str | list[int], params: 
     limit = _DEFAULT_TOKENS if params.get("max_new_tokens") is None else int(params["max_new_tokens"])
     if limit < 0:
         raise BadRequest(f"max_new_tokens must be at least 0, got {limit}.")
+    for token in params.get("logit_bias") or ():
+        if not 0 <= int(token) < life.setup.vocabulary:
+            raise BadRequest(f"logit_bias must has keys in [0, {life.setup.vocabulary - 1}], got {token}.")
     ids = encode(said, life.setup.vocabulary) if isinstance(said, str) else [int(token) for token in said]
     longest = life.setup.context_length
     if len(ids) + limit > longest and params.get("max_new_tokens") is not None:
@@ -108,8 +111,8 @@ async def produce(life: Life, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
     """The replies of one prompt, after each token; the last one says why it is the last. Waits while the engine is paused."""
     await life.unpaused()
     async with life.lock.reader():
-        if any(token >= life.setup.vocabulary for token in prompt.ids):
-            await life.died("a token id of the prompt is outside the vocabulary")
+        if not prompt.ids or any(not 0 <= token < life.setup.vocabulary for token in prompt.ids):
+            await life.died("the prompt is empty, or a token of it is outside the vocabulary")
         request = Running(prompt.rid, prompt.ids)
         key = uuid.uuid4().hex
         life.requests[key] = request

@@ -9,7 +9,8 @@ import pytest
 
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import FrontParams, GateParams, connections_for, front_config, gate_config
+from sglang_rollout.proxy.config import FrontParams, GateParams, connections_for, front_config, gate_config, guard_text
+from sglang_rollout.proxy.versions import UNSET
 
 GOLDEN = Path(__file__).parent / "golden"
 LOOPBACK = Address("127.0.0.1", 30001)
@@ -31,7 +32,8 @@ def test_golden(name: str) -> None:
 @pytest.mark.parametrize("name", TEXTS)
 def test_haproxy_takes_it(name: str, tmp_path: Path) -> None:
     path = tmp_path / "haproxy.cfg"
-    (tmp_path / "gate.sock.version").write_text("version ?\n")
+    (tmp_path / "gate.sock.version").write_text(UNSET)
+    (tmp_path / "gate.sock.guard.lua").write_text(guard_text())
     path.write_text(TEXTS[name].replace("/run/rollout/gate", str(tmp_path)))
     done = subprocess.run([find_haproxy() or "haproxy", "-c", "-f", str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,109 @@
+"""The gate's filter, body by body, however the network cuts them up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_rollout.proxy.cli import find_haproxy
+from sglang_rollout.proxy.config import guard_text
+
+pytestmark = pytest.mark.router
+
+GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+RANGE = "; this model's tokens are 0 to 2047."
+SUPPRESSED = ", and SGLang dies of suppressing it until the least number of tokens is there."
+LARGE = "top_k is larger than 2147483647; use -1 for the whole vocabulary."
+NEVER = "positional_embed_overrides is not offered here: it ends the engine's process."
+EMPTY = " is empty: give at least one token."
+WHOLE: dict[str, Any] = {"sampling_params": {"max_new_tokens": 4, "temperature": 0.5, "stop": ["", "x"]}, "stream": False}
+
+REFUSED: list[tuple[str, Any, str]] = [
+    (GENERATE, {"input_ids": [5, 2048, 6]}, "input_ids holds token 2048" + RANGE),
+    (GENERATE, {"input_ids": [99999]}, "input_ids holds token 99999" + RANGE),
+    (GENERATE, {"input_ids": [5, -1]}, "input_ids holds token -1" + RANGE),
+    (GENERATE, {"rid": "a", "input_ids": [[1, 2], [3, 18446744073709551616]]}, "input_ids holds token 18446744073709551616" + RANGE),
+    (GENERATE, {"input_ids": [[5], []]}, "input_ids" + EMPTY),
+    (GENERATE, {"text": ""}, "text" + EMPTY),
+    (GENERATE, {"text": ["a", ""]}, "text" + EMPTY),
+    (GENERATE, {"text": "a", "input_ids": []}, "input_ids" + EMPTY),
+    (GENERATE, {"text": "a", "sampling_params": {"top_k": 2147483648}}, LARGE),
+    (GENERATE, {"text": "a", "top_logprobs_num": 2049}, "top_logprobs_num is larger than the vocabulary of 2048 tokens."),
+    (GENERATE, {"text": "a", "logprob_start_len": -2}, "logprob_start_len is below -1, which means the prompt's end."),
+    (
+        GENERATE,
+        {"text": "a", "sampling_params": {"min_new_tokens": 2, "stop_token_ids": [7, -7]}},
+        "stop_token_ids holds token -7; this model's tokens are 0 to 2047" + SUPPRESSED,
+    ),
+    (
+        CHAT,
+        {"messages": [], "stop_token_ids": [99999], "min_tokens": 1},
+        "stop_token_ids holds token 99999; this model's tokens are 0 to 2047" + SUPPRESSED,
+    ),
+    (GENERATE, {"text": "a", "positional_embed_overrides": {"x": 1}}, NEVER),
+    (COMPLETIONS, {"prompt": [4, 4096]}, "prompt holds token 4096" + RANGE),
+    (COMPLETIONS, {"prompt": [[4], [-3]]}, "prompt holds token -3" + RANGE),
+    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt" + EMPTY),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 100000}, "logprobs is larger than the vocabulary of 2048 tokens."),
+    (CHAT, {"messages": [], "top_logprobs": 100000}, "top_logprobs is larger than the vocabulary of 2048 tokens."),
+    (CHAT, {"messages": [], "input_ids": [99999]}, "input_ids holds token 99999" + RANGE),
+]  # fmt: skip
+
+TAKEN: list[tuple[str, Any]] = [
+    (GENERATE, {"input_ids": [0, 2047]}),
+    (GENERATE, {"input_ids": [[1], [2, 3]], "rid": ["99999", "b"], "image_data": ["99999"], "custom": [99999, -1]}),
+    (GENERATE, {"text": 'he wrote "input_ids": [99999], ""', "input_ids": None}),
+    (GENERATE, {"text": '"'}),
+    (GENERATE, {"text": ['say "hi"', "\\", ","], "sampling_params": {"stop": [""], "top_k": -1, "min_new_tokens": 2}}),
+    (GENERATE, {"text": "a", "sampling_params": {"stop_token_ids": [99999, -1], "min_new_tokens": 0, "top_k": 100000000}}),
+    (GENERATE, {"text": "a", "logprob_start_len": -1, "top_logprobs_num": 2048, "positional_embed_overrides": None}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}], "logprobs": True, "top_logprobs": 5}),
+    (CHAT, {"messages": [], "tools": [{"properties": {"input_ids": {"type": "array"}, "top_k": {"type": "integer"}}}]}),
+    (COMPLETIONS, {"prompt": "a", "logprobs": None, "suffix": ""}),
+]
+
+
+def run(folder: Path, cases: list[tuple[str, str, str]]) -> list[str]:
+    """The sentence about each body, empty if it passes; the same for all pieces in which it may come."""
+    (folder / "guard.lua").write_text(guard_text())
+    (folder / "cases").write_text("".join(f"{path} {vocabulary} {body}\n" for path, vocabulary, body in cases))
+    config = folder / "haproxy.cfg"
+    config.write_text(f"global\n    lua-load {Path(__file__).with_name('guard_cases.lua')}\ndefaults\n    mode http\n")
+    names = {"GUARD": "guard.lua", "CASES": "cases", "RESULTS": "results"}
+    done = subprocess.run(
+        [find_haproxy() or "haproxy", "-c", "-f", str(config)],
+        env=os.environ | {key: str(folder / name) for key, name in names.items()}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (folder / "results").exists(), done.stderr
+    rows = [line.split("\t") for line in (folder / "results").read_text().splitlines()]
+    assert len(rows) == len(cases), done.stderr
+    for (same, _), case in zip(rows, cases, strict=True):
+        assert same == "true", f"the answer depends on how the body is cut: {case}"
+    return [sentence for _, sentence in rows]
+
+
+def texts(body: Any) -> list[str]:
+    """The ways in which clients write the same body."""
+    merged = {**WHOLE, **body, "sampling_params": {**WHOLE["sampling_params"], **body.get("sampling_params", {})}}
+    wide = json.dumps(merged, indent=2).replace("\n", " ")
+    return [json.dumps(merged), json.dumps(merged, separators=(",", ":")), wide]
+
+
+@pytest.mark.parametrize(("path", "body", "sentence"), REFUSED)
+def test_what_would_end_the_engine_is_refused(path: str, body: Any, sentence: str, tmp_path: Path) -> None:
+    assert run(tmp_path, [(path, "2048", text) for text in texts(body)]) == [sentence] * 3
+
+
+@pytest.mark.parametrize(("path", "body"), TAKEN)
+def test_what_an_engine_takes_passes_unchanged(path: str, body: Any, tmp_path: Path) -> None:
+    assert run(tmp_path, [(path, "2048", text) for text in texts(body)]) == [""] * 3
+
+
+def test_without_a_known_vocabulary_only_what_no_model_has_is_refused(tmp_path: Path) -> None:
+    bodies = ['{"input_ids": [99999]}', '{"input_ids": [5, -1]}']
+    assert run(tmp_path, [(GENERATE, "?", body) for body in bodies]) == ["", "input_ids holds token -1, which no model has."]
