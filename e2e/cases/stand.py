@@ -45,6 +45,10 @@ class Stand:
         out = self.kubectl.exec(f"{self.engine(index)}-0", "python3", "-c", _CALL, method, path, body, container="engine", timeout=30)
         return json.loads(out)
 
+    def state(self, index: int) -> dict[str, Any]:
+        """What a stand-in knows of itself."""
+        return dict(self.ask(index, "GET", "/stand_in/state"))
+
     def fault(self, index: int, kind: str, phase: str, **more: Any) -> None:
         """Arm a fault of one engine."""
         self.ask(index, "POST", "/stand_in/faults", json.dumps({"kind": kind, "phase": phase, **more}))
@@ -133,7 +137,7 @@ class Stand:
 
         def known() -> bool:
             record = self.kubectl.get("configmap", f"{self.name}-weights")["data"]["weights.json"]
-            return int(json.loads(record)["intent_generation"]) >= wanted
+            return bool(json.loads(record)["intent_generation"] >= wanted)
 
         eventually("the coordinator knows the new policy", known, within=20)
 

@@ -23,7 +23,7 @@ def lose_trainer_in_broadcast(stand: Stand, watch: Watch, *, keep: bool) -> tupl
     lost = stand.label()
     watch.expected[lost] = trainer.begin(lost, "stall")
     trainer.said("stalled", 30)
-    eventually("every engine waits in the broadcast", lambda: all(stand.ask(i, "GET", "/stand_in/state")["busy"] for i in range(3)), within=20)
+    eventually("every engine waits in the broadcast", lambda: all(stand.state(index)["busy"] for index in range(stand.engines)), within=20)
     stand.signal(trainer, "KILL")
     return label, restarts, time.monotonic()
 

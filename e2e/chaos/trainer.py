@@ -7,8 +7,8 @@
     keep LABEL      push, and write a snapshot into the folder SNAPSHOTS
     stall LABEL     push, but never take part in the broadcast that the engines wait for; says {"stalled": true} then
 
-The answer: ``label``, ``ok``, ``seconds``, ``error``. Before it: ``tokens``, which a stand-in with
-these weights generates.
+The answer: ``label``, ``ok``, ``seconds``, ``error``, ``fenced``. Before it: ``tokens``, which a stand-in with these weights
+generates.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class NamedLate(Push):
         body.pop("weight_version", None)
         return body
 
-    def _call(self, phase: str, path: str, body: dict[str, Any]) -> None:
+    def _call(self, phase: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if phase == "end":
             super()._call("name", "/update_weight_version", {"new_version": self._version})
-        super()._call(phase, path, body)
+        return super()._call(phase, path, body)
 
 
 def stall(self: Group, buffer: Any, *, timeout: float) -> None:
@@ -71,15 +71,16 @@ def push(fleet: Fleet, label: str, manner: str) -> dict[str, Any]:
     weights = policy(label)
     print(json.dumps({"label": label, "tokens": expected_tokens(weights, PROMPT, TOKENS)}), flush=True)
     began = time.monotonic()
-    error = ""
+    error, fenced = "", {}
     keep = True if manner == "keep" else None
     try:
         result = fleet.push(weights, version=label, timeout=60, snapshot=keep)
+        fenced = result.fenced
         if result.snapshot is not None:
             result.snapshot.result(60)
     except (FleetError, OSError) as failed:
         error = str(failed)
-    return {"label": label, "ok": not error, "seconds": round(time.monotonic() - began, 2), "error": error}
+    return {"label": label, "ok": not error, "seconds": round(time.monotonic() - began, 2), "error": error, "fenced": fenced}
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ from e2e.kube import ROOT
 
 CODE = "stand-in-code"
 """ConfigMap with the files below."""
-SHARED = "/var/tmp/sglang-rollout-e2e"  # noqa: S108 - a folder of the node, which all nodes of the lab share
+SHARED = "/var/tmp/sglang-rollout-e2e"
+"""A folder of the nodes. All nodes of the lab are one machine, so they share it; on another cluster of several nodes they would not."""
 CKPT = "/ckpt"
 """Where engines and trainers see the shared folder."""
 _ENGINE = {"stand-in-init": "e2e/stand_in/sglang/__init__.py", "stand-in-server": "e2e/stand_in/sglang/launch_server.py"}
@@ -89,9 +90,8 @@ def trainer_pod(name: str) -> Document:
     del container["args"]
     # As a child of a shell that reaps, not as process 1, which no signal from inside its own pod can kill.
     container["command"] = ["sh", "-c", "while :; do sleep 5; done"]
-    container["env"] = [
-        {**variable, "value": "/opt/e2e:" + variable["value"]} if variable["name"] == "PYTHONPATH" else variable for variable in container["env"]
-    ]
+    path = next(variable for variable in container["env"] if variable["name"] == "PYTHONPATH")
+    path["value"] = f"/opt/e2e:{path['value']}"
     container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] == "client"]
     container["volumeMounts"] += [{"name": "e2e", "mountPath": "/opt/e2e"}, {"name": "ckpt", "mountPath": CKPT}]
     pod["initContainers"].append(_open_folder(pod["initContainers"][0]["image"]))

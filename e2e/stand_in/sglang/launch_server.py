@@ -11,9 +11,5 @@ from sglang_rollout.trainer.testing.cli import command
 parser = argparse.ArgumentParser()
 for name in ("--host", "--port", "--tp-size", "--weight-version"):
     parser.add_argument(name, required=True)
-parser.add_argument("--token-ms", default="0")
 known, _ = parser.parse_known_args()
-command(
-    ["--host", known.host, "--port", known.port, "--tensor", known.tp_size]
-    + ["--weight-version", known.weight_version, "--token-ms", known.token_ms, "--hits", "/tmp/hits.jsonl"]
-)
+command(["--host", known.host, "--port", known.port, "--tensor", known.tp_size, "--weight-version", known.weight_version])
