@@ -40,3 +40,39 @@ def test_one_engine_dies_and_the_others_commit(stand: Stand, watch: Watch) -> No
         stand.push(trainer, watch)
         stand.serve()
         eventually("nothing needs attention", lambda: stand.condition("Degraded")["status"] == "False", within=15)
+
+
+def test_one_wrong_bit_is_found_before_the_commit(stand: Stand, watch: Watch) -> None:
+    victim = stand.engine(0)
+    with stand.policy(minCommitted=2, verify="Always"):
+        trainer = stand.trainer()
+        stand.fault(0, "corrupt", "received")
+        label = stand.label()
+        watch.expected[label] = trainer.begin(label)
+        answer = trainer.outcome(60)
+        assert answer["ok"], answer
+        watch.committed(label)
+        assert list(answer["fenced"]) == [victim]
+        assert "other weights" in answer["fenced"][victim], answer
+        assert document(stand.url)["serving"] == 2
+        eventually("the status names it", lambda: victim in stand.condition("Degraded")["message"], within=15)
+        answers = watch.answers
+        eventually("the others serve on", lambda: watch.answers > answers + 10, within=20)
+        assert stand.state(0)["weight_version"] == label, "by its own words it holds the version"
+    stand.push(trainer, watch)
+    stand.serve()
+
+
+def test_without_leave_to_commit_partly_a_wrong_bit_fails_the_update(stand: Stand, watch: Watch) -> None:
+    trainer = stand.trainer()
+    before = document(stand.url)["committed"]["label"]
+    stand.fault(0, "corrupt", "received")
+    label = stand.label()
+    watch.expected[label] = trainer.begin(label)
+    answer = trainer.outcome(60)
+    watch.failed(label)
+    assert not answer["ok"]
+    assert stand.engine(0) in answer["error"], answer
+    assert document(stand.url)["committed"]["label"] == before
+    stand.push(trainer, watch)
+    stand.serve()
