@@ -113,6 +113,10 @@ class Stack:
                 found.append(index)
         return found
 
+    def is_told(self) -> bool:
+        """There is no status here."""
+        return True
+
     def pids(self, part: str, index: int = 0) -> list[int]:
         """Processes of a part (of an engine's parts: of engine ``index``): what the kernel lists below the fleet's supervisor."""
         words, found = [word.format(index=index) for word in PARTS[part]], []
