@@ -34,7 +34,7 @@ class Stand:
     url: str
     engines: int
     folder: Path
-    trainers: list[tuple[str, Trainer]] = field(default_factory=list)
+    trainers: list[Trainer] = field(default_factory=list)
 
     def engine(self, index: int) -> str:
         """Name of an engine."""
@@ -70,25 +70,24 @@ class Stand:
         """A version's name that no other case uses."""
         return f"v{next(LABELS)}"
 
-    def trainer(self, pod: str = "trainer", *, snapshots: bool = False) -> Trainer:
-        """Start a trainer in a pod."""
-        url = f"http://{self.name}-router:30000"
-        command = ["kubectl", "-n", self.kubectl.namespace, "exec", "-i", pod, "-c", "trainer", "--", "python", "-m", MODULE, url]
+    def trainer(self, *, url: str = "", snapshots: bool = False) -> Trainer:
+        """Start a trainer in the trainers' pod; ``url`` as seen from there, the fleet's own by default."""
+        command = ["kubectl", "-n", self.kubectl.namespace, "exec", "-i", "trainer", "-c", "trainer", "--", "python", "-m", MODULE]
+        command.append(url or f"http://{self.name}-router:30000")
         made = Trainer([*command, *([CKPT] if snapshots else [])], self.folder / "trainer.log")
-        self.trainers.append((pod, made))
+        self.trainers.append(made)
         return made
 
     def close(self) -> None:
         """End all trainers, those that are stopped too."""
-        for pod, trainer in self.trainers:
-            with contextlib.suppress(Refused):  # it has ended, or its pod has
-                self.kubectl.exec(pod, "sh", "-c", f"kill -KILL {trainer.pid}", container="trainer")
+        for trainer in self.trainers:
+            with contextlib.suppress(Refused):  # it has ended
+                self.signal(trainer, "KILL")
             trainer.end()
 
     def signal(self, trainer: Trainer, name: str) -> None:
         """Send a signal to a trainer."""
-        pod = next(pod for pod, known in self.trainers if known is trainer)
-        self.kubectl.exec(pod, "sh", "-c", f"kill -{name} {trainer.pid}", container="trainer")
+        self.kubectl.exec("trainer", "sh", "-c", f"kill -{name} {trainer.pid}", container="trainer")
 
     def push(self, trainer: Trainer, watch: Watch | None = None, *, manner: str = "", within: float = 60) -> str:
         """Push a new version, which must succeed; its label."""
