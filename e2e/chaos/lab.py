@@ -142,6 +142,10 @@ class LabStack:
             time.sleep(0.1)
         raise AssertionError(f"not within {within:g} s: {what}. The fleet: {json.dumps(self.document())[:1500]}")
 
+    def rest(self) -> None:
+        """Pods of a node that was away for long are made anew when it is back, also when they have served again by then."""
+        self.until("every pod is ready, and none goes away", lambda: all(_stays(pod) for pod in self._pods("engine")), 180)
+
     def is_told(self) -> bool:
         """Whether the custom resource's status says what the fleet says."""
         status, seen = self.kubectl.get("sglr", NAME)["status"], self.document()
@@ -179,6 +183,11 @@ class LabStack:
             eventually("they run elsewhere", lambda: all(_near(pod) for pod in kubectl.list("pods", selector)), within=90)
         finally:
             kubectl("uncordon", f"node{_FAR}")
+
+
+def _stays(pod: dict[str, Any]) -> bool:
+    ready = next((one["status"] for one in pod["status"].get("conditions", []) if one["type"] == "Ready"), "")
+    return ready == "True" and not pod["metadata"].get("deletionTimestamp")
 
 
 def _near(pod: dict[str, Any]) -> bool:

@@ -102,6 +102,9 @@ class Ground(Protocol):
     def paused(self) -> list[int]:
         """Engines that say they are paused or in a session."""
 
+    def rest(self) -> None:
+        """Return when what the cell before has set going has come to its end."""
+
     def is_told(self) -> bool:
         """Whether the status says what the fleet says, where there is one."""
 
@@ -165,6 +168,9 @@ class Matrix:
         cell = Cell(fault.name, phase)
         before = len(self._watch.violations)
         try:
+            self._stack.rest()
+            if self._stack.document().get("serving") != ENGINES:
+                self._until_served(ENGINES, HEALED_WITHIN)
             if fault.part and isinstance(self._stack, Stack):
                 stack = self._stack
                 stack.until(f"{fault.part} runs", lambda: stack.pids(fault.part), 30)

@@ -113,6 +113,9 @@ class Stack:
                 found.append(index)
         return found
 
+    def rest(self) -> None:
+        """Nothing here goes on after a cell has healed."""
+
     def is_told(self) -> bool:
         """There is no status here."""
         return True
