@@ -35,7 +35,7 @@ cluster-binaries: venv ## Kubernetes, etcd, CoreDNS and Helm, built from Go modu
 	@$(LAB) binaries
 
 # --- checks ------------------------------------------------------------------------------------------------------------
-.PHONY: lint generate golden lock test test-fast chaos bench
+.PHONY: lint generate golden lock test test-fast chaos chaos-cluster bench
 lint: venv cluster-binaries ## ruff, mypy, import-linter, shellcheck, helm lint, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -63,6 +63,11 @@ test: ## All tests, on a cluster made for them (CLUSTER=current: on yours)
 
 chaos: venv engine-venv ## The fault matrix: every part killed or stopped in every phase of an update (about 20 minutes)
 	@$(BIN)/python -m e2e.chaos --out out/chaos.json
+
+chaos-cluster: venv engine-venv ## What only a cluster can lose: API server, node, link; on a lab of two nodes (about 15 minutes)
+	@$(LAB) up --nodes 2
+	@$(BIN)/python -m e2e.images build | $(LAB) load
+	@eval "$$($(LAB) env)"; $(BIN)/python -m e2e.chaos --cluster --out out/chaos-cluster.json
 
 bench: venv engine-venv ## Benchmarks: ratios against a baseline in the same run, results in bench/results
 	@for b in reconcile push latency; do $(BIN)/python -m bench.$$b; done

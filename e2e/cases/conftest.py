@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from e2e import stand_in
 from e2e.cases.actions import document, push, serving
+from e2e.cases.stand import Stand
+from e2e.cases.stand import whole as make_whole
+from e2e.chaos.watch import Watch
 from e2e.kube import ROOT, SYSTEM, Kubectl, Refused, condition, eventually, install_operator
 
 NAMESPACE = "e2e"
@@ -89,18 +94,16 @@ def url(kubectl: Kubectl, fleet: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def client(kubectl: Kubectl, operator: Kubectl) -> str:
     """A pod in the cluster with torch and our client library: where a trainer would run. Its name."""
-    # The client library comes from the fleet image, as in examples/trainer/job.yaml.
-    job = yaml.safe_load((ROOT / "examples/trainer/job.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    pod["terminationGracePeriodSeconds"] = 1
-    container = pod["containers"][0]
-    del container["args"]
-    container["command"] = ["sleep", "86400"]
-    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] == "client"]
-    pod["volumes"] = [volume for volume in pod["volumes"] if volume["name"] == "client"]
-    kubectl.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "client"}, "spec": pod})
-    kubectl("wait", "pod/client", "--for=condition=Ready", "--timeout=90s", timeout=120)
-    return "client"
+    return trainer_pod(kubectl, "client")
+
+
+def trainer_pod(kubectl: Kubectl, name: str) -> str:
+    """Make a pod in which trainers can be started; returns when it runs."""
+    kubectl.apply(stand_in.code())
+    kubectl("delete", "pod", name, "--ignore-not-found", timeout=90)
+    kubectl.apply(stand_in.trainer_pod(name))
+    kubectl("wait", f"pod/{name}", "--for=condition=Ready", "--timeout=90s", timeout=120)
+    return name
 
 
 @pytest.fixture
@@ -117,3 +120,40 @@ def whole(kubectl: Kubectl, fleet: str, client: str, url: str) -> None:
     if document(url)["serving"] != 2:
         push(kubectl, fleet, str(int(time.time())), seed=1)
     serving(url, 2, within=60)
+
+
+@pytest.fixture(scope="session")
+def stand_fleet(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
+    """A rollout of three stand-in engines that share a volume; its name. Its engines start in seconds."""
+    remove(kubectl, "stand")
+    kubectl.apply(stand_in.code())
+    kubectl.apply(stand_in.rollout("stand"))
+    trainer_pod(kubectl, "trainer")
+    eventually("the rollout is Ready", lambda: ready(kubectl, "stand"), within=180, every=1)
+    yield "stand"
+    kubectl("delete", "pod", "trainer", "--wait=false")
+    remove(kubectl, "stand")
+
+
+@pytest.fixture
+def stand(kubectl: Kubectl, stand_fleet: str, tmp_path: Path) -> Iterator[Stand]:
+    """The fleet of stand-ins, all of which serve when the case begins."""
+    with kubectl.forward(f"svc/{stand_fleet}-router", 30000) as url:
+        made = Stand(kubectl, stand_fleet, url, 3, tmp_path)
+        make_whole(made)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def watch(stand: Stand) -> Iterator[Watch]:
+    """Clients that ask without pause and judge every answer by its tokens. A wrong one fails the case."""
+    trainer = stand.trainer()
+    made = Watch(stand.url, {"base": trainer.base})
+    stand.push(trainer, made)
+    trainer.end()
+    made.start()
+    yield made
+    made.stop()
+    assert made.violations == []
+    assert made.answers > 10, "somebody must have asked"

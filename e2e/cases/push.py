@@ -1,22 +1,44 @@
 """Runs in a pod: push the tiny model plus seeded noise, then ask every engine directly. Prints one line of JSON.
 
-usage: python - URL VERSION SEED
+usage: python - URL VERSION SEED [stall | pause]
+
+stall: say {"pid": …} instead of sending the tensors that the engines wait for.
+pause: open a group, pause the fleet, say it, and do no more.
 """
 
 import json
+import os
 import sys
+import time
 
 import requests
 import torch
 from safetensors.torch import load_file
 
 from sglang_rollout.trainer import connect
+from sglang_rollout.trainer.group import Group
 
 url, version, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+manner = sys.argv[4] if len(sys.argv) > 4 else ""
+
+
+def stop(*_: object, **__: object) -> None:
+    """Go no further."""
+    print(json.dumps({"pid": os.getpid()}), flush=True)
+    time.sleep(600)
+
+
 torch.manual_seed(seed)
 weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in load_file("/models/tiny/model.safetensors").items()}
 
+if manner == "stall":
+    Group.broadcast = stop  # type: ignore[method-assign]
+
 with connect(url) as fleet:
+    if manner == "pause":
+        fleet.open_group()
+        requests.post(f"{url}/pause_generation", json={"mode": "retract"}, timeout=30).raise_for_status()
+        stop()
     result = fleet.push(weights.items(), version=version)
     answers = {}
     for member in fleet.document().members:

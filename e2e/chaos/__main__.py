@@ -12,47 +12,56 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from e2e.chaos.matrix import FAULTS, PHASES, Cell, Matrix
+from e2e.chaos import lab_faults
+from e2e.chaos.lab import LabStack
+from e2e.chaos.matrix import FAULTS, PHASES, Cell, Fault, Ground, Matrix
 from e2e.chaos.stack import Stack
-from e2e.chaos.trainer_protocol import PROMPT, TOKENS
 from e2e.chaos.watch import Watch
-from sglang_rollout.trainer.testing import StandIn, expected_tokens
 
 
 @click.command()
-@click.option("--fault", "faults", multiple=True, type=click.Choice(list(FAULTS)), help="Only these; repeatable.")
+@click.option("--cluster", is_flag=True, help="What only a cluster can lose, on the lab cluster of two nodes that is up.")
+@click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, *lab_faults.FAULTS]), help="Only these; repeatable.")
 @click.option("--phase", "phases", multiple=True, type=click.Choice(PHASES), help="Only these; repeatable.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the cells as JSON here.")
-def main(faults: tuple[str, ...], phases: tuple[str, ...], out: Path | None) -> None:
+def main(*, cluster: bool, faults: tuple[str, ...], phases: tuple[str, ...], out: Path | None) -> None:
     """Kill, stop or cut each part in each phase of an update, under a client that judges every answer."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     click.echo(f"Logs: {folder}", err=True)
-    cells, watch = run(folder, faults or tuple(FAULTS), phases or PHASES)
+    known = lab_faults.FAULTS if cluster else FAULTS
+    wanted = [known[name] for name in faults or known]
+    with LabStack(folder) if cluster else Stack(folder) as stack:
+        cells, watch = run(stack, wanted, phases or PHASES)
     show(cells, watch)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps([vars(cell) for cell in cells], indent=1) + "\n")
-    sys.exit(any(cell.problem or not cell.hit for cell in cells))
+    sys.exit(any(cell.problem or not (cell.hit or cell.skipped) for cell in cells))
 
 
-def run(folder: Path, faults: tuple[str, ...], phases: tuple[str, ...], port: int = 26100) -> tuple[list[Cell], Watch]:
+def run(stack: Ground, faults: list[Fault], phases: tuple[str, ...]) -> tuple[list[Cell], Watch]:
     """Run the cells; each line as it ends."""
     cells: list[Cell] = []
-    with Stack(folder, port) as stack:
-        with StandIn() as base:
-            watch = Watch(stack.url, {"default": expected_tokens(base.tensors(), PROMPT, TOKENS)})
-        matrix = Matrix(stack, watch)
-        matrix.begin()
-        try:
-            for name in faults:
-                for phase in phases:
-                    began = time.monotonic()
-                    cell = matrix.run(FAULTS[name], phase)
-                    cells.append(cell)
-                    told = f", trainer told after {cell.told_seconds:.1f} s: {cell.outcome}" if cell.told_seconds is not None else ""
-                    click.echo(f"{time.monotonic() - began:6.1f} s  {name} in {phase}: {cell.text}{told} {cell.problem}", err=True)
-        finally:
-            watch.stop()
+    base = stack.new_trainer().base
+    # "default" is what a stand-in calls its own weights, "base" what the operator calls them.
+    watch = Watch(stack.url, {"default": base, "base": base})
+    matrix = Matrix(stack, watch)
+    matrix.begin()
+    try:
+        for fault in faults:
+            for phase in phases:
+                began = time.monotonic()
+                if reason := lab_faults.SKIPPED.get((fault.name, phase)):
+                    cell = Cell(fault.name, phase, skipped=reason)
+                else:
+                    cell = matrix.run(fault, phase)
+                cells.append(cell)
+                told = f", trainer told after {cell.told_seconds:.1f} s: {cell.outcome}" if cell.told_seconds is not None else ""
+                spared = f", pushed without after {cell.without_seconds:.1f} s" if cell.without_seconds is not None else ""
+                said = f"{cell.text}{told}{spared} {cell.problem}{cell.skipped}"
+                click.echo(f"{time.monotonic() - began:6.1f} s  {fault.name} in {phase}: {said}", err=True)
+    finally:
+        watch.stop()
     return cells, watch
 
 
@@ -65,8 +74,9 @@ def show(cells: list[Cell], watch: Watch) -> None:
         table.add_row(name, *(row.get(phase, "") for phase in phases))
     Console().print(table)
     failed = [cell for cell in cells if cell.problem]
+    hit, skipped = sum(cell.hit for cell in cells), sum(bool(cell.skipped) for cell in cells)
     print(
-        f"{len(cells)} cells, {sum(cell.hit for cell in cells)} hit, {len(failed)} failed; "
+        f"{len(cells)} cells, {hit} hit, {skipped} skipped, {len(failed)} failed; "
         f"{watch.answers} answers judged, {len(watch.violations)} wrong, {watch.errors} requests without an answer"
     )
     for cell in failed:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import requests
 
 from e2e.chaos.stack import ENGINES, Stack
+from e2e.chaos.talk import Trainer
 from e2e.chaos.watch import Watch
 
 SLOW = {
@@ -45,6 +46,8 @@ class Cell:
     outcome: str = ""
     """What the trainer was told of the push that was hit: committed, failed, lost."""
     told_seconds: float | None = None
+    without_seconds: float | None = None
+    """Until a push succeeded while the fault lasted, on whatever it spares."""
     healed_seconds: float | None = None
     problem: str = ""
     skipped: str = ""
@@ -64,10 +67,49 @@ class Fault:
     """How a part fails."""
 
     name: str
-    strike: Callable[[Stack], None]
+    strike: Callable[[Any], None]
     kills_trainer: bool = False
     part: str = ""
     """What must run before it can be hit."""
+    undo: Callable[[Any], None] | None = None
+    """Ends a fault that lasts."""
+    spares: Callable[[Any], int] | None = None
+    """So many engines are well while it lasts, and take a push."""
+    heals_within: float = HEALED_WITHIN
+
+
+class Ground(Protocol):
+    """What faults are done to."""
+
+    trainer: Trainer | None
+
+    @property
+    def url(self) -> str:
+        """The fleet's one URL."""
+
+    def new_trainer(self) -> Trainer:
+        """End the trainer there is and start another."""
+
+    def document(self) -> dict[str, Any]:
+        """``GET /fleet``; empty while nobody answers."""
+
+    def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
+        """Let one call of a phase take longer on some engines."""
+
+    def calm(self) -> None:
+        """Disarm what did not land."""
+
+    def paused(self) -> list[int]:
+        """Engines that say they are paused or in a session."""
+
+    def rest(self) -> None:
+        """Return when what the cell before has set going has come to its end."""
+
+    def is_told(self) -> bool:
+        """Whether the status says what the fleet says, where there is one."""
+
+    def until(self, what: str, check: Any, within: float) -> float:
+        """Wait for something; returns the seconds it took. Raises AssertionError with what is the case instead."""
 
 
 def _kill_engine(stack: Stack) -> None:
@@ -110,7 +152,7 @@ FAULTS = {
 class Matrix:
     """Runs cells, one after the other, on one stack."""
 
-    def __init__(self, stack: Stack, watch: Watch) -> None:
+    def __init__(self, stack: Ground, watch: Watch) -> None:
         self._stack = stack
         self._watch = watch
         self._labels = 0
@@ -126,13 +168,17 @@ class Matrix:
         cell = Cell(fault.name, phase)
         before = len(self._watch.violations)
         try:
-            if fault.part:
-                self._stack.until(f"{fault.part} runs", lambda: self._stack.pids(fault.part), 30)
+            self._stack.rest()
+            if self._stack.document().get("serving") != ENGINES:
+                self._until_served(ENGINES, HEALED_WITHIN)
+            if fault.part and isinstance(self._stack, Stack):
+                stack = self._stack
+                stack.until(f"{fault.part} runs", lambda: stack.pids(fault.part), 30)
             self._strike(cell, fault)
             self._heal(cell, fault)
         except (AssertionError, TimeoutError, LookupError, requests.RequestException) as error:
             cell.problem = str(error) or type(error).__name__
-            self._start_over()
+            self._start_over(fault)
         new = self._watch.violations[before:]
         if new:
             cell.problem = f"{len(new)} wrong answers, the first: {new[0]}. {cell.problem}"
@@ -176,29 +222,43 @@ class Matrix:
             self._watch.failed(label)
 
     def _heal(self, cell: Cell, fault: Fault) -> None:
-        stack, began = self._stack, time.monotonic()
+        stack = self._stack
         stack.calm()
         if fault.kills_trainer:
             stack.new_trainer()
-        while True:
-            left = HEALED_WITHIN - (time.monotonic() - began)
-            try:
-                self._push_well(left)
-                stack.until("all engines serve", lambda: stack.document().get("serving") == ENGINES, min(TRUTH_WITHIN, max(left, 1)))
-                break
-            except (AssertionError, TimeoutError):
-                if time.monotonic() - began > HEALED_WITHIN:
-                    raise
+        if fault.spares is not None:
+            cell.without_seconds = self._until_served(fault.spares(stack), HEALED_WITHIN)
+        began = time.monotonic()
+        if fault.undo is not None:
+            fault.undo(stack)
+        self._until_served(ENGINES, fault.heals_within)
         stack.until("nobody is paused", lambda: not stack.paused(), TRUTH_WITHIN)
         cell.healed_seconds = time.monotonic() - began
+        stack.until("the status says what the fleet says", stack.is_told, TRUTH_WITHIN)
 
-    def _start_over(self) -> None:
-        """After a failed cell: a new trainer, so that the next cell does not fail for the same reason."""
+    def _until_served(self, engines: int, within: float) -> float:
+        """Push until so many engines serve; returns the seconds it took."""
+        stack, began = self._stack, time.monotonic()
+        while True:
+            left = within - (time.monotonic() - began)
+            try:
+                self._push_well(left)
+                stack.until("all engines serve", lambda: stack.document().get("serving") == engines, min(TRUTH_WITHIN, max(left, 1)))
+            except (AssertionError, TimeoutError):
+                if time.monotonic() - began > within:
+                    raise
+            else:
+                return time.monotonic() - began
+
+    def _start_over(self, fault: Fault) -> None:
+        """After a failed cell: the fault is undone, and a new trainer, so that the next cell does not fail for the same reason."""
+        if fault.undo is not None:
+            with suppress(Exception):  # it may have been undone already
+                fault.undo(self._stack)
         self._stack.calm()
         self._stack.new_trainer()
         with suppress(AssertionError, TimeoutError):
-            self._push_well(HEALED_WITHIN)
-            self._stack.until("all engines serve", lambda: self._stack.document().get("serving") == ENGINES, HEALED_WITHIN)
+            self._until_served(ENGINES, max(HEALED_WITHIN, fault.heals_within))
 
     def _begin(self, manner: str = "") -> str:
         self._labels += 1

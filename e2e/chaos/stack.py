@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -12,10 +11,11 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import requests
 
+from e2e.chaos.talk import Trainer, local_trainer
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment
 
@@ -37,50 +37,6 @@ PARTS = {
     "front": ("haproxy", "front"),
 }
 """Words in the command line of each part."""
-
-
-class Trainer:
-    """The trainer's process."""
-
-    def __init__(self, url: str, log: Path) -> None:
-        command = [str(environment.python(make=False)), "-m", "e2e.chaos.trainer", url]
-        paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "operator")])
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": paths}
-            )
-        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
-        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
-        self._await("ready", 120)
-
-    def begin(self, label: str, manner: str = "") -> list[int]:
-        """Start a push; returns the tokens that engines with its weights generate. ``manner`` late: the version is named at its end."""
-        if self.process.stdin is None:
-            raise RuntimeError("the trainer has no input")
-        print(f"{manner} {label}".strip(), file=self.process.stdin, flush=True)
-        return [int(token) for token in self._await("tokens", 30)["tokens"]]
-
-    def outcome(self, within: float) -> dict[str, Any]:
-        """How the push went. Raises TimeoutError: it has not ended."""
-        return self._await("ok", within)
-
-    def end(self) -> None:
-        """Kill it, however it is."""
-        self.process.kill()
-        self.process.wait()
-
-    def _await(self, key: str, within: float) -> dict[str, Any]:
-        end = time.monotonic() + within
-        while time.monotonic() < end:
-            with suppress(queue.Empty):
-                line = self._lines.get(timeout=0.2)
-                if key in line:
-                    return line
-        raise TimeoutError(f"the trainer said no {key!r} within {within:g} s")
-
-    def _read(self, lines: IO[str]) -> None:
-        for line in lines:
-            self._lines.put(json.loads(line))
 
 
 class Stack:
@@ -125,7 +81,7 @@ class Stack:
         """End the trainer there is and start another."""
         if self.trainer is not None:
             self.trainer.end()
-        self.trainer = Trainer(self.url, self.folder / "trainer.log")
+        self.trainer = local_trainer(self.url, self.folder / "trainer.log")
         return self.trainer
 
     def document(self) -> dict[str, Any]:
@@ -156,6 +112,13 @@ class Stack:
             if state.get("paused") or state.get("session"):
                 found.append(index)
         return found
+
+    def rest(self) -> None:
+        """Nothing here goes on after a cell has healed."""
+
+    def is_told(self) -> bool:
+        """There is no status here."""
+        return True
 
     def pids(self, part: str, index: int = 0) -> list[int]:
         """Processes of a part (of an engine's parts: of engine ``index``): what the kernel lists below the fleet's supervisor."""

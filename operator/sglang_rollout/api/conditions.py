@@ -58,7 +58,9 @@ class Reason(StrEnum):
     SCALING = "Scaling"
     WAITING_FOR_WEIGHTS = "WaitingForWeights"
     WEIGHTS_DIVERGED = "WeightsDiverged"
+    UPDATING_WEIGHTS = "UpdatingWeights"
     UPDATE_FAILED = "UpdateFailed"
+    PARTLY_COMMITTED = "PartlyCommitted"
 
 
 @dataclass(frozen=True)

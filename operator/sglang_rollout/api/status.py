@@ -39,6 +39,7 @@ class EnginePhase(StrEnum):
     STARTING = "Starting"
     FAILED = "Failed"
     WAITING = "Waiting"
+    UPDATING = "Updating"
     SERVING = "Serving"
     STOPPING = "Stopping"
 
@@ -50,7 +51,7 @@ class EngineStatus(ApiModel):
     """Its StatefulSet."""
     phase: EnginePhase
     """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the
-    committed weights, so it serves nobody), `Serving`, `Stopping`."""
+    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Stopping`."""
     updated: bool
     """Whether its pod was made from the current spec."""
     version: str | None = Field(default=None, max_length=256)

@@ -11,7 +11,11 @@ from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.serving import holds_committed, router_ready, serves
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
-from sglang_rollout.wire.models import BASE_LABEL, EngineState, Version
+from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
+
+_UNDER_WAY = "A weight update is under way."
+_OLD_NEWS = "The engine holds version "
+"""How the agent's sentences begin while an update is open, and when it holds a version that was not committed when it spoke."""
 
 _TROUBLE_REASONS = {"image": Reason.IMAGE_PULL_FAILED, "crash": Reason.ENGINE_CRASHED, "create": Reason.CREATE_FAILED}
 
@@ -111,20 +115,25 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:
     told = f" {sentence(row.reason)}" if row.reason else ""
     if row.catch_up:
         return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, row.catch_up
+    if updating := _updating(world, row):
+        return EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating
     if row.state is EngineState.DIRTY:
-        return (
-            EnginePhase.WAITING,
-            Reason.WEIGHTS_DIVERGED,
-            f"it holds part of an unfinished weight update and waits for a complete one.{told}",
-        )
+        why = f"it holds part of an unfinished weight update and waits for a complete one.{told}"
+        return EnginePhase.WAITING, Reason.WEIGHTS_DIVERGED, why
+    why = f"its gate is closed.{told}"
     if row.state is EngineState.CLEAN and row.version and world.record and not holds_committed(world, name):
         held, committed = version_text(row.version), version_text(world.record.committed)
-        return (
-            EnginePhase.WAITING,
-            Reason.WAITING_FOR_WEIGHTS,
-            f"it holds version {held}, the fleet serves {committed}: {_way_back(world, name)}",
-        )
-    return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, f"its gate is closed.{told}"
+        why = f"it holds version {held}, the fleet serves {committed}: {_way_back(world, name)}"
+    return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, why
+
+
+def _updating(world: World, row: EngineRow) -> str:
+    """What an engine does in an update that goes as it should; empty if it is in none."""
+    if row.state is EngineState.DIRTY and row.reason == _UNDER_WAY:
+        return "a weight update is under way; it serves again when that is committed."
+    if holds_committed(world, row.name) and row.reason.startswith(_OLD_NEWS):
+        return "it holds the version that was just committed; its gate is opening."
+    return ""
 
 
 def _way_back(world: World, name: str) -> str:

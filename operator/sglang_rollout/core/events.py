@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sglang_rollout.api.conditions import ConditionType, Reason, find
 from sglang_rollout.api.status import EnginePhase
-from sglang_rollout.core.words import sentence
+from sglang_rollout.core.words import partly, sentence
 
 Status = Mapping[str, Any]
 
@@ -56,7 +56,7 @@ def _engines(old: Status, new: Status) -> Iterator[EventToPost]:
             yield EventToPost("Warning", "EngineFailed", f"Engine {name}: {row.get('reason', '')}", f"EngineFailed/{name}")
         elif served and phase == EnginePhase.STOPPING:
             yield EventToPost("Normal", "EngineStopping", f"Engine {name}: {row.get('reason', '')}", f"EngineStopping/{name}")
-        elif served and not _waits_for_router(new, row):
+        elif served and phase != EnginePhase.UPDATING and not _waits_for_router(new, row):
             yield EventToPost("Warning", "EngineLost", f"Engine {name} serves no more: {row.get('reason', '')}", f"EngineLost/{name}")
 
 
@@ -67,7 +67,10 @@ def _waits_for_router(status: Status, row: Mapping[str, Any]) -> bool:
 
 
 def _served(status: Status, row: Mapping[str, Any]) -> bool:
-    """Whether the engine served, or did when the router was last there to say so."""
+    """Whether the engine served, or did when the router was last there to say so, or before the update that is under way:
+    what every step of a training brings is no news."""
+    if row.get("phase") == EnginePhase.UPDATING:
+        return True
     if not _waits_for_router(status, row):
         return row.get("phase") == EnginePhase.SERVING
     return row.get("weights") == "clean" and row.get("version") == (status.get("weights") or {}).get("committedVersion")
@@ -93,7 +96,12 @@ def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
             "WeightsCommitted",
         )
     last = after.get("lastUpdate")
-    if last and last != before.get("lastUpdate") and last["outcome"] != "Committed":
+    if not last or last == before.get("lastUpdate"):
+        return
+    if last["outcome"] == "Partial":
+        message = partly(last["version"], last.get("engines", 0), last.get("reason", ""))
+        yield EventToPost("Warning", "WeightsPartlyCommitted", message, "WeightsPartlyCommitted")
+    elif last["outcome"] != "Committed":
         message = f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
         yield EventToPost("Warning", "WeightUpdateFailed", sentence(message), "WeightUpdateFailed")
 

@@ -11,7 +11,7 @@ from sglang_rollout.api.status import EnginePhase
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
 from sglang_rollout.core.serving import router_ready
-from sglang_rollout.core.words import sentence
+from sglang_rollout.core.words import partly, sentence
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import UpdateOutcome
 
@@ -24,6 +24,7 @@ SEVERITY = (
     Reason.ROUTER_NOT_READY,
     Reason.WEIGHTS_DIVERGED,
     Reason.WAITING_FOR_WEIGHTS,
+    Reason.UPDATING_WEIGHTS,
 )
 """Of several engines that do not serve, the one that comes first here is spoken of."""
 
@@ -175,7 +176,7 @@ def _weights(facts: Facts) -> Finding:
     kind, record = ConditionType.WEIGHTS_CONSISTENT, facts.world.record
     if record is None:
         return Finding(kind, "Unknown", Reason.NOT_REPORTED, facts.world.record_problem or "The coordinator has not reported yet.")
-    behind = _behind(facts)
+    behind = [*_behind(facts), *(view for view in facts.wanted if view.reason is Reason.UPDATING_WEIGHTS)]
     if behind:
         worst = min(behind, key=lambda view: SEVERITY.index(view.reason) if view.reason else 99)
         return Finding(kind, "False", worst.reason or Reason.WAITING_FOR_WEIGHTS, _and_more(worst.sentence, len(behind)))
@@ -193,7 +194,9 @@ def _degraded(facts: Facts) -> Finding:
         if not facts.router and pods.trouble(pod):
             return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
     last = record.last_update if record else None
-    if last and last.outcome is not UpdateOutcome.COMMITTED:
+    if last and last.outcome is UpdateOutcome.PARTIAL and worst:
+        return Finding(kind, "True", Reason.PARTLY_COMMITTED, partly(version_text(last.version), len(last.engines), last.reason))
+    if last and last.outcome is UpdateOutcome.FAILED:
         message = f"The last weight update (to {version_text(last.version)}) ended {last.outcome.value}: {last.reason or 'no reason given'}"
         return Finding(kind, "True", Reason.UPDATE_FAILED, sentence(message))
     return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")

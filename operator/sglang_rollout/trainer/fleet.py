@@ -214,6 +214,7 @@ class Fleet:
             bytes=push.bytes,
             buckets=push.buckets,
             phases={name: round(ms, 1) for name, ms in phases.items()},
+            fenced=push.fenced,
             snapshot=staging.publish(committed, group.epoch, self._fleet_id) if staging else None,
         )
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_rollout.trainer.buckets import Bucket
-from sglang_rollout.trainer.waiting import Deadline
+from sglang_rollout.trainer.waiting import Deadline, background
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,13 @@ class Group:
         process_group, self._process_group = self._process_group, None
         self._rendezvous.abort()
         self._staging = [None, None]
-        if process_group is not None and self.backend != "gloo":
+        if process_group is None:
+            return
+        if self.backend == "gloo":
+            # Freeing it waits for its broadcast, and that for a peer that may be out of reach, until its time-out; abort() ends neither.
+            held = [process_group]
+            del process_group
+            background(held.clear)
+        else:
             # abort, not destroy: destroying waits for operations that may never end
             dist.distributed_c10d._abort_process_group(process_group)

@@ -52,7 +52,7 @@ class Pushable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """A push that every engine has and that the fleet has committed."""
+    """A push that the fleet has committed: every engine has it, but for those in ``fenced``."""
 
     version: str
     """Label of the version, as in every sample's ``weight_version``."""
@@ -64,6 +64,8 @@ class PushResult:
     """Milliseconds: ``group`` (only when one was opened), ``begin``, ``prepare`` (overlaps with transfer),
     ``transfer``, ``end``, ``total``.
     """
+    fenced: dict[str, str] = field(default_factory=dict)
+    """Engines that failed at the end and serve nobody until the next push, each with the reason; only with ``weights.minCommitted``."""
     snapshot: Future[Snapshot] | None = None
     """The snapshot of this push, which is being written; None if there is to be none."""
 
@@ -90,6 +92,7 @@ class Push:
         self.phases: dict[str, float] = {}
         self.bytes = 0
         self.buckets = 0
+        self.fenced: dict[str, str] = {}
         self._sent: Future[None] | None = None
 
     def run(self, named_tensors: NamedTensors) -> None:
@@ -100,7 +103,10 @@ class Push:
             raise PushFailed(phase="prepare", reason="there is no tensor to push", advice="Pass the policy's state dict.")
         self._timed("begin", lambda: self._call("begin", "/begin_weight_update", {}))
         self._timed("transfer", lambda: self._transfer(first, prepared))
-        self._timed("end", lambda: self._call("end", "/end_weight_update", self._end))
+        ended = self._timed("end", lambda: self._call("end", "/end_weight_update", self._end))
+        self.fenced = _fenced(ended)
+        for name, reason in self.fenced.items():
+            log.warning("version %s is committed without engine %s, which %s", self._version, name, reason)
 
     def settle(self, seconds: float) -> None:
         """After a failure, and after the group was closed everywhere: wait for the broadcast that was under way to end with it.
@@ -138,9 +144,9 @@ class Push:
         except Exception as error:
             raise PushFailed(phase="prepare", reason=f"the tensors could not be prepared: {error}") from error
 
-    def _call(self, phase: str, path: str, body: dict[str, Any]) -> None:
+    def _call(self, phase: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            self._http.post(path, body, timeout=self._timeout)
+            return self._http.post(path, body, timeout=self._timeout)
         except FleetError as error:
             raise _failed(phase, error) from error
 
@@ -176,6 +182,12 @@ def _failed(phase: str, error: BaseException) -> PushFailed:
     if isinstance(error, FleetRefused):
         return PushFailed(phase=phase, reason=error.reason, engine=_blamed(error.fleet))
     return PushFailed(phase=phase, reason=str(error))
+
+
+def _fenced(reply: Mapping[str, Any]) -> dict[str, str]:
+    fleet = reply.get("fleet")
+    found = fleet.get("fenced") if isinstance(fleet, dict) else None
+    return {str(name): str(why) for name, why in found.items()} if isinstance(found, dict) else {}
 
 
 def _blamed(fleet: Mapping[str, Any]) -> str | None:

@@ -120,6 +120,15 @@ def test_weights_that_are_not_what_the_trainer_says_are_not_committed(case: Call
     assert (seen["pushed"], seen["equal"]) == ("2", True)
 
 
+def test_leaving_a_group_does_not_wait_for_a_peer_that_is_out_of_reach() -> None:
+    """torch's destructor of a gloo group waits for its broadcast: until the time-out, minutes after the fleet has said that it failed."""
+    try:
+        environment.python(make=False)
+    except LabError as error:
+        pytest.skip(str(error))
+    assert engine_python(str(HERE / "trainer_silent_peer.py"), seconds=120).split() == ["running"]
+
+
 def test_the_examples_reward_rises_with_pushes_and_not_without(url: str, tmp_path: Path) -> None:
     def final_reward(seed: int, *more: str) -> float:
         out = tmp_path / "curve.json"

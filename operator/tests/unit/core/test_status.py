@@ -15,9 +15,11 @@ from worlds import (
     EngineState,
     cr,
     crashed,
+    partial,
     pod,
     record,
     row,
+    under_way,
     unschedulable,
     waiting,
     world,
@@ -182,6 +184,28 @@ def test_an_engine_with_half_an_update() -> None:
     assert "timeout" in degraded["message"]
 
 
+def test_an_update_that_is_under_way_is_no_trouble() -> None:
+    updating = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V1))
+    status, reason, message = ready(updating)
+    assert (status, reason) == ("False", "UpdatingWeights")
+    assert "under way" in message
+    said = status_of(updating)
+    assert {engine["phase"] for engine in said["engines"]} == {"Updating"}
+    assert condition(said, "WeightsConsistent")["reason"] == "UpdatingWeights"
+    assert condition(said, "Degraded")["status"] == "False"
+
+
+def test_a_partial_commit_needs_attention_until_all_serve() -> None:
+    left = row(1, BASE, gate=False)
+    last = partial("engine demo-engine-1 could not end the session: no answer")
+    degraded = condition(status_of(world([pod(0), pod(1)], written=record(row(0, V2), left, committed=V2, last=last))), "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "PartlyCommitted")
+    assert "Version step-2 is committed on 1 engine;" in degraded["message"]
+    assert "demo-engine-1 could not end the session" in degraded["message"]
+    healed = status_of(world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2, last=last)))
+    assert condition(healed, "Degraded")["status"] == "False"
+
+
 def test_a_record_of_an_earlier_life_does_not_make_an_engine_serve() -> None:
     seen = world([pod(0), pod(1, ready=False)], written=record(row(0), row(1)))
     assert status_of(seen)["ready"] == "1/2"
@@ -314,5 +338,6 @@ def test_operations_explains_every_reason_that_ready_can_have() -> None:
         Reason.NOT_REPORTED,
         Reason.SCALING,
         Reason.UPDATE_FAILED,
+        Reason.PARTLY_COMMITTED,
     }
     assert [reason.value for reason in Reason if reason not in other_conditions and f"`{reason}`" not in page] == []

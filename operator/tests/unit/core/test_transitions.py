@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from worlds import NOW, SETTINGS, V1, V2, cr, crashed, pod, record, row, world
+from worlds import NOW, SETTINGS, V1, V2, cr, crashed, opening, partial, pod, record, row, under_way, world
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.core.events import transitions
@@ -74,6 +74,27 @@ def test_a_version_is_committed() -> None:
     (told,) = transitions(build_status(one, SETTINGS, NOW), build_status(two, SETTINGS, NOW))
     assert told.message == "The fleet serves version step-2 (run 1)."
     assert told.key == "WeightsCommitted", "one Event object, however many versions"
+
+
+def test_an_update_loses_no_engine() -> None:
+    during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1)))
+    committed = world([pod(0), pod(1)], written=record(opening(0, V1), opening(1, V1), committed=V1))
+    served = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
+    assert reasons(HEALTHY, during) == []
+    assert reasons(during, committed) == [("Normal", "WeightsCommitted")]
+    assert reasons(committed, served) == [("Normal", "Ready")]
+    mixture = row(1, None, gate=False, state=EngineState.DIRTY, reason="The engine holds a mixture of weights after an update that failed.")
+    assert ("Warning", "EngineLost") in reasons(during, world([pod(0), pod(1)], written=record(row(0), mixture)))
+
+
+def test_a_partial_commit_names_who_was_left_behind() -> None:
+    last = partial("engine demo-engine-1 could not end the session: no answer")
+    after = world([pod(0), pod(1)], written=record(row(0, V2), row(1, None, gate=False, state=EngineState.DIRTY), committed=V2, last=last))
+    told = {event.reason: event for event in transitions(build_status(HEALTHY, SETTINGS, NOW), build_status(after, SETTINGS, NOW))}
+    assert told["WeightsPartlyCommitted"].type == "Warning"
+    assert "step-2 is committed on 1 engine;" in told["WeightsPartlyCommitted"].message
+    assert "demo-engine-1" in told["WeightsPartlyCommitted"].message
+    assert "WeightUpdateFailed" not in told
 
 
 def test_a_new_run_is_told() -> None:

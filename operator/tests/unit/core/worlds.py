@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_rollout.agent.state import Memory, State, closed_reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.hashing import revision
@@ -72,12 +73,32 @@ def unschedulable(message: str) -> Object:
     }
 
 
-def row(index: int, version: Version | None = BASE, *, gate: bool = True, state: EngineState = EngineState.CLEAN) -> EngineRow:
-    return EngineRow(name=names.engine_name("demo", index), state=state, version=version, boot_id="b", gate_open=gate, reason="")
+def row(
+    index: int, version: Version | None = BASE, *, gate: bool = True, state: EngineState = EngineState.CLEAN, reason: str = ""
+) -> EngineRow:
+    return EngineRow(name=names.engine_name("demo", index), state=state, version=version, boot_id="b", gate_open=gate, reason=reason)
 
 
-def record(*rows: EngineRow, committed: Version = BASE, failed: str = "") -> Record:
-    last = LastUpdate(version=V2, outcome=UpdateOutcome.FAILED, reason=failed, finished=NOW) if failed else None
+def under_way(index: int) -> EngineRow:
+    """An engine in the middle of an update, in its agent's own words."""
+    said = closed_reason(State(memory=Memory(state=EngineState.DIRTY), up=True))
+    return row(index, None, gate=False, state=EngineState.DIRTY, reason=said)
+
+
+def opening(index: int, version: Version) -> EngineRow:
+    """An engine whose version has just been committed and whose agent has not heard of that."""
+    said = closed_reason(State(memory=Memory(state=EngineState.CLEAN, version=version, committed=BASE), up=True, informed=True))
+    return row(index, version, gate=False, reason=said)
+
+
+def partial(reason: str) -> LastUpdate:
+    """An update that one engine did not reach the end of."""
+    return LastUpdate(version=V2, outcome=UpdateOutcome.PARTIAL, reason=reason, finished=NOW, engines=["demo-engine-0"])
+
+
+def record(*rows: EngineRow, committed: Version = BASE, failed: str = "", last: LastUpdate | None = None) -> Record:
+    if failed:
+        last = LastUpdate(version=V2, outcome=UpdateOutcome.FAILED, reason=failed, finished=NOW)
     return Record(term=1, epoch=3, committed=committed, engines=list(rows), last_update=last)
 
 

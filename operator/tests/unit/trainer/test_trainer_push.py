@@ -77,6 +77,12 @@ def test_the_calls_of_a_push(willing: FakeFleet) -> None:
     assert set(push.phases) == {"prepare", "begin", "transfer", "end"}
 
 
+def test_a_push_names_the_engines_that_it_left_behind(willing: FakeFleet) -> None:
+    assert run(willing, FakeGroup()).fenced == {}
+    willing.replies["/end_weight_update"] = (200, {"success": True, "fleet": {"fenced": {"demo-engine-1": "could not end the session"}}})
+    assert run(willing, FakeGroup()).fenced == {"demo-engine-1": "could not end the session"}
+
+
 def test_the_next_bucket_is_prepared_while_one_travels(willing: FakeFleet) -> None:
     arrived: list[float] = []
 

@@ -1,0 +1,84 @@
+"""A trainer dies or stops in the middle of something, with real SGLang engines: the fleet goes on, and says what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from e2e.cases.actions import PUSH, document, generate, push, serving
+from e2e.cases.conftest import trainer_pod
+from e2e.kube import Kubectl, eventually
+
+WEIGHTS = {"deadlines": {"groupSeconds": 20, "idleSeconds": 15, "updateSeconds": 20}, "trainerLease": {"ttlSeconds": 5}}
+
+
+@contextlib.contextmanager
+def trainer(kubectl: Kubectl, rollout: str, pod: str, version: str, manner: str) -> Iterator[int]:
+    """A trainer in a pod that has got as far as ``manner`` says; its process id there."""
+    command = ["kubectl", "-n", kubectl.namespace, "exec", "-i", pod, "-c", "trainer", "--"]
+    command += ["python", "-", f"http://{rollout}-router:30000", version, "1", manner]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(PUSH)
+        child.stdin.close()
+        yield int(json.loads(child.stdout.readline())["pid"])
+    finally:
+        child.kill()
+        child.wait(10)
+
+
+@pytest.fixture
+def hasty(kubectl: Kubectl, fleet: str, whole: None) -> Iterator[str]:
+    """The fleet with a short lease; its name."""
+    before = kubectl.get("sglr", fleet)["spec"]["weights"]
+    kubectl("patch", "sglr", fleet, "--type=merge", "-p", json.dumps({"spec": {"weights": WEIGHTS}}))
+    generation = kubectl.get("sglr", fleet)["metadata"]["generation"]
+
+    def known() -> bool:
+        record = json.loads(kubectl.get("configmap", f"{fleet}-weights")["data"]["weights.json"])
+        return bool(record["intent_generation"] >= generation)
+
+    eventually("the coordinator knows the short lease", known, within=20)
+    yield fleet
+    kubectl("patch", "sglr", fleet, "--type=merge", "-p", json.dumps({"spec": {"weights": before}}))
+
+
+def test_a_trainers_pod_is_killed_in_the_transfer(kubectl: Kubectl, hasty: str, url: str) -> None:
+    before = document(url)["committed"]
+    pod = trainer_pod(kubectl, "doomed")
+    with trainer(kubectl, hasty, pod, "501", "stall"):
+        eventually("the engines wait for tensors", lambda: document(url)["phase"] == "transfer", within=30)
+        kubectl("delete", "pod", pod, "--grace-period=0", "--force")
+    eventually("the update is given up", lambda: document(url)["phase"] == "idle", within=40)
+    assert document(url)["committed"] == before
+    eventually("an Event says why", lambda: "trainer" in failed_update(kubectl, hasty), within=15)
+    version = str(int(time.time()))
+    after = push(kubectl, hasty, version, seed=7)
+    assert {answer["version"] for answer in after["engines"].values()} == {version}
+    serving(url, 2, within=60)
+
+
+def test_a_trainer_is_stopped_while_the_fleet_is_paused(kubectl: Kubectl, hasty: str, url: str, client: str) -> None:
+    before = document(url)["committed"]
+    with trainer(kubectl, hasty, client, "502", "pause") as pid:
+        kubectl.exec(client, "sh", "-c", f"kill -STOP {pid}", container="trainer")
+        try:
+            eventually("the fleet generates again", lambda: generate(url).status_code == 200, within=60)
+            serving(url, 2, within=20)
+            assert document(url)["committed"] == before
+            assert document(url)["phase"] == "idle"
+        finally:
+            kubectl.exec(client, "sh", "-c", f"kill -KILL {pid}", container="trainer")
+
+
+def failed_update(kubectl: Kubectl, fleet: str) -> str:
+    """The Event about the last update that failed."""
+    found = [event for event in kubectl.list("events") if event["involvedObject"].get("name") == fleet]
+    return str([event["message"] for event in found if event["reason"] == "WeightUpdateFailed"][-1:])

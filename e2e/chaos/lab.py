@@ -1,0 +1,194 @@
+"""The fleet under fault on the lab cluster: stand-in engines in pods on two nodes, and the trainer on the machine that holds the lab.
+
+Whatever is asked here goes past the API server, because that is one of the parts that fail: the fleet's URL is reached by its
+Service's address, engines by their network namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from e2e import stand_in
+from e2e.chaos.stack import ENGINES
+from e2e.chaos.talk import Trainer, local_trainer
+from e2e.cluster import nodes
+from e2e.kube import SYSTEM, Kubectl, Refused, eventually, install_operator
+
+NAMESPACE = NAME = "chaos"
+WEIGHTS = {
+    "deadlines": {"groupSeconds": 10, "updateSeconds": 12, "pauseSeconds": 8, "idleSeconds": 10, "totalSeconds": 60, "stuckSeconds": 4},
+    "trainerLease": {"ttlSeconds": 3},
+}
+"""As in the matrix of processes."""
+_CALL = (
+    "import sys, urllib.request as u\n"
+    "r = u.Request('http://127.0.0.1:30001' + sys.argv[2], method=sys.argv[1], data=sys.argv[3].encode() or None)\n"
+    "print(u.build_opener(u.ProxyHandler({})).open(r, timeout=5).read().decode())\n"
+)
+_FAR = 1
+"""The node that is lost. The other one runs the control plane and, here, the router and the operator."""
+
+
+class LabStack:
+    """Use as a context manager. The cluster must be up, with two nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kubectl = Kubectl(NAMESPACE)
+        self.trainer: Trainer | None = None
+        self.url = ""
+        self._ends = ExitStack()
+
+    def __enter__(self) -> LabStack:
+        if len(nodes.running()) != 2:
+            raise SystemExit("The matrix wants a lab of two nodes: python -m e2e.cluster down; python -m e2e.cluster up --nodes 2")
+        install_operator()
+        with suppress(Refused):  # it is there already
+            self.kubectl("create", "namespace", NAMESPACE)
+        self._remove()
+        self._ends.callback(self._remove)
+        self.kubectl.apply(stand_in.code())
+        self.kubectl.apply(self._rollout())
+        eventually("the router runs", lambda: self._pods("router")[0]["status"]["podIP"], within=60)
+        self._keep_near(self.kubectl, f"rollout.sglang.io/rollout={NAME},app.kubernetes.io/component=router")
+        self._keep_near(Kubectl(SYSTEM), "")
+        self.url = f"http://{self.kubectl.get('svc', f'{NAME}-router')['spec']['clusterIP']}:30000"
+        self.until("all engines serve", lambda: self.document().get("serving") == ENGINES, 180)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.trainer is not None:
+            self.trainer.end()
+        self._ends.close()
+
+    def new_trainer(self) -> Trainer:
+        """End the trainer there is and start another."""
+        if self.trainer is not None:
+            self.trainer.end()
+        self.trainer = local_trainer(self.url, self.folder / "trainer.log")
+        return self.trainer
+
+    def document(self) -> dict[str, Any]:
+        """``GET /fleet``; empty while nobody answers."""
+        try:
+            reply = requests.get(f"{self.url}/fleet", timeout=5)
+            return dict(reply.json()) if reply.ok else {}
+        except (requests.RequestException, ValueError):
+            return {}
+
+    def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
+        """Let one call of a phase take longer on some engines."""
+        for index in engines:
+            self.ask(index, "POST", "/stand_in/faults", {"kind": "slow", "phase": phase, "times": 1, "seconds": seconds})
+
+    def calm(self) -> None:
+        """Disarm what did not land."""
+        for index in range(ENGINES):
+            with suppress(LookupError):
+                self.ask(index, "DELETE", "/stand_in/faults")
+
+    def paused(self) -> list[int]:
+        """Engines that say they are paused or in a session; also on a node that nobody else reaches."""
+        found = []
+        for index in range(ENGINES):
+            with suppress(LookupError):
+                state = self.ask(index, "GET", "/stand_in/state")
+                if state["paused"] or state["session"]:
+                    found.append(index)
+        return found
+
+    def ask(self, index: int, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Call a stand-in from within its pod's network. Raises LookupError when it does not run."""
+        said = json.dumps(body) if body else ""
+        command = ["nsenter", "-t", str(self.engine_pid(index)), "--net", sys.executable, "-c", _CALL, method, path, said]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode:
+            raise LookupError(f"engine {index} does not answer {path}: {done.stderr.strip().splitlines()[-1:]}")
+        return json.loads(done.stdout)
+
+    def engine_pid(self, index: int) -> int:
+        """The stand-in's process on this machine. Raises LookupError."""
+        pod = f"HOSTNAME={NAME}-engine-{index}-0".encode()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                if words[1:3] == [b"-m", b"sglang.launch_server"] and pod in (entry / "environ").read_bytes().split(b"\0"):
+                    return int(entry.name)
+        raise LookupError(f"no process of engine {index} runs")
+
+    def pod(self, index: int) -> dict[str, Any]:
+        """An engine's pod."""
+        return self.kubectl.get("pod", f"{NAME}-engine-{index}-0")
+
+    def far(self) -> list[int]:
+        """Engines on the node that can be lost."""
+        return [index for index in range(ENGINES) if self.pod(index)["spec"]["nodeName"] == f"node{_FAR}"]
+
+    def until(self, what: str, check: Any, within: float) -> float:
+        """Wait for something; returns the seconds it took. Raises AssertionError with what is the case instead."""
+        began = time.monotonic()
+        while time.monotonic() - began < within:
+            with suppress(requests.RequestException, Refused):
+                if check():
+                    return time.monotonic() - began
+            time.sleep(0.1)
+        raise AssertionError(f"not within {within:g} s: {what}. The fleet: {json.dumps(self.document())[:1500]}")
+
+    def rest(self) -> None:
+        """Pods of a node that was away for long are made anew when it is back, also when they have served again by then."""
+        self.until("every pod is ready, and none goes away", lambda: all(_stays(pod) for pod in self._pods("engine")), 180)
+
+    def is_told(self) -> bool:
+        """Whether the custom resource's status says what the fleet says."""
+        status, seen = self.kubectl.get("sglr", NAME)["status"], self.document()
+        said = (status["ready"], status["weights"]["committedVersion"])
+        return bool(said == (f"{seen['serving']}/{ENGINES}", seen["committed"]["label"]))
+
+    def _remove(self) -> None:
+        self.kubectl("delete", "sglr", NAME, "--ignore-not-found", "--wait=false")
+        mine = f"rollout.sglang.io/rollout={NAME}"
+        eventually("the pods of an earlier run are gone", lambda: not self.kubectl.list("pods", mine), within=240)
+
+    def _rollout(self) -> dict[str, Any]:
+        made = stand_in.rollout(NAME, replicas=ENGINES, weights=WEIGHTS)
+        spread = {"rollout.sglang.io/rollout": NAME, "app.kubernetes.io/component": "engine"}
+        made["spec"]["podTemplate"]["spec"]["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "DoNotSchedule",
+                "labelSelector": {"matchLabels": spread},
+            }
+        ]
+        return made
+
+    def _pods(self, component: str) -> list[dict[str, Any]]:
+        return self.kubectl.list("pods", f"rollout.sglang.io/rollout={NAME},app.kubernetes.io/component={component}")
+
+    def _keep_near(self, kubectl: Kubectl, selector: str) -> None:
+        """Move pods off the node that will be lost: what is asked is what becomes of the engines there."""
+        kubectl("cordon", f"node{_FAR}")
+        try:
+            for pod in kubectl.list("pods", selector):
+                if pod["spec"].get("nodeName") == f"node{_FAR}":
+                    kubectl("delete", "pod", pod["metadata"]["name"], "--wait=true", timeout=240)
+            eventually("they run elsewhere", lambda: all(_near(pod) for pod in kubectl.list("pods", selector)), within=90)
+        finally:
+            kubectl("uncordon", f"node{_FAR}")
+
+
+def _stays(pod: dict[str, Any]) -> bool:
+    ready = next((one["status"] for one in pod["status"].get("conditions", []) if one["type"] == "Ready"), "")
+    return ready == "True" and not pod["metadata"].get("deletionTimestamp")
+
+
+def _near(pod: dict[str, Any]) -> bool:
+    return bool(pod["spec"].get("nodeName") == "node0" and pod["status"]["phase"] == "Running")

@@ -1,0 +1,72 @@
+"""The trainer's process, seen from the one who tells it what to do: a process of this machine, or one in a pod."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from e2e.cluster.paths import REPOSITORY
+from e2e.engine import environment
+
+MODULE = "e2e.chaos.trainer"
+
+
+class Trainer:
+    """A process that runs ``e2e.chaos.trainer``."""
+
+    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> None:
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(env or {})}
+            )
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+        ready = self.said("ready", 120)
+        self.pid = int(ready["pid"])
+        """Of the trainer itself, where it runs."""
+        self.base = [int(token) for token in ready["tokens"]]
+        """What an engine generates that was never updated."""
+
+    def begin(self, label: str, manner: str = "") -> list[int]:
+        """Start a push; returns the tokens that engines with its weights generate. For ``manner`` see ``trainer.py``."""
+        if self.process.stdin is None:
+            raise RuntimeError("the trainer has no input")
+        print(f"{manner} {label}".strip(), file=self.process.stdin, flush=True)
+        return [int(token) for token in self.said("tokens", 30)["tokens"]]
+
+    def outcome(self, within: float) -> dict[str, Any]:
+        """How the push went. Raises TimeoutError: it has not ended."""
+        return self.said("ok", within)
+
+    def said(self, key: str, within: float) -> dict[str, Any]:
+        """The next thing it says that has ``key``. Raises TimeoutError."""
+        end = time.monotonic() + within
+        while time.monotonic() < end:
+            with suppress(queue.Empty):
+                line = self._lines.get(timeout=0.2)
+                if key in line:
+                    return line
+        raise TimeoutError(f"the trainer said no {key!r} within {within:g} s")
+
+    def end(self) -> None:
+        """Kill it, however it is."""
+        self.process.kill()
+        self.process.wait()
+
+    def _read(self, lines: IO[str]) -> None:
+        for line in lines:
+            self._lines.put(json.loads(line))
+
+
+def local_trainer(url: str, log: Path) -> Trainer:
+    """A trainer on this machine, with the Python that has torch."""
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "operator")])
+    return Trainer([str(environment.python(make=False)), "-m", MODULE, url], log, {"PYTHONPATH": paths})

@@ -1,0 +1,116 @@
+"""A fleet of stand-in engines on a cluster, and the pod of a trainer for it: the documents that are applied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from e2e.kube import ROOT
+
+CODE = "stand-in-code"
+"""ConfigMap with the files below."""
+SHARED = "/var/tmp/sglang-rollout-e2e"
+"""A folder of the nodes. All nodes of the lab are one machine, so they share it; on another cluster of several nodes they would not."""
+CKPT = "/ckpt"
+"""Where engines and trainers see the shared folder."""
+_ENGINE = {"stand-in-init": "e2e/stand_in/sglang/__init__.py", "stand-in-server": "e2e/stand_in/sglang/launch_server.py"}
+_TRAINER = {
+    "e2e": "e2e/__init__.py",
+    "chaos": "e2e/chaos/__init__.py",
+    "trainer": "e2e/chaos/trainer.py",
+    "protocol": "e2e/chaos/trainer_protocol.py",
+}
+Document = dict[str, Any]
+
+
+def code() -> Document:
+    """The ConfigMap that brings this checkout's scripts into the pods."""
+    files = {key: (ROOT / path).read_text() for key, path in {**_ENGINE, **_TRAINER}.items()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": CODE}, "data": files}
+
+
+def _mounted(files: dict[str, str], below: str) -> list[Document]:
+    return [{"key": key, "path": str(Path(path).relative_to(below))} for key, path in files.items()]
+
+
+def _job() -> Document:
+    """The pod of the example trainer, which borrows our library from the fleet's image."""
+    return dict(yaml.safe_load((ROOT / "examples/trainer/job.yaml").read_text())["spec"]["template"]["spec"])
+
+
+def rollout(name: str, *, replicas: int = 3, weights: Document | None = None) -> Document:
+    """An SGLangRollout whose engines are stand-ins, with short deadlines."""
+    document: Document = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
+    document["metadata"] = {"name": name}
+    spec = document["spec"]
+    spec["replicas"] = replicas
+    spec["model"] = {"path": "stand-in", "servedName": "tiny"}
+    spec["engine"] |= {
+        "args": [],
+        "env": [{"name": "OMP_NUM_THREADS", "value": "1"}, {"name": "PYTHONPATH", "value": "/opt/stand-in:/opt/client"}],
+        "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
+    }
+    spec["weights"] = {
+        "backend": "gloo",
+        "verify": "Always",
+        "deadlines": {"groupSeconds": 10, "updateSeconds": 10, "idleSeconds": 10, "pauseSeconds": 8, "totalSeconds": 60, "stuckSeconds": 5},
+        "trainerLease": {"ttlSeconds": 5},
+    } | (weights or {})
+    library = _job()["initContainers"][0]
+    spec["podTemplate"] = {
+        "spec": {
+            "initContainers": [library],
+            "containers": [
+                {
+                    "name": "engine",
+                    "volumeMounts": [
+                        {"name": "client", "mountPath": "/opt/client"},
+                        {"name": "stand-in", "mountPath": "/opt/stand-in"},
+                        {"name": "ckpt", "mountPath": CKPT},
+                    ],
+                }
+            ],
+            "volumes": [
+                {"name": "client", "emptyDir": {}},
+                {"name": "stand-in", "configMap": {"name": CODE, "items": _mounted(_ENGINE, "e2e/stand_in")}},
+                _ckpt(),
+            ],
+        }
+    }
+    return document
+
+
+def trainer_pod(name: str) -> Document:
+    """A pod that waits; trainers are started in it, with torch, our library and the scripts of this checkout."""
+    pod = _job()
+    pod["terminationGracePeriodSeconds"] = 1
+    container = pod["containers"][0]
+    del container["args"]
+    # As a child of a shell that reaps, not as process 1, which no signal from inside its own pod can kill.
+    container["command"] = ["sh", "-c", "while :; do sleep 5; done"]
+    path = next(variable for variable in container["env"] if variable["name"] == "PYTHONPATH")
+    path["value"] = f"/opt/e2e:{path['value']}"
+    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] == "client"]
+    container["volumeMounts"] += [{"name": "e2e", "mountPath": "/opt/e2e"}, {"name": "ckpt", "mountPath": CKPT}]
+    pod["initContainers"].append(_open_folder(pod["initContainers"][0]["image"]))
+    pod["volumes"] = [volume for volume in pod["volumes"] if volume["name"] == "client"]
+    pod["volumes"] += [{"name": "e2e", "configMap": {"name": CODE, "items": _mounted(_TRAINER, ".")}}, _ckpt()]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": pod}
+
+
+def _ckpt() -> Document:
+    return {"name": "ckpt", "hostPath": {"path": SHARED, "type": "DirectoryOrCreate"}}
+
+
+def _open_folder(image: str) -> Document:
+    """The kubelet makes the shared folder for root alone."""
+    return {
+        "name": "shared-folder",
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["sh", "-c", f"chmod 1777 {CKPT} && rm -rf {CKPT}/*"],
+        "securityContext": {"runAsUser": 0, "runAsNonRoot": False},
+        "volumeMounts": [{"name": "ckpt", "mountPath": CKPT}],
+    }

@@ -1,0 +1,15 @@
+"""In the place of SGLang's server: a stand-in engine that takes the arguments which the operator gives to SGLang.
+
+A fleet of stand-ins is made with fields that every user has: this package and our library come before SGLang on the engine's
+PYTHONPATH (``e2e/stand_in``).
+"""
+
+import argparse
+
+from sglang_rollout.trainer.testing.cli import command
+
+parser = argparse.ArgumentParser()
+for name in ("--host", "--port", "--tp-size", "--weight-version"):
+    parser.add_argument(name, required=True)
+known, _ = parser.parse_known_args()
+command(["--host", known.host, "--port", known.port, "--tensor", known.tp_size, "--weight-version", known.weight_version])

@@ -1,0 +1,60 @@
+"""A group whose other rank has stopped in the middle of a broadcast; run by a Python with torch. Prints whether the broadcast still ran
+when the group had been left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sglang_rollout.trainer.group import Group, Rendezvous
+from sglang_rollout.trainer.waiting import Deadline, background
+
+LIMIT = 20.0
+BYTES = 256 << 20
+"""More than the kernel takes for a peer that does not read."""
+
+
+def peer(port: int, name: str) -> None:
+    """Rank 1: joins, and is stopped before it takes part in anything."""
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=LIMIT)))
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=LIMIT)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    joined = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", store)), 1, 2, options)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    print(joined, file=sys.stderr)
+
+
+def unsent() -> int:
+    """Bytes that wait in TCP connections of this network namespace for a reader on this machine."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return max(int(row[4].split(":")[1], 16) for row in rows)  # rx_queue
+
+
+def main() -> None:
+    """Rank 0."""
+    meeting = Rendezvous(host="127.0.0.1", world_size=2, backend="gloo", device=None, deadline=Deadline(LIMIT))
+    child = os.fork()
+    if child == 0:
+        peer(meeting.port, meeting.name)
+    group = Group(meeting, meeting.join(), epoch=1, members=["stopped"])
+    os.waitpid(child, os.WUNTRACED)
+    sent = background(group.broadcast, torch.zeros(BYTES, dtype=torch.uint8), timeout=LIMIT)
+    while unsent() == 0:  # until the kernel holds bytes that the peer does not read
+        time.sleep(0.05)
+    group.close()
+    print("running" if not sent.done() else "ended")
+    sys.stdout.flush()
+    os.kill(child, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
