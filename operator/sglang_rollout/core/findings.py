@@ -123,7 +123,7 @@ def _all_serve(facts: Facts) -> Finding:
     if not facts.wanted:
         rollout = facts.world.rollout
         if rollout is not None and rollout.spec.state is State.SUSPENDED:
-            kept = f"Suspended by spec.state: no engine runs{_version(facts)}."
+            kept = f"Suspended by spec.state: no engine runs. Kept:{_version(facts)}." if facts.world.record else "Suspended by spec.state."
             return Finding(ConditionType.READY, "False", Reason.SUSPENDED, kept)
         return Finding(ConditionType.READY, "True", Reason.SCALED_TO_ZERO, "No engine is wanted (spec.replicas is 0).")
     return Finding(ConditionType.READY, "True", Reason.ALL_SERVING, f"All {len(facts.wanted)} engines serve{_version(facts)}.")

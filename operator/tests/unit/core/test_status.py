@@ -249,7 +249,7 @@ def test_suspended_is_not_ready_and_says_what_is_kept() -> None:
     seen = world([], written=record(), custom=cr(replicas=2, state="Suspended"))
     status, reason, message = ready(seen)
     assert (status, reason) == ("False", "Suspended")
-    assert "no engine runs" in message
+    assert message.startswith("Suspended by spec.state: no engine runs. Kept: version ")
     assert build_status(seen, SETTINGS, NOW)["ready"] == "0/0"
 
 
