@@ -65,7 +65,7 @@ chaos: venv engine-venv ## The fault matrix: every part killed or stopped in eve
 	@$(BIN)/python -m e2e.chaos --out out/chaos.json
 
 bench: venv engine-venv ## Benchmarks: ratios against a baseline in the same run, results in bench/results
-	@for b in reconcile push latency; do $(BIN)/python -m bench.$$b; done
+	@for b in reconcile push catchup endurance inflight latency; do $(BIN)/python -m bench.$$b; done
 
 # --- cluster and demo --------------------------------------------------------------------------------------------------
 .PHONY: cluster-up cluster-status cluster-down images demo clean
