@@ -1,4 +1,4 @@
-"""What the benchmarks share: machine facts, results, statistics, and a fleet of real engines on this machine."""
+"""What the benchmarks share: machine facts, results, statistics."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ import json
 import os
 import platform
 import random
-import signal
 import socket
-import subprocess
-import sys
-import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from e2e.engine import Engine, start_engine
-
 RESULTS = Path(__file__).parent / "results"
-_START_SECONDS = 120.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -59,16 +49,17 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, round(percent / 100 * len(ordered) + 0.5) - 1))]
 
 
-def free_port() -> int:
-    """A loopback port below the ephemeral range."""
+def free_port(*, first: int = 26200, row: int = 1) -> int:
+    """The first of so many free loopback ports in a row, below the ephemeral range."""
     while True:
-        port = random.randrange(26200, 26900)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+        port = random.randrange(first, first + 700)
+        try:
+            for number in range(row):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port + number))
+        except OSError:
+            continue
+        return port
 
 
 def get(url: str, seconds: float = 5.0) -> dict[str, Any]:
@@ -78,42 +69,10 @@ def get(url: str, seconds: float = 5.0) -> dict[str, Any]:
         return value
 
 
-@dataclass(frozen=True)
-class LocalFleet:
-    """Engines, and the fleet's URL in front of them."""
-
-    url: str
-    engines: list[Engine]
-
-
-@contextmanager
-def local_fleet(number: int, *, model: Path | None = None, args: Sequence[str] = ()) -> Iterator[LocalFleet]:
-    """Real engines behind ``sglang-rollout local``, serving when the block begins."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="rollout-bench-")))
-        engines = [stack.enter_context(start_engine(free_port(), model=model, args=args, wait=False)) for _ in range(number)]
-        for engine in engines:
-            engine.wait()
-        address = f"127.0.0.1:{free_port()}"  # only now: engines take ports too while they start
-        wanted = [part for engine in engines for part in ("--engine", engine.url)]
-        command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
-        with (folder / "local.log").open("wb") as log:
-            process = subprocess.Popen([*command, "--state-dir", str(folder / "state")], stdout=log, stderr=log)
-        try:
-            _wait_serving(f"http://{address}", number, process, folder / "local.log")
-            yield LocalFleet(f"http://{address}", engines)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-
-
-def _wait_serving(url: str, number: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + _START_SECONDS
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            if get(f"{url}/fleet")["serving"] == number:
-                return
-        except OSError:
-            pass  # the front is not up yet, or answers for a coordinator that is not
-        time.sleep(0.5)
-    raise SystemExit(f"{url}: {number} engines did not serve within {_START_SECONDS:.0f} s. The end of the log:\n{log.read_text()[-2000:]}")
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Processor time that these processes have used so far."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

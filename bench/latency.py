@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
-from bench.common import local_fleet, machine, percentile, save
+from bench.common import machine, percentile, save
+from bench.fleets import local_fleet, real_engines
 
 CONCURRENT = (1, 16, 256)
 BLOCKS = 3
@@ -95,10 +96,10 @@ def main() -> int:
     facts = machine()
     rows = []
     print(f"{'what':<12} {'at once':>7} {'direct p50':>11} {'p99':>8} {'fleet p50':>10} {'p99':>8} {'ratio p50':>10} {'p99':>6}   (ms)")
-    with local_fleet(1, args=("--max-running-requests", "256", "--max-total-tokens", "65536")) as fleet:
+    with real_engines(1, args=("--max-running-requests", "256", "--max-total-tokens", "65536")) as engines, local_fleet(engines) as fleet:
         for request in (one_token, first_event):
             for concurrent in CONCURRENT:
-                row = asyncio.run(compare(fleet.engines[0].url, fleet.url, request, concurrent, options.seconds))
+                row = asyncio.run(compare(fleet.engines[0], fleet.url, request, concurrent, options.seconds))
                 rows.append(row)
                 direct, through, ratio = row["direct"], row["fleet"], row["ratio"]
                 print(

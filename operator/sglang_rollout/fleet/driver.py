@@ -154,7 +154,7 @@ class Driver:
                     future = self._waiting.get(call)
                     if future is not None and not future.done():
                         future.set_result(answer)
-        self._metrics.observe(self._machine)
+        self._metrics.count(self._machine.fleet.last_update)
         self._report(self._machine.fleet.last_update)
 
     def _cut(self, effect: Cut) -> None:

@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.machine import Machine
+from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.wire.models import LastUpdate
 
 PREFIX = "sglang_rollout_fleet"
 # From a call on an idle engine (milliseconds) to a bucket of a large model (minutes).
@@ -31,9 +33,25 @@ class Metrics:
         self._failures = Counter(f"{PREFIX}_fan_out_failures", "Engines on which a call failed", ["path"], registry=self.registry)
         self._last: tuple[str, str] | None = None
 
-    def observe(self, machine: Machine) -> None:
-        """Take the figures of the machine's facts."""
-        fleet = machine.fleet
+    def count(self, last: LastUpdate | None) -> None:
+        """Count an update that has ended; told the same one again, nothing."""
+        if last is not None and (last.outcome.value, str(last.version)) != self._last:
+            self._last = (last.outcome.value, str(last.version))
+            self._updates.labels(last.outcome.value).inc()
+
+    def fan_out(self, path: str, seconds: float, results: Mapping[str, Result]) -> None:
+        """Count one call on several engines."""
+        path = path.partition("?")[0]
+        self._calls.labels(path).observe(seconds)
+        self._failures.labels(path).inc(sum(not result.ok for result in results.values()))
+
+    def text(self, machine: Machine | None) -> bytes:
+        """The Prometheus text format. Figures of the machine's facts are taken now: facts change far more often than anybody asks."""
+        if machine is not None:
+            self._observe(machine.fleet)
+        return generate_latest(self.registry)
+
+    def _observe(self, fleet: Fleet) -> None:
         states: dict[str, int] = {"clean": 0, "dirty": 0, "unknown": 0}
         for engine in fleet.engines.values():
             states[engine.row().state.value] += 1
@@ -46,17 +64,3 @@ class Metrics:
         if fleet.committed is not None:
             self._run.set(fleet.committed.run)
             self._n.set(fleet.committed.n)
-        last = fleet.last_update
-        if last is not None and (last.outcome.value, str(last.version)) != self._last:
-            self._last = (last.outcome.value, str(last.version))
-            self._updates.labels(last.outcome.value).inc()
-
-    def fan_out(self, path: str, seconds: float, results: Mapping[str, Result]) -> None:
-        """Count one call on several engines."""
-        path = path.partition("?")[0]
-        self._calls.labels(path).observe(seconds)
-        self._failures.labels(path).inc(sum(not result.ok for result in results.values()))
-
-    def text(self) -> bytes:
-        """The Prometheus text format."""
-        return generate_latest(self.registry)

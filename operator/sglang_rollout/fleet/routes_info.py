@@ -37,7 +37,8 @@ async def get_document(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus text."""
-    return web.Response(body=request.app[PARTS].metrics.text(), content_type="text/plain", charset="utf-8")
+    parts = request.app[PARTS]
+    return web.Response(body=parts.metrics.text(parts.driver.machine), content_type="text/plain", charset="utf-8")
 
 
 async def get_server_info(request: web.Request) -> web.Response:

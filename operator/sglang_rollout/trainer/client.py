@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +19,7 @@ CONNECT_SECONDS = 5.0
 
 
 class Http:
-    """A client of one base URL that many threads may use: each gets a session (a connection) of its own."""
+    """A client of one base URL that many threads may use at once."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -26,9 +28,9 @@ class Http:
         self.url = url.rstrip("/")
         self.host: str = parts.hostname
         self.port: int = parts.port or (443 if parts.scheme == "https" else 80)
-        self._local = threading.local()
         self._lock = threading.Lock()
         self._sessions: list[requests.Session] = []
+        self._idle: list[requests.Session] = []
 
     def get(self, path: str, *, timeout: float) -> dict[str, Any]:
         """GET a JSON object. Retried on connection errors and 502-504: asking twice changes nothing."""
@@ -44,37 +46,43 @@ class Http:
         """One HTTP exchange; the caller judges the reply."""
         connect = min(CONNECT_SECONDS, timeout)
         try:
-            return self._session().request(method, self.url + path, json=body, timeout=(connect, timeout))
+            with self._session() as session:
+                return session.request(method, self.url + path, json=body, timeout=(connect, timeout))
         except requests.exceptions.Timeout as error:
             raise FleetUnreachable(f"{self.url}{path} did not answer within {timeout:.0f} s.") from error
         except requests.exceptions.RequestException as error:
             raise FleetUnreachable(f"{self.url}{path} could not be reached: {error}") from error
 
     def close(self) -> None:
-        """Close the connections of all threads."""
+        """Close all connections."""
         with self._lock:
             for session in self._sessions:
                 session.close()
-            self._sessions.clear()
-        self._local = threading.local()
 
-    def _session(self) -> requests.Session:
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = requests.Session()
-            session.trust_env = False  # a cluster-internal URL never goes through the proxy of somebody's shell
-            retry = Retry(
-                total=3,
-                backoff_factor=0.2,
-                status_forcelist=(502, 503, 504),
-                allowed_methods=("GET",),
-                raise_on_status=False,
-            )
-            session.mount("http://", HTTPAdapter(max_retries=retry))
-            session.mount("https://", HTTPAdapter(max_retries=retry))
-            self._local.session = session
+    @contextmanager
+    def _session(self) -> Iterator[requests.Session]:
+        """A session for one exchange. As many are made as are ever in use at once: threads come and go with every bucket."""
+        with self._lock:
+            session = self._idle.pop() if self._idle else self._new_session()
+        try:
+            yield session
+        finally:
             with self._lock:
-                self._sessions.append(session)
+                self._idle.append(session)
+
+    def _new_session(self) -> requests.Session:
+        session = requests.Session()
+        session.trust_env = False  # a cluster-internal URL never goes through the proxy of somebody's shell
+        retry = Retry(
+            total=3,
+            backoff_factor=0.2,
+            status_forcelist=(502, 503, 504),
+            allowed_methods=("GET",),
+            raise_on_status=False,
+        )
+        session.mount("http://", HTTPAdapter(max_retries=retry))
+        session.mount("https://", HTTPAdapter(max_retries=retry))
+        self._sessions.append(session)
         return session
 
     def _checked(self, path: str, response: requests.Response) -> dict[str, Any]:

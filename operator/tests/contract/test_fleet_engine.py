@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,8 @@ PORTS = (25301, 25302)
 URL = "http://127.0.0.1:25300"
 TRAINER = Path(__file__).with_name("fleet_trainer.py")
 PROMPT = {"input_ids": [11, 22, 33], "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+LONG = 600
+"""Tokens of an answer that takes longer than an update."""
 
 
 @dataclass
@@ -103,6 +107,42 @@ def test_a_trainer_without_session_and_version_commits_when_it_continues(stack: 
     after = stack.tokens()
     assert after[0] == after[1]
     assert after[0][1] == str(n + 1)
+
+
+def stream(number: int) -> dict[str, Any]:
+    """One streamed request through the URL; the ``meta_info`` of its last event."""
+    params = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
+    body = {"input_ids": [100 + number, 22, 33], "sampling_params": params, "stream": True}
+    last = b""
+    with requests.post(f"{URL}/generate", json=body, stream=True, timeout=120) as reply:
+        reply.raise_for_status()
+        for line in reply.iter_lines():
+            last = line if line.startswith(b"data: {") else last
+    return dict(json.loads(last.removeprefix(b"data: "))["meta_info"])
+
+
+def test_requests_under_way_when_weights_come_go_on_with_the_new_ones_and_lose_no_token(stack: Stack) -> None:
+    before = stack.document()["committed"]["label"]
+    pushed = threading.Event()
+
+    def client(number: int) -> list[dict[str, Any]]:
+        answers = [stream(number)]
+        while not pushed.is_set():
+            answers.append(stream(number))
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client, number) for number in range(4)]
+        try:
+            assert not stack.train("f", "session", seed=6)["refused"]
+        finally:
+            pushed.set()
+        answers = [answer for running in clients for answer in running.result(120)]
+    after = stack.document()["committed"]["label"]
+    assert {(answer["completion_tokens"], answer["finish_reason"]["type"]) for answer in answers} == {(LONG, "length")}
+    spans = {tuple(span["version"] for span in answer["weight_versions"]) for answer in answers}
+    assert (before, after) in spans, "some request was under way"
+    assert spans <= {(before,), (before, after), (after,)}
 
 
 def test_a_wrong_world_size_reaches_no_engine(stack: Stack) -> None:

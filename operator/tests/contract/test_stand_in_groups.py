@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,22 @@ def test_tensor_parallel_ranks_join_as_so_many_members(trainer: Peer, tmp_path: 
         engine.kill()
 
 
+def test_a_group_that_was_left_leaves_no_open_file_behind(trainer: Peer, tmp_path: Path) -> None:
+    engine = stand_in(free_port(), tmp_path / "log")
+    engine.start()
+    try:
+        engine.wait()
+        made = Server("stand-in", engine)
+        held = []
+        for _ in range(5):
+            assert [status for status, _ in trainer.open([made])] == [200]
+            assert made.post("/destroy_weights_update_group", {"group_name": trainer.group})[0] == 200
+            held.append(files(engine))
+        assert held[-1] == held[0]
+    finally:
+        engine.kill()
+
+
 def test_the_old_generation_updates_without_a_session_and_dies_of_a_flush_that_fails(trainer: Peer, tmp_path: Path) -> None:
     engine = stand_in(free_port(), tmp_path / "log", "--old")
     engine.start()
@@ -275,3 +292,13 @@ def resident(engine: Engine) -> int:
     assert engine.process is not None
     status = Path(f"/proc/{engine.process.pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) // 1024
+
+
+def files(engine: Engine) -> int:
+    """Open files of the process that are no sockets: those close when the other side has noticed."""
+    assert engine.process is not None
+    links = []
+    for entry in Path(f"/proc/{engine.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(str(entry.readlink()))
+    return sum(not link.startswith("socket:") for link in links)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from fleet_world import World, group_body, push
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import END, INIT, UPDATE
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.models import UpdateOutcome, Version, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK
 
@@ -49,6 +51,34 @@ def test_a_second_coordinator_proves_a_commit_that_the_first_could_not_write() -
     world.start()
     world.sync_all()
     assert world.machine.fleet.committed == Version(run=1, n=2, label="2")
+
+
+def test_engines_that_say_the_same_again_make_no_work_and_what_changed_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 64 engines answers twice a second; to draw up the whole fleet's record every time took more than a push."""
+    world = World([1] * 64)
+    world.sync_all()
+    world.sync_all()
+    drawn: list[None] = []
+    draw = Fleet.record
+    monkeypatch.setattr(Fleet, "record", lambda fleet: drawn.append(None) or draw(fleet))
+    world.sync_all()
+    assert not drawn
+    world.agents["e63"].restart()
+    world.sync("e63")
+    assert drawn
+    assert world.record is not None
+    assert [row.boot_id for row in world.record.engines if row.name == "e63"] == ["e63#2"]
+
+
+def test_what_an_engine_says_in_the_middle_of_a_call_is_recorded_within_a_tick() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    world.ask(ev.Pause("abort", {"mode": "abort"}))
+    world.agents["e1"].restart()
+    world.sync("e1")
+    world.tick(1.0)
+    assert world.record is not None
+    assert world.record.engines[1].boot_id == "e1#2"
 
 
 def test_a_client_that_leaves_before_its_turn_changes_nothing() -> None:

@@ -34,22 +34,29 @@ class Knowledge:
         for result in results.values():
             if result.agent is not None:
                 self._take(result.agent)
+                self._fresh = True
 
-    def seen(self, event: Seen) -> None:
-        """Take in the answer to a sync, or that there was none."""
+    def seen(self, event: Seen) -> bool:
+        """Take in the answer to a sync, or that there was none. Returns whether anything is known now that was not before."""
         engine = self._fleet.engines.get(event.name)
         if engine is None:
-            return
+            return False
+        before = (engine.status, engine.misses)
         if event.status is None:
             engine.misses += 1
         elif event.status.name == event.name:
             self._take(event.status)
+        self._fresh = self._fresh or before != (engine.status, engine.misses)
+        return self._fresh
+
+    def doubt(self) -> None:
+        """Let the next conclusion be drawn anew, from facts that nobody brought here."""
+        self._fresh = True
 
     def _take(self, status: AgentStatus) -> None:
         engine = self._fleet.engines.get(status.name)
         if engine is not None:
             engine.status, engine.misses, engine.heard = status, 0, self._fleet.now
-            self._fresh = True
 
     def wanted(self, event: Wanted) -> None:
         """Take in the members and the policy."""

@@ -115,12 +115,17 @@ class Machine:
             case Written():
                 self._resume(event.effect, {"record": Result(ok=event.ok)})
             case Seen():
-                self._knowledge.seen(event)
+                if not self._knowledge.seen(event):
+                    # Of a large fleet hundreds a second: what follows from the time alone follows at the next tick.
+                    return []
             case Wanted():
                 self._postponed = event
             case Tick():
-                pass
+                self._knowledge.doubt()
         self._settle()
+        # A status that comes in the middle of a script is recorded with the script's next step, or at the next tick.
+        if self._turn is None or not isinstance(event, Seen):
+            self._save()
         done, self._out = self._out, []
         return done
 
@@ -193,6 +198,7 @@ class Machine:
 
     def _end(self, running: _Running, answer: Answer) -> None:
         self._reply(running, answer)
+        self._knowledge.doubt()
         if self._turn is not running:
             return
         self._turn = None
@@ -225,7 +231,6 @@ class Machine:
             self._advance(running, None)
         self._watch_trainer()
         self._start_joiners()
-        self._save()
 
     def _start_joiners(self) -> None:
         """Let engines catch up that can; each runs beside what else goes on."""
@@ -234,6 +239,7 @@ class Machine:
             if found is None:
                 return
             self.fleet.engines[name].catching = True
+            self._knowledge.doubt()
             self._advance(_Running(catch_up(self.fleet, name, found), None), None)
 
     def _watch_trainer(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,7 +41,8 @@ class SocketsOfDevice:
 
     def shut(self) -> None:
         """Shut down all connections. The listening socket stays: gloo ends the whole process when accept() fails."""
-        for fd in {fd for epoll in self._epolls for fd in _watched(epoll)}:
+        # What is no socket wakes the device's own thread: as a socket it could not be opened, and its copy would stay open.
+        for fd in {fd for epoll in self._epolls for fd in _watched(epoll) if _is_socket(fd)}:
             with suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
                 if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     sock.shutdown(socket.SHUT_RDWR)
@@ -53,6 +55,13 @@ def _open() -> dict[int, str]:
             with suppress(OSError):  # closed meanwhile
                 found[int(entry.name)] = str(entry.readlink())
     return found
+
+
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 
 
 def _watched(epoll: int) -> list[int]:

@@ -98,6 +98,11 @@ def test_the_next_bucket_is_prepared_while_one_travels(willing: FakeFleet) -> No
     assert group.flattened[1][0] < arrived[0]
 
 
+def test_a_push_of_many_buckets_keeps_one_connection(willing: FakeFleet) -> None:
+    assert run(willing, FakeGroup(), names="abcdefghijklmnop").buckets == 8
+    assert willing.connections == 1
+
+
 def test_a_refusal_ends_a_broadcast_that_nobody_receives(willing: FakeFleet) -> None:
     refused = {"success": False, "message": "engine demo-engine-1 is not up", "fleet": {"engine": "demo-engine-1"}}
     willing.replies[UPDATE] = (400, refused)

@@ -43,11 +43,16 @@ class FakeFleet:
         self.replies: dict[str, Script | list[Script]] = {"/health": (200, {}), "/fleet": (200, document())}
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.counts: dict[str, int] = defaultdict(int)
+        self.connections = 0
         self._lock = threading.Lock()
         fleet = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                fleet.connections += 1
+                super().setup()
 
             def log_message(self, *_: object) -> None:
                 """Keep quiet."""

@@ -1,0 +1,67 @@
+"""Agents of many engines in one process, each on its own port, with gates that exist in memory only.
+
+    python -m bench.agents FOLDER FIRST_PORT ENGINE_URL...
+
+Sixty-four sets of agent and haproxy as processes would measure how this machine switches between them. What is left out is the gate
+(one hop on the way to the agent, and a command on its socket when it moves); what the agents do is what they do in a pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from sglang_rollout.agent import cli
+from sglang_rollout.agent.gate import Gate, GateView
+from sglang_rollout.proxy.address import Address
+
+
+class MemoryGate(Gate):
+    """Obeys at once."""
+
+    def __init__(self, socket: Path) -> None:
+        super().__init__(socket)
+        self._open = False
+
+    async def view(self) -> GateView:
+        """What it was told last."""
+        return GateView(pid=1, ready=self._open, up=self._open)
+
+    async def set(self, *, is_open: bool) -> None:
+        """Open or close."""
+        self._open = is_open
+
+    async def name_version(self, label: str) -> None:
+        """There are no answers that could carry the label."""
+
+    async def cut(self) -> None:
+        """There are no connections."""
+
+
+async def main() -> None:
+    """Run all agents until SIGTERM ends the process."""
+    folder, first, urls = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    logging.basicConfig(level=logging.WARNING)
+    setattr(cli, "Gate", MemoryGate)  # noqa: B010 - what each agent makes
+    token = (folder / "token").read_text()
+    agents = [
+        cli._run(
+            name=f"e{index}",
+            url=url,
+            listen=Address("127.0.0.1", first + index),
+            socket=folder / "none",
+            folder=folder / f"e{index}",
+            token=token,
+            boot_file=None,
+            tensor_size=None,
+            model_path=None,
+        )
+        for index, url in enumerate(urls)
+    ]
+    await asyncio.wait([asyncio.create_task(agent) for agent in agents], return_when=asyncio.FIRST_COMPLETED)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

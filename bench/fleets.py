@@ -1,0 +1,188 @@
+"""Fleets for the benchmarks: real engines or stand-ins, and a whole ``sglang-rollout local`` over them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.common import free_port, get
+from e2e.cluster.paths import REPOSITORY
+from e2e.engine import environment, start_engine
+
+START_SECONDS = 120.0
+PARTS = {
+    "coordinator": "sglang_rollout.cli fleet ",
+    "agent": "sglang_rollout.cli agent ",
+    "agents in one process": "bench.agents ",
+    "gate": "gate.cfg",
+    "front": "front.cfg",
+    "smg": "smg::router",
+}
+"""What stands in the command line of each part."""
+
+
+@dataclass(frozen=True)
+class LocalFleet:
+    """The fleet's URL, the engines behind it, and the fleet's processes."""
+
+    url: str
+    engines: list[str]
+    roots: list[int] = field(default_factory=list)
+
+    def parts(self) -> dict[str, list[int]]:
+        """Process ids of the fleet's parts, by name."""
+        found: dict[str, list[int]] = {name: [] for name in PARTS}
+        for pid, words in _below(self.roots).items():
+            for name, mark in PARTS.items():
+                if mark in words:
+                    found[name].append(pid)
+        return {name: sorted(pids) for name, pids in found.items() if pids}
+
+
+@contextmanager
+def real_engines(number: int, *, model: Path | None = None, args: Sequence[str] = ()) -> Iterator[list[str]]:
+    """SGLang servers on the CPU; their URLs."""
+    with ExitStack() as stack:
+        engines = [stack.enter_context(start_engine(free_port(), model=model, args=args, wait=False)) for _ in range(number)]
+        for engine in engines:
+            engine.wait()
+        yield [engine.url for engine in engines]
+
+
+@contextmanager
+def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0) -> Iterator[list[str]]:
+    """Stand-in engines of one process; their URLs."""
+    first = free_port(first=27200, row=number)
+    options = ["--port", str(first), "--engines", str(number), "--token-ms", str(token_ms)]
+    options += ["--model", str(model)] if model is not None else []
+    with ended(engine_python("sglang_rollout.trainer.testing", *options)):
+        urls = [f"http://127.0.0.1:{first + index}" for index in range(number)]
+        for url in urls:
+            until(f"{url} answers", lambda url=url: bool(get(f"{url}/server_info")))
+        yield urls
+
+
+@contextmanager
+def local_fleet(urls: list[str], *, weights: Mapping[str, Any] | None = None, fresh: bool = True) -> Iterator[LocalFleet]:
+    """``sglang-rollout local`` over engines that run; all of them serve when the block begins. Not ``fresh``: they hold what another fleet
+    pushed, so they can take weights then, and serve after that."""
+    with TemporaryDirectory(prefix="rollout-bench-") as name:
+        folder, address = Path(name), f"127.0.0.1:{free_port()}"
+        wanted = [part for url in urls for part in ("--engine", url)]
+        command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
+        command += ["--state-dir", str(folder / "state"), "--weights", json.dumps(dict(weights or {}))]
+        with (folder / "local.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        with ended(process):
+            fleet = LocalFleet(f"http://{address}", urls, [process.pid])
+            if fresh:
+                until_serving(fleet)
+            else:
+                members = f"http://{address}/fleet"
+                until("all engines can take weights", lambda: all(row["rank_offset"] for row in get(members)["members"]), every=0.5)
+            yield fleet
+
+
+@contextmanager
+def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = None) -> Iterator[LocalFleet]:
+    """A coordinator, and the agents of all engines in ONE process: no gates, no front, no smg. For more engines than this machine has
+    room for whole sets of processes."""
+    with TemporaryDirectory(prefix="rollout-bench-") as name, ExitStack() as stack:
+        folder, listen, port = Path(name), f"127.0.0.1:{free_port()}", free_port(first=28200, row=len(urls))
+        (folder / "token").write_text("bench")
+        agents = [{"name": f"e{i}", "tensor_size": 1, "url": f"http://127.0.0.1:{port + i}"} for i in range(len(urls))]
+        policy = {"backend": "gloo", **(weights or {})}
+        intent = {"generation": 1, "name": "bench", "namespace": "bench", "engines": agents, "weights": policy}
+        (folder / "intent.json").write_text(json.dumps(intent))
+        logs = [stack.enter_context((folder / f"{part}.log").open("wb")) for part in ("agents", "coordinator")]
+        line = [sys.executable, "-m", "bench.agents", str(folder), str(port), *urls]
+        first = stack.enter_context(ended(subprocess.Popen(line, stdout=logs[0], stderr=logs[0])))
+        line = [
+            sys.executable,
+            "-m",
+            "sglang_rollout.cli",
+            "fleet",
+            "--name",
+            "bench",
+            "--listen",
+            listen,
+            "--public-url",
+            f"http://{listen}",
+        ]
+        line += ["--token-file", str(folder / "token"), "--intent-file", str(folder / "intent.json")]
+        line += ["--record-file", str(folder / "record.json"), "--smg-url", "http://127.0.0.1:9"]
+        second = stack.enter_context(ended(subprocess.Popen(line, stdout=logs[1], stderr=logs[1])))
+        fleet = LocalFleet(f"http://{listen}", urls, [first.pid, second.pid])
+        until_serving(fleet)
+        yield fleet
+
+
+def engine_python(module: str, *options: str, **popen: Any) -> subprocess.Popen[Any]:
+    """Start one of our modules with the engines' Python, which has torch."""
+    variables = environment.environment_variables()
+    variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "operator"), str(REPOSITORY), variables["PYTHONPATH"]])
+    return subprocess.Popen([str(environment.python(make=False)), "-m", module, *options], env=variables, cwd=REPOSITORY, **popen)
+
+
+@contextmanager
+def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """End the process with the block."""
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def until(what: str, check: Any, within: float = START_SECONDS, every: float = 0.1) -> None:
+    """Wait for something; an address that nobody listens at yet counts as no."""
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            if check():
+                return
+        except OSError:
+            pass
+        time.sleep(every)
+    raise SystemExit(f"not within {within:.0f} s: {what}")
+
+
+def until_serving(fleet: LocalFleet, within: float = START_SECONDS) -> None:
+    """Wait until all engines serve."""
+    wanted = len(fleet.engines)
+    until(f"{fleet.url}: {wanted} engines serve", lambda: get(f"{fleet.url}/fleet")["serving"] == wanted, within, every=0.5)
+
+
+def _below(roots: Sequence[int]) -> dict[int, str]:
+    """Command lines of these processes and all below them."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (ValueError, OSError):
+            continue  # no process, or one that has just ended
+    found: dict[int, str] = {}
+    for pid in parents:
+        top = pid
+        while top in parents and top not in roots:
+            top = parents[top]
+        if top in roots:
+            try:
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+    return found

@@ -1,0 +1,84 @@
+"""A trainer on command, in a process of its own because it needs torch: reads a number per line, pushes so many times, and says when.
+
+    python -m bench.pusher URL [--model FOLDER] [--reopen 10] [--snapshots FOLDER]
+
+The answer to a line is a line of JSON, ``[[began, ended], …]`` by the machine's monotonic clock. Every push has other values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.fleets import engine_python
+
+
+class Pusher:
+    """The trainer, as the benchmark that commands it sees it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def push(self, times: int = 1) -> list[tuple[float, float]]:
+        """Push so many times; when each push began and ended. Blocks."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the pusher has no pipes")
+        print(times, file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("bench.pusher ended; its error is above.")
+        return [(began, ended) for began, ended in json.loads(line)]
+
+
+@contextmanager
+def pusher(url: str, *options: str) -> Iterator[Pusher]:
+    """A trainer that is connected and has not pushed yet."""
+    process = engine_python("bench.pusher", url, *options, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    try:
+        yield Pusher(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    import torch
+    from bench.push_worker import load
+
+    from sglang_rollout.trainer import Snapshots, connect
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--reopen", type=int, default=0, help="open a new group for each so many-th push; 0: only when it has to be")
+    parser.add_argument("--snapshots", type=Path, help="write every push to disk, and wait until it is there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tensors, versions = load(options.model), itertools.count(1)
+    snapshots = Snapshots(options.snapshots, model=options.model) if options.snapshots else None
+    with connect(options.url, timeout=60, snapshots=snapshots) as fleet:
+        for line in sys.stdin:
+            spans = []
+            for _, version in zip(range(int(line)), versions, strict=False):
+                if version == 1 or (options.reopen and version % options.reopen == 1):
+                    fleet.open_group("gloo", host="127.0.0.1")
+                moved = {name: tensor + 0.01 * version for name, tensor in tensors.items()}
+                began = time.monotonic()
+                fleet.push(moved, version=version)
+                spans.append((began, time.monotonic()))
+            if snapshots is not None:
+                snapshots.wait()
+            print(json.dumps(spans), flush=True)
+
+
+if __name__ == "__main__":
+    main()
