@@ -6,6 +6,7 @@ from fleet_world import SNAPSHOTS, World
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import UPDATE_DISK
+from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.wire.models import CatchUp, Version, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 
@@ -173,3 +174,27 @@ def test_an_engine_that_is_scaled_away_while_it_loads_is_forgotten() -> None:
     world.drain()
     assert list(world.machine.fleet.engines) == ["e0"]
     assert world.agents["e0"].gate_open
+
+
+def test_joiners_are_compared_with_a_peer_that_is_asked_once() -> None:
+    """An engine takes one control call at a time: a second one would be refused, and the joiner that asked left unverified."""
+    world = make(4)
+    restart(world, "e1", "e2", "e3")
+    before = len(world.sent)
+    for _ in range(200):
+        asking = [effect for effect in world.pending if isinstance(effect, ev.Send) and effect.path == CHECKER and "e0" in effect.bodies]
+        assert len(asking) <= 1
+        if not world.pending:
+            break
+        world.complete()
+    assert sum(send.path == CHECKER and "e0" in send.bodies for send in world.sent[before:]) == 1
+    assert all(agent.gate_open for agent in world.agents.values())
+
+
+def test_a_joiner_that_cannot_be_compared_stays_closed_and_says_why() -> None:
+    world = make(2)
+    restart(world, "e1")
+    world.complete(run_to(world, CHECKER, "e0"), broken=frozenset({"e0"}))
+    world.drain()
+    assert not world.agents["e1"].gate_open
+    assert "engine e0, with which it was to be compared, did not say what it holds" in world.machine.fleet.engines["e1"].note
