@@ -58,7 +58,7 @@ def test_a_trainers_pod_is_killed_in_the_transfer(kubectl: Kubectl, hasty: str, 
         kubectl("delete", "pod", pod, "--grace-period=0", "--force")
     eventually("the update is given up", lambda: document(url)["phase"] == "idle", within=40)
     assert document(url)["committed"] == before
-    eventually("an Event says why", lambda: "trainer" in failed_update(kubectl, hasty), within=15)
+    eventually("an Event says why", lambda: "did not take the tensors" in failed_update(kubectl, hasty), within=15)
     version = str(int(time.time()))
     after = push(kubectl, hasty, version, seed=7)
     assert {answer["version"] for answer in after["engines"].values()} == {version}

@@ -147,10 +147,12 @@ class LabStack:
         self.until("every pod is ready, and none goes away", lambda: all(_stays(pod) for pod in self._pods("engine")), 180)
 
     def is_told(self) -> bool:
-        """Whether the custom resource's status says what the fleet says."""
+        """Whether the custom resource's status says what the fleet says, of engines whose pods Kubernetes calls ready."""
         status, seen = self.kubectl.get("sglr", NAME)["status"], self.document()
+        ready = {pod["metadata"]["name"] for pod in self._pods("engine") if _stays(pod)}
+        serving = sum(row["gate_open"] and f"{row['name']}-0" in ready for row in seen["members"])
         said = (status["ready"], status["weights"]["committedVersion"])
-        return bool(said == (f"{seen['serving']}/{ENGINES}", seen["committed"]["label"]))
+        return bool(said == (f"{serving}/{ENGINES}", seen["committed"]["label"]))
 
     def _remove(self) -> None:
         self.kubectl("delete", "sglr", NAME, "--ignore-not-found", "--wait=false")

@@ -43,7 +43,7 @@ def stop_api(_: LabStack) -> None:
 def go_on_api(stack: LabStack) -> None:
     """It answers again, and the status must catch up."""
     os.kill(_api_server(), signal.SIGCONT)
-    stack.until("the status says what the fleet says", stack.is_told, TRUTH_WITHIN + 5)
+    stack.until("the status says what the fleet says", stack.is_told, TRUTH_WITHIN)
 
 
 def cut_node(_: LabStack) -> None:

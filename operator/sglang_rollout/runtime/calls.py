@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,7 +22,7 @@ class Call:
     path: str
     plural: str = ""
     query: Mapping[str, str] = field(default_factory=dict)
-    body: Object | None = None
+    body: Object | str | None = None
     content_type: str = "application/json"
     limit: aiohttp.ClientTimeout | None = None
     """None: the connection's deadline."""
@@ -35,7 +37,7 @@ def call_of(
     *,
     subresource: str | None = None,
     query: Mapping[str, str] | None = None,
-    body: Object | None = None,
+    body: Object | str | None = None,
     content_type: str = "application/json",
     limit: aiohttp.ClientTimeout | None = None,
 ) -> Call:
@@ -61,3 +63,17 @@ def selectors(labels: Mapping[str, str | None] | None, fields: Mapping[str, str]
     if fields:
         query["fieldSelector"] = selector(fields)
     return query
+
+
+_NOT_IN_YAML = re.compile("[\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
+
+
+def as_yaml(obj: Object) -> str:
+    """Return ``obj`` as JSON that is YAML too. Server-side apply is read as YAML, which has no surrogate pairs and refuses some
+    characters unless they are escaped; half a pair, which is no character, becomes U+FFFD."""
+
+    def escaped(found: re.Match[str]) -> str:
+        code = ord(found.group())
+        return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
+
+    return _NOT_IN_YAML.sub(escaped, json.dumps(obj, ensure_ascii=False))

@@ -19,7 +19,7 @@ from typing import Literal, Self
 import aiohttp
 from kubernetes.aio import client, config
 
-from sglang_rollout.runtime.calls import Call, call_of, selectors
+from sglang_rollout.runtime.calls import Call, as_yaml, call_of, selectors
 from sglang_rollout.runtime.errors import ApiUnavailable, KubeError, NoCredentials, from_status
 from sglang_rollout.runtime.resources import Object, Resource, name_of, resource_of
 from sglang_rollout.runtime.stream import Listing, WatchEvent, lines, parse_event, parse_object
@@ -132,7 +132,7 @@ class Kube:
         query = {"fieldManager": self.field_manager, "force": "true" if force else "false"}
         call = call_of(
             "apply", "PATCH", resource, obj["metadata"].get("namespace"), name_of(obj), subresource=subresource,
-            query=query, body=obj, content_type="application/apply-patch+yaml",
+            query=query, body=as_yaml(obj), content_type="application/apply-patch+yaml; charset=utf-8",
         )  # fmt: skip
         return await self._json(call)
 

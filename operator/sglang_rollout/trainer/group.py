@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_rollout.trainer.buckets import Bucket
-from sglang_rollout.trainer.waiting import Deadline, background
+from sglang_rollout.trainer.waiting import Deadline
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,10 @@ class Group:
             options = dist.BroadcastOptions()
             options.rootRank = options.rootTensor = 0
             options.timeout = timedelta(seconds=timeout)
-            self._process_group.broadcast([buffer], options).wait()
+            # Freeing the process group waits for its broadcast, and that for a peer that may be out of reach, until the time-out. So
+            # while one is under way its thread holds the group, not whoever calls close().
+            process_group = self._process_group
+            process_group.broadcast([buffer], options).wait()
             return
         with torch.cuda.device(self.device):
             dist.broadcast(buffer, src=0, group=self._process_group, async_op=True).wait()
@@ -149,13 +152,6 @@ class Group:
         process_group, self._process_group = self._process_group, None
         self._rendezvous.abort()
         self._staging = [None, None]
-        if process_group is None:
-            return
-        if self.backend == "gloo":
-            # Freeing it waits for its broadcast, and that for a peer that may be out of reach, until its time-out; abort() ends neither.
-            held = [process_group]
-            del process_group
-            background(held.clear)
-        else:
+        if process_group is not None and self.backend != "gloo":
             # abort, not destroy: destroying waits for operations that may never end
             dist.distributed_c10d._abort_process_group(process_group)

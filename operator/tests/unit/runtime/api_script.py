@@ -24,11 +24,13 @@ class Script:
     replies: list[Reply] = field(default_factory=list)
     requests: list[tuple[str, str, dict[str, str], Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    bodies: list[str] = field(default_factory=list)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.text()
         self.requests.append((request.method, request.path, dict(request.query), json.loads(body) if body else None))
         self.headers.append(dict(request.headers))
+        self.bodies.append(body)
         reply = self.replies.pop(0)
         return await reply(request) if callable(reply) else reply
 

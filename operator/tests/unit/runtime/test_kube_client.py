@@ -22,9 +22,20 @@ async def test_apply_sends_a_forced_server_side_apply_under_our_name(tmp_path: P
         assert await kube.apply(obj) == obj
     path = "/apis/apps/v1/namespaces/n/statefulsets/x"
     assert script.requests == [("PATCH", path, {"fieldManager": "tester", "force": "true"}, obj)]
-    assert script.headers[0]["Content-Type"] == "application/apply-patch+yaml"
+    assert script.headers[0]["Content-Type"].partition(";")[0] == "application/apply-patch+yaml"
     assert script.headers[0]["Authorization"] == "Bearer first"
     assert script.headers[0]["User-Agent"] == "tester"
+
+
+async def test_what_an_engine_says_can_be_applied_whatever_characters_it_holds(tmp_path: Path) -> None:
+    """An apply is read as YAML, which knows no surrogate pairs: gloo's own error message ends with a picture of a beach."""
+    said = "GLHF! \U0001f3d6 \x1b[0m \x85 \ud83c"
+    obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x", "namespace": "n"}, "data": {"said": said}}
+    async with scripted(tmp_path, ok(obj)) as (script, kube):
+        await kube.apply(obj)
+    assert "\\ud8" not in script.bodies[0]
+    assert "\x85" not in script.bodies[0], "a control character, which YAML refuses"
+    assert script.requests[0][3]["data"]["said"] == said.replace("\ud83c", "\ufffd")
 
 
 async def test_status_is_applied_to_the_subresource(tmp_path: Path) -> None:
