@@ -27,6 +27,7 @@ class Hang:
         self._asked_at = 0.0
         self._failed = 0
         self._silent_since: float | None = None
+        self._asked_to_kill = False
 
     async def watch(self) -> None:
         """One look. An engine that is asked for a token and gives none has nothing to say at all."""
@@ -44,6 +45,9 @@ class Hang:
                 await self._silent(str(error), now)
             return
         self._failed, self._silent_since = 0, None
+        if self._asked_to_kill:  # it came back before the kubelet looked
+            self._kill_file.unlink(missing_ok=True)
+            self._asked_to_kill = False
 
     async def _silent(self, why: str, asked_at: float) -> None:
         self._failed += 1
@@ -54,6 +58,7 @@ class Hang:
             return
         log.error("The engine has been silent for %.0f s though nothing keeps it busy: asking for its restart.", silence)
         self._kill_file.touch()
+        self._asked_to_kill = True
         self._failed, self._silent_since = 0, None  # once for each time that it takes to become silent
 
 

@@ -100,6 +100,8 @@ class Fence:
         if self._kill_file is not None:
             await asyncio.to_thread(self._kill_file.touch)
         await asyncio.wait({running})
+        if self._kill_file is not None:  # it has answered after all, or is gone
+            await asyncio.to_thread(self._kill_file.unlink, missing_ok=True)
 
     async def _release_engine(self) -> None:
         agent = self._agent

@@ -101,6 +101,9 @@ def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
     if last["outcome"] == "Partial":
         message = partly(last["version"], last.get("engines", 0), last.get("reason", ""))
         yield EventToPost("Warning", "WeightsPartlyCommitted", message, "WeightsPartlyCommitted")
+    elif last["outcome"] == "Aborted":
+        message = f"The fleet generates again with the weights it had: {last.get('reason') or 'no reason given'}"
+        yield EventToPost("Warning", "WeightUpdateAborted", sentence(message), "WeightUpdateAborted")
     elif last["outcome"] != "Committed":
         message = f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
         yield EventToPost("Warning", "WeightUpdateFailed", sentence(message), "WeightUpdateFailed")

@@ -305,6 +305,8 @@ class UpdateOutcome(StrEnum):
     """Some engines hold the new version, the others are fenced."""
     FAILED = "Failed"
     """No engine holds the new version; the old one stays committed."""
+    ABORTED = "Aborted"
+    """It was given up before any engine was told, while the fleet was paused: nothing has changed."""
 
 
 class LastUpdate(Message):

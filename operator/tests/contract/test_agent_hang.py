@@ -86,5 +86,18 @@ async def test_a_fence_ends_an_engine_that_never_takes_its_tensors(lab: Pod, eng
     await until(lambda: killed(lab), 30, "the agent asks the kubelet for a restart")
 
 
+async def test_an_engine_that_answers_after_all_is_left_alone(lab: Pod, engine: StubEngine) -> None:
+    engine.held["end_weight_update"] = asyncio.Event()
+    assert (await lab.control("/begin_weight_update")).status == 200
+    await lab.fence(stuck_after=1.0)
+    await until(lambda: killed(lab), 30, "the agent asks the kubelet for a restart")
+    engine.held["end_weight_update"].set()
+    await until(lambda: no_kill_file(lab), 30, "the wish is taken back before the kubelet has seen it")
+
+
+async def no_kill_file(lab: Pod) -> bool:
+    return not kill_file(lab).exists()
+
+
 async def asked(engine: StubEngine, times: int) -> bool:
     return engine.calls.count(HEALTH) >= times

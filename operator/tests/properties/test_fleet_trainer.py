@@ -9,7 +9,7 @@ from fleet_world import World
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import UPDATE
-from sglang_rollout.wire.models import OnLoss, TrainerLease, Version, WeightsPolicy
+from sglang_rollout.wire.models import OnLoss, TrainerLease, UpdateOutcome, Version, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 EVERYBODY = frozenset({"e0", "e1"})
@@ -113,6 +113,10 @@ def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> 
     world.drain()
     assert world.machine.fleet.hold is None
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
+    last = world.machine.fleet.last_update
+    assert last is not None
+    assert last.outcome is UpdateOutcome.ABORTED
+    assert last.reason.startswith("the pause was given up: nothing was heard of the trainer for ")
 
 
 def test_heartbeats_do_not_hold_a_pause_for_ever() -> None:

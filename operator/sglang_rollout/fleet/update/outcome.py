@@ -181,6 +181,8 @@ def fail(fleet: Fleet, reason: str, results: Results | None = None, *, engine: s
             f" {', '.join(list(update.boots)[:8])} serve nobody until a complete update."
             f" Open a new group with world_size={fleet.table.world_size} and push again."
         )
+    elif hold is not None:
+        fleet.last_update = _last(fleet, fleet.target(), UpdateOutcome.ABORTED, f"the pause was given up: {reason}", [])
     fleet.update, fleet.hold, fleet.label = None, None, None
     blamed = {"engine": engine} if engine is not None else {}
     answer = Answer(400, sentence, {**fleet.advice(), **blamed, "phase": phase.value, "engines": told(results or {})})

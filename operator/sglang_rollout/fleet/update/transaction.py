@@ -99,6 +99,8 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
     if failed is not None:
         return failed
     fleet.enter(Phase.TRANSFER)
+    if fleet.update is not None:
+        fleet.update.label = ask.label or fleet.update.label  # also a failure is told by the trainer's name for it
     body = {**ask.body, "group_name": group.name}
     if fleet.hold is not None and fleet.hold.mode == PauseMode.IN_PLACE:
         # In this mode requests keep their cache: SGLang would write the tensors and then answer 400 for the flush.
@@ -113,7 +115,6 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
         raise RuntimeError("an update cannot end while its tensors are on their way")
     state.data.add(group.name)
     state.fed.update(group.boots)
-    state.label = ask.label or state.label
     message = next(iter(results.values())).message or "Succeeded to update parameter online."
     return Answer(200, message, {"engines": told(results), "version": str(fleet.target())})
 
