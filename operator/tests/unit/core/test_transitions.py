@@ -11,7 +11,7 @@ from sglang_rollout.core.events import transitions
 from sglang_rollout.core.findings import Failure
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World
-from sglang_rollout.wire.models import EngineState, Version
+from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version
 
 
 def reasons(before: World | None, after: World) -> list[tuple[str, str]]:
@@ -108,6 +108,18 @@ def test_a_failed_update_is_told_once() -> None:
     failed = world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout"))
     assert reasons(HEALTHY, failed) == [("Warning", "WeightUpdateFailed")]
     assert reasons(failed, failed) == []
+
+
+def test_a_pause_that_was_given_up_is_told_and_needs_nobody() -> None:
+    why = "the pause was given up: nothing was heard of the trainer for 120 s (deadlines.idle)"
+    last = partial(why).model_copy(update={"outcome": UpdateOutcome.ABORTED, "engines": []})
+    after = world([pod(0), pod(1)], written=record(row(0), row(1), last=last))
+    status = build_status(after, SETTINGS, NOW)
+    told = {event.reason: event for event in transitions(build_status(HEALTHY, SETTINGS, NOW), status)}
+    assert set(told) == {"WeightUpdateAborted"}
+    assert told["WeightUpdateAborted"].message == f"The fleet generates again with the weights it had: {why}."
+    degraded = next(condition for condition in status["conditions"] if condition["type"] == "Degraded")
+    assert degraded["status"] == "False"
 
 
 def test_a_rolling_update_starts_and_finishes() -> None:
