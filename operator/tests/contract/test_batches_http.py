@@ -101,7 +101,7 @@ async def test_answers_come_in_the_order_of_the_prompts(lab: Lab, script: Script
     status, _, found = await lab.post("/generate", body)
     assert status == 200
     assert [(sample["text"], sample["meta_info"]["id"]) for sample in found] == [(f"<{text}>", f"r{i}") for i, text in enumerate(prompts)]
-    assert sorted(item["sampling_params"]["seed"] for item in script.seen) == list(range(20))
+    assert sorted(item["sampling_params"]["sampling_seed"] for item in script.seen) == list(range(20))
     assert script.most == 8, "bounded"
 
 
