@@ -56,8 +56,8 @@ class Agent:
         self.observer: Callable[[str, Reply, float], None] | None = None
         """Called after each control call with its name, answer and seconds."""
         self._silences = 0
-        self._named: tuple[int, str, int | None] | None = None
-        """haproxy's pid, the label that it puts on answers, and the vocabulary beyond which it refuses tokens."""
+        self._named: tuple[int, str, int | None, bool] | None = None
+        """haproxy's pid, the label that it puts on answers, the vocabulary beyond which it refuses tokens, whether there is a tokenizer."""
         self._gate_lock = asyncio.Lock()
 
     # What is known
@@ -180,13 +180,14 @@ class Agent:
     async def _name_version(self, pid: int) -> None:
         """Tell the gate what the engine holds and knows, once per haproxy and version, and before it opens."""
         version, vocabulary = self.state.memory.version, self.engine.vocabulary
-        named = (pid, version.label if version is not None else "", vocabulary)
+        named = (pid, version.label if version is not None else "", vocabulary, not self.engine.info.get("skip_tokenizer_init"))
         if named == self._named:
             return
         try:
             await self.gate.name_version(named[1])
             if vocabulary is not None:
                 await self.gate.name_vocabulary(vocabulary)
+            await self.gate.name_tokenizer(present=named[3])
         except GateAbsentError:
             raise
         except GateError as error:  # an older gate has no such map

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_rollout.proxy.versions import VERSION_KEY, VOCABULARY_KEY, encoded, version_map_of
+from sglang_rollout.proxy.versions import TOKENIZER_KEY, VERSION_KEY, VOCABULARY_KEY, encoded, version_map_of
 
 _SERVER = "engine/e"
 _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
@@ -62,6 +62,10 @@ class Gate:
     async def name_vocabulary(self, size: int) -> None:
         """Have requests with tokens beyond the model's vocabulary refused."""
         await self._tell(f"set map {version_map_of(str(self.socket))} {VOCABULARY_KEY} {size}")
+
+    async def name_tokenizer(self, *, present: bool) -> None:
+        """Have requests refused that need a tokenizer, if there is none."""
+        await self._tell(f"set map {version_map_of(str(self.socket))} {TOKENIZER_KEY} {'yes' if present else 'no'}")
 
     async def cut(self) -> None:
         """End every connection that the gate holds to the engine."""

@@ -34,6 +34,7 @@ from sglang_rollout.fleet.store import (
     LostError,
     RecordStore,
 )
+from sglang_rollout.proxy.smg import POLICIES, engine_labels
 from sglang_rollout.runtime.errors import NoCredentials
 from sglang_rollout.runtime.kube import Kube
 
@@ -57,6 +58,7 @@ class Options:
     kubernetes: bool
     intent_file: Path | None
     record_file: Path | None
+    policy: str | None = None
 
 
 def read_token(path: Path) -> str:
@@ -89,7 +91,7 @@ async def serve(options: Options, token: str) -> None:
         agents = Agents(address=members.url, token=lambda: token, term=lambda: driver.term)
         driver = Driver(name=options.name, members=members, agents=agents, store=store, leadership=leadership, metrics=metrics)
         routable = Routable(members.url)
-        router = Router(options.smg_url, lambda: routable.urls(driver.machine))
+        router = Router(options.smg_url, lambda: routable.urls(driver.machine), engine_labels(options.policy))
         infos = Infos(agents)
         smg = await stack.enter_async_context(Smg(options.smg_url))
         parts = Parts(
@@ -140,6 +142,7 @@ async def _until_signal(driver: Driver, router: Router, infos: Infos) -> None:
 @click.option("--namespace", default="default", show_default=True, help="Namespace of the rollout.")
 @click.option("--listen", default="127.0.0.1:30020", show_default=True, help="HOST:PORT to listen on.")
 @click.option("--smg-url", default="http://127.0.0.1:30010", show_default=True, help="Base URL of smg.")
+@click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How smg chooses an engine.")
 @click.option("--token-file", required=True, type=click.Path(path_type=Path), help="File with the control token.")
 @click.option("--public-url", required=True, help="The fleet's one URL, as trainers see it.")
 @click.option("--kubernetes", is_flag=True, help="Intent and record in ConfigMaps, engines by EndpointSlices.")

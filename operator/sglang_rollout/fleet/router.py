@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -72,8 +72,9 @@ class Routable:
 class Router:
     """Keeps smg's list. ``wanted`` says which base URLs should be in it now."""
 
-    def __init__(self, url: str, wanted: Callable[[], frozenset[str] | None]) -> None:
+    def __init__(self, url: str, wanted: Callable[[], frozenset[str] | None], labels: Mapping[str, str] | None = None) -> None:
         self._url = url.rstrip("/")
+        self._labels = dict(labels or {})
         self._wanted = wanted
         self._posted: dict[str, float] = {}
         self._complaint = ""
@@ -121,7 +122,7 @@ class Router:
 
     async def _add(self, session: aiohttp.ClientSession, url: str, now: float) -> None:
         # Settle 0: a worker that drains cannot be posted again (409), and the gate has closed it already.
-        body = {"url": url, "health": {"drain_settle_secs": 0}}
+        body = {"url": url, "health": {"drain_settle_secs": 0}, "labels": self._labels}
         async with session.post(f"{self._url}/workers", json=body) as reply:
             text = await reply.text()
             if reply.ok or reply.status == CONFLICT:

@@ -1,4 +1,4 @@
-"""Requests for tokens that smg would refuse: batches, sent to it one by one, and completions of token ids, sent to an engine.
+"""Requests for tokens that smg would refuse or change: batches, sent to it one by one, and what it cannot carry at all, sent to an engine.
 
 The front sends only such requests here, and those whose prompt it cannot see because it stands behind a long field; whatever else
 comes is passed on to smg as it is.
@@ -7,23 +7,27 @@ comes is passed on to smg as it is.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.fleet.app import PARTS, Handler, Parts
+from sglang_rollout.fleet.app import PARTS, Handler
 from sglang_rollout.fleet.batches import Batch, BatchError, join, split
+from sglang_rollout.fleet.beyond import beyond_smg
 from sglang_rollout.fleet.smg import HOLD_SECONDS, BrokeOffError, NobodyAnswersError
 from sglang_rollout.fleet.streams import BatchStream
 from sglang_rollout.wire.ports import VERSION_HEADER
 
 LARGEST_BODY = 64 * 2**20
 """Of a batch; as much as smg keeps of a request in order to send it again."""
-GENERATE, COMPLETIONS = "/generate", "/v1/completions"
+GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+_SESSION = ("x-smg-routing-key", "x-session-id")
+"""Headers that name a conversation, as smg is told to read them."""
 _JSON = "application/json"
 _HOP = frozenset(
     {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authorization", "proxy-authenticate"}
@@ -74,7 +78,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = _document(data)
     batch = split(body) if isinstance(body, dict) else None
     if batch is None:
-        return await _passed_on(request, data)
+        return await _single(request, data, body)
     if batch.stream:
         return await BatchStream(request, batch, lambda item: _item(request, item)).run()
     return await _whole(request, batch)
@@ -87,7 +91,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = _document(data)
     prompt = body.get("prompt") if isinstance(body, dict) else None
     ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
-    return await (_engine(request, data) if ids else _passed_on(request, data))
+    return await _single(request, data, body, direct=ids)
+
+
+@_told
+async def chat(request: web.Request) -> web.StreamResponse:
+    """``POST /v1/chat/completions`` with numbers that smg refuses and engines take."""
+    data = await _read(request)
+    return await _single(request, data, _document(data))
+
+
+async def _single(request: web.Request, data: bytes, body: Any, *, direct: bool = False) -> web.StreamResponse:
+    if not direct and not beyond_smg(request.path, body):
+        return await _passed_on(request, data)
+    async with _by_engine(request, data) as reply:
+        return await _copied(request, reply)
 
 
 async def _whole(request: web.Request, batch: Batch) -> web.Response:
@@ -111,10 +129,11 @@ async def _item(request: web.Request, item: dict[str, Any]) -> AsyncIterator[aio
     A 404 is an smg that has just (re)started and has no engines yet; the others of the batch should not be lost for that.
     """
     data = json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode()
+    ask = _by_engine if beyond_smg(GENERATE, item) else _by_smg
     loop = asyncio.get_running_loop()
     end = loop.time() + UNLISTED_SECONDS
     while True:
-        async with request.app[PARTS].smg.post(GENERATE, data, _forwarded(request)) as reply:
+        async with ask(request, data) as reply:
             if reply.status == 200:
                 yield reply
                 return
@@ -126,34 +145,47 @@ async def _item(request: web.Request, item: dict[str, Any]) -> AsyncIterator[aio
         await asyncio.sleep(_PAUSE)
 
 
-async def _passed_on(request: web.Request, data: bytes) -> web.StreamResponse:
+@asynccontextmanager
+async def _by_smg(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
     async with request.app[PARTS].smg.post(request.path_qs, data, _forwarded(request)) as reply:
+        yield reply
+
+
+async def _passed_on(request: web.Request, data: bytes) -> web.StreamResponse:
+    async with _by_smg(request, data) as reply:
         if reply.status == 404 and request.path == GENERATE:
             return _refused(503, NOBODY)
         return await _copied(request, reply)
 
 
-async def _engine(request: web.Request, data: bytes) -> web.StreamResponse:
-    """The engines that serve take turns; a gate that has just closed sends the request to the next one."""
-    parts = request.app[PARTS]
+@asynccontextmanager
+async def _by_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    """A gate that has just closed sends the request to the next engine."""
+    smg = request.app[PARTS].smg
     loop = asyncio.get_running_loop()
     end = loop.time() + HOLD_SECONDS
     while loop.time() < end:
-        for url in _serving(parts):
-            try:
-                async with parts.smg.post_to(url + request.path_qs, data, _forwarded(request)) as reply:
-                    if reply.status != 503:
-                        return await _copied(request, reply)
-            except NobodyAnswersError:
-                continue
+        for url in _serving(request):
+            async with AsyncExitStack() as stack:
+                try:
+                    reply = await stack.enter_async_context(smg.post_to(url + request.path_qs, data, _forwarded(request)))
+                except NobodyAnswersError:
+                    continue
+                if reply.status != 503:
+                    yield reply
+                    return
         await asyncio.sleep(_PAUSE)
     raise NobodyAnswersError(NOBODY)
 
 
-def _serving(parts: Parts) -> list[str]:
-    """Base URLs of the gates of engines that serve, another one first each time."""
+def _serving(request: web.Request) -> list[str]:
+    """Base URLs of the gates of engines that serve: a session always begins with the same one, others take turns."""
+    parts = request.app[PARTS]
     urls = [parts.members.url(name) for name, engine in parts.machine.fleet.engines.items() if engine.serving]
     found = [url for url in urls if url is not None]
+    session = next((request.headers[name] for name in _SESSION if name in request.headers), None)
+    if session is not None:
+        return sorted(found, key=lambda url: hashlib.sha256(f"{session} {url}".encode()).digest())
     start = next(parts.smg.turns) % len(found) if found else 0
     return found[start:] + found[:start]
 
@@ -231,4 +263,4 @@ async def _tasks(coroutines: Sequence[Any]) -> AsyncIterator[list[asyncio.Task[A
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-routes = [web.post(GENERATE, generate), web.post(COMPLETIONS, completions)]
+routes = [web.post(GENERATE, generate), web.post(COMPLETIONS, completions), web.post(CHAT, chat)]

@@ -10,7 +10,7 @@ from importlib import resources
 import jinja2
 
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.versions import NO_VERSION, VERSION_KEY, VOCABULARY_KEY, guard_of, version_map_of
+from sglang_rollout.proxy.versions import NO_VERSION, TOKENIZER_KEY, VERSION_KEY, VOCABULARY_KEY, guard_of, version_map_of
 from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
@@ -54,6 +54,12 @@ _SENTENCES = {
     ),
 }
 
+_NO_TOKENIZER = (
+    "no_tokenizer",
+    "This engine was started without a tokenizer (engine.skipTokenizerInit, --skip-tokenizer-init), which the OpenAI paths need. "
+    "Send token ids as input_ids to /generate, or start the engines with a tokenizer.",
+)
+
 _REFUSED = '{"error": {"code": "would_end_the_engine", "type": "invalid_request_error", "message": "%[var(txn.refused)]"}}'
 """The guard's sentences are made of fixed words and digits."""
 
@@ -67,6 +73,17 @@ _MANY = "|".join((rf'text"{_B}:{_B}\[', rf'(input_ids|input_embeds)"{_B}:{_B}\[{
 """Several prompts, or prompts of token ids in completions. Embeddings of one prompt are taken along: the coordinator knows better."""
 _ONE = "|".join((rf'text"{_B}:{_B}"', rf'input_ids"{_B}:{_B}\[{_B}-?[0-9]', rf'prompt"{_B}:{_B}(\[{_B})?"'))
 """A prompt that smg takes."""
+_DROPPED = f'(beam_width|choice|logit_bias|spaces_between_special_tokens|stop_regex|stream_interval|structural_tag|watermark)"{_B}:'
+"""Sampling parameters that smg leaves out without a word."""
+_WIDE = "|".join(
+    (
+        rf'(n|(top_)?logprobs)"{_B}:{_B}[1-9][0-9]',
+        rf'temperature"{_B}:{_B}([2-9]|[1-9][0-9])',
+        rf'top_k"{_B}:{_B}0',
+        rf'stop"{_B}:{_B}\[([^],]*,){{4}}',
+    )
+)
+"""Numbers in OpenAI's API that smg may refuse and SGLang takes. The coordinator knows the limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +131,8 @@ def gate_config(params: GateParams) -> str:
         vocabulary_key=VOCABULARY_KEY,
         guard=guard_of(params.socket),
         refused=_REFUSED,
+        tokenizer_key=TOKENIZER_KEY,
+        no_tokenizer=_body(*_NO_TOKENIZER, kind="invalid_request_error"),
         no_version=NO_VERSION,
         version_header=VERSION_HEADER,
         **_shared(params.maxconn),
@@ -137,6 +156,8 @@ def front_config(params: FrontParams) -> str:
         session_window=_SESSION_WINDOW,
         many=_regex(_MANY),
         one=_regex(_ONE),
+        dropped=_regex(_DROPPED),
+        wide=_regex(_WIDE),
         threads=params.threads,
         **_shared(params.maxconn),
     )
@@ -152,11 +173,11 @@ def _shared(maxconn: int) -> dict[str, object]:
     }
 
 
-def _body(code: str, message: str) -> str:
+def _body(code: str, message: str, *, kind: str = "service_unavailable") -> str:
     """A JSON error body that fits between single quotes and can never be taken for a haproxy format."""
     if "'" in message or "%" in message:
         raise ValueError(f"a sentence in a haproxy configuration cannot hold ' or %: {message}")
-    return json.dumps({"error": {"code": code, "type": "service_unavailable", "message": message}})
+    return json.dumps({"error": {"code": code, "type": kind, "message": message}})
 
 
 def _regex(pattern: str) -> str:

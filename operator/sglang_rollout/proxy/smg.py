@@ -18,12 +18,19 @@ POLICIES = {
     "Random": "random",
 }
 """Policy names of the custom resource and what smg calls them."""
+_NOT_AT_START = ("PowerOfTwo",)
+"""smg ends at start with such a policy, because its list of engines is still empty. The engines name it when they are added."""
 
 _FOUR_HOURS = 4 * 3600
 _HOLD_SECONDS = 60
 """So long a request is tried again while every gate is closed, which they are during the transfer of an update."""
 _BACKOFF_MS = 250
 _RETRY_BODY_BYTES = 64 * 1024 * 1024
+
+
+def engine_labels(policy: str | None) -> dict[str, str]:
+    """Labels for each engine in smg's list. The label ``policy`` decides for the model that the engine serves."""
+    return {"policy": POLICIES[policy]} if policy in _NOT_AT_START else {}
 
 
 def smg_args(*, listen: str, metrics_listen: str, policy: str, served_name: str | None = None, extra: Sequence[str] = ()) -> list[str]:
@@ -37,7 +44,8 @@ def smg_args(*, listen: str, metrics_listen: str, policy: str, served_name: str 
     args = [
         *("--host", serve.host, "--port", str(serve.port)),
         *("--prometheus-host", metrics.host, "--prometheus-port", str(metrics.port)),
-        *("--policy", POLICIES[policy], "--routing-key-override", "--routing-key-headers", "x-smg-routing-key", "x-session-id"),
+        *("--policy", POLICIES["Random" if policy in _NOT_AT_START else policy]),
+        *("--routing-key-override", "--routing-key-headers", "x-smg-routing-key", "x-session-id"),
         # /model_info answers during a pause; the default, /health, may generate a token, which a paused engine cannot.
         *("--health-check-endpoint", "/model_info", "--health-check-interval-secs", "5", "--health-check-timeout-secs", "5"),
         *("--disable-circuit-breaker", "--disable-worker-overload-protection", "--worker-wedge-secs", "86400"),

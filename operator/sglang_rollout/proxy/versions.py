@@ -1,4 +1,4 @@
-"""What gate and agent agree on: a haproxy map that tells the version of the weights, for the answers, and the size of the vocabulary. Pure.
+"""What gate and agent agree on: a haproxy map that tells the version of the weights, for the answers, and what the engine can read. Pure.
 
 The agent sets the entries over the stats socket before it opens the gate; the gate reads them when a request comes in.
 """
@@ -14,7 +14,9 @@ NO_VERSION = "?"
 
 VOCABULARY_KEY = "vocabulary"
 """The entry that tells how many tokens the engine's model knows; ``NO_VERSION`` while nobody has found out."""
-UNSET = f"{VERSION_KEY} {NO_VERSION}\n{VOCABULARY_KEY} {NO_VERSION}\n"
+TOKENIZER_KEY = "tokenizer"
+"""The entry that is ``no`` for an engine without a tokenizer."""
+UNSET = "".join(f"{key} {NO_VERSION}\n" for key in (VERSION_KEY, VOCABULARY_KEY, TOKENIZER_KEY))
 """The map's file when haproxy starts."""
 
 

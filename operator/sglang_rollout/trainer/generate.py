@@ -76,7 +76,8 @@ def generate(
     params = _params_for(prompts, sampling_params)
 
     def one(said: str | list[int], params: SamplingParams) -> Sample:
-        body = {key: said, "sampling_params": dict(params), "return_logprob": return_logprob}
+        # The parameters first: the fleet looks for some of them at the beginning of the body only.
+        body = {"sampling_params": dict(params), key: said, "return_logprob": return_logprob}
         return parse_sample(said, _ask(http, body, deadline), with_logprobs=return_logprob)
 
     with ThreadPoolExecutor(min(concurrency, len(prompts)), thread_name_prefix="rollout-generate") as pool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from e2e.engine import LabError, environment
+from engines_lab import Urls, engines_behind_a_url
 from wire_lab import Peer, Server, peer, server
 
 
@@ -28,6 +29,17 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def stand_in_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The stand-in, as a process of its own."""
     yield from _server("stand-in", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Urls]:
+    """Two real engines behind one URL. They hold what the last push left, both the same."""
+    try:
+        environment.python(make=False)
+    except LabError as error:
+        pytest.skip(str(error))
+    with engines_behind_a_url(tmp_path_factory.mktemp("fleet"), 2) as made:
+        yield made
 
 
 @pytest.fixture(scope="session", params=["stand_in_server", "sglang_server"], ids=["stand-in", "sglang"])

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from agent_lab import free_port
-from e2e.engine import LabError, environment, start_engine
-from test_trainer_fleet import wait_serving
+from engines_lab import Urls
 
 from sglang_rollout.wire.ports import VERSION_HEADER
 
@@ -24,33 +16,6 @@ pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 CHANGING = {"e2e_latency", "response_sent_to_client_ts", "cached_tokens", "cached_tokens_details", "id", "created"}
 """Times, what the cache held, and ids that nobody chose."""
-
-
-@dataclass
-class Urls:
-    fleet: str
-    engine: str
-    model: str
-
-
-@pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Urls]:
-    try:
-        environment.python(make=False)
-    except LabError as error:
-        pytest.skip(str(error))
-    log = tmp_path_factory.mktemp("fleet") / "local.log"
-    with start_engine(free_port()) as engine:
-        address = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "sglang_rollout.cli", "local", "--engine", engine.url, "--listen", address, "--backend", "gloo"]
-        with log.open("wb") as out:
-            local = subprocess.Popen(command, stdout=out, stderr=out)
-        try:
-            wait_serving(f"http://{address}", 1, 90, local, log)
-            yield Urls(f"http://{address}", engine.url, str(environment.model()))
-        finally:
-            local.send_signal(signal.SIGTERM)
-            local.wait(30)
 
 
 def steady(value: Any, keep: frozenset[str] = frozenset()) -> Any:
@@ -63,7 +28,7 @@ def steady(value: Any, keep: frozenset[str] = frozenset()) -> Any:
 
 
 def both(urls: Urls, body: dict[str, Any], path: str = "/generate") -> tuple[requests.Response, requests.Response]:
-    return tuple(requests.post(url + path, json=body, timeout=60) for url in (urls.fleet, urls.engine))  # type: ignore[return-value]
+    return tuple(requests.post(url + path, json=body, timeout=60) for url in (urls.fleet, urls.engines[0]))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +55,7 @@ def test_the_answer_is_the_engines_own(urls: Urls, body: dict[str, Any]) -> None
     keep = frozenset({"id"}) if "rid" in body else frozenset()
     assert steady(ours.json(), keep) == steady(own.json(), keep)
     assert ours.headers["Content-Type"] == own.headers["Content-Type"]
-    assert ours.headers.get(VERSION_HEADER) == (None if body.get("text") == [] else "base")
+    assert ours.headers.get(VERSION_HEADER) == (None if body.get("text") == [] else urls.version())
 
 
 @pytest.mark.parametrize(
@@ -137,7 +102,7 @@ def test_completions_of_any_prompt(urls: Urls, prompt: Any, stream: bool) -> Non
         assert ours.text.rstrip().endswith("[DONE]")
     else:
         assert steady(ours.json()) == steady(own.json())
-    assert ours.headers[VERSION_HEADER] == "base"
+    assert ours.headers[VERSION_HEADER] == urls.version()
 
 
 def test_every_data_answer_names_its_version(urls: Urls) -> None:
@@ -146,5 +111,4 @@ def test_every_data_answer_names_its_version(urls: Urls) -> None:
         for stream in (False, True):
             reply = requests.post(urls.fleet + path, json={**body, "stream": stream}, timeout=60)
             assert reply.status_code == 200, reply.text
-            assert reply.headers[VERSION_HEADER] == "base"
-    assert Path(urls.model).is_dir()
+            assert reply.headers[VERSION_HEADER] == urls.version()

@@ -97,11 +97,11 @@ async def stream(lab: Lab, body: dict[str, Any]) -> tuple[int, list[Any]]:
 
 async def test_answers_come_in_the_order_of_the_prompts(lab: Lab, script: Script) -> None:
     prompts = [f"sleep {0.2 - 0.01 * i:.2f}" for i in range(20)]
-    body = {"text": prompts, "rid": [f"r{i}" for i in range(20)], "sampling_params": [{"seed": i} for i in range(20)]}
+    body = {"text": prompts, "rid": [f"r{i}" for i in range(20)], "sampling_params": [{"sampling_seed": i} for i in range(20)]}
     status, _, found = await lab.post("/generate", body)
     assert status == 200
     assert [(sample["text"], sample["meta_info"]["id"]) for sample in found] == [(f"<{text}>", f"r{i}") for i, text in enumerate(prompts)]
-    assert sorted(item["sampling_params"]["seed"] for item in script.seen) == list(range(20))
+    assert sorted(item["sampling_params"]["sampling_seed"] for item in script.seen) == list(range(20))
     assert script.most == 8, "bounded"
 
 
@@ -239,6 +239,39 @@ async def test_completions_of_token_ids_go_to_engines_that_serve_in_turns(lab: L
         assert (await lab.post("/v1/completions", {"prompt": [1, 2]}))[2] == {"from": "e1"}
     await lab.post("/v1/completions", {"prompt": ["a"]})
     assert script.seen == [{"prompt": ["a"]}]
+
+
+async def test_what_smg_would_drop_goes_to_engines_and_a_session_to_one_of_them(lab: Lab, script: Script) -> None:
+    seen: list[str] = []
+
+    def engine(name: str, status: int = 200) -> Any:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if status == 200:
+                seen.append(name)
+            return web.json_response({"from": name, "asked": await request.json()}, status=status)
+
+        return answer
+
+    async def rounds(session: str) -> set[str]:
+        del seen[:]
+        for _ in range(4):
+            async with lab.session.post(f"{lab.url}/generate", json=biased, headers={"x-session-id": session}) as reply:
+                assert (reply.status, (await reply.json())["asked"]) == (200, biased)
+        return set(seen)
+
+    first, second = lab.agents
+    first.answer_tokens, second.answer_tokens = engine("e0"), engine("e1")
+    biased = {"text": "a", "sampling_params": {"logit_bias": {"7": 1}}}
+    kept = {session: await rounds(session) for session in map(str, range(12))}
+    assert {len(engines) for engines in kept.values()} == {1}
+    assert set().union(*kept.values()) == {"e0", "e1"}
+    first.answer_tokens = engine("e0", 503)
+    assert [await rounds(session) for session in kept] == [{"e1"}] * 12
+
+    assert script.seen == []
+    await lab.post("/generate", {"text": ["a", "b"], "sampling_params": [biased["sampling_params"], {"n": 1}]})
+    await lab.post("/v1/chat/completions", {"messages": [], "n": 16})
+    assert script.seen == [{"text": "b", "sampling_params": {"n": 1}}], "the rest of a batch goes its usual way"
 
 
 async def _is(check: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which bodies the front, a real haproxy, hands to the coordinator because smg would refuse them."""
+"""Which bodies the front, a real haproxy, hands to the coordinator because smg would refuse or change them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_gate_front import Front, front  # noqa: F401 - the fixture
 pytestmark = pytest.mark.router
 
 LONG = "x" * 200_000
-GENERATE, COMPLETIONS = "/generate", "/v1/completions"
+GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 
 TO_SMG: list[tuple[str, Any]] = [
     (GENERATE, {"text": "a"}),
@@ -27,7 +27,10 @@ TO_SMG: list[tuple[str, Any]] = [
     (GENERATE, {"sampling_params": {}}),
     (COMPLETIONS, {"model": "m", "prompt": "a"}),
     (COMPLETIONS, {"model": "m", "prompt": ["a", "b"]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": ["a"]}]}]}),
+    (GENERATE, {"text": '"logit_bias": {', "sampling_params": {"n": 64, "stop": ["a", "b", "c", "d", "e"], "custom_params": {"x": 1}}}),
+    (COMPLETIONS, {"model": "m", "prompt": "a", "logit_bias": {"7": 1}, "stop": ["a", "b", "c"]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ["a"]}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": '"n": 16'}], "n": 8, "temperature": 1.0, "top_k": -1, "top_logprobs": 5}),
 ]
 TO_COORDINATOR: list[tuple[str, Any]] = [
     (GENERATE, {"text": ["a", "b"]}),
@@ -40,6 +43,15 @@ TO_COORDINATOR: list[tuple[str, Any]] = [
     (GENERATE, {"image_data": LONG, "text": "a"}),  # cannot be seen: the coordinator passes it on
     (COMPLETIONS, {"model": "m", "prompt": [1, 2]}),
     (COMPLETIONS, {"model": "m", "prompt": [[1], [2]]}),
+    (GENERATE, {"input_ids": list(range(4000)), "sampling_params": {"logit_bias": {"7": 1}}}),
+    (GENERATE, {"text": "a", "sampling_params": {"stop_regex": "a"}}),
+    (GENERATE, {"text": "a", "sampling_params": {"n": 1, "structural_tag": "{}"}}),
+    (COMPLETIONS, {"model": "m", "prompt": "a", "n": 200}),
+    (CHAT, {"messages": [], "n": 16}),
+    (CHAT, {"messages": [], "temperature": 2.5}),
+    (CHAT, {"messages": [], "top_logprobs": 50}),
+    (CHAT, {"messages": [], "top_k": 0}),
+    (CHAT, {"messages": [], "stop": ["a", "b", "c", "d", "e"]}),
 ]
 
 
@@ -56,7 +68,7 @@ async def test_one_prompt_goes_to_smg(front: Front, path: str, body: Any) -> Non
 
 
 @pytest.mark.parametrize(("path", "body"), TO_COORDINATOR, ids=range(len(TO_COORDINATOR)))
-async def test_several_prompts_go_to_the_coordinator(front: Front, path: str, body: Any) -> None:  # noqa: F811
+async def test_what_smg_cannot_carry_goes_to_the_coordinator(front: Front, path: str, body: Any) -> None:  # noqa: F811
     for text in (json.dumps(body), json.dumps(body, indent=2), json.dumps(body, separators=(",", ":"))):
         assert await whereto(front, path, text) == "coordinator"
 

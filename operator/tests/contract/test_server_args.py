@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 import yaml
+from agent_lab import pod
 from e2e.cluster.say import LabError
 from e2e.engine import Engine, environment
 from wire_lab import free_port
@@ -137,20 +139,41 @@ READ_BACK = {
 }
 
 
-@pytest.mark.timeout(400)
-def test_a_real_server_says_the_same(python: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def running(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     model, port = environment.model(), free_port()
     args = server_args(rollout(RUNS.replace("MODEL", str(model))))
     command = [python, "-m", "sglang.launch_server", *args, "--port", str(port), "--device", "cpu", "--max-total-tokens", "4096"]
-    engine = Engine(port, command, tmp_path / "engine.log", environment.environment_variables())
+    engine = Engine(port, command, tmp_path_factory.mktemp("run") / "engine.log", environment.environment_variables())
     engine.start()
     try:
         engine.wait()
-        info = requests.get(f"{engine.url}/server_info", timeout=30).json()
-        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
-        answer = requests.post(f"{engine.url}/generate", json=body, timeout=60).json()
+        yield engine
     finally:
         engine.kill()
+
+
+@pytest.mark.timeout(400)
+def test_a_real_server_says_the_same(running: Engine) -> None:
+    info = requests.get(f"{running.url}/server_info", timeout=30).json()
     assert {name: info[name] for name in READ_BACK} == READ_BACK
-    assert len(answer["output_ids"]) == 2
-    assert "text" not in answer or not answer["text"]
+
+
+@pytest.mark.router
+@pytest.mark.timeout(400)
+async def test_an_engine_without_a_tokenizer_takes_token_ids_and_says_so(running: Engine, tmp_path: Path) -> None:
+    """Asked directly it answers chat, and completions of token ids, with 500 and words from its inside."""
+    ids = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    async with pod(tmp_path, running.url) as gated:
+        await gated.open_with_base()
+        answer = await gated.ask("POST", "/generate", ids)
+        assert (answer.status, len(answer.body["output_ids"]), "text" in answer.body) == (200, 2, False)
+        text = await gated.ask("POST", "/generate", {**ids, "input_ids": None, "text": "a"})
+        assert (text.status, "Please provide input_ids" in str(text.body)) == (400, True)
+        for path, body in {
+            "/v1/chat/completions": {"model": "policy", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+            "/v1/completions": {"model": "policy", "prompt": [5, 6], "max_tokens": 2},
+        }.items():
+            refused = await gated.ask("POST", path, body)
+            assert (refused.status, refused.body["error"]["code"]) == (400, "no_tokenizer")
+            assert "input_ids to /generate" in refused.body["error"]["message"]

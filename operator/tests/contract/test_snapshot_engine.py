@@ -13,7 +13,8 @@ import pytest
 import requests
 from agent_lab import free_port
 from e2e.engine import Engine, LabError, environment, start_engine
-from test_trainer_fleet import HERE, engine_python, wait_serving
+from engines_lab import wait_serving
+from test_trainer_fleet import HERE, engine_python
 
 from sglang_rollout.agent.checkpoint import check
 from sglang_rollout.checkpoints.snapshots import latest, listed, verify

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
-import requests
-from agent_lab import free_port
-from e2e.engine import LabError, environment, start_engine
+from e2e.engine import environment
+from engines_lab import Urls
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -26,42 +21,9 @@ REPOSITORY = HERE.parents[2]
 EXAMPLE = REPOSITORY / "examples" / "trainer" / "train.py"
 
 
-def wait_serving(url: str, engines: int, seconds: float, local: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        assert local.poll() is None, f"local ended with {local.returncode}: {log.read_text()[-2000:]}"
-        try:
-            if requests.get(f"{url}/fleet", timeout=5).json().get("serving") == engines:
-                return
-        except requests.RequestException:
-            pass  # the front is not up yet, or answers for a coordinator that is not
-        time.sleep(0.5)
-    pytest.fail(f"{engines} engines did not serve within {seconds:.0f} s: {log.read_text()[-2000:]}")
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    try:
-        environment.python(make=False)
-    except LabError as error:
-        pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("fleet")
-    log = folder / "local.log"
-    with ExitStack() as stack:
-        engines = [stack.enter_context(start_engine(free_port(), wait=False)) for _ in range(2)]
-        for engine in engines:
-            engine.wait()
-        address = f"127.0.0.1:{free_port()}"  # only now: engines take ports too while they start
-        wanted = [part for engine in engines for part in ("--engine", engine.url)]
-        command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
-        with log.open("wb") as out:
-            local = subprocess.Popen([*command, "--state-dir", str(folder / "state")], stdout=out, stderr=out)
-        try:
-            wait_serving(f"http://{address}", 2, 90, local, log)
-            yield f"http://{address}"
-        finally:
-            local.send_signal(signal.SIGTERM)
-            local.wait(30)
+@pytest.fixture
+def url(urls: Urls) -> str:
+    return urls.fleet
 
 
 def engine_python(*args: str, seconds: float) -> str:

@@ -130,6 +130,7 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--namespace", rollout.namespace),
             *("--listen", f"127.0.0.1:{COORDINATOR_PORT}"),
             *("--smg-url", f"http://127.0.0.1:{SMG_PORT}"),
+            *("--policy", rollout.spec.router.policy.value),
             *("--token-file", names.TOKEN_FILE),
             "--kubernetes",
             *("--public-url", names.public_url(rollout.name, rollout.namespace, FRONT_PORT)),

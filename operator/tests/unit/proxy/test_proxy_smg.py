@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from sglang_rollout.proxy.cli import command
-from sglang_rollout.proxy.smg import POLICIES, smg_args
+from sglang_rollout.proxy.smg import POLICIES, engine_labels, smg_args
 
 
 def args(policy: str = "CacheAware", **more: object) -> list[str]:
@@ -22,7 +22,10 @@ def test_requests_are_held_for_a_minute_while_all_gates_are_closed() -> None:
 
 
 def test_policies_and_extra_arguments() -> None:
-    assert [args(policy)[args(policy).index("--policy") + 1] for policy in POLICIES] == list(POLICIES.values())
+    named = {policy: args(policy)[args(policy).index("--policy") + 1] for policy in POLICIES}
+    # smg does not start with power_of_two and no engines, so the engines bring it.
+    assert named == {**POLICIES, "PowerOfTwo": "random"}
+    assert [engine_labels(policy) for policy in ("PowerOfTwo", "CacheAware", None)] == [{"policy": "power_of_two"}, {}, {}]
     assert args(extra=["--log-level", "debug"])[-2:] == ["--log-level", "debug"]
     assert args(served_name="qwen")[-2:] == ["--model-alias", "default=qwen"]
 

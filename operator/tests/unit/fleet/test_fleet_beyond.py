@@ -1,0 +1,36 @@
+"""Which requests smg would refuse or change."""
+
+from typing import Any
+
+import pytest
+
+from sglang_rollout.fleet.beyond import beyond_smg
+
+GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (GENERATE, {"text": "a"}, False),
+        (GENERATE, {"text": "a", "sampling_params": {"n": 64, "stop": list("abcdef"), "temperature": 3, "top_k": 0}}, False),
+        (GENERATE, {"text": "a", "sampling_params": {"logit_bias": {"7": 1}}}, True),
+        (GENERATE, {"text": "a", "sampling_params": {"bogus": 1}}, True),
+        (GENERATE, {"text": "a", "logit_bias": {"7": 1}}, False),
+        (GENERATE, {"text": "a", "sampling_params": ["x"]}, False),
+        (GENERATE, ["x"], False),
+        (CHAT, {"n": 10, "top_logprobs": 20, "temperature": 2, "stop": list("abcd"), "top_k": -1, "logit_bias": {"7": 1}}, False),
+        (CHAT, {"n": 11}, True),
+        (CHAT, {"top_logprobs": 21}, True),
+        (CHAT, {"temperature": 2.1}, True),
+        (CHAT, {"stop": list("abcde")}, True),
+        (CHAT, {"stop": "abcde"}, False),
+        (CHAT, {"top_k": 0}, True),
+        (CHAT, {"n": "many", "top_k": None}, False),
+        (COMPLETIONS, {"n": 128, "logprobs": 20}, False),
+        (COMPLETIONS, {"n": 129}, True),
+        (COMPLETIONS, {"logprobs": 21}, True),
+    ],
+)
+def test_beyond_smg(path: str, body: Any, expected: bool) -> None:
+    assert beyond_smg(path, body) is expected
