@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from e2e.cluster.say import LabError
 from e2e.engine import environment
 from engines_lab import Urls
 
