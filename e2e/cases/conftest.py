@@ -128,6 +128,7 @@ def whole(kubectl: Kubectl, fleet: str, client: str, url: str) -> None:
 @pytest.fixture(scope="session")
 def stand_fleet(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
     """A rollout of three stand-in engines that share a volume; its name. Its engines start in seconds."""
+    remove(kubectl, NAME)  # of a run that was cut off
     remove(kubectl, "stand")
     kubectl.apply(stand_in.code())
     kubectl.apply(stand_in.rollout("stand"))
