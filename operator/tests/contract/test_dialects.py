@@ -162,23 +162,21 @@ class Dialect:
     push: Callable[[Trainer, float, str], None]
     commits: str
     processes: int = 1
-    real: bool = False
-    """Also in front of real engines."""
     alone: bool = False
     """Real engines are asked by nobody else meanwhile: one with running requests keeps what it computed with the old weights."""
 
 
 DIALECTS = [
     Dialect(torchrl_first, FLUSH),
-    Dialect(torchrl, CONTINUE, real=True),
-    Dialect(skyrl, FLUSH, real=True),
-    Dialect(slime, CONTINUE, processes=2, real=True),
-    Dialect(miles, END, real=True),
-    Dialect(areal, CONTINUE, processes=2, real=True),
+    Dialect(torchrl, CONTINUE),
+    Dialect(skyrl, FLUSH),
+    Dialect(slime, CONTINUE, processes=2),
+    Dialect(miles, END),
+    Dialect(areal, CONTINUE, processes=2),
     Dialect(roll, FLUSH),
-    Dialect(session, END, real=True),
+    Dialect(session, END),
     Dialect(bare_session, END),
-    Dialect(in_place, CONTINUE, real=True, alone=True),
+    Dialect(in_place, CONTINUE, alone=True),
     Dialect(group_for_each, DESTROY),
 ]
 
@@ -218,8 +216,6 @@ def has_sglangs_shape(path: str, reply: requests.Response) -> bool:
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.push.__name__)
 def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dialect: Dialect) -> None:
-    if lab.kind == "sglang" and not dialect.real:
-        pytest.skip("run against stand-ins only; the dialects that differ most also run against real engines")
     before = lab.committed()
     tokens, label = lab.generate()
     watch = Watch(lab.url, {label: tokens})
