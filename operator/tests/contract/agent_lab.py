@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,24 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from ports import free_port
 
 from sglang_rollout.wire.models import AgentStatus, Version
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_GATE, AGENT_HEALTH, AGENT_SYNC, TERM_HEADER
 
 TOKEN = "secret"
 BASE_WIRE = {"run": 0, "n": 0, "label": "base"}
-
-
-def free_port() -> int:
-    """A loopback port below the ephemeral range, so that a process can be started on it again."""
-    while True:
-        port = random.randrange(24200, 24900)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float, what: str, every: float = 0.05) -> float:

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_lab import free_port
 from aiohttp import web
+from ports import free_port
 
 
 @dataclass

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from agent_lab import free_port
 from e2e.chaos.trainer_protocol import PROMPT, TOKENS
 from e2e.engine import Engine, environment
+from ports import free_port
 from wire_lab import Peer, peer, sglang, stand_in
 
 from sglang_rollout.trainer.testing import expected_tokens

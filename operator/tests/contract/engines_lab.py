@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import requests
-from agent_lab import free_port
 from e2e.engine import environment, start_engine
+from ports import free_port
 
 
 @dataclass

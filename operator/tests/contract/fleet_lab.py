@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "properties"))
 from fleet_world import FakeAgent
@@ -24,12 +24,6 @@ from sglang_rollout.wire.ports import AGENT_PREFLIGHT, DATA_PATHS, TERM_HEADER
 
 TOKEN = "secret"
 QUICK = Deadlines(group=3.0, update=3.0, idle=5.0, pause=3.0)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @dataclass

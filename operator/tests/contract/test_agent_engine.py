@@ -13,8 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from agent_lab import BASE_WIRE, Answer, Pod, free_port, pod, until
+from agent_lab import BASE_WIRE, Answer, Pod, pod, until
 from e2e.engine import Engine, LabError, environment, start_engine
+from ports import free_port
 
 from sglang_rollout.wire.models import BASE, EngineState, Version
 

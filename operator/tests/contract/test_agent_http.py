@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from agent_lab import BASE_WIRE, TOKEN, Pod, free_port, pod, until
+from agent_lab import BASE_WIRE, TOKEN, Pod, pod, until
 from agent_stub import StubEngine, stub_engine
+from ports import free_port
 
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.wire.models import BASE, EngineState, Version

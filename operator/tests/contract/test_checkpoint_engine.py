@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_lab import Pod, free_port, pod, until
+from agent_lab import Pod, pod, until
 from agent_stub import stub_engine
 from e2e.engine import Engine, LabError, environment, start_engine
+from ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "agent"))
 from agent_model import write_model

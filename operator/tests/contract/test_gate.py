@@ -11,8 +11,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from agent_lab import BASE_WIRE, Pod, free_port, pod, until
+from agent_lab import BASE_WIRE, Pod, pod, until
 from agent_stub import StubEngine, stub_engine
+from ports import free_port
 
 from sglang_rollout.wire.ports import AGENT_HEALTH
 

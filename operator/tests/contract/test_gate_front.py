@@ -10,8 +10,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from agent_lab import Process, free_port, until
+from agent_lab import Process, until
 from aiohttp import web
+from ports import free_port
 
 pytestmark = pytest.mark.router
 

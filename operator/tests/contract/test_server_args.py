@@ -14,7 +14,7 @@ import yaml
 from agent_lab import pod
 from e2e.cluster.say import LabError
 from e2e.engine import Engine, environment
-from wire_lab import free_port
+from ports import free_port
 
 from sglang_rollout.api.engine_knobs import FLAGS
 from sglang_rollout.api.v1alpha1 import SGLangRollout

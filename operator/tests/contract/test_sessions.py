@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import requests
-from agent_lab import free_port
+from ports import free_port
 
 from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.trainer.testing import StandInFleet

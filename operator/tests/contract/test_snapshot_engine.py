@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import requests
-from agent_lab import free_port
 from e2e.engine import Engine, LabError, environment, start_engine
 from engines_lab import wait_serving
+from ports import free_port
 from test_trainer_fleet import HERE, engine_python
 
 from sglang_rollout.agent.checkpoint import check

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import requests
 from e2e.engine import Engine, LabError, environment
-from wire_lab import Peer, Server, free_port, peer, stand_in
+from ports import free_port
+from wire_lab import Peer, Server, peer, stand_in
 
 from sglang_rollout.trainer.testing import expected_tokens
 from sglang_rollout.trainer.testing.disk import read_folder
@@ -263,7 +264,7 @@ def test_the_old_generation_updates_without_a_session_and_dies_of_a_flush_that_f
 
 def test_fifty_engines_of_one_process_in_one_group(trainer: Peer, tmp_path: Path) -> None:
     """The default model, one update to all; the process stays below the 1.5 GB that docs/testing.md promises."""
-    first = free_port()
+    first = free_port(row=50)
     engine = stand_in(first, tmp_path / "log", "--engines", "50", "--token-ms", "0")
     engine.command = [part for part in engine.command if part not in ("--model", str(environment.model()))]
     engine.start()

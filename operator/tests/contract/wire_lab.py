@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from agent_lab import free_port
 from e2e.engine import Engine, environment
 from e2e.engine import make_engine as make_sglang
+from ports import free_port
 
 REPOSITORY = Path(__file__).parents[3]
 PEER = Path(__file__).with_name("wire_peer.py")

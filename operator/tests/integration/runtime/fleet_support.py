@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ports import free_port
 
 from sglang_rollout.core import names
 from sglang_rollout.runtime.errors import NotFound
@@ -51,12 +51,6 @@ def rollout(name: str, namespace: str, **spec: Any) -> Object:
         "metadata": {"name": name, "namespace": namespace},
         "spec": {**defaults, **spec},
     }
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @dataclass

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from aiohttp import web
 from e2e.cluster.controlplane import ControlPlane
-from fleet_support import OperatorProcess, Relay, World, eventually, free_port, kubeconfig_through, rollout
+from fleet_support import OperatorProcess, Relay, World, eventually, kubeconfig_through, rollout
+from ports import free_port
 
 from sglang_rollout.runtime.kube import Kube
 from sglang_rollout.runtime.resources import PODS, ROLLOUTS, SERVICES

@@ -1,17 +1,12 @@
 """Reaching the trainer's store."""
 
 import asyncio
-import socket
 import time
+
+from ports import free_port
 
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.wire.models import PreflightRequest
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

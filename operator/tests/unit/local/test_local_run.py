@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -15,17 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 LINE = [sys.executable, "-m", "sglang_rollout.cli", "local"]
 pytestmark = pytest.mark.router
-
-
-def free_port() -> int:
-    while True:
-        port = random.randrange(24900, 24990)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
 
 
 def refused(*args: str, env: dict[str, str] | None = None) -> str:

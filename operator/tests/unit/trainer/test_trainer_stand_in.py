@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
+from ports import free_port
 
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.trainer.testing import Fault, Kind, Phase, StandIn, StandInFleet, decode, encode, expected_tokens
@@ -275,12 +275,6 @@ def test_a_fault_as_words() -> None:
 
 
 # --- as a process ------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def up(url: str) -> bool:

@@ -1,0 +1,33 @@
+"""Loopback ports for servers that tests start."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+
+_FIRST, _COUNT = 24200, 700
+_turns = itertools.count(os.getpid() * 97)
+
+
+def free_port(row: int = 1) -> int:
+    """The first of ``row`` free loopback ports, none of them named by the last calls: a server may be started there later, and again.
+
+    They lie below the ephemeral range, where no connection takes one meanwhile.
+
+    Raises:
+        OSError: there are none.
+    """
+    found: list[int] = []
+    for turn in itertools.islice(_turns, _COUNT + row):
+        port = _FIRST + turn % _COUNT
+        found = found if found and port == found[-1] + 1 else []
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == row:
+            return found[0]
+    raise OSError(f"no {row} free ports in a row from {_FIRST} to {_FIRST + _COUNT - 1}")
