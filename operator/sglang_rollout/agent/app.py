@@ -21,6 +21,7 @@ from sglang_rollout.wire.models import AckRequest, CheckpointRequest, FenceReque
 MAX_BODY = 16 * 1024 * 1024
 _READ_DEADLINE = 5.0
 _GENERATE_DEADLINE = 30.0
+_ACK_DEADLINE = 30.0
 _CALL_DEADLINE = 600.0
 _READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/get_load", "/ready", "/ping", "/metrics")
 """Paths of SGLang that are passed on without a token: they change nothing."""
@@ -101,7 +102,7 @@ class Routes:
     async def ack(self, request: web.Request) -> web.StreamResponse:
         """Vouch for a version."""
         try:
-            await acknowledge(self._agent, await message(request, AckRequest))
+            await acknowledge(self._agent, await message(request, AckRequest), deadline_of(request, _ACK_DEADLINE))
         except AckError as error:
             raise RefusedError(409, str(error)) from None
         return await self._status()

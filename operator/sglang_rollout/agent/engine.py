@@ -115,9 +115,9 @@ class Engine:
         finally:
             writer.close()
 
-    async def label(self) -> str:
+    async def label(self, *, timeout: float = _POLL_TIMEOUT) -> str:
         """The live weight version. Answers also while the scheduler is busy for minutes."""
-        info = (await self.get("/model_info", timeout=_POLL_TIMEOUT)).document
+        info = (await self.get("/model_info", timeout=timeout)).document
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError(f"{self.url}/model_info names no weight_version: is this an SGLang server?")
         return str(info["weight_version"])

@@ -15,7 +15,6 @@ from sglang_rollout.wire.models import AckRequest, EngineState, FenceRequest
 
 log = logging.getLogger(__name__)
 
-_LABEL_DEADLINE = 30.0
 _IDLE_DEADLINE = 5.0
 FENCE_ANSWERS = 8.0
 """Seconds after which a fence answers, done or not. The engine may be stuck in a collective that only a SIGKILL ends."""
@@ -25,8 +24,11 @@ class AckError(Exception):
     """The engine cannot vouch for the version; the message says why."""
 
 
-async def acknowledge(agent: Agent, request: AckRequest) -> None:
-    """Record that the engine holds a version completely, after it reports that version's label itself. Raises AckError."""
+async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> None:
+    """Record that the engine holds a version completely, after it reports that version's label itself. Raises AckError.
+
+    The engine may take ``deadline`` seconds to say so: a whole update is lost with its silence.
+    """
     refused = s.ack_refusal(agent.state, request.boot_id, request.version)
     if not refused and agent.fencing:
         refused = "The update is being given up."
@@ -36,11 +38,11 @@ async def acknowledge(agent: Agent, request: AckRequest) -> None:
     if memory.state is EngineState.CLEAN and memory.version == request.version:
         return  # told twice
     try:
-        label = await agent.engine.label()
+        label = await agent.engine.label(timeout=deadline)
     except EngineError as error:
         raise AckError(f"The engine does not say which version it holds: {error}.") from error
     if label != request.version.label:
-        reply = await agent.control(s.SET_VERSION, {"new_version": request.version.label}, _LABEL_DEADLINE)
+        reply = await agent.control(s.SET_VERSION, {"new_version": request.version.label}, deadline)
         if not reply.ok:
             raise AckError(f"The engine did not take the version's label {request.version.label!r}: HTTP {reply.status}.")
     refused = s.ack_refusal(agent.state, request.boot_id, request.version)  # the engine may have been replaced meanwhile

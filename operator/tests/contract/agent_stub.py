@@ -28,6 +28,8 @@ class StubEngine:
     failing: set[str] = field(default_factory=set)
     held: dict[str, asyncio.Event] = field(default_factory=dict)
     """Calls that do not answer until their event is set."""
+    model_info_after: float = 0.0
+    """Seconds after which /model_info answers."""
     running: int = 0
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first request for tokens."""
@@ -66,6 +68,7 @@ class StubEngine:
             self.runner = None
 
     async def _model_info(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(self.model_info_after)
         return web.json_response({"weight_version": self.label})
 
     async def _ready(self, _: web.Request) -> web.Response:

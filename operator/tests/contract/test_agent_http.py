@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_lab import BASE_WIRE, TOKEN, Pod, pod, until
@@ -36,15 +37,18 @@ async def lab(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Pod]:
         yield made
 
 
+UPDATE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/init_weights_update_group", GROUP),
+    ("/pause_generation", {"mode": "retract"}),
+    ("/begin_weight_update", {}),
+    ("/update_weights_from_distributed", {"names": [], "group_name": "g"}),
+    ("/end_weight_update", {}),
+)
+
+
 async def update(lab: Pod, version: Version = V1) -> None:
     boot = (await lab.status()).boot_id
-    for path, body in (
-        ("/init_weights_update_group", GROUP),
-        ("/pause_generation", {"mode": "retract"}),
-        ("/begin_weight_update", {}),
-        ("/update_weights_from_distributed", {"names": [], "group_name": "g"}),
-        ("/end_weight_update", {}),
-    ):
+    for path, body in UPDATE:
         answer = await lab.control(path, body)
         assert answer.status == 200, answer.body
     answer = await lab.ack(version, boot)
@@ -123,6 +127,15 @@ async def test_a_caller_that_goes_away_does_not_stop_the_call(lab: Pod, engine: 
     engine.held["pause_generation"].set()
     await until(lambda: _status(lab, "/flush_cache", 200), 5, "calls are taken again")
     assert engine.calls == ["pause_generation", "flush_cache"]
+
+
+async def test_an_engine_that_is_slow_to_say_its_version_does_not_lose_the_update(lab: Pod, engine: StubEngine) -> None:
+    boot = (await lab.status()).boot_id
+    for path, body in UPDATE:
+        assert (await lab.control(path, body)).status == 200
+    engine.model_info_after = 3.0
+    answer = await lab.ack(V1, boot)
+    assert answer.status == 200, answer.body
 
 
 async def test_a_failed_update_cannot_be_acknowledged_nor_resumed(lab: Pod, engine: StubEngine) -> None:
