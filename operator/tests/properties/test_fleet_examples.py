@@ -6,7 +6,7 @@ import pytest
 from fleet_world import World, group_body, push
 
 from sglang_rollout.fleet.update import events as ev
-from sglang_rollout.fleet.update.calls import END, INIT, UPDATE
+from sglang_rollout.fleet.update.calls import END, FLUSH, INIT, UPDATE
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.models import UpdateOutcome, Version, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK
@@ -19,6 +19,19 @@ def test_a_push_reaches_every_engine_and_is_served() -> None:
     assert [agent.gate_open for agent in world.agents.values()] == [True, True]
     assert not any(agent.paused for agent in world.agents.values())
     assert [send.path for send in world.sent if send.path == UPDATE] == [UPDATE]
+
+
+@pytest.mark.parametrize(("last", "flushes"), [({}, 0), ({"flush_cache": True}, 0), ({"flush_cache": False}, 2)])
+def test_caches_are_flushed_before_the_commit_unless_the_last_tensors_did(last: dict[str, bool], flushes: int) -> None:
+    world = World([1, 1])
+    world.sync_all()
+    push(world, "1")
+    world.sent.clear()
+    assert world.do(ev.Begin()).success
+    assert world.do(ev.Update("g", "2", {"names": ["v"], "flush_cache": True})).success
+    assert world.do(ev.Update("g", "2", {"names": ["w"], **last})).success
+    assert world.do(ev.End()).success
+    assert sum(len(send.bodies) for send in world.sent if send.path == FLUSH) == flushes
 
 
 def test_one_missing_acknowledgement_means_no_commit() -> None:

@@ -59,7 +59,7 @@ def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
         update.dropped |= yield from verify(fleet, update.standing())
     if not _suffice(fleet, update):
         return (yield from _fail_for(fleet, update, results))
-    unflushed = yield from _flush(fleet, update.standing())
+    unflushed = yield from _flush(fleet, [name for name in update.standing() if name not in update.flushed])
     return (yield from _commit(fleet, unflushed))
 
 
@@ -92,6 +92,8 @@ def _flush(fleet: Fleet, names: list[str]) -> Script[list[str]]:
     from keys and values of the old weights, under the new version's name. In the mode in_place an engine that has running
     requests refuses, because they go on with what it holds: who chooses that, wants it.
     """
+    if not names:
+        return []
     results = yield from send(FLUSH, same(names), fleet.policy.deadlines.pause)
     return list(failures(results))
 

@@ -96,6 +96,8 @@ class Update:
     """Groups that have brought tensors."""
     fed: set[str] = field(default_factory=set)
     """Engines that have taken tensors."""
+    flushed: set[str] = field(default_factory=set)
+    """Engines that flushed their cache with the last tensors: paused since, they have computed nothing."""
     label: str | None = None
     checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """What the trainer says that its weights are, if it does: by the number of an engine's ranks."""

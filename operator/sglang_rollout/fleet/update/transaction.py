@@ -115,6 +115,8 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
         raise RuntimeError("an update cannot end while its tensors are on their way")
     state.data.add(group.name)
     state.fed.update(group.boots)
+    # SGLang flushes unless it is told not to.
+    state.flushed = state.flushed.union(group.boots) if body.get("flush_cache", True) else state.flushed.difference(group.boots)
     message = next(iter(results.values())).message or "Succeeded to update parameter online."
     return Answer(200, message, {"engines": told(results), "version": str(fleet.target())})
 
