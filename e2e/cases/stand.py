@@ -124,14 +124,16 @@ class Stand:
     def policy(self, **weights: Any) -> Iterator[None]:
         """Other fields of ``spec.weights`` for the length of the block."""
         before = self.kubectl.get("sglr", self.name)["spec"]["weights"]
-        self._patch(weights)
+        self._weights(before | weights)
         try:
             yield
         finally:
-            self._patch({key: before.get(key) for key in weights})
+            self._weights(before)
 
-    def _patch(self, weights: dict[str, Any]) -> None:
-        self.kubectl("patch", "sglr", self.name, "--type=merge", "-p", json.dumps({"spec": {"weights": weights}}))
+    def _weights(self, weights: dict[str, Any]) -> None:
+        """As a whole: a merge would keep what an inner field had before."""
+        patch = [{"op": "replace", "path": "/spec/weights", "value": weights}]
+        self.kubectl("patch", "sglr", self.name, "--type=json", "-p", json.dumps(patch))
         wanted = self.kubectl.get("sglr", self.name)["metadata"]["generation"]
 
         def known() -> bool:
