@@ -33,11 +33,8 @@ class MemoryGate(Gate):
         """Open or close."""
         self._open = is_open
 
-    async def name_version(self, label: str) -> None:
-        """There are no answers that could carry the label."""
-
-    async def cut(self) -> None:
-        """There are no connections."""
+    async def _tell(self, command: str) -> None:
+        """Labels, limits and cuts concern answers, requests and connections, of which there are none."""
 
 
 async def main() -> None:

@@ -20,6 +20,8 @@ from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment, start_engine
 
 START_SECONDS = 120.0
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where agents keep their records: in memory, as in a pod."""
 PARTS = {
     "coordinator": "sglang_rollout.cli fleet ",
     "agent": "sglang_rollout.cli agent ",
@@ -76,7 +78,7 @@ def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0) 
 def local_fleet(urls: list[str], *, weights: Mapping[str, Any] | None = None, fresh: bool = True) -> Iterator[LocalFleet]:
     """``sglang-rollout local`` over engines that run; all of them serve when the block begins. Not ``fresh``: they hold what another fleet
     pushed, so they can take weights then, and serve after that."""
-    with TemporaryDirectory(prefix="rollout-bench-") as name:
+    with TemporaryDirectory(prefix="rollout-bench-", dir=MEMORY) as name:
         folder, address = Path(name), f"127.0.0.1:{free_port()}"
         wanted = [part for url in urls for part in ("--engine", url)]
         command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
@@ -97,7 +99,7 @@ def local_fleet(urls: list[str], *, weights: Mapping[str, Any] | None = None, fr
 def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = None) -> Iterator[LocalFleet]:
     """A coordinator, and the agents of all engines in ONE process: no gates, no front, no smg. For more engines than this machine has
     room for whole sets of processes."""
-    with TemporaryDirectory(prefix="rollout-bench-") as name, ExitStack() as stack:
+    with TemporaryDirectory(prefix="rollout-bench-", dir=MEMORY) as name, ExitStack() as stack:
         folder, listen, port = Path(name), f"127.0.0.1:{free_port()}", free_port(first=28200, row=len(urls))
         (folder / "token").write_text("bench")
         agents = [{"name": f"e{i}", "tensor_size": 1, "url": f"http://127.0.0.1:{port + i}"} for i in range(len(urls))]
