@@ -202,7 +202,8 @@ def _engine(rollout: SGLangRollout, name: str) -> Object:
 def _environment(rollout: SGLangRollout) -> list[Object]:
     """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
     ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
-    return ours + rank_env(rollout) + [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
+    theirs = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
+    return [*ours, *rank_env(rollout), *theirs]
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:

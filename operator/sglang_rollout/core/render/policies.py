@@ -11,7 +11,18 @@ from sglang_rollout.api.weights_spec import Transport as ApiTransport
 from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
-from sglang_rollout.wire.models import CatchUp, Deadlines, Intent, OnLoss, PauseMode, TrainerLease, Transport, Verify, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.models import (
+    CatchUp,
+    Deadlines,
+    Intent,
+    OnLoss,
+    PauseMode,
+    TrainerLease,
+    Transport,
+    Verify,
+    WantedEngine,
+    WeightsPolicy,
+)
 
 _PAUSE_MODES = {
     ApiPauseMode.RETRACT: PauseMode.RETRACT,

@@ -37,7 +37,7 @@ def agent_ranks(rollout: SGLangRollout, engine: str) -> list[str]:
     if pods == 1:
         return []
     leader = f"{leader_host(rollout, engine)}:{GATE_PORT}"
-    return ["--nodes", str(pods), "--node-rank", _RANK, "--leader", leader, "--advertise", f"$({_IP_ENV})"]
+    return ["--nodes", str(pods), "--node-rank", _RANK, "--leader", leader, "--advertise", f"$({_IP_ENV}):{GATE_PORT}"]
 
 
 def rank_env(rollout: SGLangRollout) -> list[Object]:

@@ -12,8 +12,10 @@ from sglang_rollout.wire.ports import ENGINE_PORT
 
 
 def server_args(rollout: SGLangRollout, ranks: Sequence[str] = ()) -> list[str]:
-    """What the operator owns comes first; the API server has refused user arguments that would override it. ``ranks``: where the pod stands in
-    its engine, if that has several."""
+    """What the operator owns comes first; the API server has refused user arguments that would override it.
+
+    ``ranks``: where the pod stands in its engine, if that has several.
+    """
     model, engine = rollout.spec.model, rollout.spec.engine
     sizes = engine.parallelism
     args = [

@@ -37,8 +37,8 @@ LEAST = 5.0
 MOST_GROUPS = 64
 """A trainer that opens groups under ever new names and closes none would fill the engines."""
 DISK_ONLY = (
-    "This fleet takes weights from disk only (weights.transport is Disk), because SGLang cannot take them over a group with pipeline stages or"
-    " data-parallel copies in one engine: write a checkpoint where the engines can read it, and call /update_weights_from_disk."
+    "This fleet takes weights from disk only (weights.transport is Disk): write a checkpoint where the engines can read it, and call"
+    " /update_weights_from_disk."
 )
 UNKNOWN = "The group to be destroyed does not exist."
 
