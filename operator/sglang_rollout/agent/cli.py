@@ -152,7 +152,7 @@ async def _run(
     boot_file: Path | None,
     tensor_size: int | None,
     model_path: str | None,
-    place: _Place | None,
+    place: _Place | None = None,
 ) -> None:
     files = RunFiles(boot_file) if boot_file is not None else None
     async with Engine(url, boot_file=boot_file) as engine:

@@ -21,10 +21,11 @@ ANNOTATION_APPLIED = f"{api.GROUP}/applied"
 """On every child: hash of the object as it was rendered. Shows that a field was removed, which a look at the live
 object cannot."""
 
-ANNOTATION_PODS = f"{api.GROUP}/pods"
-"""On the StatefulSet of an engine with several pods: how many it was made for."""
 LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
 """On every pod of a StatefulSet, by its controller: a pod's place in its engine."""
+
+NODES_FLAG = "--nnodes"
+"""SGLang's flag for the number of pods; the operator reads there for how many an engine was made."""
 
 COMPONENT_ENGINE = "engine"
 COMPONENT_ROUTER = "router"

@@ -59,11 +59,8 @@ def engine_statefulsets(rollout: SGLangRollout, settings: Settings) -> list[Obje
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
     name = names.engine_name(rollout.name, index)
     made = child(rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name)
-    pods = rollout.spec.engine.pods
-    if pods > 1:
-        made["metadata"]["annotations"] = {names.ANNOTATION_PODS: str(pods)}
     made["spec"] = {
-        "replicas": pods,
+        "replicas": rollout.spec.engine.pods,
         "serviceName": names.engines_service(rollout.name),
         "podManagementPolicy": "Parallel",
         # The operator decides when an engine restarts: one at a time, and only while the others serve.

@@ -28,7 +28,7 @@ def server_ranks(rollout: SGLangRollout, engine: str) -> list[str]:
     pods = rollout.spec.engine.pods
     if pods == 1:
         return []
-    return ["--nnodes", str(pods), "--node-rank", _RANK, "--dist-init-addr", f"{leader_host(rollout, engine)}:{RENDEZVOUS_PORT}"]
+    return [names.NODES_FLAG, str(pods), "--node-rank", _RANK, "--dist-init-addr", f"{leader_host(rollout, engine)}:{RENDEZVOUS_PORT}"]
 
 
 def agent_ranks(rollout: SGLangRollout, engine: str) -> list[str]:
