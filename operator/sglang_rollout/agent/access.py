@@ -36,32 +36,34 @@ def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> 
     return web.json_response(body, status=status, reason=reason, headers=headers)
 
 
+def check_token(request: web.Request, token: str) -> None:
+    """Raise RefusedError unless the call carries the rollout's token."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not given:
+        raise RefusedError(
+            401, f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine."
+        )
+    if not hmac.compare_digest(given.strip().encode(), token.encode()):
+        raise RefusedError(403, f"{request.path}: this token is not the one of this rollout.")
+
+
 class Access:
     """Checks control calls before anything else is done with them."""
 
     def __init__(self, agent: Agent, token: str) -> None:
         self._agent = agent
-        self._token = token.encode()
+        self._token = token
 
     def protected(self, handler: Handler) -> Handler:
         """Let only the coordinator of the highest term seen through."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            self._check_token(request)
+            check_token(request, self._token)
             self._check_term(request)
             self._agent.heard_at = time.monotonic()
             return await handler(request)
 
         return checked
-
-    def _check_token(self, request: web.Request) -> None:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given:
-            raise RefusedError(
-                401, f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine."
-            )
-        if not hmac.compare_digest(given.strip().encode(), self._token):
-            raise RefusedError(403, f"{request.path}: this token is not the one of this rollout.")
 
     def _check_term(self, request: web.Request) -> None:
         text = request.headers.get(TERM_HEADER, "")

@@ -55,6 +55,8 @@ class Agent:
         """Seconds without a sign of life after which an engine that has nothing to do is restarted; each coordinator says its own."""
         self.observer: Callable[[str, Reply, float], None] | None = None
         """Called after each control call with its name, answer and seconds."""
+        self.why_down: Callable[[], str] = lambda: ""
+        """What else is known about an engine that is not up: of one with several pods, what the others do."""
         self._silences = 0
         self._named: tuple[int, str, int | None, bool] | None = None
         """haproxy's pid, the label that it puts on answers, the vocabulary beyond which it refuses tokens, whether there is a tokenizer."""
@@ -113,11 +115,11 @@ class Agent:
                 self.dispatch(ev.Identified(facts))
                 self._compare_size(facts.tensor_size)
         except EngineGoneError as error:
-            self.dispatch(ev.Lost(str(error)))
+            self.dispatch(ev.Lost(self.why_down() or str(error)))
         except EngineError as error:
             self._silences += 1
             if not self.state.up or self._silences >= _SILENCES:
-                self.dispatch(ev.Lost(str(error)))
+                self.dispatch(ev.Lost(self.why_down() or str(error)))
         except RecordError as error:
             self.dispatch(ev.Lost(str(error)))
 

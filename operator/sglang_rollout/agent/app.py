@@ -7,15 +7,17 @@ from aiohttp import web
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.access import Access, Handler, RefusedError, deadline_of, json_body, message, refuse
+from sglang_rollout.agent.access import Access, Handler, RefusedError, check_token, deadline_of, json_body, message, refuse
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import EngineError, Reply
+from sglang_rollout.agent.leader import Leader
 from sglang_rollout.agent.metrics import Metrics
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.update import AckError, Fence, acknowledge
 from sglang_rollout.wire import ports
+from sglang_rollout.wire.group import MemberReport
 from sglang_rollout.wire.models import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 
 MAX_BODY = 16 * 1024 * 1024
@@ -30,8 +32,9 @@ _READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/get_loa
 class Routes:
     """Handlers, bound to one agent."""
 
-    def __init__(self, agent: Agent, *, fence: Fence, metrics: Metrics, model_path: str | None) -> None:
+    def __init__(self, agent: Agent, *, fence: Fence, metrics: Metrics, model_path: str | None, leader: Leader | None) -> None:
         self._agent = agent
+        self._leader = leader
         self._model_path = model_path
         self._checkpoints = CheckpointCheck()
         self._fence = fence
@@ -89,7 +92,8 @@ class Routes:
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:
         """Try to reach the trainer."""
-        reply = await preflight(await message(request, PreflightRequest))
+        wanted = await message(request, PreflightRequest)
+        reply = await (preflight(wanted) if self._leader is None else self._leader.preflight(wanted))
         return web.json_response(reply.model_dump(mode="json"))
 
     async def checkpoint(self, request: web.Request) -> web.StreamResponse:
@@ -145,9 +149,9 @@ class Routes:
         return web.json_response(self._agent.status().model_dump(mode="json"))
 
 
-def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None = None) -> web.Application:
-    """All routes of an agent. ``model_path``: what the engine was started with, if that is known."""
-    routes, access = Routes(agent, fence=fence, metrics=Metrics(agent), model_path=model_path), Access(agent, token)
+def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None = None, leader: Leader | None = None) -> web.Application:
+    """All routes of an agent. ``model_path``: what the engine was started with, if known; ``leader``: of an engine with several pods."""
+    routes, access = Routes(agent, fence=fence, metrics=Metrics(agent), model_path=model_path, leader=leader), Access(agent, token)
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_sentences])
     opened: dict[str, Handler] = {
         ports.AGENT_HEALTH: routes.health,
@@ -172,9 +176,23 @@ def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None =
     }
     app.add_routes(web.get(path, handler) for path, handler in opened.items())
     app.add_routes(web.post(path, access.protected(handler)) for path, handler in guarded.items())
+    if leader is not None:
+        app.router.add_post(ports.AGENT_GROUP, _member_route(leader, token))
     # SGLang answers these to GET as well.
     app.add_routes(web.get(path, access.protected(routes.control)) for path in ("/flush_cache", "/get_weights_by_name", "/weights_checker"))
     return app
+
+
+def _member_route(leader: Leader, token: str) -> Handler:
+    async def member(request: web.Request) -> web.StreamResponse:
+        """Another pod of the engine says how it is. It knows no term: that is the coordinator's."""
+        check_token(request, token)
+        report = await message(request, MemberReport)
+        if report.rank >= leader.group.size:
+            raise RefusedError(400, f"{request.path}: this engine has {leader.group.size} pods, so none of rank {report.rank}.")
+        return web.json_response(leader.report(report).model_dump(mode="json"))
+
+    return member
 
 
 def with_name(reply: Reply, name: str | None) -> Reply:

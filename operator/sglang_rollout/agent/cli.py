@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -16,14 +18,18 @@ from aiohttp import web
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import make_app
+from sglang_rollout.agent.barrier import Barrier
 from sglang_rollout.agent.drain import RunFiles, watch_drain
 from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.follower import Follower, follower_app
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.hang import Hang
+from sglang_rollout.agent.leader import Leader
 from sglang_rollout.agent.lease import Lease
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.cli import ADDRESS
 from sglang_rollout.wire import ports
 
 log = logging.getLogger("sglang_rollout.agent")
@@ -32,6 +38,21 @@ _INTERVAL = 0.5
 _TRUST_RECORD_AFTER = 3.0
 """A restarted agent believes its record's committed version when no coordinator has spoken for so long. One that lives speaks twice a
 second, and may know of a commit that this engine missed."""
+
+
+_RESOLVE_INTERVAL = 5.0
+"""Pod 0 has another address when it was made anew, which takes longer than this."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this pod stands in an engine that has several."""
+
+    nodes: int
+    rank: int
+    leader: Address
+    own: Address
+    files: RunFiles
 
 
 @click.command(name="agent")
@@ -54,6 +75,10 @@ second, and may know of a commit that this engine missed."""
 @click.option(
     "--tensor-size", type=click.IntRange(1), help="Tensor-parallel ranks the engine should have; a different one is reported in the log."
 )
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Pods of the engine.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Place of this pod among them; pod 0 serves.")
+@click.option("--leader", type=ADDRESS, help="With --nodes: the gate of pod 0.")
+@click.option("--advertise", type=ADDRESS, help="With --nodes: this pod's own gate, by its IP.")
 @click.option("--model-path", help="What the engine was started with; checkpoints are compared with it [default: what the engine says].")
 def command(
     *,
@@ -65,6 +90,10 @@ def command(
     token_file: Path,
     boot_file: Path | None,
     tensor_size: int | None,
+    nodes: int,
+    node_rank: int,
+    leader: Address | None,
+    advertise: Address | None,
     model_path: str | None,
 ) -> None:
     """Run the sidecar of one engine."""
@@ -79,7 +108,11 @@ def command(
         raise click.UsageError(f"the token file {token_file} is empty: anybody could call")
     if urlsplit(engine_url).scheme != "http" or not urlsplit(engine_url).hostname:
         raise click.BadParameter(f"{engine_url!r} is not an http URL", param_hint="--engine-url")
+    place = _place(nodes, node_rank, leader, advertise, boot_file)
     try:
+        if place is not None and place.rank:
+            asyncio.run(_run_follower(place, name=name, url=engine_url, listen=address, token=token))
+            return
         asyncio.run(
             _run(
                 name=name,
@@ -91,10 +124,21 @@ def command(
                 boot_file=boot_file,
                 tensor_size=tensor_size,
                 model_path=model_path,
+                place=place,
             )
         )
     except OSError as error:
         raise click.ClickException(f"the agent cannot listen on {address}: {error.strerror or error}") from None
+
+
+def _place(nodes: int, rank: int, leader: Address | None, own: Address | None, boot_file: Path | None) -> _Place | None:
+    if nodes == 1:
+        return None
+    if leader is None or own is None or boot_file is None:
+        raise click.UsageError("--nodes needs --leader, --advertise and --boot-file: the pods of an engine must find one another")
+    if rank >= nodes:
+        raise click.BadParameter(f"{rank} is too large for {nodes} pods: they count from 0", param_hint="--node-rank")
+    return _Place(nodes, rank, leader, own, RunFiles(boot_file))
 
 
 async def _run(
@@ -108,36 +152,64 @@ async def _run(
     boot_file: Path | None,
     tensor_size: int | None,
     model_path: str | None,
+    place: _Place | None = None,
 ) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     files = RunFiles(boot_file) if boot_file is not None else None
     async with Engine(url, boot_file=boot_file) as engine:
         agent = Agent(name=name, engine=engine, gate=Gate(socket), record=RecordFile(folder), tensor_size=tensor_size)
         fence = Fence(agent, kill_file=files.kill if files else None)
-        app = make_app(agent, token=token, fence=fence, model_path=model_path)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        tasks = [
-            asyncio.create_task(_every(_INTERVAL, "watching the engine", agent.observe)),
-            asyncio.create_task(_every(_INTERVAL, "watching the engine's connection", agent.watch_connection)),
-            asyncio.create_task(_every(_INTERVAL, "watching the lease", Lease(agent, fence).watch)),
-            asyncio.create_task(_follow_gate(agent)),
-            asyncio.create_task(_trust_record(agent)),
+        work = [
+            _every(_INTERVAL, "watching the engine", agent.observe),
+            _every(_INTERVAL, "watching the engine's connection", agent.watch_connection),
+            _every(_INTERVAL, "watching the lease", Lease(agent, fence).watch),
+            _follow_gate(agent),
+            _trust_record(agent),
         ]
+        leader, draining = None, _nobody
+        if place is not None:
+            leader = Leader(agent, Barrier(place.files), size=place.nodes, folder=folder, token=token)
+            agent.why_down, draining = leader.why_down, leader.draining
+            work.append(_every(_INTERVAL, "watching the pods of the engine", leader.watch))
         if files is not None:
-            tasks.append(asyncio.create_task(_every(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files))))
-            tasks.append(asyncio.create_task(_every(_INTERVAL, "watching for a hang", Hang(agent, files.kill).watch)))
-        try:
-            await web.TCPSite(runner, listen.host, listen.port).start()
-            log.info("Agent of %s at %s, engine %s.", name, listen, url)
-            await stop.wait()
-        finally:
-            # The engine goes on with what it was told, and the record says so: nothing has to be waited for.
-            for task in tasks:
-                task.cancel()
-            await runner.cleanup()
+            work.append(_every(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, draining)))
+            work.append(_every(_INTERVAL, "watching for a hang", Hang(agent, files.kill).watch))
+        app = make_app(agent, token=token, fence=fence, model_path=model_path, leader=leader)
+        await _serve(app, listen, work, f"Agent of {name} at {listen}, engine {url}.")
+
+
+async def _run_follower(place: _Place, *, name: str, url: str, listen: Address, token: str) -> None:
+    async with Engine(url) as engine:
+        follower = Follower(engine, Barrier(place.files), rank=place.rank, leader=place.leader, own=place.own, token=token)
+        work = [
+            _every(_INTERVAL, "watching SGLang", follower.observe),
+            _every(_INTERVAL, "speaking to pod 0", follower.report),
+            _every(_RESOLVE_INTERVAL, "resolving the name of pod 0", follower.resolve),
+        ]
+        app = follower_app(follower, name=name, token=token)
+        await _serve(app, listen, work, f"Agent of {name}, rank {place.rank} of {place.nodes}, at {listen}; pod 0 is at {place.leader}.")
+
+
+async def _serve(app: web.Application, listen: Address, work: list[Coroutine[Any, Any, None]], hello: str) -> None:
+    """Until SIGTERM."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await web.TCPSite(runner, listen.host, listen.port).start()
+        log.info("%s", hello)
+        await stop.wait()
+    finally:
+        # The engine goes on with what it was told, and the record says so: nothing has to be waited for.
+        for task in tasks:
+            task.cancel()
+        await runner.cleanup()
+
+
+def _nobody() -> bool:
+    return False
 
 
 async def _every(seconds: float, what: str, work: Callable[[], Awaitable[None]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_rollout.agent import events as ev
@@ -38,9 +39,12 @@ class RunFiles:
             return True
 
 
-async def watch_drain(agent: Agent, files: RunFiles) -> None:
-    """One look at the files: close the gate when a drain is asked for, report when the engine is idle, forget it after a restart."""
-    wanted = files.drain_wanted()
+async def watch_drain(agent: Agent, files: RunFiles, others: Callable[[], bool] = lambda: False) -> None:
+    """One look at the files: close the gate when a drain is asked for, report when the engine is idle, forget it after a restart.
+
+    ``others``: whether another pod of the engine is to be drained.
+    """
+    wanted = files.drain_wanted() or others()
     if wanted != agent.state.draining:
         agent.dispatch(ev.Draining(wanted))
         log.info("Draining: no new requests." if wanted else "The drained engine has been replaced.")

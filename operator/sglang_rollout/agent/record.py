@@ -1,13 +1,20 @@
-"""The agent's record on disk: one small JSON file, replaced atomically."""
+"""What an agent keeps on disk: small JSON files, replaced atomically.
+
+They outlive the agent, not the pod: no fsync, because a machine that goes down takes the engine with it.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from sglang_rollout.agent.state import Memory
+from sglang_rollout.wire.models import Message
+
+_Kept = TypeVar("_Kept", bound=Message)
 
 
 class RecordError(Exception):
@@ -15,30 +22,37 @@ class RecordError(Exception):
 
 
 class RecordFile:
-    """``record.json`` in the agent's state folder.
-
-    It outlives the agent, not the pod: no fsync, because a machine that goes down takes the engine with it.
-    """
+    """``record.json`` in the agent's state folder: what is known about the engine's weights."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "record.json"
 
     def load(self) -> tuple[Memory, str]:
         """What was written last, and a sentence if there was something that cannot be used."""
-        try:
-            return Memory.model_validate_json(self.path.read_bytes()), ""
-        except FileNotFoundError:
-            return Memory(), ""
-        except (OSError, ValidationError) as error:
-            reason = str(error).splitlines()[0]
-            return Memory(), f"The record {self.path} cannot be used ({reason}); the engine stays closed until its weights are known."
+        memory, why = load(self.path, Memory)
+        return memory, f"{why}; the engine stays closed until its weights are known." if why else ""
 
     def save(self, memory: Memory) -> None:
         """Replace the record. Returns when it is in place; raises RecordError otherwise."""
-        temporary = self.path.with_suffix(".json.new")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(memory.model_dump_json())
-            os.replace(temporary, self.path)
-        except OSError as error:
-            raise RecordError(f"The agent's record {self.path} cannot be written: {error.strerror}.") from error
+        save(self.path, memory)
+
+
+def load(path: Path, kept: type[_Kept]) -> tuple[_Kept, str]:
+    """What was written last, or what there is without a record; and why if there was one that cannot be used."""
+    try:
+        return kept.model_validate_json(path.read_bytes()), ""
+    except FileNotFoundError:
+        return kept(), ""
+    except (OSError, ValidationError) as error:
+        return kept(), f"The record {path} cannot be used ({str(error).splitlines()[0]})"
+
+
+def save(path: Path, message: Message) -> None:
+    """Replace a record. Returns when it is in place; raises RecordError otherwise."""
+    temporary = path.with_suffix(".json.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(message.model_dump_json())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise RecordError(f"The agent's record {path} cannot be written: {error.strerror}.") from error

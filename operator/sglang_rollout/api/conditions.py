@@ -51,6 +51,7 @@ class Reason(StrEnum):
     IMAGE_PULL_FAILED = "ImagePullFailed"
     ENGINE_CRASHED = "EngineCrashed"
     CREATE_FAILED = "CreateFailed"
+    RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     PODS_NOT_READY = "PodsNotReady"
     ROUTER_NOT_READY = "RouterNotReady"

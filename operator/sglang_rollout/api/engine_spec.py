@@ -48,8 +48,14 @@ ENGINE_FLAGS = (
 several tokenizer workers (measured with 0.5.23) only the one that took an update knows the new version, and
 ``/model_info`` says the old one every other time."""
 
-ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER")
-"""Environment variables of the engine that would break health checks or the control API."""
+NODE_RANK_ENV = "SGLANG_ROLLOUT_NODE_RANK"
+"""Environment variable with a pod's place in its engine, where an engine has several pods."""
+
+ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER", NODE_RANK_ENV)
+"""Environment variables of the engine that would break health checks, the control API or the ranks of its pods."""
+
+_GPUS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data"
+_ONE_POD = f"(!has(self.nodes) || self.nodes == 1) && (self.gpuResource == '' || !has(self.gpusPerPod) || self.gpusPerPod == {_GPUS})"
 
 
 EngineArgument = Annotated[
@@ -85,6 +91,12 @@ class Parallelism(ApiModel):
 
     tensor: int = Field(default=1, ge=1, le=64)
     """Tensor-parallel ranks of one engine. So many consecutive ranks it takes in a trainer's weight-update group."""
+    pipeline: int = Field(default=1, ge=1, le=64)
+    """Pipeline stages, each of `tensor` ranks. Above 1 only with `weights.transport: Disk`: SGLang cannot take weights over
+    a group then."""
+    data: int = Field(default=1, ge=1, le=64)
+    """Copies of the model behind one server, each of `tensor * pipeline` ranks, all in one pod. Above 1 only with
+    `weights.transport: Disk`; more engines (`replicas`) do the same and can be updated over a group."""
     expert: int = Field(default=1, ge=1, le=64)
     """The experts of a mixture-of-experts model are spread over so many groups of these ranks; must divide `tensor`."""
     attention_data: int = Field(default=1, ge=1, le=64)
@@ -113,16 +125,39 @@ class Resources(ApiModel):
 
 
 class Engine(EngineKnobs):
-    """The SGLang servers. Each engine is a StatefulSet of its own with one pod."""
+    """The SGLang servers. Each engine is a StatefulSet of its own, with one pod or, spread over nodes, several."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                "self.gpuResource == '' || !has(self.gpusPerPod) || self.gpusPerPod == self.parallelism.tensor",
-                "engine.gpusPerPod must equal engine.parallelism.tensor: one pod holds one whole engine. Leave"
-                " gpusPerPod out, or set both to"
-                " the same number.",
+                f"self.gpuResource == '' || !has(self.gpusPerPod) || (self.gpusPerPod > 0 && ({_GPUS}) % self.gpusPerPod == 0)",
+                "engine.gpusPerPod must divide the GPUs of one engine, which are tensor * pipeline * data of engine.parallelism:"
+                " the pods of an engine are of one size. Use a divisor, or leave gpusPerPod out: then one pod holds the whole engine.",
                 field=".gpusPerPod",
+            ),
+            rule(
+                f"self.gpuResource == '' || !has(self.gpusPerPod) || !has(self.nodes) || self.nodes * self.gpusPerPod == {_GPUS}",
+                "engine.nodes and engine.gpusPerPod must agree: nodes * gpusPerPod is tensor * pipeline * data of"
+                " engine.parallelism. Leave one of them out.",
+                field=".nodes",
+            ),
+            rule(
+                "!has(self.nodes) || (self.parallelism.tensor * self.parallelism.pipeline) % self.nodes == 0",
+                "engine.nodes must divide tensor * pipeline of engine.parallelism: every pod holds as many ranks. Use a divisor.",
+                field=".nodes",
+            ),
+            rule(
+                f"self.parallelism.data == 1 || ({_ONE_POD})",
+                "engine.parallelism.data above 1 needs the whole engine in one pod: SGLang does not spread data-parallel replicas"
+                " over nodes. Use more engines (replicas) instead, or leave engine.nodes and engine.gpusPerPod out.",
+                field=".parallelism.data",
+            ),
+            rule(
+                f"self.parallelism.pipeline == 1 || ({_ONE_POD}) || [has(self.nodes) ? self.nodes : ({_GPUS}) / self.gpusPerPod]"
+                ".all(n, n > 0 && (n % self.parallelism.pipeline == 0 || self.parallelism.pipeline % n == 0))",
+                "engine.parallelism.pipeline and the pods of an engine must divide one another: SGLang gives a pod whole stages, or a"
+                " stage whole pods. Use as many pods as stages, or a multiple or a divisor of them.",
+                field=".parallelism.pipeline",
             ),
             rule(
                 "self.gpuResource != '' || !has(self.gpusPerPod) || self.gpusPerPod == 0",
@@ -173,7 +208,10 @@ class Engine(EngineKnobs):
     gpu_resource: str = Field(default="nvidia.com/gpu", max_length=253)
     """Extended resource that stands for one GPU. `""` makes a CPU engine, for development."""
     gpus_per_pod: int | None = Field(default=None, ge=0, le=64)
-    """GPUs of each engine pod. Default: `parallelism.tensor`."""
+    """GPUs of each engine pod. Default: all GPUs of the engine, or what `nodes` leaves for each pod."""
+    nodes: int | None = Field(default=None, ge=1, le=64)
+    """Pods of one engine, for engines that are larger than a machine: pod 0 serves, the others hold further ranks. Default:
+    what `gpusPerPod` makes necessary, else 1. CPU engines have this field only."""
     args: list[EngineArgument] = Field(default_factory=list, max_length=128)
     """More arguments of `sglang.launch_server`, one word per item: `["--mem-fraction-static", "0.8"]`."""
     env: list[EnvVar] = Field(
@@ -196,3 +234,21 @@ class Engine(EngineKnobs):
     shm: str = Field(default="16Gi", max_length=32, pattern=QUANTITY)
     """Size of `/dev/shm` of the engine. NCCL and the tokenizer processes use it; it counts as memory of the pod only
     when used."""
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of one engine, each of which has a GPU of its own."""
+        sizes = self.parallelism
+        return sizes.tensor * sizes.pipeline * sizes.data
+
+    @property
+    def pods(self) -> int:
+        """Pods of one engine."""
+        if self.nodes is not None:
+            return self.nodes
+        return self.gpus // self.gpus_per_pod if self.gpu_resource and self.gpus_per_pod else 1
+
+    @property
+    def pod_gpus(self) -> int:
+        """GPUs of one pod."""
+        return self.gpus // self.pods

@@ -53,15 +53,17 @@ class EngineStatus(ApiModel):
     """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the
     committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Stopping`."""
     updated: bool
-    """Whether its pod was made from the current spec."""
+    """Whether its pods were made from the current spec."""
     version: str | None = Field(default=None, max_length=256)
     """Weight version that all of its tensors belong to; absent while that is not known."""
     weights: str | None = Field(default=None, max_length=16)
     """`clean`, `dirty` or `unknown`."""
     restarts: int = 0
-    """How often its engine container was restarted in this pod."""
+    """How often the engine containers of its pods were restarted."""
     node: str | None = Field(default=None, max_length=253)
-    """The node it runs on."""
+    """The node it runs on; of an engine with several pods, the one of pod 0."""
+    nodes: list[Annotated[str, Field(max_length=253)]] | None = Field(default=None, max_length=64)
+    """The nodes of all its pods by rank, if it has several; empty for a pod without one."""
     reason: Text = ""
     """Why it does not serve, as a sentence."""
 

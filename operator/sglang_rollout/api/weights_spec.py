@@ -16,6 +16,13 @@ class Backend(StrEnum):
     GLOO = "gloo"
 
 
+class Transport(StrEnum):
+    """How a trainer's tensors come to the engines."""
+
+    DISTRIBUTED = "Distributed"
+    DISK = "Disk"
+
+
 class PauseMode(StrEnum):
     """What happens to running requests while weights change."""
 
@@ -104,6 +111,9 @@ class Weights(ApiModel):
         )
     )
 
+    transport: Transport = Transport.DISTRIBUTED
+    """`Distributed`: over a weight-update group (and from disk, if the trainer wants). `Disk`: only by
+    `update_weights_from_disk`; calls about groups are refused. For engines with `parallelism.pipeline` or `data` above 1."""
     backend: Backend = Backend.NCCL
     """Backend of the weight-update group when the trainer names none. `gloo` for CPU engines."""
     pause_mode: PauseMode = PauseMode.RETRACT

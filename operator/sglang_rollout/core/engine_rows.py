@@ -11,12 +11,15 @@ from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.serving import holds_committed, router_ready, serves
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
+from sglang_rollout.wire.group import BUDGET_EXHAUSTED
 from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
 
 _UNDER_WAY = "A weight update is under way."
 _OLD_NEWS = "The engine holds version "
 """How the agent's sentences begin while an update is open, and when it holds a version that was not committed when it spoke."""
 
+_PHASES = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
+"""Of the pods of one engine, the one that comes first here is spoken of."""
 _TROUBLE_REASONS = {"image": Reason.IMAGE_PULL_FAILED, "crash": Reason.ENGINE_CRASHED, "create": Reason.CREATE_FAILED}
 
 
@@ -60,23 +63,27 @@ def _leaving(world: World, name: str, current: str) -> EngineView:
 
 
 def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) -> EngineStatus:
-    pod, row = world.pod_of(name), world.row(name)
+    found, row = world.pods_of(name), world.row(name)
+    several = len(found) > 1
     return EngineStatus(
         name=name,
         phase=phase,
-        updated=pod is not None and pods.revision_of(pod) == current,
+        updated=bool(found) and all(pods.revision_of(pod) == current for pod in found),
         version=version_text(row.version) if row and row.version else None,
         weights=row.state.value if row else None,
-        restarts=pods.restarts_of(pod),
-        node=pods.node_of(pod),
+        restarts=sum(map(pods.restarts_of, found)),
+        node=pods.node_of(world.pod_of(name)),
+        nodes=[pods.node_of(pod) or "" for pod in found] if several else None,
         reason=why,
     )
 
 
 def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
-    pod = world.pod_of(name)
     if serves(world, name):
         return EnginePhase.SERVING, None, ""
+    if world.size_of(name) > 1:
+        return _state_of_several(world, name)
+    pod = world.pod_of(name)
     if pod is None:
         return EnginePhase.PENDING, Reason.PODS_NOT_READY, "it has no pod yet."
     if pods.is_terminating(pod):
@@ -84,6 +91,25 @@ def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
     if not pods.is_ready(pod):
         return _not_ready(pod, _failed_before(world, name))
     return _closed(world, name)
+
+
+def _state_of_several(world: World, name: str) -> tuple[EnginePhase, Reason, str]:
+    """Of an engine with several pods: what its agents say, or the pod that is worst off, with its node."""
+    found, row = world.pods_of(name), world.row(name)
+    said = sentence(row.reason) if row is not None and row.reason else ""
+    if BUDGET_EXHAUSTED in said:
+        return EnginePhase.FAILED, Reason.RESTART_BUDGET_EXHAUSTED, said
+    if going := next((pod for pod in found if pods.is_terminating(pod)), None):
+        return EnginePhase.STOPPING, Reason.PODS_NOT_READY, f"its {pods.place(going)} is going away; it starts again with all its pods."
+    if len(found) < world.size_of(name):
+        return EnginePhase.PENDING, Reason.PODS_NOT_READY, f"it has {len(found)} of {world.size_of(name)} pods yet."
+    away = [(pod, _not_ready(pod, _failed_before(world, name))) for pod in found if not pods.is_ready(pod)]
+    if not away:
+        return _closed(world, name)
+    pod, (phase, reason, why) = min(away, key=lambda one: _PHASES.index(one[1][0]))
+    if phase is EnginePhase.STARTING:
+        why = f"{why} {said}".rstrip()
+    return phase, reason, f"{pods.place(pod)}: {why}"
 
 
 def _failed_before(world: World, name: str) -> bool:

@@ -19,6 +19,7 @@ SEVERITY = (
     Reason.IMAGE_PULL_FAILED,
     Reason.CREATE_FAILED,
     Reason.ENGINE_CRASHED,
+    Reason.RESTART_BUDGET_EXHAUSTED,
     Reason.INSUFFICIENT_CAPACITY,
     Reason.PODS_NOT_READY,
     Reason.ROUTER_NOT_READY,
@@ -28,7 +29,15 @@ SEVERITY = (
 )
 """Of several engines that do not serve, the one that comes first here is spoken of."""
 
-_NEEDS_A_PERSON = frozenset({Reason.IMAGE_PULL_FAILED, Reason.CREATE_FAILED, Reason.ENGINE_CRASHED, Reason.INSUFFICIENT_CAPACITY})
+_NEEDS_A_PERSON = frozenset(
+    {
+        Reason.IMAGE_PULL_FAILED,
+        Reason.CREATE_FAILED,
+        Reason.ENGINE_CRASHED,
+        Reason.RESTART_BUDGET_EXHAUSTED,
+        Reason.INSUFFICIENT_CAPACITY,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -63,8 +72,8 @@ class Facts:
 
     @property
     def outdated(self) -> list[EngineView]:
-        """Wanted engines whose pod was made from an older spec."""
-        return [view for view in self.wanted if not view.row.updated and self.world.pod_of(view.row.name) is not None]
+        """Wanted engines with a pod that was made from an older spec."""
+        return [view for view in self.wanted if not view.row.updated and self.world.pods_of(view.row.name)]
 
     @property
     def worst(self) -> EngineView | None:

@@ -21,6 +21,12 @@ ANNOTATION_APPLIED = f"{api.GROUP}/applied"
 """On every child: hash of the object as it was rendered. Shows that a field was removed, which a look at the live
 object cannot."""
 
+LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
+"""On every pod of a StatefulSet, by its controller: a pod's place in its engine."""
+
+NODES_FLAG = "--nnodes"
+"""SGLang's flag for the number of pods; the operator reads there for how many an engine was made."""
+
 COMPONENT_ENGINE = "engine"
 COMPONENT_ROUTER = "router"
 
@@ -34,6 +40,8 @@ BOOT_FILE = f"{RUN_DIR}/boot"
 """Identifies one life of the engine container; written by its command before SGLang starts."""
 NCCL_FILE = f"{RUN_DIR}/nccl"
 """Version and settings of the NCCL in the engine's container; written by its command before SGLang starts."""
+GO_FILE = f"{RUN_DIR}/go"
+"""Written by the agent of an engine with several pods: names the life that may start SGLang now."""
 KILL_FILE = f"{RUN_DIR}/kill"
 """Written by the agent when only a restart helps; the engine's liveness probe looks for it."""
 DRAIN_FILE = f"{RUN_DIR}/drain"
@@ -78,9 +86,9 @@ def engine_index(rollout: str, name: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def engine_pod(engine: str) -> str:
-    """Return the name of an engine's pod."""
-    return f"{engine}-0"
+def engine_pod(engine: str, index: int = 0) -> str:
+    """Return the name of a pod of an engine; the one with index 0 serves."""
+    return f"{engine}-{index}"
 
 
 def engines_service(rollout: str) -> str:
@@ -135,9 +143,12 @@ def selector(rollout: str, component: str, engine: str | None = None) -> dict[st
     return made
 
 
-def selector_string(rollout: str) -> str:
-    """Return the selector of all engine pods as the text that ``status.selector`` holds."""
-    return ",".join(f"{key}={value}" for key, value in sorted(selector(rollout, COMPONENT_ENGINE).items()))
+def selector_string(rollout: str, *, pods: int = 1) -> str:
+    """Return the text that ``status.selector`` holds: it selects one pod of each engine, the one that serves."""
+    wanted = selector(rollout, COMPONENT_ENGINE)
+    if pods > 1:
+        wanted[LABEL_POD_INDEX] = "0"
+    return ",".join(f"{key}={value}" for key, value in sorted(wanted.items()))
 
 
 def public_url(rollout: str, namespace: str, port: int) -> str:

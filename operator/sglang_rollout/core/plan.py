@@ -6,9 +6,12 @@ update. It keeps no memory between passes: an operator that was killed half-way 
 Rolling update, in the order of the questions:
 
     StatefulSet not yet as wanted (or its controller lags)  -> apply; a pod deleted now would return as it was
-    outdated pod that is not ready                          -> delete: it serves nobody, so nothing is lost
+    outdated engine that is not ready                       -> delete its pods: it serves nobody, so nothing is lost
     another engine does not serve                           -> wait: one engine at a time
-    outdated pod                                            -> delete; one that does not serve first
+    outdated engine                                         -> delete its pods; one that does not serve first
+
+An engine whose number of pods changes is made anew, StatefulSet and all, when its turn comes: SGLang's ranks cannot be added
+to, and pods that go one by one would end the engine outside of its turn.
 """
 
 from __future__ import annotations
@@ -83,6 +86,8 @@ def plan(world: World, settings: Settings) -> Plan:
         if live is not None and _is_leftover(live, world.uid):
             blocked = True
             continue
+        if live is not None and _is_resized(rendered, live):
+            continue
         reason = "does not exist" if live is None else difference(rendered, live)
         if reason:
             needs_token = rendered["kind"] == "Secret" and token is None
@@ -152,30 +157,38 @@ def _rolling(world: World, changing: set[str]) -> tuple[list[Delete], bool]:
     rollout = world.rollout
     if rollout is None:
         return [], False
-    wanted = revision(rollout)
     engines = [names.engine_name(rollout.name, index) for index in range(rollout.spec.engines)]
-    outdated = {engine: pod for engine in engines if (pod := world.pod_of(engine)) and _is_outdated(pod, wanted)}
+    outdated = {engine: found for engine in engines if (found := _outdated(world, engine, revision(rollout)))}
     if not outdated:
         return [], False
-    settled = {engine: pod for engine, pod in outdated.items() if engine not in changing and _is_observed(world, engine)}
-    broken = [engine for engine, pod in settled.items() if not pods.is_ready(pod)]
+    settled = {engine: found for engine, found in outdated.items() if engine not in changing and _is_observed(world, engine)}
+    broken = [engine for engine in settled if not all(map(pods.is_ready, world.pods_of(engine)))]
     if broken:
-        return [_restart(settled[engine], "outdated, and not ready") for engine in broken], True
+        return [_restart(old, "outdated, and not ready") for engine in broken for old in settled[engine]], True
     return _next_step(world, engines, settled), True
 
 
-def _next_step(world: World, engines: list[str], settled: Mapping[str, Object]) -> list[Delete]:
+def _next_step(world: World, engines: list[str], settled: Mapping[str, list[Object]]) -> list[Delete]:
     away = [engine for engine in engines if not serves(world, engine)]
     # An outdated engine that does not serve anyway goes first; then any, the highest index first, as everywhere in
     # Kubernetes.
     for engine in sorted(settled, key=lambda name: (name not in away, -engines.index(name))):
         if all(other == engine for other in away):
-            return [_restart(settled[engine], "outdated, and all other engines serve")]
+            return [_restart(old, "outdated, and all other engines serve") for old in settled[engine]]
     return []
 
 
-def _is_outdated(pod: Object, wanted: str) -> bool:
-    return pods.revision_of(pod) != wanted and not pods.is_terminating(pod)
+def _outdated(world: World, engine: str, wanted: str) -> list[Object]:
+    """What to delete of an engine so that it comes back as it is wanted now: nothing, pods, or all of it."""
+    rollout, live = world.rollout, world.child("StatefulSet", engine)
+    if rollout is not None and live is not None and pods.made_for(live) != rollout.spec.engine.pods:
+        return [] if live["metadata"].get("deletionTimestamp") else [live]
+    return [pod for pod in world.pods_of(engine) if pods.revision_of(pod) != wanted and not pods.is_terminating(pod)]
+
+
+def _is_resized(rendered: Object, live: Object) -> bool:
+    """Whether an engine is to have another number of pods."""
+    return rendered["kind"] == "StatefulSet" and pods.made_for(rendered) != pods.made_for(live)
 
 
 def _is_observed(world: World, engine: str) -> bool:
@@ -185,5 +198,7 @@ def _is_observed(world: World, engine: str) -> bool:
     return (statefulset.get("status") or {}).get("observedGeneration") == generation
 
 
-def _restart(pod: Object, reason: str) -> Delete:
-    return Delete("v1", "Pod", pod["metadata"]["name"], pod["metadata"].get("uid", ""), reason)
+def _restart(old: Object, reason: str) -> Delete:
+    """Delete a pod, or the StatefulSet of an engine with another number of them."""
+    kind = old.get("kind", "Pod")
+    return Delete("apps/v1" if kind == "StatefulSet" else "v1", kind, old["metadata"]["name"], old["metadata"].get("uid", ""), reason)

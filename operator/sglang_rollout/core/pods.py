@@ -74,6 +74,19 @@ def restarts_of(pod: Object | None, container: str = ENGINE_CONTAINER) -> int:
     return next((int(status.get("restartCount", 0)) for status in _statuses(pod or {}) if status.get("name") == container), 0)
 
 
+def made_for(statefulset: Object) -> int:
+    """Return how many pods an engine's StatefulSet was made for, as SGLang is told; what somebody scaled it to does not matter."""
+    containers = statefulset["spec"].get("template", {}).get("spec", {}).get("containers") or []
+    words = next((container.get("args") or [] for container in containers if container["name"] == ENGINE_CONTAINER), [])
+    return int(words[words.index(names.NODES_FLAG) + 1]) if names.NODES_FLAG in words else 1
+
+
+def place(pod: Object) -> str:
+    """Return name and node of a pod, for sentences about an engine that has several."""
+    node = node_of(pod)
+    return f"pod {pod['metadata']['name']}" + (f" on node {node}" if node else "")
+
+
 def unschedulable(pod: Object) -> str:
     """Return the scheduler's sentence if it found no node; else an empty string."""
     scheduled = _condition(pod, "PodScheduled")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_rollout.core import names, pods
+from sglang_rollout.core import names
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineState
 
@@ -15,13 +15,13 @@ def router_ready(world: World) -> bool:
 
 
 def serves(world: World, engine: str) -> bool:
-    """Whether an engine serves: its pod is ready, and the coordinator has recorded that its gate is open.
+    """Whether an engine serves: its pods are ready, and the coordinator has recorded that its gate is open.
 
     The record alone does not suffice: it says how the engine was when the coordinator looked last, maybe in an earlier
     life. So without a router that runs nobody serves.
     """
     row = world.row(engine)
-    return row is not None and row.gate_open and pods.is_ready(world.pod_of(engine)) and router_ready(world)
+    return row is not None and row.gate_open and world.whole(engine) and router_ready(world)
 
 
 def holds_committed(world: World, engine: str) -> bool:

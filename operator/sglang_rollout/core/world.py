@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import pydantic
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
+from sglang_rollout.core import names, pods
 from sglang_rollout.core.words import sentence
 from sglang_rollout.wire.models import EngineRow, Record
 
@@ -61,8 +63,31 @@ class World:
         return dict(sorted(found.items(), key=lambda item: names.engine_index(name, item[0]) or 0))
 
     def pod_of(self, engine: str) -> Object | None:
-        """Return the pod of an engine."""
+        """Return the pod of an engine that serves."""
         return self.pods.get(names.engine_pod(engine))
+
+    def pods_of(self, engine: str) -> list[Object]:
+        """Return the pods of an engine that are there, by their rank."""
+        return self._by_engine.get(engine, [])
+
+    def whole(self, engine: str) -> bool:
+        """Whether all pods of an engine are ready."""
+        found = self.pods_of(engine)
+        return len(found) == self.size_of(engine) and all(pods.is_ready(pod) for pod in found)
+
+    def size_of(self, engine: str) -> int:
+        """Return how many pods an engine has, which may be another number than is wanted now."""
+        live = self.child("StatefulSet", engine)
+        return pods.made_for(live) if live else 1
+
+    @cached_property
+    def _by_engine(self) -> dict[str, list[Object]]:
+        found: dict[str, list[tuple[int, Object]]] = {}
+        for name, pod in self.pods.items():
+            engine, _, index = name.rpartition("-")
+            if index.isdecimal() and names.engine_index(self.cr["metadata"]["name"], engine) is not None:
+                found.setdefault(engine, []).append((int(index), pod))
+        return {engine: [pod for _, pod in sorted(ranked, key=itemgetter(0))] for engine, ranked in found.items()}
 
     def router_pods(self) -> list[Object]:
         """Return the pods of the router."""

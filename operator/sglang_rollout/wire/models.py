@@ -57,6 +57,13 @@ class EngineState(StrEnum):
     """Not up, or up but nothing could be proved yet."""
 
 
+class Transport(StrEnum):
+    """How weights may reach the engines, if not in every way that SGLang knows."""
+
+    DISK = "disk"
+    """From checkpoints only: the engines cannot take tensors over a group."""
+
+
 class PauseMode(StrEnum):
     """SGLang's pause modes (``/pause_generation``)."""
 
@@ -119,6 +126,8 @@ class CatchUp(Message):
 class WeightsPolicy(Message):
     """How weights reach the engines; ``spec.weights`` of the custom resource, in wire form."""
 
+    transport: Transport | None = None
+    """None: over groups, or from disk."""
     backend: str = "nccl"
     """torch.distributed backend used when the trainer names none: ``nccl`` or ``gloo``."""
     pause_mode: PauseMode = PauseMode.RETRACT

@@ -9,6 +9,9 @@ ENGINE_PORT = 30001
 """``sglang.launch_server``, bound to 127.0.0.1 inside the engine pod."""
 AGENT_PORT = 30002
 """The agent, bound to 127.0.0.1 inside the engine pod; reached through the gate."""
+RENDEZVOUS_PORT = 30100
+"""Of an engine with several pods: where its rank 0 gathers the others (``--dist-init-addr``). SGLang takes a dozen ports from here on, and
+its ranks speak over any others."""
 
 FRONT_PORT = 30000
 """The router pod's only reachable port and the port of Service ``<name>-router``: the fleet's ONE URL."""
@@ -44,6 +47,7 @@ AGENT_HEALTH = "/agent/health"  # (open) GET 200: the agent runs
 AGENT_ENGINE = "/agent/engine"  # (open) GET 200: the engine's process is up and has finished warming up (start-up probe and readiness)
 AGENT_GATE = "/agent/gate"  # (open) GET 200: the gate may be open; haproxy's health check
 AGENT_METRICS = "/agent/metrics"  # (open) GET Prometheus text
+AGENT_GROUP = "/agent/group"  # POST MemberReport -> GroupReply: another pod of the same engine; asked of pod 0
 AGENT_SYNC = "/agent/sync"  # POST SyncRequest -> AgentStatus
 AGENT_PREFLIGHT = "/agent/preflight"  # POST PreflightRequest -> PreflightReply
 AGENT_CHECKPOINT = "/agent/checkpoint"  # POST CheckpointRequest -> CheckpointReply: could the engine load this folder?

@@ -92,24 +92,22 @@ class Cluster:
         assert self.objects[action.kind, action.name]["metadata"]["uid"] == action.uid
         del self.objects[action.kind, action.name]
         if action.kind == "StatefulSet":
-            self.pods.pop(names.engine_pod(action.name), None)
+            for name in [name for name in self.pods if name.rpartition("-")[0] == action.name]:
+                del self.pods[name]
 
     def _statefulsets(self) -> None:
         for (kind, name), child in self.objects.items():
             if kind in {"StatefulSet", "Deployment"}:
                 child["status"] = {"observedGeneration": child["metadata"]["generation"], "readyReplicas": 1}
-            if kind == "StatefulSet" and names.engine_pod(name) not in self.pods:
-                template = child["spec"]["template"]
-                self.pods[names.engine_pod(name)] = {
-                    "kind": "Pod",
-                    "metadata": {
-                        "name": names.engine_pod(name),
-                        "uid": f"uid-{next(self.serial)}",
-                        "labels": dict(template["metadata"]["labels"]),
-                    },
-                    "spec": copy.deepcopy(template["spec"]),
-                    "status": {},
-                }
+            for index in range(child["spec"].get("replicas", 1) if kind == "StatefulSet" else 0):
+                self._make_pod(names.engine_pod(name, index), child)
+
+    def _make_pod(self, name: str, statefulset: Object) -> None:
+        if name in self.pods:
+            return
+        template = statefulset["spec"]["template"]
+        metadata = {"name": name, "uid": f"uid-{next(self.serial)}", "labels": dict(template["metadata"]["labels"])}
+        self.pods[name] = {"kind": "Pod", "metadata": metadata, "spec": copy.deepcopy(template["spec"]), "status": {}}
 
     def _kubelet(self) -> None:
         """An engine comes up unless its image is called broken."""
@@ -125,7 +123,7 @@ class Cluster:
         rows = [
             EngineRow(name=name.removesuffix("-0"), state=EngineState.CLEAN, version=BASE, boot_id="b", gate_open=True)
             for name, pod in sorted(self.pods.items())
-            if pod["status"]["conditions"][0]["status"] == "True"
+            if name.endswith("-0") and pod["status"]["conditions"][0]["status"] == "True"
         ]
         record = Record(term=1, epoch=1, committed=BASE, engines=rows)
         config_map["data"] = {names.WEIGHTS_KEY: record.model_dump_json()}

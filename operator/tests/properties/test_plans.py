@@ -13,11 +13,18 @@ from simulated import SETTINGS, Cluster, rollout
 from sglang_rollout.core.plan import Apply, Delete
 
 images = st.sampled_from(["example.org/engine:1", "example.org/engine:2", "example.org/broken:3"])
+
+
+def engine(image: str, nodes: int) -> dict[str, Any]:
+    """Several pods come with ranks for them."""
+    return {"image": image, "gpuResource": ""} | ({"nodes": nodes, "parallelism": {"tensor": 4}} if nodes > 1 else {})
+
+
 specs = st.fixed_dictionaries(
     {
         "replicas": st.integers(0, 4),
         "model": st.fixed_dictionaries({"path": st.sampled_from(["/models/a", "/models/b"])}),
-        "engine": st.builds(lambda image: {"image": image, "gpuResource": ""}, images),
+        "engine": st.builds(engine, images, st.sampled_from([1, 1, 2, 4])),
         "router": st.builds(lambda policy: {"policy": policy}, st.sampled_from(["CacheAware", "Random"])),
     }
 )
@@ -69,8 +76,9 @@ def test_a_rolling_update_keeps_all_engines_but_one(then: Any) -> None:
         made = cluster.plan()
         if not made.actions:
             break
-        restarts = [action for action in made.actions if isinstance(action, Delete) and action.kind == "Pod"]
-        lost = {action.name.removesuffix("-0") for action in restarts} & before
+        restarts = [action for action in made.actions if isinstance(action, Delete)]
+        wanted = {f"demo-engine-{index}" for index in range(then["replicas"])}
+        lost = {action.name.rpartition("-")[0] if action.kind == "Pod" else action.name for action in restarts} & before & wanted
         assert len(lost) <= 1, "two engines that serve were restarted at once"
         cluster.execute(made.actions)
         cluster.settle()

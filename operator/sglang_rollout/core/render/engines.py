@@ -1,11 +1,14 @@
 """One StatefulSet per engine.
 
-A StatefulSet of its own, although it has one pod: any engine can then be scaled away or rolled alone, and Kubernetes
+A StatefulSet of its own, although most have one pod: any engine can then be scaled away or rolled alone, and Kubernetes
 never runs two pods of one name, so no rank of a weight-update group ever has two owners. The pod:
 
     gate (native sidecar)    haproxy, the pod's only port; lets generation pass while the agent says so
     agent (native sidecar)   knows which weights the engine holds; takes every control call
     engine                   sglang.launch_server on 127.0.0.1
+
+An engine that is larger than a machine has several such pods. Pod 0 serves; the gates of the others stay closed, and their agents
+(:mod:`sglang_rollout.agent.group`) see to it that all ranks start together and end together.
 """
 
 from __future__ import annotations
@@ -31,52 +34,21 @@ from sglang_rollout.core.render.common import (
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
 from sglang_rollout.core.render.placement import pod_placement
+from sglang_rollout.core.render.ranks import WAIT_SECONDS, agent_env, agent_ranks, rank_env, server_ranks, start_script
 from sglang_rollout.core.render.server_args import server_args
+from sglang_rollout.core.render.start import DRAIN_SCRIPT, DRAIN_SECONDS
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, AGENT_PORT, ENGINE_PORT, GATE_PORT
 
 START_SECONDS = 1800
 """How long an engine may take from its start until it is up: a large model comes over the network at first."""
 PROBE_SECONDS = 5
-DRAIN_SECONDS = 300
-"""How long a pod that goes away waits for requests that are running: a long rollout takes minutes."""
 GRACE_SECONDS = DRAIN_SECONDS + 30
 """The drain, and then SGLang's own exit, which looks every 5 s whether it is idle."""
 KILL_GRACE_SECONDS = 3
 """A process that the agent wants killed does not react to SIGTERM."""
 
 RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
-
-ENDED_BY_ITSELF = 70
-"""Exit code of an engine that ended with 0 though nobody had asked it to (EX_SOFTWARE of sysexits.h)."""
-
-NCCL_VERSION = """\
-from importlib.metadata import distributions
-print("version=" + next((d.version for d in distributions() if (d.name or "").startswith("nvidia-nccl")), ""))\
-"""
-"""The package that torch brings: importing torch to ask it would take longer than some engines need to start."""
-
-START_SCRIPT = f"""\
-rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE}
-{{ python3 -c '{NCCL_VERSION}'; env | grep '^NCCL_'; }} > {names.NCCL_FILE} 2> /dev/null
-cat /proc/sys/kernel/random/uuid > {names.BOOT_FILE}.new && mv {names.BOOT_FILE}.new {names.BOOT_FILE} || exit 1
-"$@" &
-engine=$!
-trap 'kill -TERM "$engine"' TERM
-wait "$engine"; code=$?
-while kill -0 "$engine" 2> /dev/null; do wait "$engine"; code=$?; done
-test "$code" -ne 0 || test -e {names.DRAIN_FILE} || code={ENDED_BY_ITSELF}
-exit "$code"
-"""
-"""Gives this life of the container an identity before SGLang can answer anybody: the agent closes the gate on a new
-one. SGLang ends with 0 also when its scheduler has crashed; the kubelet keeps the last lines of the log only for other codes."""
-
-DRAIN_SCRIPT = f"""\
-test -e {names.KILL_FILE} && exit 0
-touch {names.DRAIN_FILE}
-for _ in $(seq {DRAIN_SECONDS}); do test -e {names.DRAINED_FILE} && exit 0; sleep 1; done
-"""
-"""Runs before SIGTERM: sidecars hear of the end only after this container is gone, so the agent is told by a file."""
 
 
 def engine_statefulsets(rollout: SGLangRollout, settings: Settings) -> list[Object]:
@@ -88,7 +60,7 @@ def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Obje
     name = names.engine_name(rollout.name, index)
     made = child(rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name)
     made["spec"] = {
-        "replicas": 1,
+        "replicas": rollout.spec.engine.pods,
         "serviceName": names.engines_service(rollout.name),
         "podManagementPolicy": "Parallel",
         # The operator decides when an engine restarts: one at a time, and only while the others serve.
@@ -123,7 +95,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
             **pod_placement(rollout),
             "initContainers": [_gate(settings), _agent(rollout, settings, name)],
-            "containers": [_engine(rollout)],
+            "containers": [_engine(rollout, name)],
             "volumes": [
                 {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
@@ -178,8 +150,9 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
             *("--boot-file", names.BOOT_FILE),
             *("--tensor-size", str(rollout.spec.engine.parallelism.tensor)),
             *("--model-path", rollout.spec.model.path),
+            *agent_ranks(rollout, name),
         ],
-        "env": [HOME_ENV],
+        "env": [HOME_ENV, *agent_env(rollout)],
         "startupProbe": http_probe(AGENT_HEALTH, GATE_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
         "livenessProbe": http_probe(AGENT_HEALTH, GATE_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
         "resources": requests("100m", "128Mi"),
@@ -189,20 +162,21 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
     }
 
 
-def _engine(rollout: SGLangRollout) -> Object:
+def _engine(rollout: SGLangRollout, name: str) -> Object:
     spec = rollout.spec.engine
+    start_seconds = START_SECONDS if spec.pods == 1 else WAIT_SECONDS
     return {
         "name": ENGINE_CONTAINER,
         "image": spec.image,
-        "command": ["/bin/sh", "-c", START_SCRIPT, ENGINE_CONTAINER],
-        "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout)],
+        "command": ["/bin/sh", "-c", start_script(rollout), ENGINE_CONTAINER],
+        "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name))],
         "env": _environment(rollout),
         "startupProbe": http_probe(
             AGENT_ENGINE,
             GATE_PORT,
             periodSeconds=PROBE_SECONDS,
             timeoutSeconds=3,
-            failureThreshold=START_SECONDS // PROBE_SECONDS,
+            failureThreshold=start_seconds // PROBE_SECONDS,
         ),
         "readinessProbe": http_probe(AGENT_ENGINE, GATE_PORT, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3),
         # Only the agent's file kills: an absent or confused agent never ends a healthy engine.
@@ -225,14 +199,15 @@ def _engine(rollout: SGLangRollout) -> Object:
 def _environment(rollout: SGLangRollout) -> list[Object]:
     """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
     ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
-    return ours + [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
+    theirs = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
+    return [*ours, *rank_env(rollout), *theirs]
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:
     spec = rollout.spec.engine
     made = container_resources(spec.resources)
     if spec.gpu_resource:
-        gpus = str(spec.parallelism.tensor if spec.gpus_per_pod is None else spec.gpus_per_pod)
+        gpus = str(spec.pod_gpus)
         # An extended resource must be asked for as a limit; the request follows from it.
         made["limits"] = {**made.get("limits", {}), spec.gpu_resource: gpus}
     return made

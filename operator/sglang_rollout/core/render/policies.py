@@ -7,10 +7,22 @@ import base64
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.api.weights_spec import OnLoss as ApiOnLoss
 from sglang_rollout.api.weights_spec import PauseMode as ApiPauseMode
+from sglang_rollout.api.weights_spec import Transport as ApiTransport
 from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
-from sglang_rollout.wire.models import CatchUp, Deadlines, Intent, OnLoss, PauseMode, TrainerLease, Verify, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.models import (
+    CatchUp,
+    Deadlines,
+    Intent,
+    OnLoss,
+    PauseMode,
+    TrainerLease,
+    Transport,
+    Verify,
+    WantedEngine,
+    WeightsPolicy,
+)
 
 _PAUSE_MODES = {
     ApiPauseMode.RETRACT: PauseMode.RETRACT,
@@ -18,6 +30,7 @@ _PAUSE_MODES = {
     ApiPauseMode.IN_PLACE: PauseMode.IN_PLACE,
 }
 _VERIFY = {ApiVerify.ALWAYS: Verify.ALWAYS, ApiVerify.EVERY_N: Verify.EVERY_N, ApiVerify.OFF: Verify.OFF}
+_TRANSPORTS = {ApiTransport.DISTRIBUTED: None, ApiTransport.DISK: Transport.DISK}
 _ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
 
@@ -25,6 +38,7 @@ def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
     """Return ``spec.weights`` in wire form."""
     spec = rollout.spec.weights
     return WeightsPolicy(
+        transport=_TRANSPORTS[spec.transport],
         backend=spec.backend.value,
         pause_mode=_PAUSE_MODES[spec.pause_mode],
         deadlines=Deadlines(

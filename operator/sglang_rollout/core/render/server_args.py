@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 from sglang_rollout.api.engine_knobs import FLAGS, EngineKnobs
@@ -10,8 +11,11 @@ from sglang_rollout.wire.models import BASE_LABEL
 from sglang_rollout.wire.ports import ENGINE_PORT
 
 
-def server_args(rollout: SGLangRollout) -> list[str]:
-    """What the operator owns comes first; the API server has refused user arguments that would override it."""
+def server_args(rollout: SGLangRollout, ranks: Sequence[str] = ()) -> list[str]:
+    """What the operator owns comes first; the API server has refused user arguments that would override it.
+
+    ``ranks``: where the pod stands in its engine, if that has several.
+    """
     model, engine = rollout.spec.model, rollout.spec.engine
     sizes = engine.parallelism
     args = [
@@ -20,11 +24,16 @@ def server_args(rollout: SGLangRollout) -> list[str]:
         *("--load-format", model.load_format),
         *("--tp-size", str(sizes.tensor)),
         *("--weight-version", BASE_LABEL),
+        *ranks,
     ]
     if model.served_name:
         args += ["--served-model-name", model.served_name]
     if model.trust_remote_code:
         args.append("--trust-remote-code")
+    if sizes.pipeline > 1:
+        args += ["--pp-size", str(sizes.pipeline)]
+    if sizes.data > 1:
+        args += ["--dp-size", str(sizes.data)]
     if sizes.expert > 1:
         args += ["--ep-size", str(sizes.expert)]
     if sizes.attention_data > 1:

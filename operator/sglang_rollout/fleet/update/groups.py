@@ -25,7 +25,7 @@ from sglang_rollout.fleet.update.membership import absent_sentence, present
 from sglang_rollout.fleet.update.outcome import abandon, finish
 from sglang_rollout.fleet.update.state import By, Fleet, Group, Phase
 from sglang_rollout.fleet.update.trainer import knock
-from sglang_rollout.wire.models import PreflightRequest
+from sglang_rollout.wire.models import PreflightRequest, Transport
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 MARGIN = 2.0
@@ -36,11 +36,17 @@ LEAST = 5.0
 """What joining may take at least, however long the trainer took to listen."""
 MOST_GROUPS = 64
 """A trainer that opens groups under ever new names and closes none would fill the engines."""
+DISK_ONLY = (
+    "This fleet takes weights from disk only (weights.transport is Disk): write a checkpoint where the engines can read it, and call"
+    " /update_weights_from_disk."
+)
 UNKNOWN = "The group to be destroyed does not exist."
 
 
 def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
     """Check, ask every pod whether it reaches the trainer, then let all engines join at once."""
+    if fleet.policy.transport is Transport.DISK:
+        raise Refusal(DISK_ONLY)
     started = fleet.now
     boots = present(fleet)
     spec = _spec(fleet, ask.body)

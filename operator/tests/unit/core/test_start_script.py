@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.core import names
-from sglang_rollout.core.render.engines import ENDED_BY_ITSELF, START_SCRIPT
+from sglang_rollout.core.render.start import ENDED_BY_ITSELF, GROUP_START_SCRIPT, START_SCRIPT
 
 
 def start(folder: Path, *command: str, env: dict[str, str] | None = None) -> int:
@@ -38,3 +44,96 @@ def test_it_tells_version_and_settings_of_nccl(tmp_path: Path) -> None:
 def test_the_exit_code_says_whether_it_was_asked_to_end(tmp_path: Path, code: str, drain: bool, seen: int) -> None:
     touch = f"touch {tmp_path}/drain; " if drain else ""
     assert start(tmp_path, "sh", "-c", f"{touch}exit {code}") == seen
+
+
+class Member:
+    """The start script of one pod of an engine with several, in a session of its own: what it leaves behind is ended too."""
+
+    def __init__(self, folder: Path, rank: int, *command: str) -> None:
+        self.folder = folder
+        script = GROUP_START_SCRIPT.replace(names.RUN_DIR, str(folder))
+        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", NODE_RANK_ENV: str(rank)}
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", script, "engine", *command], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait_for(self, name: str) -> None:
+        deadline = time.monotonic() + 20
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, f"{name} was not written"
+            time.sleep(0.02)
+
+    def go(self, boot: str | None = None) -> None:
+        self.wait_for("boot")
+        (self.folder / "go").write_text(boot or (self.folder / "boot").read_text())
+
+    def end(self) -> int:
+        return self.process.wait(25)
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> Iterator[Callable[..., Member]]:
+    made: list[Member] = []
+
+    def start_member(rank: int, *command: str) -> Member:
+        made.append(Member(tmp_path, rank, *command))
+        return made[-1]
+
+    yield start_member
+    for one in made:
+        one.close()
+
+
+def test_a_member_starts_its_engine_when_this_life_of_it_is_told_to(tmp_path: Path, member: Callable[..., Member]) -> None:
+    (tmp_path / "go").write_text("of an earlier life")
+    first = member(1, "sh", "-c", f"touch {tmp_path}/started; exit 3")
+    first.go("of another life\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        first.process.wait(1.5)
+    assert not (tmp_path / "started").exists()
+    first.go()
+    assert first.end() == 3
+    assert (tmp_path / "started").exists()
+    assert not (tmp_path / "boot").exists(), "the other pods hear of the end at once"
+
+
+def test_a_member_that_waits_ends_when_its_pod_does(member: Callable[..., Member]) -> None:
+    waiting = member(1, "true")
+    waiting.wait_for("boot")
+    waiting.process.terminate()
+    assert waiting.end() == 143
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_kill_file_ends_an_engine_that_has_not_come_up_and_its_words_are_the_last(
+    tmp_path: Path, member: Callable[..., Member], rank: int
+) -> None:
+    starting = member(rank, "sh", "-c", f"trap '' TERM; touch {tmp_path}/started; while :; do sleep 1; done")
+    starting.go()
+    starting.wait_for("started")
+    (tmp_path / "kill").write_text("rank 3 has ended\n")
+    assert starting.end() == 128 + signal.SIGKILL
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "rank 3 has ended"
+
+
+def test_a_rank_that_swallows_its_end_is_ended_and_rank_0_is_given_its_time(tmp_path: Path, member: Callable[..., Member]) -> None:
+    """SGLang's ranks other than 0 leave SIGTERM to rank 0, which may be gone."""
+    follower = member(1, "sh", "-c", f"trap '' TERM; touch {tmp_path}/started; while :; do sleep 1; done")
+    follower.go()
+    follower.wait_for("started")
+    follower.process.terminate()
+    assert follower.end() == 128 + signal.SIGKILL
+
+
+def test_rank_0_ends_on_its_own(tmp_path: Path, member: Callable[..., Member]) -> None:
+    leader = member(0, "sh", "-c", f"trap 'exit 5' TERM; touch {tmp_path}/started; while :; do sleep 0.1; done")
+    leader.go()
+    leader.wait_for("started")
+    leader.process.terminate()
+    assert leader.end() == 5

@@ -1,0 +1,150 @@
+"""The agent of a pod that is not pod 0 of its engine. It serves nobody and takes no control calls: SGLang only says there that it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import time
+
+import aiohttp
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from pydantic import ValidationError
+
+from sglang_rollout.agent.access import Handler, RefusedError, check_token, message, refuse
+from sglang_rollout.agent.barrier import Barrier
+from sglang_rollout.agent.engine import Engine, EngineError
+from sglang_rollout.agent.group import GRACE_SECONDS, Link
+from sglang_rollout.agent.preflight import preflight
+from sglang_rollout.agent.reach import is_cut
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.wire import ports
+from sglang_rollout.wire.group import GroupReply, MemberReport, Verdict
+from sglang_rollout.wire.models import PreflightRequest
+
+log = logging.getLogger(__name__)
+
+_PING_SECONDS = 2.0
+_REPORT_SECONDS = 3.0
+_NAME_SECONDS = 5.0
+
+
+class Follower:
+    """Tells pod 0 how this pod is, and does what it answers."""
+
+    def __init__(self, engine: Engine, barrier: Barrier, *, rank: int, leader: Address, own: Address, token: str) -> None:
+        self.rank = rank
+        self.leader = leader
+        self.up = False
+        """This pod's part of SGLang has finished loading."""
+        self.down_reason = "it has not answered yet"
+        self._engine = engine
+        self._barrier = barrier
+        self._own = own
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._address = leader if _is_ip(leader.host) else None
+        """Of pod 0, as an IP: a name server that is away must not look like a pod that is away."""
+        self._link = Link()
+
+    async def resolve(self) -> None:
+        """One look at pod 0's address; the last known one stays when its name cannot be resolved."""
+        if _is_ip(self.leader.host):
+            return
+        try:
+            async with asyncio.timeout(_NAME_SECONDS):
+                found = await asyncio.get_running_loop().getaddrinfo(self.leader.host, self.leader.port, type=socket.SOCK_STREAM)
+        except OSError:  # of which TimeoutError is one
+            return
+        self._address = Address(str(found[0][4][0]), self.leader.port)
+
+    async def observe(self) -> None:
+        """Ask SGLang once. Where it has no tokenizer it listens only after its schedulers have loaded."""
+        try:
+            reply = await self._engine.get("/ping", timeout=_PING_SECONDS)
+            if reply.status == 404:  # before 0.5.23
+                reply = await self._engine.get("/health", timeout=_PING_SECONDS)
+            self.up, self.down_reason = reply.status == 200, f"it says HTTP {reply.status}"
+        except EngineError as error:
+            self.up, self.down_reason = False, str(error)
+
+    async def report(self) -> None:
+        """One word to pod 0, and its verdict. Silence is a verdict too, if nothing comes back from its machine at all."""
+        files, boot = self._barrier.files, self._barrier.boot()
+        released, draining = self._barrier.released(boot), files.drain_wanted()
+        reply = await self._said(
+            MemberReport(
+                rank=self.rank, address=str(self._own), boot_id=boot, released=released, up=self.up and released, draining=draining
+            )
+        )
+        if draining and (not released or (reply is not None and reply.drained)):
+            files.drained.touch()
+        if reply is not None:
+            self._link = Link()
+            self._barrier.obey(reply.verdict, boot, reply.reason)
+        elif self._address is not None:
+            self._link = self._link.tried(time.monotonic(), cut=await is_cut(self._address))
+            if released and self._link.is_lost(time.monotonic()):
+                self._barrier.obey(Verdict.END, boot, f"pod 0 of the engine could not be reached for {GRACE_SECONDS:.0f} s.")
+
+    async def _said(self, report: MemberReport) -> GroupReply | None:
+        if self._address is None:
+            return None
+        limit = aiohttp.ClientTimeout(total=_REPORT_SECONDS)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit, headers=self._headers) as http,
+                http.post(self._address.url + ports.AGENT_GROUP, json=report.model_dump(mode="json")) as answer,
+            ):
+                return GroupReply.model_validate(await answer.json(content_type=None)) if answer.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError, ValidationError):
+            return None
+
+
+def follower_app(follower: Follower, *, name: str, token: str) -> web.Application:
+    """All routes of such an agent."""
+    registry = CollectorRegistry()
+    up = Gauge("sglang_rollout_agent_engine_up", "1 while this pod's part of the engine has loaded.", registry=registry)
+
+    async def health(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok"})
+
+    async def engine(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok"}) if follower.up else refuse(503, f"SGLang is not up in this pod: {follower.down_reason}.")
+
+    async def metrics(_: web.Request) -> web.StreamResponse:
+        up.set(follower.up)
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def reaches(request: web.Request) -> web.StreamResponse:
+        check_token(request, token)
+        return web.json_response((await preflight(await message(request, PreflightRequest))).model_dump(mode="json"))
+
+    async def elsewhere(request: web.Request) -> web.StreamResponse:
+        return refuse(
+            421, f"{request.path}: this pod holds rank {follower.rank} of engine {name}; only its pod 0 answers, at {follower.leader}."
+        )
+
+    app = web.Application(middlewares=[_sentences])
+    app.add_routes([web.get(ports.AGENT_HEALTH, health), web.get(ports.AGENT_ENGINE, engine), web.get("/health", engine)])
+    app.add_routes([web.get(ports.AGENT_METRICS, metrics), web.post(ports.AGENT_PREFLIGHT, reaches)])
+    # haproxy asks ports.AGENT_GATE whether the gate may be open: it never may.
+    app.add_routes([web.route("*", "/{path:.*}", elsewhere)])
+    return app
+
+
+@web.middleware
+async def _sentences(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RefusedError as error:
+        return refuse(error.status, str(error), error.headers)
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,110 @@
+"""Pod 0 of an engine that has several: hears the others, decides with :mod:`sglang_rollout.agent.group`, and speaks for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import aiohttp
+from pydantic import ValidationError
+
+from sglang_rollout.agent import group as g
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.barrier import Barrier
+from sglang_rollout.agent.preflight import preflight
+from sglang_rollout.agent.reach import is_cut
+from sglang_rollout.agent.record import load, save
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.wire.group import GroupReply, MemberReport
+from sglang_rollout.wire.models import PreflightReply, PreflightRequest
+from sglang_rollout.wire.ports import AGENT_PREFLIGHT
+
+log = logging.getLogger(__name__)
+
+_MARGIN = 2.0
+"""What another pod's answer may take beyond the time it is told to try."""
+
+
+class Leader:
+    """The agent of pod 0, in its role towards the other pods."""
+
+    def __init__(self, agent: Agent, barrier: Barrier, *, size: int, folder: Path, token: str) -> None:
+        self._agent = agent
+        self._barrier = barrier
+        self._token = token
+        self._record = folder / "group.json"
+        memory, why = load(self._record, g.GroupMemory)
+        if why:
+            log.warning("%s: the engine is started anew.", why)
+        self.group = g.Group(agent.name, size, memory)
+
+    def report(self, report: MemberReport) -> GroupReply:
+        """What another pod is to do now."""
+        member = g.Member(
+            report.boot_id, time.monotonic(), report.address, released=report.released, up=report.up, draining=report.draining
+        )
+        self.group = g.heard(self.group, report.rank, member)
+        self._decide()
+        verdict = g.verdict(self.group, report.rank, report.boot_id, released=report.released)
+        return GroupReply(verdict=verdict, reason=self._reason(), drained=self._barrier.files.drained.exists())
+
+    async def watch(self) -> None:
+        """One look at this pod, and at those that are silent."""
+        boot = self._barrier.boot()
+        released = self._barrier.released(boot)
+        own = g.Member(boot, time.monotonic(), released=released, up=self._agent.state.up, draining=self._barrier.files.drain_wanted())
+        self.group = g.heard(self.group, 0, own)
+        self._decide()
+        verdict = g.verdict(self.group, 0, boot, released=released)
+        self._barrier.obey(verdict, boot, self._reason())
+        silent = g.silent(self.group, time.monotonic())
+        cut = await asyncio.gather(*(is_cut(Address.parse(address)) for address in silent.values()))
+        for rank, is_so in zip(silent, cut, strict=True):
+            self.group = g.tried(self.group, rank, time.monotonic(), cut=is_so)
+
+    def why_down(self) -> str:
+        """Why the engine is not up, if that has to do with its pods."""
+        return g.why_down(self.group, time.monotonic())
+
+    def draining(self) -> bool:
+        """Whether another pod of the engine is going away, which ends all of it."""
+        return bool(self.group.draining)
+
+    async def preflight(self, request: PreflightRequest) -> PreflightReply:
+        """Whether every pod of the engine reaches the trainer; the reason names the one that does not."""
+        addresses = {rank: member.address for rank, member in self.group.members.items() if rank}
+        replies = await asyncio.gather(preflight(request), *(self._asked(address, request) for address in addresses.values()))
+        for rank, reply in zip([0, *addresses], replies, strict=True):
+            if not reply.ok:
+                return PreflightReply(ok=False, reason=f"from pod {self.group.pod(rank)}: {reply.reason}")
+        return PreflightReply(ok=True)
+
+    async def _asked(self, address: str, request: PreflightRequest) -> PreflightReply:
+        url = Address.parse(address).url + AGENT_PREFLIGHT
+        limit = aiohttp.ClientTimeout(total=request.deadline + _MARGIN)
+        headers = {"Authorization": f"Bearer {self._token}"}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit, headers=headers) as http,
+                http.post(url, json=request.model_dump(mode="json")) as reply,
+            ):
+                return PreflightReply.model_validate(await reply.json(content_type=None))
+        except (aiohttp.ClientError, OSError, ValueError, ValidationError) as error:
+            return PreflightReply(ok=False, reason=f"its agent does not answer ({str(error) or type(error).__name__})")
+
+    def _decide(self) -> None:
+        """Written down before anybody acts on it."""
+        new = g.step(self.group, time.monotonic())
+        if new.memory == self.group.memory:
+            return
+        save(self._record, new.memory)
+        if new.memory.lost and not self.group.memory.lost:
+            log.warning("All pods of the engine start anew: %s.", new.memory.lost)
+        if new.memory.number != self.group.memory.number:
+            log.info("All %d pods wait: start %d of the engine.", new.size, new.memory.number)
+        self.group = new
+
+    def _reason(self) -> str:
+        return f"{self.group.memory.lost or 'pod 0 was made anew'}."

@@ -1,0 +1,63 @@
+"""What is said to a pod of an engine that has several: which one it is, and where pod 0 is. Nothing of it for engines of one pod."""
+
+from __future__ import annotations
+
+from sglang_rollout.api.engine_spec import NODE_RANK_ENV
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.render.common import Object
+from sglang_rollout.core.render.start import GROUP_START_SCRIPT, START_SCRIPT
+from sglang_rollout.wire.ports import GATE_PORT, RENDEZVOUS_PORT
+
+_RANK = f"$({NODE_RANK_ENV})"
+"""Kubernetes puts the variable's value in."""
+_IP_ENV = "POD_IP"
+
+WAIT_SECONDS = 24 * 3600
+"""How long a pod may wait for the others of its engine: one of them may pull its image for hours, or wait for a node. How long the engine
+itself may take to start is watched by the agents, which know when it began."""
+
+
+def start_script(rollout: SGLangRollout) -> str:
+    """Return the first process of an engine's container."""
+    return GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT
+
+
+def server_ranks(rollout: SGLangRollout, engine: str) -> list[str]:
+    """Return the arguments of SGLang that say which pod this is."""
+    pods = rollout.spec.engine.pods
+    if pods == 1:
+        return []
+    return [names.NODES_FLAG, str(pods), "--node-rank", _RANK, "--dist-init-addr", f"{leader_host(rollout, engine)}:{RENDEZVOUS_PORT}"]
+
+
+def agent_ranks(rollout: SGLangRollout, engine: str) -> list[str]:
+    """Return the arguments of the agent that say the same."""
+    pods = rollout.spec.engine.pods
+    if pods == 1:
+        return []
+    leader = f"{leader_host(rollout, engine)}:{GATE_PORT}"
+    return ["--nodes", str(pods), "--node-rank", _RANK, "--leader", leader, "--advertise", f"$({_IP_ENV}):{GATE_PORT}"]
+
+
+def rank_env(rollout: SGLangRollout) -> list[Object]:
+    """Return the variable with the pod's place in its engine."""
+    if rollout.spec.engine.pods == 1:
+        return []
+    return [_field(NODE_RANK_ENV, f"metadata.labels['{names.LABEL_POD_INDEX}']")]
+
+
+def agent_env(rollout: SGLangRollout) -> list[Object]:
+    """Return the variables that :func:`agent_ranks` refers to."""
+    ranks = rank_env(rollout)
+    return [*ranks, _field(_IP_ENV, "status.podIP")] if ranks else []
+
+
+def leader_host(rollout: SGLangRollout, engine: str) -> str:
+    """Return the name by which the other pods find pod 0, ready or not."""
+    return f"{names.engine_pod(engine)}.{names.engines_service(rollout.name)}"
+
+
+def _field(name: str, path: str) -> Object:
+    # With apiVersion: the API server would fill it in.
+    return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}

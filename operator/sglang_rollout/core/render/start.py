@@ -1,0 +1,80 @@
+"""The first process of an engine's container, and what runs before the container ends: shell, because the image is the user's.
+
+An engine of one pod starts at once. The pods of a larger engine wait for each other first (the agent's word is the file ``go``), so that
+no rank waits in torch's own rendezvous for one whose image is still being pulled, and none meets a rank of an earlier life.
+"""
+
+from __future__ import annotations
+
+from sglang_rollout.api.engine_spec import NODE_RANK_ENV
+from sglang_rollout.core import names
+
+ENDED_BY_ITSELF = 70
+"""Exit code of an engine that ended with 0 though nobody had asked it to (EX_SOFTWARE of sysexits.h)."""
+DRAIN_SECONDS = 300
+"""How long a pod that goes away waits for requests that are running: a long rollout takes minutes."""
+FOLLOWER_SECONDS = 10
+"""A rank other than 0 leaves SIGTERM to rank 0, which ends all of them within 3 s; it never ends when rank 0 is gone."""
+
+_NCCL_VERSION = """\
+from importlib.metadata import distributions
+print("version=" + next((d.version for d in distributions() if (d.name or "").startswith("nvidia-nccl")), ""))\
+"""
+"""The package that torch brings: importing torch to ask it would take longer than some engines need to start."""
+
+_IDENTITY = f"""\
+{{ python3 -c '{_NCCL_VERSION}'; env | grep '^NCCL_'; }} > {names.NCCL_FILE} 2> /dev/null
+cat /proc/sys/kernel/random/uuid > {names.BOOT_FILE}.new && mv {names.BOOT_FILE}.new {names.BOOT_FILE} || exit 1
+"""
+
+_WAIT = """\
+wait "$engine"; code=$?
+while kill -0 "$engine" 2> /dev/null; do wait "$engine"; code=$?; done
+"""
+
+_TELL = f"""\
+test "$code" -ne 0 || test -e {names.DRAIN_FILE} || code={ENDED_BY_ITSELF}
+exit "$code"
+"""
+
+START_SCRIPT = f"""\
+rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE}
+{_IDENTITY}\
+"$@" &
+engine=$!
+trap 'kill -TERM "$engine"' TERM
+{_WAIT}\
+{_TELL}"""
+"""Gives this life of the container an identity before SGLang can answer anybody: the agent closes the gate on a new
+one. SGLang ends with 0 also when its scheduler has crashed; the kubelet keeps the last lines of the log only for other codes."""
+
+GROUP_START_SCRIPT = f"""\
+rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE} {names.GO_FILE}
+{_IDENTITY}\
+trap 'exit 143' TERM
+until test "$(cat {names.GO_FILE} 2> /dev/null)" = "$(cat {names.BOOT_FILE})"; do sleep 0.5 & wait $!; done
+"$@" &
+engine=$!
+if test "${NODE_RANK_ENV}" = 0; then
+  trap 'kill -TERM "$engine"' TERM
+else
+  trap '{{ kill -TERM "$engine"; sleep {FOLLOWER_SECONDS}; kill -KILL "$engine"; }} 2> /dev/null &' TERM
+fi
+while kill -0 "$engine" 2> /dev/null; do
+  test ! -e {names.KILL_FILE} || kill -KILL "$engine"
+  sleep 0.5
+done &
+{_WAIT}\
+rm -f {names.BOOT_FILE}
+test ! -e {names.KILL_FILE} || cat {names.KILL_FILE} >&2
+{_TELL}"""
+"""The same in a pod of an engine that has several. It looks for the kill file itself: liveness probes begin only after the engine has
+started, and a rank whose peer is gone never gets there. The boot file goes with the engine, so that the other pods hear of its end before
+the kubelet restarts it."""
+
+DRAIN_SCRIPT = f"""\
+test -e {names.KILL_FILE} && exit 0
+touch {names.DRAIN_FILE}
+for _ in $(seq {DRAIN_SECONDS}); do test -e {names.DRAINED_FILE} && exit 0; sleep 1; done
+"""
+"""Runs before SIGTERM: sidecars hear of the end only after this container is gone, so the agent is told by a file."""
