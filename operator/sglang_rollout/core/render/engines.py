@@ -30,7 +30,7 @@ from sglang_rollout.core.render.common import (
 )
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
-from sglang_rollout.core.render.placement import pod_placement
+from sglang_rollout.core.render.placement import pod_labels, pod_placement, queue_labels
 from sglang_rollout.core.render.server_args import server_args
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, AGENT_PORT, ENGINE_PORT, GATE_PORT
@@ -87,6 +87,7 @@ def engine_statefulsets(rollout: SGLangRollout, settings: Settings) -> list[Obje
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
     name = names.engine_name(rollout.name, index)
     made = child(rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name)
+    made["metadata"]["labels"] |= queue_labels(rollout)
     made["spec"] = {
         "replicas": 1,
         "serviceName": names.engines_service(rollout.name),
@@ -112,7 +113,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
     labels = names.labels(rollout.name, names.COMPONENT_ENGINE, name)
     return {
         "metadata": {
-            "labels": {**labels, names.LABEL_REVISION: revision(rollout)},
+            "labels": {**labels, **pod_labels(rollout, name), names.LABEL_REVISION: revision(rollout)},
             "annotations": {"kubectl.kubernetes.io/default-container": ENGINE_CONTAINER},
         },
         "spec": {
@@ -121,7 +122,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
-            **pod_placement(rollout),
+            **pod_placement(rollout, name),
             "initContainers": [_gate(settings), _agent(rollout, settings, name)],
             "containers": [_engine(rollout)],
             "volumes": [
