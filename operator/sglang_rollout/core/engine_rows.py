@@ -96,7 +96,7 @@ def _not_ready(world: World, pod: Object, failed_before: bool) -> tuple[EnginePh
     found = pods.trouble(pod, failed_before=failed_before)
     if found and found.kind in _TROUBLE_REASONS:
         return EnginePhase.FAILED, _TROUBLE_REASONS[found.kind], sentence(found.text)
-    held = waits(pod, world.cluster, world.rollout.spec.engine.gpu_resource if world.rollout else "")
+    held = waits(pod, world.cluster, world.rollout) if world.rollout else None
     if held:
         return EnginePhase.PENDING, *held
     nowhere = pods.unschedulable(pod)

@@ -7,7 +7,8 @@ from typing import Any
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER
-from sglang_rollout.core import names, quantity
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import quantity
 from sglang_rollout.core.cluster import Cluster
 from sglang_rollout.core.words import sentence
 
@@ -16,24 +17,23 @@ Object = dict[str, Any]
 _KUEUE = "kueue.x-k8s.io/"
 
 
-def waits(pod: Object, cluster: Cluster, gpu_resource: str) -> tuple[Reason, str] | None:
+def waits(pod: Object, cluster: Cluster, rollout: SGLangRollout) -> tuple[Reason, str] | None:
     """Return reason and sentence for a pod that has no node; None if it has one, or only the scheduler can say."""
     spec = pod.get("spec") or {}
     if spec.get("nodeName"):
         return None
-    too_large = _never_fits(spec, cluster, gpu_resource)
+    too_large = _never_fits(spec, cluster, rollout.spec.engine.gpu_resource)
     if too_large:
         return Reason.INSUFFICIENT_CAPACITY, too_large
     gates = [str(gate.get("name")) for gate in spec.get("schedulingGates") or []]
     if any(gate.startswith(_KUEUE) for gate in gates):
-        return Reason.WAITING_FOR_QUEUE, _in_queue(pod, cluster)
+        return Reason.WAITING_FOR_QUEUE, _in_queue(cluster, rollout.spec.scheduling.queue_name)
     if gates:
         return Reason.PODS_NOT_READY, f"its pod is held back by the scheduling gate {', '.join(gates)}."
     return None
 
 
-def _in_queue(pod: Object, cluster: Cluster) -> str:
-    name = (pod["metadata"].get("labels") or {}).get(names.LABEL_QUEUE)
+def _in_queue(cluster: Cluster, name: str | None) -> str:
     queue = f"queue {name}" if name else "its queue"
     if cluster.queue_stopped:
         return sentence(f"it waits in {queue}, which admits nobody: {cluster.queue_stopped}")

@@ -28,10 +28,12 @@ from sglang_rollout.core.render.common import (
     restricted,
     tcp_probe,
 )
+from sglang_rollout.core.render.environment import capabilities, variables
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
 from sglang_rollout.core.render.placement import pod_labels, pod_placement, queue_labels
 from sglang_rollout.core.render.server_args import server_args
+from sglang_rollout.core.render.storage import downloads, mounts, volumes
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, AGENT_PORT, ENGINE_PORT, GATE_PORT
 
@@ -103,10 +105,10 @@ def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Obje
 
 def _with_overlay(rollout: SGLangRollout, template: Object) -> Object:
     overlay = rollout.spec.pod_template
-    if overlay is None:
-        return template
-    # exclude_unset, not exclude_none: a null that the user wrote removes a key.
-    return with_shared_mounts(merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    if overlay is not None:
+        # exclude_unset, not exclude_none: a null that the user wrote removes a key.
+        template = merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return with_shared_mounts(template)
 
 
 def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
@@ -123,13 +125,14 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
             **pod_placement(rollout, name),
-            "initContainers": [_gate(settings), _agent(rollout, settings, name)],
+            "initContainers": [*downloads(rollout), _gate(settings), _agent(rollout, settings, name)],
             "containers": [_engine(rollout)],
             "volumes": [
                 {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
                 TMP_VOLUME,
                 control_volume(rollout),
+                *volumes(rollout),
             ],
         },
     }
@@ -216,17 +219,18 @@ def _engine(rollout: SGLangRollout) -> Object:
         },
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", DRAIN_SCRIPT]}}},
         "resources": _engine_resources(rollout),
-        "securityContext": {"allowPrivilegeEscalation": False},
+        "securityContext": {"allowPrivilegeEscalation": False, **capabilities(rollout)},
         # Puts the last lines of a crashed engine's log into the pod's status, where the operator reads them.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [RUN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 - the engine's own volume
+        "volumeMounts": [RUN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}, *mounts(rollout)],  # noqa: S108 - the engine's own volume
     }
 
 
 def _environment(rollout: SGLangRollout) -> list[Object]:
     """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
     ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
-    return ours + [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
+    theirs = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
+    return ours + variables(rollout) + theirs
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:
@@ -236,4 +240,6 @@ def _engine_resources(rollout: SGLangRollout) -> Object:
         gpus = str(spec.parallelism.tensor if spec.gpus_per_pod is None else spec.gpus_per_pod)
         # An extended resource must be asked for as a limit; the request follows from it.
         made["limits"] = {**made.get("limits", {}), spec.gpu_resource: gpus}
+    if spec.rdma:
+        made["limits"] = {**made.get("limits", {}), spec.rdma.resource: str(spec.rdma.count)}
     return made

@@ -9,6 +9,7 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from fleet_support import OperatorProcess, World, eventually, rollout
 
+from sglang_rollout.runtime.errors import Refused
 from sglang_rollout.runtime.resources import NODES, POD_GROUPS, ROLLOUTS, Object, Resource
 
 pytestmark = [pytest.mark.controlplane]
@@ -105,6 +106,23 @@ async def test_a_queue_that_does_not_exist_is_told_and_the_way_out(api: ControlP
     finally:
         forget(api, QUEUES)
     assert operator.health() == 200
+
+
+async def test_the_queue_changes_only_while_no_engine_runs(world: World) -> None:
+    """Kueue refuses it for each engine that runs; the API server refuses it as a whole, and says what to do."""
+
+    async def change(**spec: Any) -> None:
+        await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": spec})
+
+    await world.kube.create(rollout("demo", world.namespace, scheduling={"queueName": "rollouts"}))
+    for other in ("others", None):
+        with pytest.raises(Refused, match="set state to Suspended first"):
+            await change(scheduling={"queueName": other})
+    await change(scheduling={"nodeSelector": {"gpu": "h200"}})
+    await change(state="Suspended", scheduling={"queueName": "others"})
+    await change(state="Active", scheduling={"queueName": None})
+    with pytest.raises(Refused, match="set state to Suspended first"):
+        await change(scheduling={"queueName": "rollouts"})
 
 
 async def test_more_gpus_than_any_node_has(api: ControlPlane, operator: OperatorProcess, world: World) -> None:

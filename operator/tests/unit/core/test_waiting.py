@@ -23,7 +23,6 @@ GATED = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "S
 def homeless(index: int, *, gpus: int = 8, gate: str = "", status: Object | None = None) -> Object:
     """A pod that no node has."""
     made = pod(index, ready=False, status=status or {})
-    made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "rollouts"
     made["spec"] = {"containers": [{"name": "engine", "resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}]}
     if gate:
         made["spec"]["schedulingGates"] = [{"name": gate}]
