@@ -32,6 +32,7 @@ from sglang_rollout.core.render.environment import capabilities, variables
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
 from sglang_rollout.core.render.placement import pod_labels, pod_placement, queue_labels
+from sglang_rollout.core.render.preflight import preflight
 from sglang_rollout.core.render.server_args import server_args
 from sglang_rollout.core.render.storage import downloads, mounts, volumes
 from sglang_rollout.core.settings import Settings
@@ -194,11 +195,11 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
 
 
 def _engine(rollout: SGLangRollout) -> Object:
-    spec = rollout.spec.engine
+    spec, resources = rollout.spec.engine, _engine_resources(rollout)
     return {
         "name": ENGINE_CONTAINER,
         "image": spec.image,
-        "command": ["/bin/sh", "-c", START_SCRIPT, ENGINE_CONTAINER],
+        "command": ["/bin/sh", "-c", preflight(rollout, resources) + START_SCRIPT, ENGINE_CONTAINER],
         "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout)],
         "env": _environment(rollout),
         "startupProbe": http_probe(
@@ -218,7 +219,7 @@ def _engine(rollout: SGLangRollout) -> Object:
             "terminationGracePeriodSeconds": KILL_GRACE_SECONDS,
         },
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", DRAIN_SCRIPT]}}},
-        "resources": _engine_resources(rollout),
+        "resources": resources,
         "securityContext": {"allowPrivilegeEscalation": False, **capabilities(rollout)},
         # Puts the last lines of a crashed engine's log into the pod's status, where the operator reads them.
         "terminationMessagePolicy": "FallbackToLogsOnError",
