@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_a_wrong_object_is_refused_with_a_sentence(refusals: str, path: Path) ->
     expected = path.read_text().splitlines()[0].removeprefix("# expect: ")
     assert f'{path.name}":' in refusals, "it was accepted"
     assert expected in refusals.split(f'{path.name}":', 1)[1].split("Error from server", 1)[0]
+
+
+def test_every_rollout_that_a_page_shows_is_accepted(api: ControlPlane) -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    blocks = [block for page in pages for block in re.findall(r"```yaml\n(apiVersion: rollout.*?)```", page.read_text(), re.DOTALL)]
+    assert len(blocks) > 2
+    for number, block in enumerate(blocks):
+        rollout = yaml.safe_load(block)
+        rollout["metadata"]["name"] = f"shown-{number}"
+        api.kubectl("apply", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(rollout))
 
 
 def test_explain_describes_every_field_of_the_spec(api: ControlPlane) -> None:
