@@ -57,6 +57,10 @@ def ready_says(kubectl: Kubectl) -> str:
     return condition(status(kubectl), "Ready")["message"]
 
 
+def patch(kubectl: Kubectl, **spec: Any) -> None:
+    kubectl("patch", "sglr", QUEUED, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+
 def engine_pods(kubectl: Kubectl) -> dict[str, dict[str, Any]]:
     found = kubectl.list("pods", f"rollout.sglang.io/rollout={QUEUED},app.kubernetes.io/component=engine")
     return {pod["metadata"]["name"]: pod for pod in found}
@@ -81,10 +85,21 @@ def test_whole_engines_start_as_far_as_the_quota_goes(kubectl: Kubectl, queue: N
 
     # A rolling update goes through the queue pod by pod, and is not held up by it.
     before = {pod["metadata"]["uid"] for pod in engine_pods(kubectl).values()}
-    kubectl("patch", "sglr", QUEUED, "--type=merge", "-p", json.dumps({"spec": {"engine": {"logLevel": "Warning"}}}))
+    patch(kubectl, engine={"logLevel": "Warning"})
 
     def rolled() -> bool:
         now = {pod["metadata"]["uid"] for pod in engine_pods(kubectl).values()}
         return ready(kubectl, QUEUED) and not now & before
 
     eventually("both are made anew and serve", rolled, within=240, every=1)
+
+    # What Kueue has counted it does not let change in place; a fleet that was suspended is counted anew.
+    patch(kubectl, engine={"resources": {"requests": {"cpu": "60m"}}})
+    eventually("Kueue's refusal is told", lambda: condition(status(kubectl), "Ready")["reason"] == "ApplyFailed", within=60)
+    assert "field is immutable" in ready_says(kubectl)
+    patch(kubectl, state="Suspended")
+    eventually("no engine is left", lambda: not engine_pods(kubectl), within=120, every=1)
+    patch(kubectl, state="Active")
+    eventually("both serve with the new request", lambda: ready(kubectl, QUEUED), within=240, every=1)
+    requests = [pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] for pod in engine_pods(kubectl).values()]
+    assert requests == ["60m", "60m"]

@@ -15,6 +15,7 @@ from sglang_rollout.core.words import sentence
 Object = dict[str, Any]
 
 _KUEUE = "kueue.x-k8s.io/"
+_DEFAULT = "default-scheduler"
 
 
 def waits(pod: Object, cluster: Cluster, rollout: SGLangRollout) -> tuple[Reason, str] | None:
@@ -30,6 +31,9 @@ def waits(pod: Object, cluster: Cluster, rollout: SGLangRollout) -> tuple[Reason
         return Reason.WAITING_FOR_QUEUE, _in_queue(cluster, rollout.spec.scheduling.queue_name)
     if gates:
         return Reason.PODS_NOT_READY, f"its pod is held back by the scheduling gate {', '.join(gates)}."
+    scheduler = str(spec.get("schedulerName") or _DEFAULT)
+    if scheduler != _DEFAULT and not (pod.get("status") or {}).get("conditions"):
+        return Reason.PODS_NOT_READY, f"no scheduler has looked at its pod yet; it waits for {scheduler}. Does that run?"
     return None
 
 

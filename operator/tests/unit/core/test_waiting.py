@@ -105,6 +105,15 @@ def test_pod_groups_go_with_the_gang() -> None:
     assert gone == groups[::-1]
 
 
+def test_a_scheduler_that_never_looks_is_named() -> None:
+    ignored = homeless(1)
+    ignored["spec"]["schedulerName"] = "coscheduling"
+    ignored["status"] = {"phase": "Pending"}
+    assert said(seen(pod(0), ignored, gang={}))[2].endswith("it waits for coscheduling. Does that run?")
+    ignored["status"] = unschedulable("pod group demo-engine-1 has no room")
+    assert said(seen(pod(0), ignored, gang={}))[2].endswith("no node can take its pod: pod group demo-engine-1 has no room.")
+
+
 NODES = [
     {"metadata": {"name": "small"}, "status": {"allocatable": {"nvidia.com/gpu": "4"}}},
     {"metadata": {"name": "large"}, "status": {"allocatable": {"nvidia.com/gpu": "6", "cpu": "96"}}},
