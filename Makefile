@@ -35,7 +35,7 @@ cluster-binaries: venv ## Kubernetes, etcd, CoreDNS and Helm, built from Go modu
 	@$(LAB) binaries
 
 # --- checks ------------------------------------------------------------------------------------------------------------
-.PHONY: lint generate golden lock test test-fast chaos chaos-cluster bench
+.PHONY: lint generate golden lock test test-fast test-neighbours chaos chaos-cluster bench
 lint: venv cluster-binaries ## ruff, mypy, import-linter, shellcheck, helm lint, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -60,6 +60,11 @@ test-fast: venv ## Unit, property and golden tests: no root, no cluster, no engi
 
 test: ## All tests, on a cluster made for them (CLUSTER=current: on yours)
 	@e2e/test.sh
+
+test-neighbours: venv ## The cases with Kueue, built from its Go module (5 minutes once), on the lab cluster
+	@$(BIN)/python -m e2e.neighbours.kueue
+	@CLUSTER=lab $(MAKE) --no-print-directory cluster-up > /dev/null
+	@trap '$(LAB) down' EXIT; eval "$$($(LAB) env)"; NEIGHBOURS=1 $(BIN)/pytest -q e2e/cases/test_scheduling.py
 
 chaos: venv engine-venv ## The fault matrix: every part killed or stopped in every phase of an update (about 20 minutes)
 	@$(BIN)/python -m e2e.chaos --out out/chaos.json

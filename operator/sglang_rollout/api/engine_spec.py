@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
+from sglang_rollout.api.network_spec import Cache, Network, Rdma, variable_said_twice
 from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, rule, rules
 
 Quantity = Annotated[
@@ -197,7 +198,15 @@ class Engine(EngineKnobs):
                 f"engine.deterministicInference needs an attentionBackend that can be deterministic: {', '.join(DETERMINISTIC)}.",
                 field=".attentionBackend",
             ),
+            rule(
+                "!has(self.rdma) || (self.rdma.resource != self.gpuResource"
+                " && (!has(self.resources.limits) || !(self.rdma.resource in self.resources.limits)))",
+                "engine.rdma.resource is added to the limits by the operator: leave it out of engine.resources.limits; the GPUs are"
+                " another resource.",
+                field=".rdma",
+            ),
             *same_said_twice(),
+            *variable_said_twice(),
         )
     )
 
@@ -229,6 +238,15 @@ class Engine(EngineKnobs):
         },
     )
     """Environment variables of the engine container."""
+    network: Network | None = None
+    """Over which devices engines and the trainer's group talk."""
+    rdma: Rdma | None = None
+    """RDMA devices of each engine pod."""
+    check_memory_balance: bool = True
+    """SGLang ends at its start when one of its GPUs has less free memory than the others. False: it only warns
+    (`SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK`)."""
+    cache: Cache | None = None
+    """Keep compiled kernels (Triton, inductor, FlashInfer, DeepGEMM, …) between pods: engines start faster."""
     resources: Resources = Resources()
     """CPU and memory of the engine container. The GPUs are added by the operator."""
     shm: str = Field(default="16Gi", max_length=32, pattern=QUANTITY)

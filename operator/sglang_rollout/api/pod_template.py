@@ -12,7 +12,10 @@ from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, rules
 ENGINE_CONTAINER = "engine"
 GATE_CONTAINER = "gate"
 AGENT_CONTAINER = "agent"
-RESERVED_VOLUMES = ("run", "control", "tmp", "shm")
+DOWNLOAD_CONTAINER = "download"
+MODEL_VOLUME = "rollout-model"
+CACHE_VOLUME = "rollout-cache"
+RESERVED_VOLUMES = ("run", "control", "tmp", "shm", MODEL_VOLUME, CACHE_VOLUME)
 """Volumes of the engine pod that belong to the operator."""
 
 Name = Annotated[str, Field(max_length=253)]

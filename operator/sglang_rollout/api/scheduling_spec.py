@@ -10,6 +10,8 @@ from pydantic import Field
 from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.schema import PRESERVE, ApiModel
 
+_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+
 
 class TolerationOperator(StrEnum):
     """How a toleration compares its value."""
@@ -41,8 +43,27 @@ class Spread(StrEnum):
     REQUIRED = "Required"
 
 
+class GangScope(StrEnum):
+    """Which pods are scheduled together or not at all."""
+
+    ENGINE = "Engine"
+
+
+class Gang(ApiModel):
+    """Pods that are scheduled together or not at all, by a scheduler that knows PodGroups
+    (`scheduling.x-k8s.io/v1alpha1`, coscheduling)."""
+
+    scope: GangScope = GangScope.ENGINE
+    """`Engine`: the pods of one engine. Each engine gets a PodGroup of its own, so that the fleet may start with fewer engines than
+    are wanted."""
+    scheduler: str = Field(default="scheduler-plugins-scheduler", min_length=1, max_length=253, pattern=_NAME)
+    """Name of that scheduler (`schedulerName` of the pods)."""
+    timeout_seconds: int = Field(default=60, ge=1, le=3600)
+    """So long pods of a group that has not got room for all of them hold the room of those that did."""
+
+
 class Scheduling(ApiModel):
-    """On which nodes engines run. The router goes anywhere."""
+    """On which nodes engines run, and when. The router goes anywhere."""
 
     node_selector: Labels | None = None
     """Labels that a node must have."""
@@ -52,6 +73,12 @@ class Scheduling(ApiModel):
     """Affinity, as in a Pod."""
     priority_class_name: str | None = Field(default=None, min_length=1, max_length=253)
     """PriorityClass of the engines."""
+    topology_key: str | None = Field(default=None, min_length=1, max_length=317)
+    """Label of nodes: all pods of one engine go to nodes with one value of it, for example one rack or one NVLink domain."""
+    queue_name: str | None = Field(default=None, min_length=1, max_length=63, pattern=_NAME)
+    """LocalQueue of Kueue, in the namespace of this object: every engine waits in it for its quota and starts as a whole."""
+    gang: Gang | None = None
+    """Schedule the pods of an engine together or not at all. For a cluster without Kueue; `gang: {}` takes the defaults."""
     spread_engines: Spread = Spread.OFF
     """`Preferred`: engines of this fleet go to different nodes where there is room. `Required`: never two on one node more than
     on another."""

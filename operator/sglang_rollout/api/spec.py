@@ -9,6 +9,8 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_spec import Engine, Resources
+from sglang_rollout.api.model_spec import Model
+from sglang_rollout.api.network_spec import OFFLINE_VARIABLES
 from sglang_rollout.api.pod_template import PodTemplate
 from sglang_rollout.api.scheduling_spec import Scheduling
 from sglang_rollout.api.schema import ApiModel, argument, rule, rules
@@ -41,21 +43,6 @@ RouterArgument = Annotated[
         " the list of engines to the operator.",
     ),
 ]
-
-
-class Model(ApiModel):
-    """Which model the engines serve before the first weight update, and under which name."""
-
-    path: str = Field(min_length=1, max_length=4096)
-    """What SGLang's `--model-path` takes: a Hugging Face name, or a path inside the engine container (mount it with
-    `podTemplate`)."""
-    served_name: str | None = Field(default=None, min_length=1, max_length=256, pattern=r"^[^:\s]+$")
-    """Name of the model in `/v1/models` and in OpenAI requests. Default: `path`. SGLang allows no colon in it."""
-    load_format: str = Field(default="auto", min_length=1, max_length=64, pattern=r"^[a-z_]+$")
-    """SGLang's `--load-format`, for example `auto`, `safetensors`, or `dummy` for random weights until the first
-    update."""
-    trust_remote_code: bool = False
-    """Run Python code that the model's repository brings. Only for repositories you trust."""
 
 
 class RouterPolicy(StrEnum):
@@ -104,6 +91,19 @@ class RolloutSpec(ApiModel):
                 "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot take weights over a group"
                 " there. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead of data,"
                 " and more tensor ranks instead of pipeline stages.",
+                field=".engine",
+            ),
+            rule(
+                "self.state == 'Suspended' || oldSelf.state == 'Suspended' || self.replicas == 0 || oldSelf.replicas == 0"
+                " || (has(self.scheduling.queueName) ? self.scheduling.queueName : '')"
+                " == (has(oldSelf.scheduling.queueName) ? oldSelf.scheduling.queueName : '')",
+                "scheduling.queueName can only change while no engine runs, because Kueue counts engines where they were admitted:"
+                " set state to Suspended first.",
+                field=".scheduling",
+            ),
+            rule(
+                f"!self.model.offline || !self.engine.env.exists(e, e.name in {list(OFFLINE_VARIABLES)})",
+                f"model.offline sets {', '.join(OFFLINE_VARIABLES)}: leave them out of engine.env.",
                 field=".engine",
             ),
         )

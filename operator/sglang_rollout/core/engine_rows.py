@@ -9,6 +9,7 @@ from sglang_rollout.api.status import EnginePhase, EngineStatus
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.serving import holds_committed, router_ready, serves
+from sglang_rollout.core.waiting import waits
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
 from sglang_rollout.wire.group import BUDGET_EXHAUSTED
@@ -89,7 +90,7 @@ def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
     if pods.is_terminating(pod):
         return EnginePhase.STOPPING, Reason.PODS_NOT_READY, "its pod is going away and will be made anew."
     if not pods.is_ready(pod):
-        return _not_ready(pod, _failed_before(world, name))
+        return _not_ready(world, pod, _failed_before(world, name))
     return _closed(world, name)
 
 
@@ -103,7 +104,7 @@ def _state_of_several(world: World, name: str) -> tuple[EnginePhase, Reason, str
         return EnginePhase.STOPPING, Reason.PODS_NOT_READY, f"its {pods.place(going)} is going away; it starts again with all its pods."
     if len(found) < world.size_of(name):
         return EnginePhase.PENDING, Reason.PODS_NOT_READY, f"it has {len(found)} of {world.size_of(name)} pods yet."
-    away = [(pod, _not_ready(pod, _failed_before(world, name))) for pod in found if not pods.is_ready(pod)]
+    away = [(pod, _not_ready(world, pod, _failed_before(world, name))) for pod in found if not pods.is_ready(pod)]
     if not away:
         return _closed(world, name)
     pod, (phase, reason, why) = min(away, key=lambda one: _PHASES.index(one[1][0]))
@@ -117,10 +118,13 @@ def _failed_before(world: World, name: str) -> bool:
     return any(row.get("name") == name and row.get("phase") == EnginePhase.FAILED for row in rows)
 
 
-def _not_ready(pod: Object, failed_before: bool) -> tuple[EnginePhase, Reason, str]:
+def _not_ready(world: World, pod: Object, failed_before: bool) -> tuple[EnginePhase, Reason, str]:
     found = pods.trouble(pod, failed_before=failed_before)
     if found and found.kind in _TROUBLE_REASONS:
         return EnginePhase.FAILED, _TROUBLE_REASONS[found.kind], sentence(found.text)
+    held = waits(pod, world.cluster, world.rollout) if world.rollout else None
+    if held:
+        return EnginePhase.PENDING, *held
     nowhere = pods.unschedulable(pod)
     if nowhere:
         return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, sentence(f"no node can take its pod: {nowhere}")

@@ -130,6 +130,8 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
         Reason.NAME_TAKEN,
         Reason.INVALID_SPEC,
         Reason.INSUFFICIENT_CAPACITY,
+        Reason.QUEUE_NOT_FOUND,
+        Reason.GANG_NOT_POSSIBLE,
         Reason.ROUTER_NOT_READY,
     }:
         if before.get("status") is None and after.get("reason") == Reason.ROUTER_NOT_READY:

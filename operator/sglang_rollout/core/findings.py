@@ -21,6 +21,7 @@ SEVERITY = (
     Reason.ENGINE_CRASHED,
     Reason.RESTART_BUDGET_EXHAUSTED,
     Reason.INSUFFICIENT_CAPACITY,
+    Reason.WAITING_FOR_QUEUE,
     Reason.PODS_NOT_READY,
     Reason.ROUTER_NOT_READY,
     Reason.WEIGHTS_DIVERGED,
@@ -82,6 +83,16 @@ class Facts:
         return min(away, key=lambda view: SEVERITY.index(view.reason) if view.reason in SEVERITY else 99, default=None)
 
     @property
+    def obstacle(self) -> Failure | None:
+        """What could not be carried out, or what the cluster lacks for an engine that has no node."""
+        cluster = self.world.cluster
+        if self.failure or not any(view.row.phase is EnginePhase.PENDING for view in self.wanted):
+            return self.failure
+        if cluster.queue_problem:
+            return Failure(Reason.QUEUE_NOT_FOUND, cluster.queue_problem)
+        return Failure(Reason.GANG_NOT_POSSIBLE, cluster.gang_problem) if cluster.gang_problem else None
+
+    @property
     def router_why(self) -> str:
         """Why the router does not run, as a sentence."""
         for pod in self.world.router_pods():
@@ -114,8 +125,8 @@ def _ready(facts: Facts) -> Finding:
     def no(reason: Reason, message: str) -> Finding:
         return Finding(ConditionType.READY, "False", reason, message)
 
-    if facts.failure:
-        return no(facts.failure.reason, facts.failure.sentence)
+    if facts.obstacle:
+        return no(facts.obstacle.reason, facts.obstacle.sentence)
     worst = facts.worst
     if worst and worst.reason in _NEEDS_A_PERSON:
         return no(worst.reason, _sentence(facts, worst))
@@ -195,8 +206,8 @@ def _weights(facts: Facts) -> Finding:
 
 def _degraded(facts: Facts) -> Finding:
     kind, worst, record = ConditionType.DEGRADED, facts.worst, facts.world.record
-    if facts.failure:
-        return Finding(kind, "True", facts.failure.reason, facts.failure.sentence)
+    if facts.obstacle:
+        return Finding(kind, "True", facts.obstacle.reason, facts.obstacle.sentence)
     if worst and worst.reason in _NEEDS_A_PERSON:
         return Finding(kind, "True", worst.reason, _sentence(facts, worst))
     for pod in facts.world.router_pods():

@@ -17,6 +17,10 @@ LABEL_ENGINE = f"{api.GROUP}/engine"
 LABEL_REVISION = f"{api.GROUP}/revision"
 """On engine pods: hash of what the user wrote about engines. A pod with another one is outdated."""
 LABEL_COMPONENT = "app.kubernetes.io/component"
+LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
+"""On StatefulSets of engines that wait in a queue of Kueue."""
+LABEL_POD_GROUP = "scheduling.x-k8s.io/pod-group"
+"""On engine pods that are scheduled together or not at all: name of their PodGroup."""
 ANNOTATION_APPLIED = f"{api.GROUP}/applied"
 """On every child: hash of the object as it was rendered. Shows that a field was removed, which a look at the live
 object cannot."""
@@ -73,6 +77,9 @@ CHILD_KINDS: tuple[ChildKind, ...] = (
     ChildKind("apps/v1", "StatefulSet", "statefulsets"),
 )
 """Everything that is listed by label, healed, and pruned when it is no longer wanted."""
+
+POD_GROUP = ChildKind("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
+"""A child kind that not every cluster has: made only where it exists."""
 
 
 def engine_name(rollout: str, index: int) -> str:

@@ -33,7 +33,7 @@ SETTLE_SECONDS = 2.0
 """When to look again for something that changes without an event of ours: a garbage collector, a controller that
 lags."""
 WAIT_SECONDS = 10.0
-"""When to look again at a rolling update that waits for another engine."""
+"""When to look again at a rolling update that waits for another engine, and at a cluster that lacks something."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def plan(world: World, settings: Settings) -> Plan:
     if rollout is None or world.deleting:
         return Plan()
     token = token_of(world.child("Secret", names.control_name(rollout.name)))
-    wanted = [stamped(rendered) for rendered in render_all(rollout, settings, token)]
+    wanted = [stamped(rendered) for rendered in render_all(rollout, settings, token) if _can_be_made(rendered, world)]
     applies: list[Action] = []
     blocked = False
     for rendered in wanted:
@@ -94,8 +94,14 @@ def plan(world: World, settings: Settings) -> Plan:
             applies.append(Apply(rendered, reason, needs_token=needs_token, unseen=live is None))
     prunes = _prunes(world, wanted)
     restarts, waits = _rolling(world, {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)})
+    waits = waits or bool(world.cluster.gang_problem or world.cluster.queue_problem)
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
     return Plan((*applies, *prunes, *restarts), requeue)
+
+
+def _can_be_made(rendered: Object, world: World) -> bool:
+    """Whether the cluster knows the kind. What cannot be made is told in status, and holds up nothing else."""
+    return rendered["kind"] != names.POD_GROUP.kind or not world.cluster.gang_problem
 
 
 def stranger(live: Object, wanted: Object) -> str:

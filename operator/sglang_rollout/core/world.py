@@ -12,6 +12,7 @@ import pydantic
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names, pods
+from sglang_rollout.core.cluster import Cluster
 from sglang_rollout.core.words import sentence
 from sglang_rollout.wire.models import EngineRow, Record
 
@@ -37,6 +38,8 @@ class World:
     """What the coordinator has recorded; None before it has."""
     record_problem: str = ""
     """Why the coordinator's record cannot be read, as a sentence."""
+    cluster: Cluster = field(default_factory=Cluster)
+    """What the cluster has for it beyond plain Kubernetes."""
 
     @property
     def uid(self) -> str:

@@ -6,6 +6,7 @@ import asyncio
 
 from sglang_rollout.core.names import CHILD_KINDS, LABEL_ROLLOUT
 from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.runtime.cluster import with_cluster
 from sglang_rollout.runtime.errors import NotFound
 from sglang_rollout.runtime.kube import Kube
 from sglang_rollout.runtime.resources import PODS, ROLLOUTS, Object, Resource
@@ -26,4 +27,4 @@ async def observe(kube: Kube, namespace: str, name: str) -> World | None:
     listings = await asyncio.gather(*(kube.list(resource, namespace, labels=labels) for resource in (*CHILDREN, PODS)))
     pods = listings[-1].items
     children: list[Object] = [item for listing in listings[:-1] for item in listing.items]
-    return observe_world(rollout, children, pods)
+    return await with_cluster(kube, observe_world(rollout, children, pods))

@@ -57,6 +57,8 @@ ROLEBINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "Role
 ENDPOINTSLICES = Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice")
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENTS = Resource("", "v1", "events", "Event")
+NODES = Resource("", "v1", "nodes", "Node")
+POD_GROUPS = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
 
 _ALL = (
     ROLLOUTS,
@@ -72,6 +74,8 @@ _ALL = (
     ENDPOINTSLICES,
     LEASES,
     EVENTS,
+    NODES,
+    POD_GROUPS,
 )
 _BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL}
 

@@ -25,5 +25,15 @@ OPERATOR_RULES: list[Object] = [
     {"apiGroups": ["apps"], "resources": ["deployments", "statefulsets"], "verbs": _HEAL},
     {"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles", "rolebindings"], "verbs": _HEAL},
     {"apiGroups": [""], "resources": ["events"], "verbs": ["get", "create", "patch"]},
+    # Children of rollouts with scheduling.gang; clusters without coscheduling have no such kind.
+    {"apiGroups": ["scheduling.x-k8s.io"], "resources": ["podgroups"], "verbs": _HEAL},
+    # Whether the queue of scheduling.queueName exists, and whether it admits.
+    {"apiGroups": ["kueue.x-k8s.io"], "resources": ["localqueues"], "verbs": ["get"]},
 ]
-"""``rules`` of the operator's ClusterRole."""
+"""``rules`` of the operator's ClusterRole, or of its Role in each namespace."""
+
+CLUSTER_RULES: list[Object] = [
+    # Whether any node has the GPUs that an engine's pod asks for. Without it the operator does all else.
+    {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]},
+]
+"""What only a ClusterRole can grant."""

@@ -72,6 +72,11 @@ def test_the_namespace_scope_has_no_cluster_rights(api: ControlPlane) -> None:
     assert args[:2] == ["--namespace=a", "--namespace=b"]
 
 
+def test_the_cluster_scope_may_list_nodes(api: ControlPlane) -> None:
+    role = next(made for made in rendered(api) if made["kind"] == "ClusterRole" and not made["metadata"]["name"].endswith(("edit", "view")))
+    assert {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]} in role["rules"]
+
+
 def test_a_wrong_value_is_refused(api: ControlPlane) -> None:
     done = helm(api, "template", "x", str(CHART), "--kube-version=1.34.3", "--set", "rbac.scop=Cluster", check=False)
     assert done.returncode != 0

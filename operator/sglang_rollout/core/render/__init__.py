@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.render.engines import engine_statefulsets
+from sglang_rollout.core.render.placement import pod_groups
 from sglang_rollout.core.render.policies import control_secret, intent, weights
 from sglang_rollout.core.render.rbac import rbac
 from sglang_rollout.core.render.router import router_deployment
@@ -21,6 +22,7 @@ def render_all(rollout: SGLangRollout, settings: Settings, token: str | None = N
     ``token`` is what the Secret holds already; without it the Secret is rendered empty, and whoever applies it puts a
     token in.
     """
+    engines = engine_statefulsets(rollout, settings)
     return [
         *rbac(rollout),
         control_secret(rollout, token),
@@ -28,5 +30,6 @@ def render_all(rollout: SGLangRollout, settings: Settings, token: str | None = N
         weights(rollout),
         *services(rollout),
         router_deployment(rollout, settings),
-        *engine_statefulsets(rollout, settings),
+        *pod_groups(rollout, engines),
+        *engines,
     ]

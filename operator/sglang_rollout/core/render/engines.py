@@ -31,12 +31,15 @@ from sglang_rollout.core.render.common import (
     restricted,
     tcp_probe,
 )
+from sglang_rollout.core.render.environment import capabilities, variables
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
-from sglang_rollout.core.render.placement import pod_placement
+from sglang_rollout.core.render.placement import pod_labels, pod_placement, queue_labels
+from sglang_rollout.core.render.preflight import preflight
 from sglang_rollout.core.render.ranks import WAIT_SECONDS, agent_env, agent_ranks, rank_env, server_ranks, start_script
 from sglang_rollout.core.render.server_args import server_args
 from sglang_rollout.core.render.start import DRAIN_SCRIPT, DRAIN_SECONDS
+from sglang_rollout.core.render.storage import downloads, mounts, volumes
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, AGENT_PORT, ENGINE_PORT, GATE_PORT
 
@@ -59,6 +62,7 @@ def engine_statefulsets(rollout: SGLangRollout, settings: Settings) -> list[Obje
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
     name = names.engine_name(rollout.name, index)
     made = child(rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name)
+    made["metadata"]["labels"] |= queue_labels(rollout)
     made["spec"] = {
         "replicas": rollout.spec.engine.pods,
         "serviceName": names.engines_service(rollout.name),
@@ -74,17 +78,17 @@ def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Obje
 
 def _with_overlay(rollout: SGLangRollout, template: Object) -> Object:
     overlay = rollout.spec.pod_template
-    if overlay is None:
-        return template
-    # exclude_unset, not exclude_none: a null that the user wrote removes a key.
-    return with_shared_mounts(merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    if overlay is not None:
+        # exclude_unset, not exclude_none: a null that the user wrote removes a key.
+        template = merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return with_shared_mounts(template)
 
 
 def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
     labels = names.labels(rollout.name, names.COMPONENT_ENGINE, name)
     return {
         "metadata": {
-            "labels": {**labels, names.LABEL_REVISION: revision(rollout)},
+            "labels": {**labels, **pod_labels(rollout, name), names.LABEL_REVISION: revision(rollout)},
             "annotations": {"kubectl.kubernetes.io/default-container": ENGINE_CONTAINER},
         },
         "spec": {
@@ -93,14 +97,15 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
-            **pod_placement(rollout),
-            "initContainers": [_gate(settings), _agent(rollout, settings, name)],
+            **pod_placement(rollout, name),
+            "initContainers": [*downloads(rollout), _gate(settings), _agent(rollout, settings, name)],
             "containers": [_engine(rollout, name)],
             "volumes": [
                 {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
                 TMP_VOLUME,
                 control_volume(rollout),
+                *volumes(rollout),
             ],
         },
     }
@@ -163,12 +168,12 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
 
 
 def _engine(rollout: SGLangRollout, name: str) -> Object:
-    spec = rollout.spec.engine
+    spec, resources = rollout.spec.engine, _engine_resources(rollout)
     start_seconds = START_SECONDS if spec.pods == 1 else WAIT_SECONDS
     return {
         "name": ENGINE_CONTAINER,
         "image": spec.image,
-        "command": ["/bin/sh", "-c", start_script(rollout), ENGINE_CONTAINER],
+        "command": ["/bin/sh", "-c", preflight(rollout, resources) + start_script(rollout), ENGINE_CONTAINER],
         "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name))],
         "env": _environment(rollout),
         "startupProbe": http_probe(
@@ -188,11 +193,11 @@ def _engine(rollout: SGLangRollout, name: str) -> Object:
             "terminationGracePeriodSeconds": KILL_GRACE_SECONDS,
         },
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", DRAIN_SCRIPT]}}},
-        "resources": _engine_resources(rollout),
-        "securityContext": {"allowPrivilegeEscalation": False},
+        "resources": resources,
+        "securityContext": {"allowPrivilegeEscalation": False, **capabilities(rollout)},
         # Puts the last lines of a crashed engine's log into the pod's status, where the operator reads them.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [RUN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 - the engine's own volume
+        "volumeMounts": [RUN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}, *mounts(rollout)],  # noqa: S108 - the engine's own volume
     }
 
 
@@ -200,7 +205,7 @@ def _environment(rollout: SGLangRollout) -> list[Object]:
     """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
     ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
     theirs = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
-    return [*ours, *rank_env(rollout), *theirs]
+    return [*ours, *rank_env(rollout), *variables(rollout), *theirs]
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:
@@ -210,4 +215,6 @@ def _engine_resources(rollout: SGLangRollout) -> Object:
         gpus = str(spec.pod_gpus)
         # An extended resource must be asked for as a limit; the request follows from it.
         made["limits"] = {**made.get("limits", {}), spec.gpu_resource: gpus}
+    if spec.rdma:
+        made["limits"] = {**made.get("limits", {}), spec.rdma.resource: str(spec.rdma.count)}
     return made

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, RESERVED_VOLUMES
+from sglang_rollout.api.model_spec import OWN_FOLDERS
+from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, MODEL_VOLUME, RESERVED_VOLUMES
 from sglang_rollout.core.render.common import Object
 
-_OWN_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin", "/sys", "/tmp", "/usr", "/var/run")  # noqa: S108
-"""Where the agent's image and the operator have things of their own, which a mount would hide. Nobody keeps checkpoints there."""
+_NOT_SHARED = frozenset(RESERVED_VOLUMES) - {MODEL_VOLUME}
 
 _KEPT = ("name", "mountPath", "subPath")
 """Not ``mountPropagation``, which is for writers, and not ``subPathExpr``, which needs variables that only the engine has."""
@@ -38,5 +38,5 @@ def _mounting(agent: Object, shared: list[Object]) -> Object:
 
 def _is_shared(mount: dict[str, Any]) -> bool:
     path = str(mount.get("mountPath", "")).rstrip("/")
-    hides = not path or any(path == own or path.startswith(f"{own}/") for own in _OWN_FOLDERS)
-    return mount.get("name") not in RESERVED_VOLUMES and "subPathExpr" not in mount and not hides
+    hides = not path or any(path == own or path.startswith(f"{own}/") for own in OWN_FOLDERS)
+    return mount.get("name") not in _NOT_SHARED and "subPathExpr" not in mount and not hides

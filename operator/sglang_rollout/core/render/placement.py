@@ -1,16 +1,17 @@
-"""Where engine pods may run: ``spec.scheduling`` in a pod's words."""
+"""Where and when engine pods may run: ``spec.scheduling`` in the words of pods, of Kueue and of coscheduling."""
 
 from __future__ import annotations
 
 from sglang_rollout.api.scheduling_spec import Spread
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
-from sglang_rollout.core.render.common import Object
+from sglang_rollout.core.render.common import Object, child
 
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _UNSATISFIABLE = {Spread.PREFERRED: "ScheduleAnyway", Spread.REQUIRED: "DoNotSchedule"}
 
 
-def pod_placement(rollout: SGLangRollout) -> Object:
+def pod_placement(rollout: SGLangRollout, engine: str) -> Object:
     """Return the fields of a pod's spec that say so; none where nothing is said."""
     wanted = rollout.spec.scheduling
     made: Object = {}
@@ -18,10 +19,13 @@ def pod_placement(rollout: SGLangRollout) -> Object:
         made["nodeSelector"] = wanted.node_selector
     if wanted.tolerations:
         made["tolerations"] = [toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in wanted.tolerations]
-    if wanted.affinity:
-        made["affinity"] = wanted.affinity
+    affinity = _affinity(rollout, engine)
+    if affinity:
+        made["affinity"] = affinity
     if wanted.priority_class_name:
         made["priorityClassName"] = wanted.priority_class_name
+    if wanted.gang:
+        made["schedulerName"] = wanted.gang.scheduler
     if wanted.spread_engines is not Spread.OFF:
         made["topologySpreadConstraints"] = [
             {
@@ -32,3 +36,44 @@ def pod_placement(rollout: SGLangRollout) -> Object:
             }
         ]
     return made
+
+
+def pod_labels(rollout: SGLangRollout, engine: str) -> dict[str, str]:
+    """Return the labels by which a scheduler knows the pods of an engine as a group."""
+    return {names.LABEL_POD_GROUP: engine} if rollout.spec.scheduling.gang else {}
+
+
+def queue_labels(rollout: SGLangRollout) -> dict[str, str]:
+    """Return the labels of a StatefulSet by which Kueue takes its pods into a queue, all of them at once."""
+    queue = rollout.spec.scheduling.queue_name
+    return {names.LABEL_QUEUE: queue} if queue else {}
+
+
+def pod_groups(rollout: SGLangRollout, statefulsets: list[Object]) -> list[Object]:
+    """Return the PodGroups of engines whose pods are scheduled together or not at all."""
+    gang = rollout.spec.scheduling.gang
+    if gang is None:
+        return []
+    version, kind = names.POD_GROUP.api_version, names.POD_GROUP.kind
+    made = []
+    for statefulset in statefulsets:
+        engine = statefulset["metadata"]["name"]
+        group = child(rollout, api_version=version, kind=kind, name=engine, component=names.COMPONENT_ENGINE, engine=engine)
+        group["spec"] = {"minMember": statefulset["spec"]["replicas"], "scheduleTimeoutSeconds": gang.timeout_seconds}
+        made.append(group)
+    return made
+
+
+def _affinity(rollout: SGLangRollout, engine: str) -> Object | None:
+    """The user's own, and the topology as one more demand. The scheduler lets the first pod of an engine go anywhere,
+    because the demand is about itself."""
+    wanted = rollout.spec.scheduling
+    if wanted.topology_key is None:
+        return wanted.affinity
+    together = {
+        "labelSelector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, engine)},
+        "topologyKey": wanted.topology_key,
+    }
+    affinity = wanted.affinity or {}
+    pods = affinity.get("podAffinity") or {}
+    return {**affinity, "podAffinity": {**pods, _REQUIRED: [*(pods.get(_REQUIRED) or []), together]}}

@@ -26,7 +26,7 @@ from sglang_rollout.runtime.resources import (
     Object,
     resource_of,
 )
-from sglang_rollout.runtime.rights import OPERATOR_RULES
+from sglang_rollout.runtime.rights import CLUSTER_RULES, OPERATOR_RULES
 
 pytestmark = [pytest.mark.controlplane]
 
@@ -45,7 +45,7 @@ def limited(api: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Path]
     """Credentials with exactly the rights that the chart grants."""
     name = f"operator-{namespace}"
     rbac = "rbac.authorization.k8s.io"
-    role = {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": {"name": name}, "rules": OPERATOR_RULES}
+    role = {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": {"name": name}, "rules": [*OPERATOR_RULES, *CLUSTER_RULES]}
     binding = {
         "apiVersion": f"{rbac}/v1",
         "kind": "ClusterRoleBinding",

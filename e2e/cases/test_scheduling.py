@@ -1,0 +1,105 @@
+"""Engines in a queue of Kueue: as many start as there is quota for, whole ones, and the others say what they wait for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e import stand_in
+from e2e.cases.conftest import ready, remove
+from e2e.kube import Kubectl, condition, eventually
+from e2e.neighbours import kueue
+
+QUEUED = "queued"
+# An engine's pod asks for 200m in all: 50m for the stand-in, 150m for gate and agent. One fits, two do not.
+ONE_ENGINE, TWO_ENGINES = "300m", "450m"
+
+
+def quota(kubectl: Kubectl, cpu: str) -> None:
+    """The queue, with so much CPU."""
+    resources = [{"name": "cpu", "nominalQuota": cpu}, {"name": "memory", "nominalQuota": "8Gi"}]
+    group = {"coveredResources": ["cpu", "memory"], "flavors": [{"name": "any", "resources": resources}]}
+    specs: list[tuple[str, str, dict[str, Any]]] = [
+        ("ResourceFlavor", "any", {}),
+        ("ClusterQueue", "team", {"namespaceSelector": {}, "resourceGroups": [group]}),
+        ("LocalQueue", "rollouts", {"clusterQueue": "team"}),
+    ]
+    for kind, name, spec in specs:
+        made = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": kind, "metadata": {"name": name}, "spec": spec}
+        # Its webhooks answer a moment after its process has begun.
+        eventually(f"{kind} {name} is taken", functools.partial(kubectl.apply, made), within=60)
+
+
+@pytest.fixture
+def queue(kubectl: Kubectl, operator: Kubectl, tmp_path: Path) -> Iterator[None]:
+    """Kueue, and a queue with room for one engine."""
+    if not os.environ.get("NEIGHBOURS"):
+        pytest.skip("needs Kueue, which takes minutes to build: make test-neighbours runs it, on the lab cluster")
+    remove(kubectl, QUEUED)
+    with kueue.running(kubectl.namespace, tmp_path):
+        quota(kubectl, ONE_ENGINE)
+        yield
+        # While Kueue runs: it takes its finalizers off the pods.
+        remove(kubectl, QUEUED)
+
+
+def status(kubectl: Kubectl) -> dict[str, Any]:
+    return dict(kubectl.get("sglr", QUEUED))
+
+
+def ready_says(kubectl: Kubectl) -> str:
+    return condition(status(kubectl), "Ready")["message"]
+
+
+def patch(kubectl: Kubectl, **spec: Any) -> None:
+    kubectl("patch", "sglr", QUEUED, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+
+def engine_pods(kubectl: Kubectl) -> dict[str, dict[str, Any]]:
+    found = kubectl.list("pods", f"rollout.sglang.io/rollout={QUEUED},app.kubernetes.io/component=engine")
+    return {pod["metadata"]["name"]: pod for pod in found}
+
+
+def test_whole_engines_start_as_far_as_the_quota_goes(kubectl: Kubectl, queue: None) -> None:
+    kubectl.apply(stand_in.code())
+    document = stand_in.rollout(QUEUED, replicas=2)
+    document["spec"]["scheduling"] = {"queueName": "rollouts"}
+    kubectl.apply(document)
+
+    eventually("one engine serves", lambda: status(kubectl)["status"]["readyReplicas"] == 1, within=180, every=1)
+    eventually("the other waits", lambda: condition(status(kubectl), "Ready")["reason"] == "WaitingForQueue", within=30)
+    assert "it waits in queue rollouts until there is quota for all of its pods" in ready_says(kubectl)
+    assert condition(status(kubectl), "Degraded")["status"] == "False"
+    homeless = [pod for pod in engine_pods(kubectl).values() if "nodeName" not in pod["spec"]]
+    assert len(homeless) == 1
+    assert "kueue.x-k8s.io/admission" in {gate["name"] for gate in homeless[0]["spec"]["schedulingGates"]}
+
+    quota(kubectl, TWO_ENGINES)
+    eventually("both serve", lambda: ready(kubectl, QUEUED), within=180, every=1)
+
+    # A rolling update goes through the queue pod by pod, and is not held up by it.
+    before = {pod["metadata"]["uid"] for pod in engine_pods(kubectl).values()}
+    patch(kubectl, engine={"logLevel": "Warning"})
+
+    def rolled() -> bool:
+        now = {pod["metadata"]["uid"] for pod in engine_pods(kubectl).values()}
+        return ready(kubectl, QUEUED) and not now & before
+
+    eventually("both are made anew and serve", rolled, within=240, every=1)
+
+    # What Kueue has counted it does not let change in place; a fleet that was suspended is counted anew.
+    patch(kubectl, engine={"resources": {"requests": {"cpu": "60m"}}})
+    eventually("Kueue's refusal is told", lambda: condition(status(kubectl), "Ready")["reason"] == "ApplyFailed", within=60)
+    assert "field is immutable" in ready_says(kubectl)
+    patch(kubectl, state="Suspended")
+    eventually("no engine is left", lambda: not engine_pods(kubectl), within=120, every=1)
+    patch(kubectl, state="Active")
+    eventually("both serve with the new request", lambda: ready(kubectl, QUEUED), within=240, every=1)
+    requests = [pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] for pod in engine_pods(kubectl).values()]
+    assert requests == ["60m", "60m"]

@@ -1,0 +1,153 @@
+"""Kueue as a process of this machine, with webhooks that the lab's API server reaches over the bridge.
+
+Build it with ``python -m e2e.neighbours.kueue`` (about five minutes on two cores, then cached).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from e2e.cluster import binaries, lab, network
+from e2e.cluster.paths import cache_root
+from e2e.cluster.say import LabError, say, step
+
+MODULE = "sigs.k8s.io/kueue"
+VERSION = "v0.19.2"
+PORT = 9443
+_WEBHOOKS = frozenset({"clusterqueue", "resourceflavor", "workload", "pod", "statefulset"})
+# Its metrics server wants a certificate in a fixed folder. It gets one in a mount namespace of its own: nothing is written
+# to the machine's /etc.
+_START = """\
+mount -t tmpfs tmpfs /srv && mkdir /srv/up /srv/work && mount -t overlay overlay -o lowerdir=/etc,upperdir=/srv/up,workdir=/srv/work /etc
+mkdir -p /etc/kueue/metrics/certs && cp "$1"/tls.crt "$1"/tls.key /etc/kueue/metrics/certs/ || exit 1
+shift; exec "$@"
+"""
+Document = dict[str, Any]
+
+
+def folder() -> Path:
+    """Return the cache folder of this version: the program and the manifests."""
+    return cache_root() / "neighbours" / f"kueue-{VERSION}"
+
+
+def find() -> Path:
+    """Return the built program; a LabError says how to get it."""
+    program = folder() / "kueue"
+    if not program.exists():
+        raise LabError("Kueue is not built: make test-neighbours")
+    return program
+
+
+def build() -> None:
+    """Build it where it is not built yet. Its own go.sum decides what of others is in it."""
+    if (folder() / "kueue").exists():
+        return
+    folder().mkdir(parents=True, exist_ok=True)
+    download = ["go", "mod", "download", "-json", f"{MODULE}@{VERSION}"]
+    with step(f"go build {MODULE}@{VERSION}"):
+        # In a folder without a go.mod, so that none of ours is asked or changed.
+        found = subprocess.run(download, cwd=folder(), capture_output=True, text=True, check=False)
+        if found.returncode:
+            raise LabError(f"{' '.join(download)} failed: {found.stderr.strip()[-1000:]}")
+        source = Path(json.loads(found.stdout)["Dir"])
+        shutil.copytree(source / "config" / "components", folder() / "config", dirs_exist_ok=True)
+        part = folder() / "kueue.part"
+        command = ["go", "build", "-C", str(source), "-trimpath", "-ldflags", "-s -w", "-o", str(part), "./cmd/kueue"]
+        done = subprocess.run(command, env=os.environ | {"CGO_ENABLED": "0"}, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise LabError(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
+        part.rename(folder() / "kueue")
+
+
+def definitions() -> list[Document]:
+    """Return its definitions. Only the stored version is asked for, so nothing has to be converted."""
+    return [yaml.safe_load(path.read_text()) for path in sorted((folder() / "config/crd/bases").glob("*.yaml"))]
+
+
+def webhooks(namespace: str, ca: bytes) -> list[Document]:
+    """Return those webhooks that this use of it needs, called by URL. Pods and StatefulSets of ``namespace`` only."""
+    made = []
+    for document in yaml.safe_load_all((folder() / "config/webhook/manifests.yaml").read_text()):
+        kept = []
+        for hook in document["webhooks"]:
+            path = hook["clientConfig"]["service"]["path"]
+            if path.rsplit("-", 1)[-1] not in _WEBHOOKS:
+                continue
+            hook["clientConfig"] = {"url": f"https://{network.HOST}:{PORT}{path}", "caBundle": base64.b64encode(ca).decode()}
+            if "kueue" not in path:
+                hook["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+            kept.append(hook)
+        made.append({**document, "metadata": {"name": f"kueue-{document['kind'].split('Webhook')[0].lower()}"}, "webhooks": kept})
+    return made
+
+
+@contextmanager
+def running(namespace: str, where: Path) -> Iterator[None]:
+    """Kueue, in charge of ``namespace``, for as long as the block lasts. Its log and certificate lie in ``where``."""
+    program = find()
+    pki = lab.pki()
+    pki.certificate("kueue", "/CN=kueue", f"IP:{network.HOST}")
+    for name in ("crt", "key"):
+        shutil.copy(pki.root / f"kueue.{name}", where / f"tls.{name}")
+    config = {
+        "apiVersion": "config.kueue.x-k8s.io/v1beta2",
+        "kind": "Configuration",
+        "metrics": {"bindAddress": "127.0.0.1:0"},
+        "health": {"healthProbeBindAddress": "127.0.0.1:0"},
+        "webhook": {"port": PORT, "host": network.HOST, "certDir": str(where)},
+        "leaderElection": {"leaderElect": False},
+        "internalCertManagement": {"enable": False},
+        "integrations": {"frameworks": ["pod", "statefulset"]},
+    }
+    (where / "config.yaml").write_text(json.dumps(config))
+    _apply(definitions())
+    lab.kubectl("wait", "--for=condition=Established", "crd", "-l", "app.kubernetes.io/name=kueue", "--timeout=30s")
+    # Its visibility server is an API of its own, with a certificate of its own in another fixed folder.
+    command = [str(program), f"--config={where / 'config.yaml'}", "--feature-gates=VisibilityOnDemand=false"]
+    environment = os.environ | {"KUBECONFIG": str(lab.kubeconfig()), "NO_PROXY": "*", "no_proxy": "*"}
+    with (where / "kueue.log").open("ab") as log:
+        wrapped = ["unshare", "--mount", "sh", "-c", _START, "kueue", str(where), *command]
+        child = subprocess.Popen(wrapped, env=environment, stdout=log, stderr=log)
+    try:
+        _apply(webhooks(namespace, pki.ca.read_bytes()))
+        yield
+    finally:
+        # The webhooks first: with nobody behind them no pod could be made any more.
+        for kind in ("mutatingwebhookconfiguration", "validatingwebhookconfiguration"):
+            lab.kubectl("delete", kind, "kueue-mutating", "kueue-validating", "--ignore-not-found")
+        child.terminate()
+        try:
+            child.wait(20)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait(10)
+
+
+def _apply(documents: list[Document]) -> None:
+    for document in documents:
+        document["metadata"].setdefault("labels", {})["app.kubernetes.io/name"] = "kueue"
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
+    command = [str(binaries.find() / "kubectl"), "apply", "--server-side", "--force-conflicts", "-f", "-"]
+    environment = os.environ | {"KUBECONFIG": str(lab.kubeconfig()), "NO_PROXY": "*", "no_proxy": "*"}
+    done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode:
+        raise LabError(f"Kueue's objects were refused: {done.stderr.strip()[-1000:]}")
+
+
+if __name__ == "__main__":
+    try:
+        build()
+    except LabError as error:
+        say(f"kueue: {error}")
+        sys.exit(1)

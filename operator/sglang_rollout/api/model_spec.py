@@ -1,0 +1,89 @@
+"""``spec.model`` of an SGLangRollout: which model, and where its files come from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from sglang_rollout.api.engine_spec import EnvVar
+from sglang_rollout.api.network_spec import ABSOLUTE
+from sglang_rollout.api.schema import ApiModel, rule, rules
+
+OWN_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin", "/sys", "/tmp", "/usr", "/var/run")  # noqa: S108
+"""Where images and the operator have things of their own, which a mount would hide. Nobody keeps models there."""
+
+MODELS = "/models"
+"""Where model files are mounted if nothing else is said."""
+
+
+class ModelVolume(ApiModel):
+    """Where model files are. Mounted read-only into engine and agent. One of `claim` and `hostPath`."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("has(self.claim) != has(self.hostPath)", "model.volume takes exactly one of claim and hostPath."),
+            rule(
+                f"!{list(OWN_FOLDERS)}.exists(f, self.mountPath == f || self.mountPath.startsWith(f + '/'))",
+                "model.volume.mountPath would hide a folder that the images or the operator need: use another one, for example /models.",
+                field=".mountPath",
+            ),
+        )
+    )
+
+    claim: str | None = Field(default=None, min_length=1, max_length=253)
+    """PersistentVolumeClaim in the namespace of this object. Engines on several nodes need one that many nodes can mount."""
+    host_path: str | None = Field(default=None, max_length=1024, pattern=ABSOLUTE)
+    """Folder of the node; it must be there, unless `model.download` fills it."""
+    mount_path: str = Field(default=MODELS, max_length=1024, pattern=ABSOLUTE)
+    """Where the containers see it."""
+
+
+class Download(ApiModel):
+    """A command that fetches the model before the engine starts, in an init container with the engine's image."""
+
+    command: list[Annotated[str, Field(min_length=1, max_length=65536)]] = Field(min_length=1, max_length=64)
+    """Command and arguments, for example `["hf", "download", "Qwen/Qwen2.5-7B-Instruct", "--local-dir", "$(MODEL_PATH)"]`.
+    `$(MODEL_PATH)` is `model.path`. It runs at every start of a pod, so it must come to an end quickly when all is there."""
+    env: list[EnvVar] = Field(
+        default_factory=list,
+        max_length=64,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    """Environment variables of the command, for example `HF_TOKEN` from a Secret."""
+
+
+class Model(ApiModel):
+    """Which model the engines serve before the first weight update, and under which name."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.volume) || self.path == self.volume.mountPath || self.path.startsWith(self.volume.mountPath + '/')",
+                "model.path must lie under model.volume.mountPath (/models if it is left out): the engine reads the model from there.",
+                field=".path",
+            ),
+            rule(
+                f"!has(self.download) || has(self.volume) || self.path.startsWith('{MODELS}/')",
+                f"model.download without model.volume fetches into a volume of the pod at {MODELS}: model.path must lie under it.",
+                field=".path",
+            ),
+        )
+    )
+
+    path: str = Field(min_length=1, max_length=4096)
+    """What SGLang's `--model-path` takes: a Hugging Face name, or a path inside the engine container (`volume`, `download`,
+    or a mount of `podTemplate`)."""
+    volume: ModelVolume | None = None
+    """Where the model files are. Without it: in the image, in a mount of `podTemplate`, or on the network."""
+    download: Download | None = None
+    """Fetch the files before the engine starts: into `volume`, or into a volume that lives and dies with the pod."""
+    offline: bool = False
+    """The engine never asks Hugging Face for anything (`HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE`). A download still may."""
+    served_name: str | None = Field(default=None, min_length=1, max_length=256, pattern=r"^[^:\s]+$")
+    """Name of the model in `/v1/models` and in OpenAI requests. Default: `path`. SGLang allows no colon in it."""
+    load_format: str = Field(default="auto", min_length=1, max_length=64, pattern=r"^[a-z_]+$")
+    """SGLang's `--load-format`, for example `auto`, `safetensors`, or `dummy` for random weights until the first
+    update."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's repository brings. Only for repositories you trust."""

@@ -1,0 +1,69 @@
+"""What the engine's container looks at before SGLang starts: SGLang itself says it minutes later, or in other words.
+
+A check that fails ends the container with one line, which the operator shows in the engine's row of ``status``.
+"""
+
+from __future__ import annotations
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import quantity
+from sglang_rollout.core.render.common import Object
+from sglang_rollout.wire.ports import ENGINE_PORT
+
+NVIDIA = "nvidia.com/gpu"
+"""The one GPU resource whose devices are known by name. Slices (MIG) and other vendors are not counted."""
+FAILED = 78
+"""Exit code of a failed check (EX_CONFIG of sysexits.h)."""
+_IPC_LOCK = 14
+"""Its number among the capabilities."""
+
+
+def preflight(rollout: SGLangRollout, resources: Object, *, root: str = "") -> str:
+    """Return the part of the start script. ``resources`` are the container's; ``root`` is put before every path."""
+    engine = rollout.spec.engine
+    gpus = int((resources.get("limits") or {}).get(engine.gpu_resource, 0))
+    checks = [f'fail() {{ echo "preflight failed: $1" >&2; exit {FAILED}; }}\n', _port(root)]
+    if gpus and engine.gpu_resource == NVIDIA:
+        checks.append(_devices(gpus, root))
+    if gpus:
+        checks.append(_shm(engine.shm, root))
+    if engine.rdma:
+        checks.append(_memlock(root))
+    return "".join(checks)
+
+
+def _port(root: str) -> str:
+    """0A is the state LISTEN."""
+    return f"""\
+! grep -Eqs ':{ENGINE_PORT:04X} [0-9A-F]+:0000 0A' {root}/proc/net/tcp {root}/proc/net/tcp6 ||
+  fail 'port {ENGINE_PORT}, which the engine needs, is taken by another container of this pod'
+"""
+
+
+def _devices(gpus: int, root: str) -> str:
+    return f"""\
+count() {{ test -e "$1" && echo $# || echo 0; }}
+found=$(count {root}/dev/nvidia[0-9]*)
+test "$found" -ge {gpus} ||
+  fail "{gpus} {NVIDIA} were asked for, and $found devices /dev/nvidia[0-9]* are here: look at the node's driver and device plugin"
+"""
+
+
+def _shm(wanted: str, root: str) -> str:
+    """The kubelet makes it no larger than the memory that the pod may use."""
+    kibibytes = int((quantity.parse(wanted) or 0) // 1024)
+    return f"""\
+second() {{ echo "$2"; }}
+size=$(second $(df -Pk {root}/dev/shm | tail -n 1))
+test "$size" -ge {kibibytes} ||
+  fail "/dev/shm has $size KiB, engine.shm asks for {wanted}: the pod's memory limit or the node's memory is smaller"
+"""  # noqa: S108 - the engine's own volume
+
+
+def _memlock(root: str) -> str:
+    """With the capability a process may pin more than its limit says."""
+    return f"""\
+caps=$(sed -n 's/^CapEff:[[:space:]]*//p' {root}/proc/self/status)
+test "$(ulimit -l)" = unlimited || test "$((0x$caps >> {_IPC_LOCK} & 1))" = 1 ||
+  fail "RDMA pins memory, and this user may lock $(ulimit -l) KiB only: run as root, or raise the runtime's memlock limit"
+"""

@@ -1,0 +1,107 @@
+"""The checks before SGLang starts, run by a real shell on folders that play /dev and /proc."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from worlds import cr, crashed, pod
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import pods
+from sglang_rollout.core.render.preflight import FAILED, preflight
+from sglang_rollout.wire.ports import ENGINE_PORT
+
+LISTENS = f"  0: 0100007F:{ENGINE_PORT:04X} 00000000:0000 0A 00000000:00000000\n"
+CONNECTED = f"  0: 0100007F:{ENGINE_PORT:04X} 0100007F:C350 01 00000000:00000000\n"
+WITH_IPC_LOCK, WITHOUT = "00000000a80465fb", "00000000a80425fb"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A container of an engine on 8 GPUs in which everything is right."""
+    for folder in ("dev/shm", "proc/net", "proc/self"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("tcp", "tcp6"):
+        (tmp_path / "proc/net" / name).write_text(CONNECTED)
+    for name in (*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    (tmp_path / "proc/self/status").write_text(f"Name:\tsh\nCapEff:\t{WITH_IPC_LOCK}\nSeccomp:\t2\n")
+    return tmp_path
+
+
+def low_limit() -> None:
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+
+
+def run(root: Path, *, gpus: int = 8, **engine: Any) -> tuple[int, str]:
+    """Exit code and what is said; the start goes on after the checks."""
+    spec = {"image": "e:1", "parallelism": {"tensor": 8}, "shm": "1Mi", **engine}
+    rollout = SGLangRollout.model_validate(cr(engine=spec))
+    script = preflight(rollout, {"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {}, root=str(root)) + 'exec "$@"'
+    command = ["/bin/sh", "-c", script, "engine", "echo", "started"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30, preexec_fn=low_limit)
+    assert not done.returncode or "started" not in done.stdout
+    return done.returncode, done.stdout.strip() + done.stderr.strip()
+
+
+def test_where_all_is_right_the_engine_starts(root: Path) -> None:
+    assert run(root, rdma={"resource": "rdma/hca"}) == (0, "started")
+
+
+def test_a_missing_gpu_is_told_and_shown_in_status(root: Path) -> None:
+    (root / "dev/nvidia3").unlink()
+    code, said = run(root)
+    assert (code, "8 nvidia.com/gpu were asked for, and 7 devices" in said) == (FAILED, True)
+    trouble = pods.trouble(pod(0, ready=False, status=crashed(code=code, message=f"some line before\n{said}\n")))
+    assert trouble is not None
+    assert trouble.text.startswith(f"container engine exited with code 78: {said}")
+
+
+def test_no_gpu_at_all(root: Path) -> None:
+    for device in (root / "dev").glob("nvidia[0-9]"):
+        device.unlink()
+    assert "and 0 devices" in run(root)[1]
+
+
+def test_a_privileged_container_sees_the_gpus_of_others(root: Path) -> None:
+    assert run(root, gpus=4)[0] == 0
+
+
+@pytest.mark.parametrize("engine", [{"gpuResource": ""}, {"gpuResource": "nvidia.com/mig-1g.10gb"}, {"gpuResource": "amd.com/gpu"}])
+def test_devices_are_counted_only_where_they_are_known(root: Path, engine: dict[str, str]) -> None:
+    for device in (root / "dev").glob("nvidia*"):
+        device.unlink()
+    assert run(root, gpus=0, **engine)[0] == 0
+
+
+def test_shared_memory_that_is_too_small(root: Path) -> None:
+    code, said = run(root, shm="4096Ti")
+    assert code == FAILED
+    assert "engine.shm asks for 4096Ti" in said
+
+
+def test_a_port_that_another_container_of_the_pod_listens_on(root: Path) -> None:
+    (root / "proc/net/tcp6").write_text(LISTENS)
+    code, said = run(root, gpuResource="", gpus=0)
+    assert (code, f"port {ENGINE_PORT}" in said) == (FAILED, True)
+
+
+def test_rdma_needs_memory_that_may_be_pinned(root: Path) -> None:
+    (root / "proc/self/status").write_text(f"CapEff:\t{WITHOUT}\n")
+    assert run(root)[0] == 0
+    code, said = run(root, rdma={"resource": "rdma/hca"})
+    assert (code, "may lock 64 KiB only" in said) == (FAILED, True)
+
+
+def test_the_engine_of_every_golden_input_is_checked_before_it_starts() -> None:
+    golden = Path(__file__).parents[2] / "golden/out"
+    for path in golden.glob("*.yaml"):
+        for made in yaml.safe_load_all(path.read_text()):
+            if made["kind"] == "StatefulSet":
+                script = made["spec"]["template"]["spec"]["containers"][0]["command"][2]
+                assert "preflight failed" in script.split('"$@" &')[0], path.name

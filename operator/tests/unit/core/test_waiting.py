@@ -1,0 +1,146 @@
+"""What is said of engines that have no node yet, and of what their cluster lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from worlds import NOW, SETTINGS, cr, pod, record, row, unschedulable, world
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.cluster import Cluster, LargestNode, gang_problem, largest_node, queue_problem, queue_stopped
+from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.plan import Apply, Delete, plan
+from sglang_rollout.core.status import build_status
+from sglang_rollout.core.world import World
+
+Object = dict[str, Any]
+GATED = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "Scheduling is blocked"}]}
+
+
+def homeless(index: int, *, gpus: int = 8, gate: str = "", status: Object | None = None) -> Object:
+    """A pod that no node has."""
+    made = pod(index, ready=False, status=status or {})
+    made["spec"] = {"containers": [{"name": "engine", "resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}]}
+    if gate:
+        made["spec"]["schedulingGates"] = [{"name": gate}]
+    return made
+
+
+def seen(*pods: Object, cluster: Cluster | None = None, **scheduling: Any) -> World:
+    """A fleet on GPUs whose pods are all made from its spec."""
+    engine = {"image": "example.org/engine:1", "parallelism": {"tensor": 8}}
+    custom = cr(replicas=2, engine=engine, scheduling=scheduling)
+    for one in pods:
+        one["metadata"]["labels"][names.LABEL_REVISION] = revision(SGLangRollout.model_validate(custom))
+    made = world(list(pods), written=record(row(0), row(1)), custom=custom)
+    return replace(made, cluster=cluster or Cluster())
+
+
+def said(seen: World, kind: str = "Ready") -> tuple[str, str, str]:
+    found = next(one for one in build_status(seen, SETTINGS, NOW)["conditions"] if one["type"] == kind)
+    return found["status"], found["reason"], found["message"]
+
+
+def test_an_engine_in_a_queue_is_waited_for_and_nothing_is_wrong() -> None:
+    gated = seen(pod(0), homeless(1, gate="kueue.x-k8s.io/admission", status=GATED), queueName="rollouts")
+    assert said(gated) == (
+        "False",
+        "WaitingForQueue",
+        "Engine demo-engine-1: it waits in queue rollouts until there is quota for all of its pods.",
+    )
+    assert said(gated, "Degraded")[0] == "False"
+    assert build_status(gated, SETTINGS, NOW)["engines"][1]["phase"] == "Pending"
+
+
+def test_a_queue_that_admits_nobody_is_told_in_kueues_words() -> None:
+    local = {"status": {"conditions": [{"type": "Active", "status": "False", "message": "ClusterQueue team doesn't exist"}]}}
+    cluster = Cluster(queue_stopped=queue_stopped(local))
+    gated = seen(pod(0), homeless(1, gate="kueue.x-k8s.io/admission"), cluster=cluster, queueName="rollouts")
+    assert said(gated)[2].endswith("it waits in queue rollouts, which admits nobody: ClusterQueue team doesn't exist.")
+    assert queue_stopped({"status": {"conditions": [{"type": "Active", "status": "True", "message": "Can submit"}]}}) == ""
+    assert queue_stopped({}) == "", "Kueue has not looked at it yet"
+
+
+def test_another_gate_is_named() -> None:
+    assert said(seen(pod(0), homeless(1, gate="example.org/quota-review")))[2].endswith("the scheduling gate example.org/quota-review.")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_queue_that_is_none_needs_a_person(installed: bool) -> None:
+    problem = queue_problem("rollouts", "rl", installed=installed)
+    waiting = seen(pod(0), homeless(1), cluster=Cluster(queue_problem=problem), queueName="rollouts")
+    assert said(waiting) == ("False", "QueueNotFound", problem)
+    assert said(waiting, "Degraded") == ("True", "QueueNotFound", problem)
+    assert plan(waiting, SETTINGS).requeue_after is not None, "nothing else tells when the queue is made"
+
+
+def test_a_fleet_that_runs_is_not_disturbed_by_a_lost_queue() -> None:
+    running = seen(pod(0), pod(1), cluster=Cluster(queue_problem=queue_problem("rollouts", "rl", installed=True)), queueName="rollouts")
+    assert said(running)[:2] == ("True", "AllServing")
+
+
+def test_without_pod_groups_everything_else_is_made_and_the_way_out_is_told() -> None:
+    lacking = seen(cluster=Cluster(gang_problem=gang_problem()), gang={})
+    empty = replace(lacking, children={})
+    kinds = {action.object["kind"] for action in plan(empty, SETTINGS).actions if isinstance(action, Apply)}
+    assert "StatefulSet" in kinds
+    assert "PodGroup" not in kinds
+    assert said(lacking)[1] == "GangNotPossible"
+    assert "remove gang" in said(lacking)[2]
+    assert plan(lacking, SETTINGS).requeue_after is not None
+
+
+def test_pod_groups_go_with_the_gang() -> None:
+    ganged = seen(pod(0), pod(1), gang={})
+    groups = [key for key in ganged.children if key[0] == "PodGroup"]
+    assert groups == [("PodGroup", "demo-engine-0"), ("PodGroup", "demo-engine-1")]
+    plain = seen(pod(0), pod(1))
+    left = replace(plain, children={**plain.children, **{key: ganged.children[key] for key in groups}})
+    gone = [
+        (action.kind, action.name) for action in plan(left, SETTINGS).actions if isinstance(action, Delete) and action.kind == "PodGroup"
+    ]
+    assert gone == groups[::-1]
+
+
+def test_a_scheduler_that_never_looks_is_named() -> None:
+    ignored = homeless(1)
+    ignored["spec"]["schedulerName"] = "coscheduling"
+    ignored["status"] = {"phase": "Pending"}
+    assert said(seen(pod(0), ignored, gang={}))[2].endswith("it waits for coscheduling. Does that run?")
+    ignored["status"] = unschedulable("pod group demo-engine-1 has no room")
+    assert said(seen(pod(0), ignored, gang={}))[2].endswith("no node can take its pod: pod group demo-engine-1 has no room.")
+
+
+NODES = [
+    {"metadata": {"name": "small"}, "status": {"allocatable": {"nvidia.com/gpu": "4"}}},
+    {"metadata": {"name": "large"}, "status": {"allocatable": {"nvidia.com/gpu": "6", "cpu": "96"}}},
+    {"metadata": {"name": "none"}, "status": {"allocatable": {"cpu": "900"}}},
+]
+
+
+@pytest.mark.parametrize("gate", ["", "kueue.x-k8s.io/admission"])
+def test_a_pod_that_no_node_can_ever_take_is_told_apart(gate: str) -> None:
+    cluster = Cluster(largest=largest_node(NODES, "nvidia.com/gpu"))
+    status, reason, message = said(seen(pod(0), homeless(1, gate=gate), cluster=cluster))
+    assert (status, reason) == ("False", "InsufficientCapacity")
+    assert "asks for 8 nvidia.com/gpu, and no node has so many: the largest, large, has 6" in message
+
+
+def test_a_node_that_is_merely_full_is_the_schedulers_to_tell() -> None:
+    cluster = Cluster(largest=LargestNode("large", 8))
+    full = homeless(1, status=unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu"))
+    assert said(seen(pod(0), full, cluster=cluster))[2].endswith(
+        "no node can take its pod: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    )
+
+
+def test_a_cluster_without_gpus_is_asked_for_its_device_plugin() -> None:
+    cluster = Cluster(largest=largest_node([], "nvidia.com/gpu"))
+    assert "no node offers nvidia.com/gpu now" in said(seen(pod(0), homeless(1), cluster=cluster))[2]
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    assert said(seen(pod(0), homeless(1)))[2].endswith("its pod waits for the scheduler.")
