@@ -83,7 +83,7 @@ class Routes:
         """Take over what is committed, move the gate, report."""
         body = await message(request, SyncRequest)
         self._agent.lease, self._agent.silent = body.lease, body.silent
-        self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed, tuple(body.tolerated)))
+        self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed, tuple(body.tolerated), body.hold))
         return await self._status()
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:

@@ -7,6 +7,7 @@ from typing import TypeAlias, assert_never
 
 from sglang_rollout.agent.state import WEIGHTS_TAG, EngineFacts, Memory, State, gate_may_open
 from sglang_rollout.wire.models import BASE, EngineState, Version
+from sglang_rollout.wire.states import FleetState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,12 @@ class Polled:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A coordinator of this term spoke; ``committed`` is what it says is committed, if it knows."""
+    """A coordinator of this term spoke; ``committed`` is what it says is committed, ``hold`` what the spec holds, if it knows."""
 
     term: int
     committed: Version | None = None
     tolerated: tuple[Version, ...] = ()
+    hold: FleetState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +133,8 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
             return _identified(state, facts)
         case Polled(label, calls):
             return _label_seen(state, label) if state.up and calls == state.calls else state
-        case Told(term, committed, tolerated):
-            state = _remember(state, term=max(term, state.memory.term))
+        case Told(term, committed, tolerated, hold):
+            state = _remember(state, term=max(term, state.memory.term), hold=state.memory.hold if hold is None else hold)
             if committed is None:
                 return state
             return replace(_remember(state, committed=committed, tolerated=list(tolerated)), informed=True)
@@ -168,6 +170,7 @@ def _identified(state: State, facts: EngineFacts) -> State:
         committed=memory.committed if state.informed else None,
         tolerated=memory.tolerated if state.informed else [],
         term=memory.term,
+        hold=memory.hold,
         served_name=facts.served_name,
     )
     return replace(state, memory=memory, up=True, facts=facts)

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from sglang_rollout.wire.models import AgentStatus, EngineState, Message, Nccl, Version
 from sglang_rollout.wire.ports import WIRE_VERSION
+from sglang_rollout.wire.states import FleetState, held_sentence
 
 BEGIN = "begin_weight_update"
 END = "end_weight_update"
@@ -56,6 +57,8 @@ class Memory(Message):
     """Something went wrong since the engine became dirty: only a new, complete update helps."""
     pending: str = ""
     """The control call whose outcome is not known yet."""
+    hold: FleetState = FleetState.ACTIVE
+    """What the spec holds the fleet in, as last told: it outlives the coordinator and every life of the engine."""
     served_name: str | None = None
     """The model's name as the engine was launched with: SGLang puts the path of a disk update in its place."""
 
@@ -115,7 +118,13 @@ def closed_reason(state: State) -> str:  # noqa: PLR0911 - one line per case
         return "No coordinator has said yet which version is committed."
     if rank(memory.version) not in {rank(memory.committed), *map(rank, memory.tolerated)}:
         return f"The engine holds version {memory.version}, committed is {memory.committed}."
-    return ""
+    return held_sentence(memory.hold)
+
+
+def stays_paused(memory: Memory) -> bool:
+    """Whether an update that is given up leaves the engine paused: the spec holds it. A dirty one has nothing left to hold, and is
+    let go so that its requests end; the coordinator pauses it again."""
+    return memory.hold is not FleetState.ACTIVE and memory.state is not EngineState.DIRTY
 
 
 def ack_refusal(state: State, boot_id: str, version: Version) -> str:  # noqa: PLR0911 - one line per case

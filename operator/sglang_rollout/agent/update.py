@@ -111,7 +111,7 @@ class Fence:
             await self._answered(agent.start(s.END, {}))
         if agent.state.memory.state is EngineState.DIRTY:
             await agent.engine.post("/abort_request", {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
-        if agent.state.memory.paused:
+        if agent.state.memory.paused and not s.stays_paused(agent.state.memory):
             await self._answered(agent.start(s.CONTINUE, {}))
         if agent.state.memory.state is EngineState.DIRTY:
             await self._until_idle()

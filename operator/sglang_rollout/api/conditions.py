@@ -37,6 +37,7 @@ class Reason(StrEnum):
     ALL_SERVING = "AllServing"
     SCALED_TO_ZERO = "ScaledToZero"
     SUSPENDED = "Suspended"
+    PAUSED = "Paused"
     ENGINES_SERVING = "EnginesServing"
     NO_ENGINE_SERVING = "NoEngineServing"
     SETTLED = "Settled"

@@ -84,6 +84,7 @@ class State(StrEnum):
     """What the fleet is to do."""
 
     ACTIVE = "Active"
+    PAUSED = "Paused"
     SUSPENDED = "Suspended"
 
 
@@ -104,7 +105,8 @@ class RolloutSpec(ApiModel):
     replicas: int = Field(default=1, ge=0, le=MAX_ENGINES)
     """Number of engines. `kubectl scale` sets it."""
     state: State = State.ACTIVE
-    """`Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed version are kept. Engines that come back hold
+    """`Paused`: no engine generates, weight updates are taken (docs/states.md).
+    `Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed version are kept. Engines that come back hold
     what `model.path` holds, so after the first push they wait for the next one, or catch up from `weights.catchUp.disk`."""
     model: Model
     """Which model the engines serve before the first weight update."""

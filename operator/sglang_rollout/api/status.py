@@ -41,6 +41,7 @@ class EnginePhase(StrEnum):
     WAITING = "Waiting"
     UPDATING = "Updating"
     SERVING = "Serving"
+    PAUSED = "Paused"
     STOPPING = "Stopping"
 
 
@@ -51,7 +52,8 @@ class EngineStatus(ApiModel):
     """Its StatefulSet."""
     phase: EnginePhase
     """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the
-    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Stopping`."""
+    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Paused` (by
+    `spec.state`; else it would serve), `Stopping`."""
     updated: bool
     """Whether its pod was made from the current spec."""
     version: str | None = Field(default=None, max_length=256)

@@ -25,6 +25,7 @@ SEVERITY = (
     Reason.WEIGHTS_DIVERGED,
     Reason.WAITING_FOR_WEIGHTS,
     Reason.UPDATING_WEIGHTS,
+    Reason.PAUSED,
 )
 """Of several engines that do not serve, the one that comes first here is spoken of."""
 
@@ -114,9 +115,22 @@ def _ready(facts: Facts) -> Finding:
         return no(Reason.ROUTER_NOT_READY, facts.router_why)
     if facts.outdated:
         return no(Reason.UPDATING, _rolling(facts))
-    if worst and worst.reason:
+    if worst and worst.reason and worst.reason is not Reason.PAUSED:
         return no(worst.reason, _sentence(facts, worst))
-    return _all_serve(facts)
+    return _held(facts) or _all_serve(facts)
+
+
+def _held(facts: Facts) -> Finding | None:
+    """What ``spec.state`` keeps from serving, or has just let go."""
+    rollout = facts.world.rollout
+    paused, total = sum(view.reason is Reason.PAUSED for view in facts.wanted), len(facts.wanted)
+    if rollout is not None and rollout.spec.state is State.PAUSED and total:
+        message = f"Paused by spec.state: {paused} of {total} engines are paused and hold{_version(facts)}. Weight updates are taken."
+    elif paused:
+        message = f"spec.state is Active again: {paused} of {total} engines have not gone on yet."
+    else:
+        return None
+    return Finding(ConditionType.READY, "False", Reason.PAUSED, message)
 
 
 def _all_serve(facts: Facts) -> Finding:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_rollout.wire.ports import WIRE_VERSION
+from sglang_rollout.wire.states import FleetState
 
 BASE_LABEL = "base"
 
@@ -156,6 +157,8 @@ class Intent(Message):
     namespace: str
     engines: list[WantedEngine]
     weights: WeightsPolicy = WeightsPolicy()
+    state: FleetState = FleetState.ACTIVE
+    """What ``spec.state`` asks of the engines."""
     data_paths_url: str | None = None
 
 
@@ -212,6 +215,8 @@ class SyncRequest(Message):
     """An engine that is paused or half updated and hears nothing of any coordinator for so long gives the update up."""
     silent: float = 120.0
     """An engine that has no call to answer and gives no sign of life for so long is restarted."""
+    hold: FleetState | None = None
+    """What the spec holds the fleet in. None: the coordinator itself does not know yet; the agent keeps what it had."""
 
 
 class AckRequest(Message):
@@ -355,6 +360,8 @@ class Record(Message):
     """Made once with the first record: versions of a fleet made anew under the old name are other versions."""
     world_size: int = 0
     """Of a group opened now."""
+    state: FleetState = FleetState.ACTIVE
+    """What of the intent's state is in effect."""
 
 
 class FleetMember(EngineRow):
@@ -396,6 +403,10 @@ class FleetDocument(Message):
     """Phase of the update that runs now, or ``idle``."""
     last_update: LastUpdate | None = None
     urls: dict[str, str] = {}
+    state: FleetState = FleetState.ACTIVE
+    """What ``spec.state`` holds the fleet in now."""
+    held: str = ""
+    """Why nothing generates although all is well, as a sentence: what holds the fleet, and until when."""
 
 
 class ControlReply(BaseModel):

@@ -39,6 +39,7 @@ from sglang_rollout.wire.models import (
     WeightsPolicy,
 )
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
+from sglang_rollout.wire.states import FleetState
 
 SNAPSHOTS = "/snapshots"
 
@@ -59,6 +60,7 @@ class FakeAgent:
     committed: Version | None = None
     tolerated: list[Version] = field(default_factory=list)
     term: int = 0
+    hold: FleetState = FleetState.ACTIVE
     paused: bool = False
     session: bool = False
     fed: int = 0
@@ -78,7 +80,7 @@ class FakeAgent:
 
     @property
     def gate_open(self) -> bool:
-        clean = self.up and not self.draining and self.state is EngineState.CLEAN
+        clean = self.up and not self.draining and self.state is EngineState.CLEAN and self.hold is FleetState.ACTIVE
         return clean and self.version is not None and self.version in [self.committed, *self.tolerated]
 
     def restart(self) -> None:
@@ -110,9 +112,12 @@ class FakeAgent:
             if committed is not None:
                 self.committed = Version.model_validate(committed)
                 self.tolerated = [Version.model_validate(version) for version in body.get("tolerated", [])]
+            if body.get("hold"):
+                self.hold = FleetState(body["hold"])
             return Result(ok=True, status=200, agent=self.status())
         if path == AGENT_FENCE:
-            self.session = self.paused = False
+            self.session = False
+            self.paused = self.paused and self.hold is not FleetState.ACTIVE and self.state is not EngineState.DIRTY
             self.failed = self.failed or self.state is EngineState.DIRTY
             return Result(ok=True, status=200, agent=self.status())
         if not self.up:
@@ -214,6 +219,7 @@ class World:
         self.sent: list[Send] = []
         self.history: list[Version] = []
         self.generation = 1
+        self.state = FleetState.ACTIVE
         self.start()
 
     def start(self) -> None:
@@ -225,8 +231,16 @@ class World:
         self.want()
 
     def want(self) -> None:
-        intent = Intent(generation=self.generation, name="demo", namespace="default", engines=self.engines, weights=self.policy)
+        intent = Intent(
+            generation=self.generation, name="demo", namespace="default", engines=self.engines, weights=self.policy, state=self.state
+        )
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
+
+    def set_state(self, state: FleetState) -> None:
+        """The user writes ``spec.state``."""
+        self.state = state
+        self.generation += 1
+        self.want()
 
     def feed(self, event: Event) -> None:
         self.carry_out(self.machine.handle(event))
@@ -238,6 +252,7 @@ class World:
                     self.pending.append(effect)
                     if isinstance(effect, Send):
                         self.sent.append(effect)
+                        self.check_hold(effect)
                 case Save(record):
                     self.record = record
                 case Cut():
@@ -254,6 +269,13 @@ class World:
                 self.contents.clear()
         if committed is not None and (not self.history or self.history[-1] != committed):
             self.history.append(committed)
+
+    def check_hold(self, effect: Send) -> None:
+        """While the spec holds the fleet nobody is told to generate, and nobody that it does not."""
+        kept = self.machine.fleet.kept
+        if kept is not FleetState.ACTIVE:
+            assert effect.path != calls.CONTINUE, "a held fleet was told to generate"
+            assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
 
     def _witnesses(self, version: Version) -> list[str]:
         wanted = {engine.name for engine in self.engines}
@@ -277,7 +299,7 @@ class World:
         status = None
         if agent.answers:
             if fleet.committed is not None:
-                agent.committed, agent.tolerated = fleet.committed, fleet.tolerated()
+                agent.committed, agent.tolerated, agent.hold = fleet.committed, fleet.tolerated(), fleet.kept
             status = agent.status()
         self.feed(Seen(name, status, self.now))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 
+from sglang_rollout.api.spec import State
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.api.weights_spec import OnLoss as ApiOnLoss
 from sglang_rollout.api.weights_spec import PauseMode as ApiPauseMode
@@ -11,6 +12,7 @@ from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
 from sglang_rollout.wire.models import CatchUp, Deadlines, Intent, OnLoss, PauseMode, TrainerLease, Verify, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.states import FleetState
 
 _PAUSE_MODES = {
     ApiPauseMode.RETRACT: PauseMode.RETRACT,
@@ -18,6 +20,8 @@ _PAUSE_MODES = {
     ApiPauseMode.IN_PLACE: PauseMode.IN_PLACE,
 }
 _VERIFY = {ApiVerify.ALWAYS: Verify.ALWAYS, ApiVerify.EVERY_N: Verify.EVERY_N, ApiVerify.OFF: Verify.OFF}
+_STATES = {State.ACTIVE: FleetState.ACTIVE, State.PAUSED: FleetState.PAUSED, State.SUSPENDED: FleetState.ACTIVE}
+"""A suspended fleet has no engines that could be held."""
 _ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
 
@@ -56,6 +60,7 @@ def intent(rollout: SGLangRollout) -> Object:
             for index in range(rollout.spec.engines)
         ],
         weights=weights_policy(rollout),
+        state=_STATES[rollout.spec.state],
     )
     made = _config_map(rollout, names.intent_name(rollout.name))
     made["data"] = {names.INTENT_KEY: wanted.model_dump_json(exclude_none=True)}

@@ -28,6 +28,8 @@ class Engine:
     """How often it tried that in vain."""
     again_at: float = 0.0
     """When it may try again."""
+    pause_at: float = 0.0
+    """When it may next be paused as the spec says."""
     note: str = ""
     """How catching up goes, as a sentence."""
 

@@ -63,6 +63,7 @@ class Knowledge:
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
         fleet.generation = event.intent.generation
+        fleet.wish = event.intent.state
         fleet.engines = {}
         for wanted in event.intent.engines:
             engine = known.get(wanted.name) or Engine(wanted)
@@ -117,6 +118,8 @@ class Knowledge:
         proved = rebuild(self._record, self._statuses())
         self.give_up = list(proved.give_up)
         fleet.burned, fleet.groups = proved.burned, dict(proved.groups)
+        # Without a record what the spec asks for counts as in effect: no gate opens for a moment in between.
+        fleet.kept = self._record.state if self._record is not None else fleet.wish
         if self._record is not None:
             fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
             fleet.next_run = self._record.next_run

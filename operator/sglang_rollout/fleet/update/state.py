@@ -19,6 +19,7 @@ from sglang_rollout.wire.models import (
     Version,
     WeightsPolicy,
 )
+from sglang_rollout.wire.states import FleetState
 
 
 class Phase(StrEnum):
@@ -137,6 +138,10 @@ class Fleet:
     opening: str | None = None
     """Store (HOST:PORT) of the group that engines are joining now."""
     hold: Hold | None = None
+    wish: FleetState = FleetState.ACTIVE
+    """What the spec asks for."""
+    kept: FleetState = FleetState.ACTIVE
+    """What of it is in effect. No trainer's call and no lease ends it."""
     update: Update | None = None
     sources: frozenset[str] = frozenset()
     """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
@@ -249,6 +254,7 @@ class Fleet:
             tolerated=self.tolerated(),
             lease=self.policy.trainer_lease.ttl,
             silent=self.policy.deadlines.silent,
+            hold=self.kept if self.committed is not None else None,
         )
 
     def record(self) -> Record | None:
@@ -267,4 +273,5 @@ class Fleet:
             next_run=self.next_run,
             fleet_id=self.id,
             world_size=self.table.world_size,
+            state=self.kept,
         )

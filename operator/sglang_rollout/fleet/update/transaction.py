@@ -25,6 +25,7 @@ from sglang_rollout.fleet.update.state import By, Fleet, Group, Hold, Phase
 from sglang_rollout.fleet.update.state import Update as OpenUpdate
 from sglang_rollout.fleet.update.versions import newest
 from sglang_rollout.wire.models import PauseMode
+from sglang_rollout.wire.states import held_sentence
 
 
 def pause(fleet: Fleet, ask: Pause) -> Script[Answer]:
@@ -55,7 +56,8 @@ def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answe
     # Also those that failed: a call without an answer may have paused its engine.
     yield from resume(fleet, names)
     fleet.hold = None
-    return Answer(400, f"{reason}. All engines generate again.", {"engine": name, "phase": "pause", "engines": told(results)})
+    now = held_sentence(fleet.kept) or "All engines generate again."
+    return Answer(400, f"{reason}. {now}", {"engine": name, "phase": "pause", "engines": told(results)})
 
 
 def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
@@ -77,7 +79,10 @@ def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
         raise Refusal("No engine of this fleet is up, so nothing generates. Try again.", status=503)
     results = yield from resume(fleet, names, ask.body)
     particulars = dict(committed.fleet) if committed is not None else {}
-    return Answer(200, "Generation continued successfully.", {**particulars, "resumed": told(results)})
+    # Success all the same: the trainer's own pause has ended, and unmodified trainers take anything else for a failed update.
+    held = held_sentence(fleet.kept)
+    message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
+    return Answer(200, message, {**particulars, "resumed": told(results), "state": fleet.kept.value})
 
 
 def begin(fleet: Fleet, ask: Begin) -> Script[Answer]:

@@ -29,6 +29,7 @@ from sglang_rollout.api.conditions import Reason
 from sglang_rollout.core.findings import Failure
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.wire.states import FleetState
 
 Object = dict[str, Any]
 
@@ -251,6 +252,26 @@ def test_suspended_is_not_ready_and_says_what_is_kept() -> None:
     assert (status, reason) == ("False", "Suspended")
     assert message.startswith("Suspended by spec.state: no engine runs. Kept: version ")
     assert build_status(seen, SETTINGS, NOW)["ready"] == "0/0"
+
+
+def test_a_paused_fleet_says_who_holds_it_and_that_nothing_is_lost() -> None:
+    rows = [row(0, V1, gate=False), row(1, V1, gate=False)]
+    written = record(*rows, committed=V1).model_copy(update={"state": FleetState.PAUSED})
+    seen = world([pod(0), pod(1)], written=written, custom=cr(state="Paused"))
+    message = "Paused by spec.state: 2 of 2 engines are paused and hold version step-1. Weight updates are taken."
+    assert ready(seen) == ("False", "Paused", message)
+    status = status_of(seen)
+    assert [engine["phase"] for engine in status["engines"]] == ["Paused", "Paused"]
+    assert condition(status, "WeightsConsistent")["status"] == "True"
+    assert condition(status, "Degraded")["status"] == "False"
+    letting_go = world([pod(0), pod(1)], written=written)
+    assert ready(letting_go)[1:] == ("Paused", "spec.state is Active again: 2 of 2 engines have not gone on yet.")
+
+
+def test_in_a_paused_fleet_an_engine_in_trouble_is_what_is_said() -> None:
+    written = record(row(0, V1, gate=False), row(1, BASE, gate=False), committed=V1).model_copy(update={"state": FleetState.PAUSED})
+    found = ready(world([pod(0), pod(1)], written=written, custom=cr(state="Paused")))
+    assert found[:2] == ("False", "WaitingForWeights"), found
 
 
 def test_an_object_that_cannot_be_read_says_where() -> None:
