@@ -22,6 +22,7 @@ from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.hang import Hang
 from sglang_rollout.agent.lease import Lease
 from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.agent.sleep import Sleep
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
@@ -123,6 +124,7 @@ async def _run(
             asyncio.create_task(_every(_INTERVAL, "watching the engine", agent.observe)),
             asyncio.create_task(_every(_INTERVAL, "watching the engine's connection", agent.watch_connection)),
             asyncio.create_task(_every(_INTERVAL, "watching the lease", Lease(agent, fence).watch)),
+            asyncio.create_task(_every(_INTERVAL, "watching over the engine's sleep", Sleep(agent).watch)),
             asyncio.create_task(_follow_gate(agent)),
             asyncio.create_task(_trust_record(agent)),
         ]

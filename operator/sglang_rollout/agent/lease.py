@@ -36,6 +36,6 @@ class Lease:
 def in_the_middle(state: s.State) -> bool:
     """Whether the engine waits for somebody to go on: it is paused, or an update is open on it."""
     memory = state.memory
-    waits = memory.paused and memory.hold is FleetState.ACTIVE  # what the spec holds waits for the spec alone
+    waits = memory.paused and memory.hold is FleetState.ACTIVE and not memory.released  # else it waits for who holds it, or has its memory
     unfinished = memory.state is EngineState.DIRTY and not memory.failed
     return state.up and (waits or memory.session or unfinished)

@@ -27,7 +27,7 @@ class AckError(Exception):
 
 async def acknowledge(agent: Agent, request: AckRequest) -> None:
     """Record that the engine holds a version completely, after it reports that version's label itself. Raises AckError."""
-    refused = s.ack_refusal(agent.state, request.boot_id, request.version)
+    refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
     if not refused and agent.fencing:
         refused = "The update is being given up."
     if refused:
@@ -43,7 +43,9 @@ async def acknowledge(agent: Agent, request: AckRequest) -> None:
         reply = await agent.control(s.SET_VERSION, {"new_version": request.version.label}, _LABEL_DEADLINE)
         if not reply.ok:
             raise AckError(f"The engine did not take the version's label {request.version.label!r}: HTTP {reply.status}.")
-    refused = s.ack_refusal(agent.state, request.boot_id, request.version)  # the engine may have been replaced meanwhile
+    refused = s.ack_refusal(
+        agent.state, request.boot_id, request.version, verified=request.verified
+    )  # the engine may have been replaced meanwhile
     if refused:
         raise AckError(refused)
     agent.dispatch(ev.Acknowledged(request.version, tuple(request.cohort)))

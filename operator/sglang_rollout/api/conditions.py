@@ -38,6 +38,7 @@ class Reason(StrEnum):
     SCALED_TO_ZERO = "ScaledToZero"
     SUSPENDED = "Suspended"
     PAUSED = "Paused"
+    ASLEEP = "Asleep"
     ENGINES_SERVING = "EnginesServing"
     NO_ENGINE_SERVING = "NoEngineServing"
     SETTLED = "Settled"

@@ -42,6 +42,7 @@ class EnginePhase(StrEnum):
     UPDATING = "Updating"
     SERVING = "Serving"
     PAUSED = "Paused"
+    ASLEEP = "Asleep"
     STOPPING = "Stopping"
 
 
@@ -52,8 +53,8 @@ class EngineStatus(ApiModel):
     """Its StatefulSet."""
     phase: EnginePhase
     """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the
-    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Paused` (by
-    `spec.state`; else it would serve), `Stopping`."""
+    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Paused` and
+    `Asleep` (by `spec.state`), `Stopping`."""
     updated: bool
     """Whether its pod was made from the current spec."""
     version: str | None = Field(default=None, max_length=256)

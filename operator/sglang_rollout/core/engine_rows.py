@@ -12,6 +12,7 @@ from sglang_rollout.core.serving import holds_committed, kept_back, router_ready
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
 from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
+from sglang_rollout.wire.states import FleetState
 
 _UNDER_WAY = "A weight update is under way."
 _OLD_NEWS = "The engine holds version "
@@ -117,6 +118,8 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa
         return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, row.catch_up
     if updating := _updating(world, row):
         return EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating
+    if row.released and world.record is not None and world.record.state is FleetState.ASLEEP:
+        return EnginePhase.ASLEEP, Reason.ASLEEP, f"spec.state is Asleep; released: {', '.join(row.released)}."
     if kept_back(world, name):
         return EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version."
     if row.state is EngineState.DIRTY:

@@ -12,7 +12,7 @@ from sglang_rollout.core.words import partly, sentence
 
 Status = Mapping[str, Any]
 
-_WOULD_SERVE = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED})
+_WOULD_SERVE = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
 """Phases of an engine that serves again by itself; nothing was lost."""
 
 
@@ -128,8 +128,8 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
         return
     if after.get("status") == "True":
         yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
-    elif after.get("reason") == Reason.PAUSED:
-        yield EventToPost("Normal", "Paused", str(after.get("message")), "Paused")
+    elif after.get("reason") in {Reason.PAUSED, Reason.ASLEEP}:
+        yield EventToPost("Normal", str(after["reason"]), str(after.get("message")), str(after["reason"]))
     elif after.get("reason") in {
         Reason.APPLY_FAILED,
         Reason.NAME_TAKEN,

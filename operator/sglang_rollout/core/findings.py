@@ -26,10 +26,15 @@ SEVERITY = (
     Reason.WAITING_FOR_WEIGHTS,
     Reason.UPDATING_WEIGHTS,
     Reason.PAUSED,
+    Reason.ASLEEP,
 )
 """Of several engines that do not serve, the one that comes first here is spoken of."""
 
 _NEEDS_A_PERSON = frozenset({Reason.IMAGE_PULL_FAILED, Reason.CREATE_FAILED, Reason.ENGINE_CRASHED, Reason.INSUFFICIENT_CAPACITY})
+
+
+_HELD = frozenset({Reason.PAUSED, Reason.ASLEEP})
+"""By ``spec.state``."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ def _ready(facts: Facts) -> Finding:
         return no(Reason.ROUTER_NOT_READY, facts.router_why)
     if facts.outdated:
         return no(Reason.UPDATING, _rolling(facts))
-    if worst and worst.reason and worst.reason is not Reason.PAUSED:
+    if worst and worst.reason and worst.reason not in _HELD:
         return no(worst.reason, _sentence(facts, worst))
     return _held(facts) or _all_serve(facts)
 
@@ -123,14 +128,19 @@ def _ready(facts: Facts) -> Finding:
 def _held(facts: Facts) -> Finding | None:
     """What ``spec.state`` keeps from serving, or has just let go."""
     rollout = facts.world.rollout
-    paused, total = sum(view.reason is Reason.PAUSED for view in facts.wanted), len(facts.wanted)
-    if rollout is not None and rollout.spec.state is State.PAUSED and total:
-        message = f"Paused by spec.state: {paused} of {total} engines are paused and hold{_version(facts)}. Weight updates are taken."
-    elif paused:
-        message = f"spec.state is Active again: {paused} of {total} engines have not gone on yet."
+    state = rollout.spec.state if rollout is not None and facts.wanted else State.ACTIVE
+    held = sum(view.reason in _HELD for view in facts.wanted)
+    many = f"{held} of {len(facts.wanted)} engines"
+    if state is State.ASLEEP:
+        reason, message = Reason.ASLEEP, f"Asleep by spec.state: {many} have released their memory. Kept:{_version(facts)}."
+    elif state is State.PAUSED:
+        reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
+    elif held:
+        reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED
+        message = f"spec.state is Active again: {many} have not gone on yet."
     else:
         return None
-    return Finding(ConditionType.READY, "False", Reason.PAUSED, message)
+    return Finding(ConditionType.READY, "False", reason, message)
 
 
 def _all_serve(facts: Facts) -> Finding:

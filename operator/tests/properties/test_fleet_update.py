@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fleet_world import SNAPSHOTS, FakeAgent, World, group_body
+from fleet_world import MEMORY, SNAPSHOTS, FakeAgent, World, group_body
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -163,9 +163,17 @@ class Fence(RuleBasedStateMachine):
             self.world.record = None
         self.world.start()
 
-    @rule(state=st.sampled_from([FleetState.ACTIVE, FleetState.PAUSED]))
+    @rule(state=st.sampled_from(FleetState))
     def set_state(self, state: FleetState) -> None:
         self.world.set_state(state)
+
+    @rule(tags=st.sampled_from([(), ("kv_cache",), ("weights",)]))
+    def release(self, tags: tuple[str, ...]) -> None:
+        self.ask(ev.ReleaseMemory(tags))
+
+    @rule(tags=st.sampled_from([(), ("kv_cache",), ("weights",)]))
+    def take_back(self, tags: tuple[str, ...]) -> None:
+        self.ask(ev.ResumeMemory(tags))
 
     @rule(count=st.integers(1, 3))
     def scale(self, count: int) -> None:
@@ -261,6 +269,13 @@ class Fence(RuleBasedStateMachine):
                 agent.restart()
         self.settle()
         members = [world.agents[engine.name] for engine in world.engines]
+        if world.state is FleetState.ASLEEP:
+            assert all(set(agent.released) == set(MEMORY) and not agent.gate_open for agent in members)
+            world.set_state(FleetState.PAUSED)
+            self.settle()
+        world.do(ev.ResumeMemory())
+        self.settle()
+        assert not any(agent.released for agent in members)
         if world.state is not FleetState.ACTIVE:
             self.held_to_the_end(members)
             world.set_state(FleetState.ACTIVE)

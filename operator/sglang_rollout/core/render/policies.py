@@ -20,7 +20,12 @@ _PAUSE_MODES = {
     ApiPauseMode.IN_PLACE: PauseMode.IN_PLACE,
 }
 _VERIFY = {ApiVerify.ALWAYS: Verify.ALWAYS, ApiVerify.EVERY_N: Verify.EVERY_N, ApiVerify.OFF: Verify.OFF}
-_STATES = {State.ACTIVE: FleetState.ACTIVE, State.PAUSED: FleetState.PAUSED, State.SUSPENDED: FleetState.ACTIVE}
+_STATES = {
+    State.ACTIVE: FleetState.ACTIVE,
+    State.PAUSED: FleetState.PAUSED,
+    State.ASLEEP: FleetState.ASLEEP,
+    State.SUSPENDED: FleetState.ACTIVE,
+}
 """A suspended fleet has no engines that could be held."""
 _ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
@@ -61,6 +66,7 @@ def intent(rollout: SGLangRollout) -> Object:
         ],
         weights=weights_policy(rollout),
         state=_STATES[rollout.spec.state],
+        drain=rollout.spec.sleep.drain_seconds,
     )
     made = _config_map(rollout, names.intent_name(rollout.name))
     made["data"] = {names.INTENT_KEY: wanted.model_dump_json(exclude_none=True)}

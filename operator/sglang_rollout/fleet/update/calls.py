@@ -108,6 +108,8 @@ def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Scri
     for name in names:
         engine = fleet.engines.get(name)
         status = engine.status if engine is not None else None
+        if status is not None and status.released:
+            continue  # nothing can run on it; it goes on when it has its memory back
         (rest if status is not None and status.state is EngineState.DIRTY else clean).append(name)
     if fleet.kept is not FleetState.ACTIVE:
         clean = []

@@ -57,7 +57,7 @@ def source(fleet: Fleet) -> Source | None:
 
 def next_joiner(fleet: Fleet) -> str | None:
     """The engine that begins to catch up now: the longest waiting first, so many at a time as the policy allows."""
-    if fleet.update is not None or fleet.hold is not None or source(fleet) is None:
+    if fleet.update is not None or fleet.hold is not None or fleet.kept is FleetState.ASLEEP or source(fleet) is None:
         return None
     if sum(engine.catching for engine in fleet.engines.values()) >= fleet.policy.catch_up.parallel:
         return None
@@ -67,7 +67,7 @@ def next_joiner(fleet: Fleet) -> str | None:
 
 def _wants(fleet: Fleet, name: str) -> bool:
     engine = fleet.engines[name]
-    if not engine.member or engine.status is None or fleet.now < engine.again_at:
+    if not engine.member or engine.status is None or engine.released or fleet.now < engine.again_at:
         return False
     if engine.status.session or (engine.status.paused and fleet.kept is FleetState.ACTIVE):
         return False  # somebody must end that first

@@ -9,8 +9,10 @@ from __future__ import annotations
 from sglang_rollout.fleet.update.calls import PAUSE, Script, failures, resume, same, send, sync
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Answer
+from sglang_rollout.fleet.update.memory import note_checksums
+from sglang_rollout.fleet.update.outcome import abandon
 from sglang_rollout.fleet.update.state import By, Fleet, Phase
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.states import FleetState, held_sentence
 
 AGAIN = 10.0
 """Seconds after which an engine that could not be paused is tried again. Its gate is closed, and trainers' calls come in between."""
@@ -18,17 +20,28 @@ AGAIN = 10.0
 
 def change(fleet: Fleet) -> Script[Answer]:
     """Put into effect what the spec asks for now."""
+    before = fleet.kept
+    if fleet.wish is FleetState.ASLEEP:
+        yield from _before_sleep(fleet)
     fleet.kept = fleet.wish
     if fleet.kept is FleetState.PAUSED:
         if fleet.hold is not None and fleet.hold.by is By.LOSS:
             fleet.hold = None  # one pause is enough
         yield from sync(fleet)  # gates first: what comes now is answered, and does not wait in an engine
         return (yield from keep_paused(fleet, _to_pause(fleet)))
-    if fleet.hold is None:  # else the trainer's own pause goes on
+    if before is FleetState.PAUSED and fleet.kept is FleetState.ACTIVE and fleet.hold is None:  # else the trainer's own pause goes on
         fleet.enter(Phase.RESUME)
         yield from resume(fleet, [name for name in fleet.up() if _says_paused(fleet.engines[name])])
     yield from sync(fleet)
     return Answer(200, f"The fleet is {fleet.kept.value}, as its spec says.")
+
+
+def _before_sleep(fleet: Fleet) -> Script[None]:
+    """Engines fall asleep by themselves when they hear of it, so all that must be known of them is asked before."""
+    if fleet.hold is not None and fleet.hold.by is not By.LOSS:
+        yield from abandon(fleet, held_sentence(FleetState.ASLEEP))
+    fleet.hold = None
+    yield from note_checksums(fleet)
 
 
 def keep_paused(fleet: Fleet, names: list[str]) -> Script[Answer]:

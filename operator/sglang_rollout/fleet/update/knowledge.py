@@ -63,7 +63,7 @@ class Knowledge:
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
         fleet.generation = event.intent.generation
-        fleet.wish = event.intent.state
+        fleet.wish, fleet.drain = event.intent.state, event.intent.drain
         fleet.engines = {}
         for wanted in event.intent.engines:
             engine = known.get(wanted.name) or Engine(wanted)
@@ -129,6 +129,8 @@ class Knowledge:
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
         fleet.commit(proved.committed)
+        if self._record is not None and self._record.committed == proved.committed:
+            fleet.checksums = dict(self._record.checksums)
 
     def _adopt(self) -> None:
         """A version that is proved after all: an agent came back that knows of it."""

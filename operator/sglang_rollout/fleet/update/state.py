@@ -140,6 +140,8 @@ class Fleet:
     hold: Hold | None = None
     wish: FleetState = FleetState.ACTIVE
     """What the spec asks for."""
+    drain: float = 300.0
+    """Seconds that requests have to end before engines fall asleep."""
     kept: FleetState = FleetState.ACTIVE
     """What of it is in effect. No trainer's call and no lease ends it."""
     update: Update | None = None
@@ -255,6 +257,7 @@ class Fleet:
             lease=self.policy.trainer_lease.ttl,
             silent=self.policy.deadlines.silent,
             hold=self.kept if self.committed is not None else None,
+            drain=self.drain,
         )
 
     def record(self) -> Record | None:
@@ -274,4 +277,5 @@ class Fleet:
             fleet_id=self.id,
             world_size=self.table.world_size,
             state=self.kept,
+            checksums=self.checksums,
         )

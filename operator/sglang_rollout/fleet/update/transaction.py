@@ -20,6 +20,8 @@ from sglang_rollout.fleet.update.calls import (
     told,
 )
 from sglang_rollout.fleet.update.events import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
+from sglang_rollout.fleet.update.membership import refuse_asleep
+from sglang_rollout.fleet.update.memory import WEIGHTS
 from sglang_rollout.fleet.update.outcome import abandon, fail, finish
 from sglang_rollout.fleet.update.state import By, Fleet, Group, Hold, Phase
 from sglang_rollout.fleet.update.state import Update as OpenUpdate
@@ -40,6 +42,7 @@ def pause(fleet: Fleet, ask: Pause) -> Script[Answer]:
 
 def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answer | None]:
     """Pause all engines that are up, or none of them."""
+    refuse_asleep(fleet)
     names = fleet.up()
     if not names:
         raise Refusal("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
@@ -130,8 +133,12 @@ def _tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[
     missing = {name: boot for name, boot in boots.items() if open_update is None or name not in open_update.boots}
     if not missing:
         return None
+    refuse_asleep(fleet)
     for name in missing:
         engine = fleet.engines[name]
+        if engine.status is not None and WEIGHTS in engine.status.released:
+            reason = f"engine {name} has released its weights: call resume_memory_occupation first."
+            raise Refusal(reason, status=409, fleet=fleet.advice())
         if not engine.member:
             reason = f"engine {name} cannot take an update now: {engine.why_absent().rstrip('.')}."
             raise Refusal(reason, status=503, fleet=fleet.advice())

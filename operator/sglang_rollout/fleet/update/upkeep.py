@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_rollout.fleet.update import held
+from sglang_rollout.fleet.update import held, memory
 from sglang_rollout.fleet.update.calls import Script, resume
 from sglang_rollout.fleet.update.events import Answer
 from sglang_rollout.fleet.update.knowledge import Knowledge
@@ -54,6 +54,9 @@ class Upkeep:
         strays = self._strays()
         if strays:
             return tidy(self._fleet, strays)
+        awake = memory.woken(self._fleet)
+        if awake:
+            return memory.prove(self._fleet, awake)
         unpaused = held.unpaused(self._fleet) if self._fleet.update is None else []
         return held.keep_paused(self._fleet, unpaused) if unpaused else None
 
@@ -74,10 +77,11 @@ class Upkeep:
         return [*left, *late]
 
     def _as_the_spec_says(self, name: str) -> bool:
-        """Whether the engine is paused, and in no session, because the spec holds the fleet."""
+        """Whether the engine is paused, and in no session, because the spec holds the fleet or its memory is released."""
         engine = self._fleet.engines.get(name)
         session = engine is not None and engine.status is not None and engine.status.session
-        return self._fleet.kept is not FleetState.ACTIVE and not session
+        released = engine is not None and engine.released
+        return (released or self._fleet.kept is not FleetState.ACTIVE) and not session
 
 
 def _hold_for_loss(fleet: Fleet) -> Script[Answer]:

@@ -141,7 +141,15 @@ def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
     state = run(SERVING, *call(s.RELEASE, tags=("kv_cache",)))
     assert not s.gate_may_open(state)
     assert s.gate_may_open(run(state, *call(s.RESUME, tags=("kv_cache",))))
-    assert run(SERVING, *call(s.RELEASE, tags=("weights",))).memory.state is EngineState.DIRTY
+    lost = run(SERVING, *call(s.RELEASE, tags=("weights",)))
+    assert lost.memory.state is EngineState.UNKNOWN
+    assert s.ack_refusal(lost, "a", BASE, verified=True), "not while they are away"
+    back = run(lost, *call(s.RESUME, tags=("weights",)))
+    assert not s.gate_may_open(back)
+    assert s.ack_refusal(back, "a", BASE), "nobody has compared them"
+    assert s.ack_refusal(back, "a", BASE, verified=True) == ""
+    assert s.gate_may_open(run(back, ev.Acknowledged(BASE, ("e0",))))
+    assert s.ack_refusal(run(SERVING, ev.Polled("9", SERVING.calls)), "a", BASE, verified=True), "only after a release"
 
 
 def test_draining_closes_the_gate() -> None:
