@@ -1,4 +1,4 @@
-"""`spec.state`: a fleet that takes no GPU for a while, and is the same fleet afterwards."""
+"""`spec.state`: a fleet that generates nothing, holds no memory or takes no GPU for a while, and is the same fleet afterwards."""
 
 from __future__ import annotations
 
@@ -16,6 +16,47 @@ def set_state(stand: Stand, state: str) -> None:
 def engine_pods(stand: Stand) -> int:
     selector = f"rollout.sglang.io/rollout={stand.name},app.kubernetes.io/component=engine"
     return len(stand.kubectl("get", "pods", "-l", selector, "-o", "name").split())
+
+
+def test_paused_holds_the_fleet_takes_weights_and_opens_nothing(stand: Stand) -> None:
+    trainer = stand.trainer()
+    stand.push(trainer)
+    set_state(stand, "Paused")
+    try:
+        eventually("status says it", lambda: stand.condition("Ready")["message"].startswith("Paused by spec.state: 3 of 3"), within=30)
+        assert all(stand.state(index)["paused"] for index in range(3))
+        reply = generate(stand.url)
+        assert (reply.status_code, "spec.state: Paused" in reply.text, "Retry-After" in reply.headers) == (503, True, True), reply.text
+        label = stand.push(trainer)
+        assert document(stand.url)["serving"] == 0
+        assert stand.status()["engines"][0]["phase"] == "Paused"
+        assert "Paused" in stand.kubectl("get", "sglr", stand.name)
+    finally:
+        set_state(stand, "Active")
+    stand.serve()
+    trainer.end()
+    assert document(stand.url)["committed"]["label"] == label
+    told = stand.events()
+    assert any(event.startswith("Paused ") for event in told)
+
+
+def test_asleep_gives_memory_back_and_wakes_with_what_it_held(stand: Stand) -> None:
+    trainer = stand.trainer()
+    label = stand.push(trainer)
+    trainer.end()
+    tokens = generate(stand.url).json()["output_ids"]
+    set_state(stand, "Asleep")
+    try:
+        eventually("status says it", lambda: stand.condition("Ready")["message"].startswith("Asleep by spec.state: 3 of 3"), within=30)
+        for index in range(3):
+            assert sorted(stand.state(index)["released"]) == ["cuda_graph", "kv_cache", "weights"]
+        assert "spec.state: Asleep" in generate(stand.url).text
+        assert [row["phase"] for row in stand.status()["engines"]] == ["Asleep"] * 3
+    finally:
+        set_state(stand, "Active")
+    stand.serve()
+    assert document(stand.url)["committed"]["label"] == label
+    assert generate(stand.url).json()["output_ids"] == tokens
 
 
 def test_suspended_runs_no_engine_and_keeps_url_run_and_version(stand: Stand) -> None:

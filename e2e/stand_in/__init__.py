@@ -49,6 +49,8 @@ def rollout(name: str, *, replicas: int = 3, weights: Document | None = None) ->
     spec["model"] = {"path": "stand-in", "servedName": "tiny"}
     spec["engine"] |= {
         "args": [],
+        "memorySaver": True,
+        "weightsCpuBackup": True,
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}, {"name": "PYTHONPATH", "value": "/opt/stand-in:/opt/client"}],
         "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
     }

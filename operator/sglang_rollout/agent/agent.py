@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_rollout.agent import events as ev
-from sglang_rollout.agent import guards
+from sglang_rollout.agent import guards, sleep
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply
 from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateView
@@ -53,6 +53,10 @@ class Agent:
         """Seconds of a coordinator's silence after which an unfinished update is given up; each coordinator says its own."""
         self.silent = SyncRequest(committed=None).silent
         """Seconds without a sign of life after which an engine that has nothing to do is restarted; each coordinator says its own."""
+        self.drain = SyncRequest(committed=None).drain
+        """Seconds that requests have to end before the engine falls asleep; each coordinator says its own."""
+        self.note = ""
+        """What keeps the engine from what the spec says, as a sentence."""
         self.observer: Callable[[str, Reply, float], None] | None = None
         """Called after each control call with its name, answer and seconds."""
         self.why_down: Callable[[], str] = lambda: ""
@@ -91,6 +95,8 @@ class Agent:
     def status(self) -> AgentStatus:
         """The wire form of what is known."""
         told = s.status(self.state, name=self.name, gate_open=self.view is not None and self.view.up)
+        if self.note:
+            told = told.model_copy(update={"reason": self.note})
         if self.fencing_since is None:
             return told
         return told.model_copy(update={"giving_up": max(time.monotonic() - self.fencing_since, 0.001)})
@@ -225,9 +231,11 @@ class Agent:
         """Put a control call to the engine, if it may be asked now. The engine goes on with it when ``deadline`` has passed."""
         refused = self._refusal(call, body)
         if refused is None and call == s.RELEASE:
-            refused = await self._release_refusal() or self._refusal(call, body)
+            refused = await sleep.release_refusal(self) or self._refusal(call, body)
         if refused is not None:
             return complaint(refused.status, refused.message)
+        if call == s.RELEASE and not guards.tags_of(call, body, self.state.memory.released):
+            return Reply.json(200, None)  # all of it is released already
         task = self.start(call, body)
         await asyncio.wait({task}, timeout=deadline)
         if not task.done():
@@ -237,7 +245,7 @@ class Agent:
     def start(self, call: str, body: dict[str, Any]) -> asyncio.Task[Reply]:
         """Note that a call begins and put it to the engine, whatever becomes of the one who asked."""
         memory = self.state.memory
-        group = str(body.get("new_version", "")) if call == s.SET_VERSION else guards.group_of(body)
+        group = guards.name_of(call, body)
         tags = guards.tags_of(call, body, memory.released) if call in (s.RELEASE, s.RESUME) else ()
         self.dispatch(ev.CallBegan(call, group, tags))
         self.running_since = time.monotonic()
@@ -247,7 +255,9 @@ class Agent:
 
     async def _perform(self, ended: ev.CallEnded, body: dict[str, Any]) -> Reply:
         try:
-            if self.state.memory.state is EngineState.DIRTY:
+            if ended.call == s.RELEASE:
+                await sleep.quiet(self)
+            elif self.state.memory.state is EngineState.DIRTY:
                 await self.shut_gate()
             reply = await self.engine.call(ended.call, body)
             ended = replace(ended, ok=reply.ok)
@@ -272,16 +282,9 @@ class Agent:
             return guards.Refusal(409, f"{call}: the agent is giving an update up (/agent/fence) and takes no call until that has ended.")
         return guards.refusal(self.state, call, body)
 
-    async def _release_refusal(self) -> guards.Refusal | None:
-        try:
-            running = await self.engine.running()
-        except EngineError as error:
-            return guards.Refusal(503, f"{s.RELEASE}: cannot tell whether the engine is idle: {error}.")
-        if running and not self.state.memory.paused:
-            return guards.Refusal(
-                409, f"{s.RELEASE}: {running} requests run or wait; releasing memory under them ends the engine's process. Pause first."
-            )
-        return None
+    def awake(self) -> None:
+        """All memory that was released for the spec is back."""
+        self.dispatch(ev.Awake())
 
 
 def complaint(status: int, message: str) -> Reply:

@@ -15,6 +15,7 @@ from sglang_rollout.agent.leader import Leader
 from sglang_rollout.agent.metrics import Metrics
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.record import RecordError
+from sglang_rollout.agent.sleep import after_resume
 from sglang_rollout.agent.update import AckError, Fence, acknowledge
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.group import MemberReport
@@ -86,8 +87,8 @@ class Routes:
     async def sync(self, request: web.Request) -> web.StreamResponse:
         """Take over what is committed, move the gate, report."""
         body = await message(request, SyncRequest)
-        self._agent.lease, self._agent.silent = body.lease, body.silent
-        self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed, tuple(body.tolerated)))
+        self._agent.lease, self._agent.silent, self._agent.drain = body.lease, body.silent, body.drain
+        self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed, tuple(body.tolerated), body.hold))
         return await self._status()
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:
@@ -119,10 +120,12 @@ class Routes:
     async def control(self, request: web.Request) -> web.StreamResponse:
         """One of SGLang's control calls."""
         call = request.path.removeprefix("/")
-        body = await json_body(request)
+        body = {key: value for key, value in (await json_body(request)).items() if key != s.BY_SPEC}
         if call == "get_weights_by_name":
             body = {**request.query, **body}
         reply = await self._agent.control(call, body, deadline_of(request, _CALL_DEADLINE))
+        if call == s.RESUME and reply.ok:
+            await after_resume(self._agent)
         if call == s.UPDATE_DISK:
             self._release_checkpoint()
         return passed_on(reply)

@@ -27,6 +27,7 @@ from sglang_rollout.agent.hang import Hang
 from sglang_rollout.agent.leader import Leader
 from sglang_rollout.agent.lease import Lease
 from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.agent.sleep import Sleep
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS
@@ -162,6 +163,7 @@ async def _run(
             _every(_INTERVAL, "watching the engine", agent.observe),
             _every(_INTERVAL, "watching the engine's connection", agent.watch_connection),
             _every(_INTERVAL, "watching the lease", Lease(agent, fence).watch),
+            _every(_INTERVAL, "watching over the engine's sleep", Sleep(agent).watch),
             _follow_gate(agent),
             _trust_record(agent),
         ]

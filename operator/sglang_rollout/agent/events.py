@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
-from sglang_rollout.agent.state import WEIGHTS_TAG, EngineFacts, Memory, State, gate_may_open
+from sglang_rollout.agent.state import BY_SPEC, WEIGHTS_TAG, EngineFacts, Memory, State, gate_may_open
 from sglang_rollout.wire.models import BASE, EngineState, Version
+from sglang_rollout.wire.states import FleetState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,12 @@ class Polled:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A coordinator of this term spoke; ``committed`` is what it says is committed, if it knows."""
+    """A coordinator of this term spoke; ``committed`` is what it says is committed, ``hold`` what the spec holds, if it knows."""
 
     term: int
     committed: Version | None = None
     tolerated: tuple[Version, ...] = ()
+    hold: FleetState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +81,18 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Awake:
+    """All memory that was released for the spec is back."""
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """The pod is about to end (``on``), or a new engine took the place of the one that was."""
 
     on: bool
 
 
-Event: TypeAlias = Lost | Identified | Polled | Told | Unchallenged | CallBegan | CallEnded | Acknowledged | GivenUp | Draining
+Event: TypeAlias = Lost | Identified | Polled | Told | Unchallenged | CallBegan | CallEnded | Acknowledged | GivenUp | Awake | Draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ def step(state: State, event: Event) -> tuple[State, list[Effect]]:
     return new, effects
 
 
-def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per event
+def _apply(state: State, event: Event) -> State:  # noqa: PLR0911, PLR0912 - one line per event
     match event:
         case Lost(reason):
             return replace(state, up=False, down_reason=reason)
@@ -131,8 +138,8 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
             return _identified(state, facts)
         case Polled(label, calls):
             return _label_seen(state, label) if state.up and calls == state.calls else state
-        case Told(term, committed, tolerated):
-            state = _remember(state, term=max(term, state.memory.term))
+        case Told(term, committed, tolerated, hold):
+            state = _remember(state, term=max(term, state.memory.term), hold=state.memory.hold if hold is None else hold)
             if committed is None:
                 return state
             return replace(_remember(state, committed=committed, tolerated=list(tolerated)), informed=True)
@@ -144,7 +151,9 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
             return _call_ended(replace(state, calls=state.calls + 1), event)
         case Acknowledged(version, cohort):
             clean = {"state": EngineState.CLEAN, "version": version, "label": version.label, "cohort": list(cohort)}
-            return replace(_remember(state, **clean, received=0, failed=False), calls=state.calls + 1)
+            return replace(_remember(state, **clean, received=0, failed=False, lost=False), calls=state.calls + 1)
+        case Awake():
+            return _remember(state, asleep=False)
         case GivenUp():
             return _remember(state, failed=True) if state.memory.state is EngineState.DIRTY else state
         case Draining(on):
@@ -168,6 +177,7 @@ def _identified(state: State, facts: EngineFacts) -> State:
         committed=memory.committed if state.informed else None,
         tolerated=memory.tolerated if state.informed else [],
         term=memory.term,
+        hold=memory.hold,
         served_name=facts.served_name,
     )
     return replace(state, memory=memory, up=True, facts=facts)
@@ -192,12 +202,14 @@ def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
         case "update_weights_from_disk":
             return _dirty(state) if memory.session else _dirty(state, received=0, failed=False)
         case "pause_generation":
-            return _remember(state, paused=True)
+            return _remember(state, paused=True, pause_mode=event.name or "abort")
         case "init_weights_update_group":
             return _remember(state, groups=_with(memory.groups, [event.name]))
         case "release_memory_occupation":
-            state = _remember(state, released=_with(memory.released, event.tags))
-            return _dirty(state, failed=True) if WEIGHTS_TAG in event.tags else state
+            # The engine is paused before it releases anything, if it is not yet.
+            asleep, lulled = memory.asleep or event.name == BY_SPEC, memory.lulled or not memory.paused
+            state = _remember(state, released=_with(memory.released, event.tags), asleep=asleep, lulled=lulled, paused=True)
+            return _lost(state) if WEIGHTS_TAG in event.tags else state
         case _:
             return state
 
@@ -215,7 +227,7 @@ def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one
         case "end_weight_update", True:
             return _remember(state, session=False)
         case "continue_generation", True:
-            return _remember(state, paused=False)
+            return _remember(state, paused=False, lulled=False)
         case ("init_weights_update_group", False) | ("destroy_weights_update_group", True):
             return _remember(state, groups=[group for group in memory.groups if group != event.name])
         case "resume_memory_occupation", True:
@@ -228,6 +240,11 @@ def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one
 
 def _dirty(state: State, /, **changes: object) -> State:
     return _remember(state, state=EngineState.DIRTY, version=None, label=None, cohort=[], **changes)
+
+
+def _lost(state: State) -> State:
+    """Unknown, not a mixture: it may be just what it was."""
+    return _remember(state, state=EngineState.UNKNOWN, version=None, label=None, cohort=[], lost=True)
 
 
 def _remember(state: State, /, **changes: object) -> State:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_rollout.agent import state as s
 from sglang_rollout.wire.models import EngineState
+from sglang_rollout.wire.states import FleetState, held_sentence
 
 DEFAULT_GROUP = "weight_update_group"
 """SGLang's group name when a call names none."""
@@ -46,6 +47,8 @@ NOT_OFFERED = {
 
 LOAD_FORMATS = ("auto", "safetensors")
 """How an engine may be told to read a folder. The names of loaders that SGLang does not know, or cannot use here, end its process."""
+_NEED_WEIGHTS = frozenset({s.BEGIN, s.UPDATE, s.UPDATE_DISK, "weights_checker", "get_weights_by_name"})
+"""Calls that would read or write memory that is not there."""
 _CHECKER_ACTIONS = ("checksum",)
 """Of the others, one overwrites the weights and one keeps a copy of them in host memory."""
 
@@ -67,6 +70,10 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
         return Refusal(409, f"{call}: the engine has not answered {memory.pending} yet, and it takes one control call at a time.")
     if call == s.CONTINUE and memory.state is EngineState.DIRTY:
         return Refusal(409, f"{call}: {s.closed_reason(state)} Resuming would serve that mixture; /agent/fence gives the update up first.")
+    if call in _NEED_WEIGHTS and s.WEIGHTS_TAG in memory.released:
+        return Refusal(409, f"{call}: the engine's weights are released; {s.RESUME} comes first.")
+    if call == s.CONTINUE and memory.released:
+        return Refusal(409, f"{call}: {s.closed_reason(state)} {s.RESUME} comes first.")
     if call == s.UPDATE and not memory.session:
         return Refusal(409, f"{call} must run between begin_weight_update and end_weight_update, and no session is open.")
     if call == s.UPDATE and group_of(body) not in memory.groups:
@@ -85,12 +92,24 @@ def group_of(body: dict[str, Any]) -> str:
     return str(body.get("group_name", DEFAULT_GROUP))
 
 
+def name_of(call: str, body: dict[str, Any]) -> str:
+    """What a call is about: a version, a mode, who asks for a release, or a group."""
+    if call == s.SET_VERSION:
+        return str(body.get("new_version", ""))
+    if call == s.PAUSE:
+        return str(body.get("mode", "abort"))
+    if call == s.RELEASE:
+        return s.BY_SPEC if body.get(s.BY_SPEC) else ""
+    return group_of(body)
+
+
 def tags_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, ...]:
-    """The memory tags that a release or resume means: none named means all (of what is released)."""
+    """The memory tags that a release or resume means: none named means all that is not released, or that is."""
     tags = body.get("tags")
-    if isinstance(tags, list) and tags:
-        return tuple(str(tag) for tag in tags)
-    return s.MEMORY_TAGS if call == s.RELEASE else tuple(released)
+    if call == s.RELEASE:
+        named = tags if isinstance(tags, list) and tags else s.MEMORY_TAGS
+        return tuple(str(tag) for tag in named if tag not in released)
+    return tuple(str(tag) for tag in tags) if isinstance(tags, list) and tags else tuple(released)
 
 
 def prepared(call: str, body: dict[str, Any], memory: s.Memory) -> dict[str, Any]:
@@ -99,7 +118,8 @@ def prepared(call: str, body: dict[str, Any], memory: s.Memory) -> dict[str, Any
         # SGLang's default is to abort every running request.
         return {**body, "abort_all_requests": False}
     if call in (s.RELEASE, s.RESUME):
-        return {**body, "tags": list(tags_of(call, body, memory.released))}
+        kept = {key: value for key, value in body.items() if key != s.BY_SPEC}
+        return {**kept, "tags": list(tags_of(call, body, memory.released))}
     return body
 
 
@@ -127,7 +147,9 @@ def _memory_refusal(call: str, memory: s.Memory, body: dict[str, Any]) -> Refusa
     if unknown:
         return Refusal(400, f"{call}: {', '.join(unknown)} is no kind of memory: use {', '.join(s.MEMORY_TAGS)}.")
     if call == s.RELEASE:
-        return None
+        return Refusal(409, f"{call}: a weight update session is open on the engine: end it first.") if memory.session else None
+    if memory.asleep and memory.hold is FleetState.ASLEEP:
+        return Refusal(409, f"{call}: {held_sentence(memory.hold)}")
     wrong = [tag for tag in tags if tag not in memory.released]
     if not tags or wrong:
         what = ", ".join(wrong) or "nothing"

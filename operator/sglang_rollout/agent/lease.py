@@ -9,6 +9,7 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.wire.models import EngineState, FenceRequest
+from sglang_rollout.wire.states import FleetState
 
 log = logging.getLogger(__name__)
 
@@ -35,5 +36,6 @@ class Lease:
 def in_the_middle(state: s.State) -> bool:
     """Whether the engine waits for somebody to go on: it is paused, or an update is open on it."""
     memory = state.memory
+    waits = memory.paused and memory.hold is FleetState.ACTIVE and not memory.released  # else it waits for who holds it, or has its memory
     unfinished = memory.state is EngineState.DIRTY and not memory.failed
-    return state.up and (memory.paused or memory.session or unfinished)
+    return state.up and (waits or memory.session or unfinished)

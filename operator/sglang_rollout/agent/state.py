@@ -12,6 +12,7 @@ from pydantic import Field
 
 from sglang_rollout.wire.models import AgentStatus, EngineState, Message, Nccl, Version
 from sglang_rollout.wire.ports import WIRE_VERSION
+from sglang_rollout.wire.states import FleetState, held_sentence
 
 BEGIN = "begin_weight_update"
 END = "end_weight_update"
@@ -26,6 +27,8 @@ RESUME = "resume_memory_occupation"
 SET_VERSION = "update_weight_version"
 
 WEIGHTS_TAG = "weights"
+BY_SPEC = "by_spec"
+"""Field of a release that the spec asked for, not a trainer; the engine never gets it."""
 MEMORY_TAGS = ("kv_cache", WEIGHTS_TAG, "cuda_graph")
 """What SGLang can release; no tags in a call means all of them."""
 
@@ -50,12 +53,22 @@ class Memory(Message):
     groups: list[str] = Field(default_factory=list)
     released: list[str] = Field(default_factory=list)
     """Memory tags that were released and not resumed."""
+    lost: bool = False
+    """The weights were released in this life of the engine, and nobody has proved since what it holds."""
+    asleep: bool = False
+    """The memory was released because the spec says so; only the spec brings it back."""
+    lulled: bool = False
+    """The agent has paused the engine itself, for a release."""
+    pause_mode: str = ""
+    """The mode of the last pause."""
     received: int = 0
     """Update calls that succeeded since the engine became dirty."""
     failed: bool = False
     """Something went wrong since the engine became dirty: only a new, complete update helps."""
     pending: str = ""
     """The control call whose outcome is not known yet."""
+    hold: FleetState = FleetState.ACTIVE
+    """What the spec holds the fleet in, as last told: it outlives the coordinator and every life of the engine."""
     served_name: str | None = None
     """The model's name as the engine was launched with: SGLang puts the path of a disk update in its place."""
 
@@ -101,31 +114,41 @@ def closed_reason(state: State) -> str:  # noqa: PLR0911 - one line per case
     memory = state.memory
     if not state.up:
         return f"The engine is not up: {state.down_reason}."
+    if memory.released:
+        return f"The engine's memory is released: {', '.join(memory.released)}."
     if memory.state is EngineState.DIRTY:
         if memory.failed:
             return "The engine holds a mixture of weights after an update that failed; it waits for the next complete update."
         return "A weight update is under way."
+    if memory.lost and memory.state is not EngineState.CLEAN:
+        return "The engine's weights were released; it waits for proof that it holds them again, or for the next complete update."
     if memory.state is EngineState.UNKNOWN or memory.version is None:
         return "It is not known which weights the engine holds; it waits for the next complete update."
-    if memory.released:
-        return f"The engine's memory is released: {', '.join(memory.released)}."
     if state.draining:
         return "The engine is being drained."
     if memory.committed is None or not state.informed:
         return "No coordinator has said yet which version is committed."
     if rank(memory.version) not in {rank(memory.committed), *map(rank, memory.tolerated)}:
         return f"The engine holds version {memory.version}, committed is {memory.committed}."
-    return ""
+    return held_sentence(memory.hold)
 
 
-def ack_refusal(state: State, boot_id: str, version: Version) -> str:  # noqa: PLR0911 - one line per case
-    """Why this engine cannot vouch for ``version``, as a sentence; empty if it can."""
+def stays_paused(memory: Memory) -> bool:
+    """Whether an update that is given up leaves the engine paused: its memory is not there, or the spec holds it. A dirty one has
+    nothing left to hold, and is let go so that its requests end; the coordinator pauses it again."""
+    return bool(memory.released) or (memory.hold is not FleetState.ACTIVE and memory.state is not EngineState.DIRTY)
+
+
+def ack_refusal(state: State, boot_id: str, version: Version, *, verified: bool = False) -> str:  # noqa: PLR0911 - one line per case
+    """Why this engine cannot vouch for ``version``, as a sentence; empty if it can. ``verified``: its weights were compared."""
     memory = state.memory
     if not state.up or memory.boot_id != boot_id:
         return f"The engine that took part in the update is gone; now there is {memory.boot_id if state.up else 'none'}."
     if memory.pending:
         return f"The engine has not answered {memory.pending} yet."
     if memory.state is EngineState.CLEAN and memory.version is not None and rank(memory.version) == rank(version):
+        return ""
+    if verified and memory.lost and memory.state is EngineState.UNKNOWN and WEIGHTS_TAG not in memory.released:
         return ""
     if memory.state is not EngineState.DIRTY:
         return "The engine has seen no update since it was clean."
@@ -158,6 +181,8 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         session=memory.session,
         groups=memory.groups,
         draining=state.draining,
+        released=memory.released,
+        woken=memory.lost and WEIGHTS_TAG not in memory.released,
         tensor_size=facts.tensor_size if facts else None,
         sglang_version=facts.sglang_version if facts else None,
         nccl=facts.nccl if facts else None,

@@ -29,7 +29,7 @@ async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> Non
 
     The engine may take ``deadline`` seconds to say so: a whole update is lost with its silence.
     """
-    refused = s.ack_refusal(agent.state, request.boot_id, request.version)
+    refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
     if not refused and agent.fencing:
         refused = "The update is being given up."
     if refused:
@@ -45,7 +45,9 @@ async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> Non
         reply = await agent.control(s.SET_VERSION, {"new_version": request.version.label}, deadline)
         if not reply.ok:
             raise AckError(f"The engine did not take the version's label {request.version.label!r}: HTTP {reply.status}.")
-    refused = s.ack_refusal(agent.state, request.boot_id, request.version)  # the engine may have been replaced meanwhile
+    refused = s.ack_refusal(
+        agent.state, request.boot_id, request.version, verified=request.verified
+    )  # the engine may have been replaced meanwhile
     if refused:
         raise AckError(refused)
     agent.dispatch(ev.Acknowledged(request.version, tuple(request.cohort)))
@@ -113,7 +115,7 @@ class Fence:
             await self._answered(agent.start(s.END, {}))
         if agent.state.memory.state is EngineState.DIRTY:
             await agent.engine.post("/abort_request", {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
-        if agent.state.memory.paused:
+        if agent.state.memory.paused and not s.stays_paused(agent.state.memory):
             await self._answered(agent.start(s.CONTINUE, {}))
         if agent.state.memory.state is EngineState.DIRTY:
             await self._until_idle()

@@ -37,6 +37,8 @@ class Reason(StrEnum):
     ALL_SERVING = "AllServing"
     SCALED_TO_ZERO = "ScaledToZero"
     SUSPENDED = "Suspended"
+    PAUSED = "Paused"
+    ASLEEP = "Asleep"
     ENGINES_SERVING = "EnginesServing"
     NO_ENGINE_SERVING = "NoEngineServing"
     SETTLED = "Settled"

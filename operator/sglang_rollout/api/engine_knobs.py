@@ -78,6 +78,10 @@ class EngineKnobs(ApiModel):
     """Kernels of the experts, for example `triton` (`--moe-runner-backend`)."""
     eplb: bool = False
     """Move experts between GPUs by their load (`--enable-eplb`)."""
+    memory_saver: bool = False
+    """Memory can be released while the engine runs, for `state: Asleep` and trainers that share its GPUs (`--enable-memory-saver`)."""
+    weights_cpu_backup: bool = False
+    """Released weights are kept in host memory, so that a fleet that wakes serves at once (`--enable-weights-cpu-backup`)."""
     log_level: LogLevel | None = None
     """How much an engine logs (`--log-level`)."""
     metrics: bool = False
@@ -102,6 +106,8 @@ FLAGS: Mapping[str, str] = {
     "moe_a2a_backend": "--moe-a2a-backend",
     "moe_runner_backend": "--moe-runner-backend",
     "eplb": "--enable-eplb",
+    "memory_saver": "--enable-memory-saver",
+    "weights_cpu_backup": "--enable-weights-cpu-backup",
     "log_level": "--log-level",
     "metrics": "--enable-metrics",
 }

@@ -71,7 +71,16 @@ class State(StrEnum):
     """What the fleet is to do."""
 
     ACTIVE = "Active"
+    PAUSED = "Paused"
+    ASLEEP = "Asleep"
     SUSPENDED = "Suspended"
+
+
+class Sleep(ApiModel):
+    """How a fleet falls asleep."""
+
+    drain_seconds: int = Field(default=300, ge=0, le=86400)
+    """Requests that run when `state` becomes `Asleep` have so many seconds to end; the rest is aborted. 0: abort at once."""
 
 
 class RolloutSpec(ApiModel):
@@ -106,14 +115,24 @@ class RolloutSpec(ApiModel):
                 f"model.offline sets {', '.join(OFFLINE_VARIABLES)}: leave them out of engine.env.",
                 field=".engine",
             ),
+            rule(
+                "self.state != 'Asleep' || self.engine.memorySaver",
+                "state Asleep needs engine.memorySaver: without it SGLang releases nothing. Set it to true (engines restart for that),"
+                " or use Paused or Suspended.",
+                field=".state",
+            ),
         )
     )
 
     replicas: int = Field(default=1, ge=0, le=MAX_ENGINES)
     """Number of engines. `kubectl scale` sets it."""
     state: State = State.ACTIVE
-    """`Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed version are kept. Engines that come back hold
-    what `model.path` holds, so after the first push they wait for the next one, or catch up from `weights.catchUp.disk`."""
+    """`Paused`: no engine generates, weight updates are taken. `Asleep`: engines release their memory; needs
+    `engine.memorySaver` (docs/states.md). `Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed
+    version are kept. Engines that come back hold what `model.path` holds, so after the first push they wait for the next one, or catch
+    up from `weights.catchUp.disk`."""
+    sleep: Sleep = Sleep()
+    """How a fleet falls asleep."""
     model: Model
     """Which model the engines serve before the first weight update."""
     engine: Engine

@@ -41,6 +41,8 @@ class EnginePhase(StrEnum):
     WAITING = "Waiting"
     UPDATING = "Updating"
     SERVING = "Serving"
+    PAUSED = "Paused"
+    ASLEEP = "Asleep"
     STOPPING = "Stopping"
 
 
@@ -51,7 +53,8 @@ class EngineStatus(ApiModel):
     """Its StatefulSet."""
     phase: EnginePhase
     """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the
-    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Stopping`."""
+    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Paused` and
+    `Asleep` (by `spec.state`), `Stopping`."""
     updated: bool
     """Whether its pods were made from the current spec."""
     version: str | None = Field(default=None, max_length=256)

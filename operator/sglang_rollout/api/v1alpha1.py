@@ -49,6 +49,12 @@ PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
         "description": "Engines that are up and do not hold that version.",
     },
     {
+        "name": "STATE",
+        "type": "string",
+        "jsonPath": ".spec.state",
+        "description": "What the fleet is to do.",
+    },
+    {
         "name": "STATUS",
         "type": "string",
         "jsonPath": '.status.conditions[?(@.type=="Ready")].reason',

@@ -8,12 +8,13 @@ from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.status import EnginePhase, EngineStatus
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.serving import holds_committed, router_ready, serves
+from sglang_rollout.core.serving import holds_committed, kept_back, router_ready, serves
 from sglang_rollout.core.waiting import waits
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
 from sglang_rollout.wire.group import BUDGET_EXHAUSTED
 from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
+from sglang_rollout.wire.states import FleetState
 
 _UNDER_WAY = "A weight update is under way."
 _OLD_NEWS = "The engine holds version "
@@ -135,7 +136,7 @@ def _not_ready(world: World, pod: Object, failed_before: bool) -> tuple[EnginePh
     return EnginePhase.STARTING, Reason.PODS_NOT_READY, "it is starting."
 
 
-def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:
+def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa: PLR0911 - one line per case
     """The process is up; its gate is closed, or nobody can say."""
     row = world.row(name)
     if not router_ready(world):
@@ -147,6 +148,10 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:
         return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, row.catch_up
     if updating := _updating(world, row):
         return EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating
+    if row.released and world.record is not None and world.record.state is FleetState.ASLEEP:
+        return EnginePhase.ASLEEP, Reason.ASLEEP, f"spec.state is Asleep; released: {', '.join(row.released)}."
+    if kept_back(world, name):
+        return EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version."
     if row.state is EngineState.DIRTY:
         why = f"it holds part of an unfinished weight update and waits for a complete one.{told}"
         return EnginePhase.WAITING, Reason.WEIGHTS_DIVERGED, why

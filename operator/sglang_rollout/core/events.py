@@ -12,6 +12,9 @@ from sglang_rollout.core.words import partly, sentence
 
 Status = Mapping[str, Any]
 
+_WOULD_SERVE = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
+"""Phases of an engine that serves again by itself; nothing was lost."""
+
 
 @dataclass(frozen=True)
 class EventToPost:
@@ -56,7 +59,7 @@ def _engines(old: Status, new: Status) -> Iterator[EventToPost]:
             yield EventToPost("Warning", "EngineFailed", f"Engine {name}: {row.get('reason', '')}", f"EngineFailed/{name}")
         elif served and phase == EnginePhase.STOPPING:
             yield EventToPost("Normal", "EngineStopping", f"Engine {name}: {row.get('reason', '')}", f"EngineStopping/{name}")
-        elif served and phase != EnginePhase.UPDATING and not _waits_for_router(new, row):
+        elif served and phase not in _WOULD_SERVE and not _waits_for_router(new, row):
             yield EventToPost("Warning", "EngineLost", f"Engine {name} serves no more: {row.get('reason', '')}", f"EngineLost/{name}")
 
 
@@ -67,9 +70,9 @@ def _waits_for_router(status: Status, row: Mapping[str, Any]) -> bool:
 
 
 def _served(status: Status, row: Mapping[str, Any]) -> bool:
-    """Whether the engine served, or did when the router was last there to say so, or before the update that is under way:
-    what every step of a training brings is no news."""
-    if row.get("phase") == EnginePhase.UPDATING:
+    """Whether the engine served, or did when the router was last there to say so, or before the update or the pause that is under
+    way: what every step of a training brings is no news."""
+    if row.get("phase") in _WOULD_SERVE:
         return True
     if not _waits_for_router(status, row):
         return row.get("phase") == EnginePhase.SERVING
@@ -125,6 +128,8 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
         return
     if after.get("status") == "True":
         yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
+    elif after.get("reason") in {Reason.PAUSED, Reason.ASLEEP}:
+        yield EventToPost("Normal", str(after["reason"]), str(after.get("message")), str(after["reason"]))
     elif after.get("reason") in {
         Reason.APPLY_FAILED,
         Reason.NAME_TAKEN,

@@ -27,6 +27,8 @@ SEVERITY = (
     Reason.WEIGHTS_DIVERGED,
     Reason.WAITING_FOR_WEIGHTS,
     Reason.UPDATING_WEIGHTS,
+    Reason.PAUSED,
+    Reason.ASLEEP,
 )
 """Of several engines that do not serve, the one that comes first here is spoken of."""
 
@@ -39,6 +41,10 @@ _NEEDS_A_PERSON = frozenset(
         Reason.INSUFFICIENT_CAPACITY,
     }
 )
+
+
+_HELD = frozenset({Reason.PAUSED, Reason.ASLEEP})
+"""By ``spec.state``."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,27 @@ def _ready(facts: Facts) -> Finding:
         return no(Reason.ROUTER_NOT_READY, facts.router_why)
     if facts.outdated:
         return no(Reason.UPDATING, _rolling(facts))
-    if worst and worst.reason:
+    if worst and worst.reason and worst.reason not in _HELD:
         return no(worst.reason, _sentence(facts, worst))
-    return _all_serve(facts)
+    return _held(facts) or _all_serve(facts)
+
+
+def _held(facts: Facts) -> Finding | None:
+    """What ``spec.state`` keeps from serving, or has just let go."""
+    rollout = facts.world.rollout
+    state = rollout.spec.state if rollout is not None and facts.wanted else State.ACTIVE
+    held = sum(view.reason in _HELD for view in facts.wanted)
+    many = f"{held} of {len(facts.wanted)} engines"
+    if state is State.ASLEEP:
+        reason, message = Reason.ASLEEP, f"Asleep by spec.state: {many} have released their memory. Kept:{_version(facts)}."
+    elif state is State.PAUSED:
+        reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
+    elif held:
+        reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED
+        message = f"spec.state is Active again: {many} have not gone on yet."
+    else:
+        return None
+    return Finding(ConditionType.READY, "False", reason, message)
 
 
 def _all_serve(facts: Facts) -> Finding:

@@ -7,7 +7,7 @@ Rolling update, in the order of the questions:
 
     StatefulSet not yet as wanted (or its controller lags)  -> apply; a pod deleted now would return as it was
     outdated engine that is not ready                       -> delete its pods: it serves nobody, so nothing is lost
-    another engine does not serve                           -> wait: one engine at a time
+    another engine does not serve (nor is it paused)        -> wait: one engine at a time
     outdated engine                                         -> delete its pods; one that does not serve first
 
 An engine whose number of pods changes is made anew, StatefulSet and all, when its turn comes: SGLang's ranks cannot be added
@@ -25,7 +25,7 @@ from sglang_rollout.core.drift import difference, stamped
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.render import render_all
 from sglang_rollout.core.render.policies import token_of
-from sglang_rollout.core.serving import serves
+from sglang_rollout.core.serving import kept_back, serves
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import Object, World
 
@@ -175,7 +175,7 @@ def _rolling(world: World, changing: set[str]) -> tuple[list[Delete], bool]:
 
 
 def _next_step(world: World, engines: list[str], settled: Mapping[str, list[Object]]) -> list[Delete]:
-    away = [engine for engine in engines if not serves(world, engine)]
+    away = [engine for engine in engines if not (serves(world, engine) or kept_back(world, engine))]
     # An outdated engine that does not serve anyway goes first; then any, the highest index first, as everywhere in
     # Kubernetes.
     for engine in sorted(settled, key=lambda name: (name not in away, -engines.index(name))):

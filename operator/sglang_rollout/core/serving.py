@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_rollout.core import names
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineState
+from sglang_rollout.wire.states import FleetState
 
 
 def router_ready(world: World) -> bool:
@@ -22,6 +23,12 @@ def serves(world: World, engine: str) -> bool:
     """
     row = world.row(engine)
     return row is not None and row.gate_open and world.whole(engine) and router_ready(world)
+
+
+def kept_back(world: World, engine: str) -> bool:
+    """Whether only ``spec.state`` keeps an engine from serving."""
+    paused = world.record is not None and world.record.state is FleetState.PAUSED
+    return paused and holds_committed(world, engine) and world.whole(engine) and router_ready(world)
 
 
 def holds_committed(world: World, engine: str) -> bool:

@@ -21,10 +21,13 @@ from sglang_rollout.fleet.update.events import (
     FromDisk,
     OpenGroup,
     Pause,
+    ReleaseMemory,
     Request,
+    ResumeMemory,
     SetLabel,
     Update,
 )
+from sglang_rollout.fleet.update.memory import TAGS
 from sglang_rollout.fleet.update.versions import LONGEST_LABEL
 from sglang_rollout.wire.models import ControlReply, PauseMode
 
@@ -157,6 +160,25 @@ def flush(query: Mapping[str, str]) -> Request:
     if not 0 <= timeout <= LONGEST_FLUSH:
         raise Refusal(f"timeout {timeout:g} is out of range: use 0 to {LONGEST_FLUSH:g} seconds.")
     return Flush(timeout)
+
+
+def release_memory(body: Fields) -> Request:
+    """``/release_memory_occupation``."""
+    return ReleaseMemory(_tags(body))
+
+
+def resume_memory(body: Fields) -> Request:
+    """``/resume_memory_occupation``."""
+    return ResumeMemory(_tags(body))
+
+
+def _tags(body: Fields) -> tuple[str, ...]:
+    tags = body.get("tags")
+    if tags is None or tags == []:
+        return ()
+    if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
+        raise Refusal(f"tags {_clip(tags)} are no kinds of memory: use a list of {', '.join(TAGS)}.")
+    return tuple(tags)
 
 
 def shape(request: Request, answer: Answer) -> dict[str, Any]:

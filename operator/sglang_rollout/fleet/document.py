@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.wire.models import FleetDocument, FleetMember
+from sglang_rollout.wire.states import held_sentence
 
 if TYPE_CHECKING:
     from sglang_rollout.fleet.app import Parts
@@ -49,6 +50,8 @@ def document(parts: Parts) -> FleetDocument:
         groups=[group.row() for group in fleet.groups.values()],
         phase=machine.phase.value,
         last_update=fleet.last_update,
+        state=fleet.kept,
+        held=held_sentence(fleet.kept),
         urls={"control": parts.public_url, "data": parts.public_url},
     )
 

@@ -36,6 +36,7 @@ from sglang_rollout.fleet.update.events import (
     Written,
 )
 from sglang_rollout.wire.models import Intent, LastUpdate, Record, UpdateOutcome, Version
+from sglang_rollout.wire.states import FleetState, held_sentence
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Driver:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
+        self._kept = FleetState.ACTIVE
         self._reported: tuple[Version, UpdateOutcome, str] | None = None
         self._syncing: dict[str, asyncio.Task[None]] = {}
 
@@ -156,6 +158,9 @@ class Driver:
                         future.set_result(answer)
         self._metrics.count(self._machine.fleet.last_update)
         self._report(self._machine.fleet.last_update)
+        if self._machine.fleet.kept is not self._kept:
+            self._kept = self._machine.fleet.kept
+            log.info("%s", held_sentence(self._kept) or "The fleet is active, as its spec says.")
 
     def _cut(self, effect: Cut) -> None:
         log.warning("%s", effect.reason)

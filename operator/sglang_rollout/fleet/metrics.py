@@ -10,6 +10,7 @@ from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.machine import Machine
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.models import LastUpdate
+from sglang_rollout.wire.states import FleetState
 
 PREFIX = "sglang_rollout_fleet"
 # From a call on an idle engine (milliseconds) to a bucket of a large model (minutes).
@@ -60,7 +61,7 @@ class Metrics:
         self._serving.set(sum(engine.serving for engine in fleet.engines.values()))
         self._epoch.set(fleet.epoch)
         self._term.set(fleet.term)
-        self._paused.set(fleet.hold is not None)
+        self._paused.set(fleet.hold is not None or fleet.kept is FleetState.PAUSED)
         if fleet.committed is not None:
             self._run.set(fleet.committed.run)
             self._n.set(fleet.committed.n)

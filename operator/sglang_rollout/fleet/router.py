@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from sglang_rollout.fleet.update import Machine
+from sglang_rollout.wire.states import FleetState
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,11 @@ class Routable:
             return None
         fleet = machine.fleet
         names = {name for name, engine in fleet.engines.items() if engine.serving}
-        if fleet.update is not None:
+        if fleet.kept is not FleetState.ACTIVE:
+            names = set()  # no gate opens at the end of an update either
+        elif fleet.update is not None:
             names |= set(fleet.update.boots)
-        if machine.changing:
+        if machine.changing and fleet.kept is FleetState.ACTIVE:
             names |= {name for name in self._before if name in fleet.engines}
         self._before = frozenset(names)
         return frozenset(url for url in map(self._url, names) if url is not None)

@@ -20,10 +20,6 @@ ONE_PROCESS = (
     "{path} is not for a fleet: its payload belongs to the GPUs of one process on one machine."
     " Open a group with init_weights_update_group and send the tensors with update_weights_from_distributed."
 )
-NOT_YET = (
-    "{path} is not offered for a fleet in this release."
-    " Open a group with init_weights_update_group and send the tensors with update_weights_from_distributed."
-)
 
 
 async def _ask(request: web.Request, wanted: Request) -> web.Response:
@@ -112,6 +108,6 @@ routes = [
     web.post("/update_weights_from_tensor", _refused(ONE_PROCESS)),
     web.post("/update_weights_from_ipc", _refused(ONE_PROCESS)),
     web.post("/update_weights_from_disk", _control(compat.from_disk)),
-    web.post("/release_memory_occupation", _refused(NOT_YET.partition(" Open")[0])),
-    web.post("/resume_memory_occupation", _refused(NOT_YET.partition(" Open")[0])),
+    web.post("/release_memory_occupation", _control(compat.release_memory)),
+    web.post("/resume_memory_occupation", _control(compat.resume_memory)),
 ]

@@ -22,6 +22,7 @@ from sglang_rollout.fleet.beyond import beyond_smg
 from sglang_rollout.fleet.smg import HOLD_SECONDS, BrokeOffError, NobodyAnswersError
 from sglang_rollout.fleet.streams import BatchStream
 from sglang_rollout.wire.ports import VERSION_HEADER
+from sglang_rollout.wire.states import held_sentence
 
 LARGEST_BODY = 64 * 2**20
 """Of a batch; as much as smg keeps of a request in order to send it again."""
@@ -57,6 +58,9 @@ def _told(handler: Handler) -> Handler:
     """Turn what can go wrong into answers in the shape of SGLang's data paths."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        machine = request.app[PARTS].driver.machine
+        if held := held_sentence(machine.fleet.kept) if machine is not None else "":
+            return _refused(503, held)
         try:
             return await handler(request)
         except BatchError as error:

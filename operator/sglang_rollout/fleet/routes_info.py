@@ -13,7 +13,8 @@ from sglang_rollout.fleet.compat import reason_phrase
 from sglang_rollout.fleet.document import document, server_info
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.membership import why_incomplete
-from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, FLEET_METRICS, VERSION_HEADER
+from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_METRICS, VERSION_HEADER
+from sglang_rollout.wire.states import held_sentence
 
 LOADS_DEADLINE = 2.0
 
@@ -27,6 +28,12 @@ async def health(request: web.Request) -> web.Response:
     """Control health: weights can be taken, also while no engine may serve."""
     reason = why_incomplete(request.app[PARTS].machine.fleet)
     return refuse(503, reason) if reason else web.Response()
+
+
+async def get_held(request: web.Request) -> web.Response:
+    """Asked by the front: does the coordinator answer requests for tokens now, because ``spec.state`` holds the fleet?"""
+    sentence = held_sentence(request.app[PARTS].machine.fleet.kept)
+    return web.json_response({"held": sentence}) if sentence else refuse(404, "Nothing holds the fleet.")
 
 
 async def get_document(request: web.Request) -> web.Response:
@@ -143,6 +150,7 @@ def _label(parts: Parts) -> str:
 routes = [
     web.get(FLEET_HEALTH, fleet_health),
     web.get(FLEET_METRICS, metrics),
+    web.get(FLEET_HELD, get_held),
     web.get(FLEET, get_document),
     web.get("/health", health),
     web.get("/health_generate", health),

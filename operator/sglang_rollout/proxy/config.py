@@ -11,7 +11,7 @@ import jinja2
 
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.versions import NO_VERSION, TOKENIZER_KEY, VERSION_KEY, VOCABULARY_KEY, guard_of, version_map_of
-from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, VERSION_HEADER
+from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, FLEET_HELD, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
 """Connections that a gate takes at once, where the limit on open files allows it."""
@@ -158,6 +158,7 @@ def front_config(params: FrontParams) -> str:
         one=_regex(_ONE),
         dropped=_regex(_DROPPED),
         wide=_regex(_WIDE),
+        held_path=FLEET_HELD,
         threads=params.threads,
         **_shared(params.maxconn),
     )

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_rollout.wire.ports import WIRE_VERSION
+from sglang_rollout.wire.states import FleetState
 
 BASE_LABEL = "base"
 
@@ -165,6 +166,10 @@ class Intent(Message):
     namespace: str
     engines: list[WantedEngine]
     weights: WeightsPolicy = WeightsPolicy()
+    state: FleetState = FleetState.ACTIVE
+    """What ``spec.state`` asks of the engines."""
+    drain: float = 300.0
+    """Requests have so many seconds to end before an engine falls asleep."""
     data_paths_url: str | None = None
 
 
@@ -202,6 +207,10 @@ class AgentStatus(Message):
     """Seconds since the agent began to give an update up and has not ended: it takes no calls, and the engine may be stuck for good."""
     draining: bool = False
     """The engine is about to be stopped: it takes no new requests and no new update."""
+    released: list[str] = []
+    """Memory tags that were released and not resumed."""
+    woken: bool = False
+    """Its weights were released and are back, and nobody has proved yet what they are."""
     tensor_size: int | None = None
     sglang_version: str | None = None
     nccl: Nccl | None = None
@@ -221,6 +230,10 @@ class SyncRequest(Message):
     """An engine that is paused or half updated and hears nothing of any coordinator for so long gives the update up."""
     silent: float = 120.0
     """An engine that has no call to answer and gives no sign of life for so long is restarted."""
+    drain: float = 300.0
+    """Requests have so many seconds to end before an engine falls asleep; the rest is aborted."""
+    hold: FleetState | None = None
+    """What the spec holds the fleet in. None: the coordinator itself does not know yet; the agent keeps what it had."""
 
 
 class AckRequest(Message):
@@ -233,6 +246,8 @@ class AckRequest(Message):
     version: Version
     boot_id: str
     cohort: list[str]
+    verified: bool = False
+    """An engine whose memory was released holds the version's very bytes: its checksum was compared. No update is needed then."""
 
 
 class FenceRequest(Message):
@@ -304,6 +319,8 @@ class EngineRow(Message):
     reason: str = ""
     catch_up: str = ""
     """How it gets the committed version without the trainer, as a sentence; empty while it does not try."""
+    released: list[str] = []
+    """Memory that it has given back: ``weights``, ``kv_cache``, ``cuda_graph``."""
 
 
 class UpdateOutcome(StrEnum):
@@ -364,6 +381,10 @@ class Record(Message):
     """Made once with the first record: versions of a fleet made anew under the old name are other versions."""
     world_size: int = 0
     """Of a group opened now."""
+    state: FleetState = FleetState.ACTIVE
+    """What of the intent's state is in effect."""
+    checksums: dict[int, tuple[str, ...]] = {}
+    """Of the committed version, by the number of an engine's ranks, as far as they are known."""
 
 
 class FleetMember(EngineRow):
@@ -405,6 +426,10 @@ class FleetDocument(Message):
     """Phase of the update that runs now, or ``idle``."""
     last_update: LastUpdate | None = None
     urls: dict[str, str] = {}
+    state: FleetState = FleetState.ACTIVE
+    """What ``spec.state`` holds the fleet in now."""
+    held: str = ""
+    """Why nothing generates although all is well, as a sentence: what holds the fleet, and until when."""
 
 
 class ControlReply(BaseModel):

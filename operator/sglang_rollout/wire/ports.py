@@ -59,4 +59,5 @@ FLEET = "/fleet"  # GET FleetDocument
 FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no statement about engines
 FLEET_RUN = "/fleet/run"  # POST: the next update opens a new run
 FLEET_LEASE = "/fleet/lease"  # POST: the trainer's heartbeat
+FLEET_HELD = "/fleet/held"  # GET 200: spec.state holds the fleet, so its front lets the coordinator answer requests for tokens
 FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text

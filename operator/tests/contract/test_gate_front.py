@@ -14,6 +14,8 @@ from agent_lab import Process, until
 from aiohttp import web
 from ports import free_port
 
+from sglang_rollout.wire.ports import FLEET_HELD
+
 pytestmark = pytest.mark.router
 
 
@@ -24,6 +26,7 @@ class Part:
     name: str
     port: int
     workers: bool = True
+    held: bool = False
     runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -41,6 +44,8 @@ class Part:
     async def _answer(self, request: web.Request) -> web.Response:
         if request.path == "/readiness":
             return web.Response(status=200 if self.workers else 503)
+        if request.path == FLEET_HELD:
+            return web.Response(status=200 if self.held else 404)
         if self.name == "smg" and (not self.workers or "unknown" in await request.text()):
             return web.json_response({"error": {"code": "model_not_found"}}, status=404)
         return web.json_response({"from": self.name, "path": request.path, "session": request.headers.get("x-session-id")})
@@ -95,6 +100,28 @@ async def test_without_engines_clients_are_told_to_come_back(front: Front) -> No
     await asyncio.sleep(1)
     assert (await front.ask("/v1/chat/completions"))[0] == 200
     assert (await front.ask("/v1/chat/completions", '{"model": "unknown"}'))[0] == 404
+
+
+async def test_while_the_spec_holds_the_fleet_the_coordinator_answers(front: Front) -> None:
+    async def asked() -> object:
+        return (await front.ask("/generate"))[1].get("from")
+
+    async def held() -> bool:
+        return await asked() == "coordinator"
+
+    async def let_go() -> bool:
+        return await asked() == "smg"
+
+    front.coordinator.held = True
+    await until(held, 10, "the front has seen it")
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert (await front.ask(path))[1]["from"] == "coordinator"
+    front.coordinator.held = False
+    await until(let_go, 10, "the front has seen it")
+    front.coordinator.held = True
+    await until(held, 10, "the front has seen it")
+    await front.coordinator.stop()
+    await until(let_go, 10, "a coordinator that is away holds nothing: the gates do")
 
 
 async def test_a_restart_of_smg_is_ridden_over(front: Front) -> None:

@@ -26,6 +26,7 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
+from sglang_rollout.fleet.update.memory import RELEASE, RESUME
 from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import (
@@ -39,8 +40,11 @@ from sglang_rollout.wire.models import (
     WeightsPolicy,
 )
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
+from sglang_rollout.wire.states import FleetState
 
 SNAPSHOTS = "/snapshots"
+MEMORY = ("kv_cache", "weights", "cuda_graph")
+NEED_WEIGHTS = frozenset({CHECKER, calls.BEGIN, calls.UPDATE, calls.UPDATE_DISK})
 
 
 @dataclass
@@ -59,12 +63,19 @@ class FakeAgent:
     committed: Version | None = None
     tolerated: list[Version] = field(default_factory=list)
     term: int = 0
+    hold: FleetState = FleetState.ACTIVE
     paused: bool = False
     session: bool = False
     fed: int = 0
     failed: bool = False
     groups: list[str] = field(default_factory=list)
     draining: bool = False
+    released: list[str] = field(default_factory=list)
+    asleep: bool = False
+    lost: bool = False
+    """The weights were released in this life, and nobody has proved since what they are."""
+    backup: bool = True
+    """Released weights come back as they were."""
     checksum: str = "same"
     digest: str = "same"
     stocked: bool = False
@@ -78,21 +89,41 @@ class FakeAgent:
 
     @property
     def gate_open(self) -> bool:
-        clean = self.up and not self.draining and self.state is EngineState.CLEAN
+        clean = self.up and not self.released and not self.draining and self.state is EngineState.CLEAN and self.hold is FleetState.ACTIVE
         return clean and self.version is not None and self.version in [self.committed, *self.tolerated]
 
     def restart(self) -> None:
         self.life += 1
         self.up, self.state, self.version, self.content, self.cohort = True, EngineState.CLEAN, BASE, "base", []
         self.committed, self.paused, self.session, self.fed, self.failed, self.groups = None, False, False, 0, False, []
-        self.draining = False
+        self.draining = self.asleep = self.lost = False
+        self.released = []
+
+    def follow_the_spec(self) -> None:
+        """What the agent does by itself: it falls asleep and wakes."""
+        if not self.up or (self.state is EngineState.DIRTY and not self.failed):
+            return
+        if self.hold is FleetState.ASLEEP and not self.asleep:
+            assert not self.session, "an engine in the middle of an update was told to sleep"
+            self.asleep = self.paused = True
+            self._release([*MEMORY])
+        elif self.hold is not FleetState.ASLEEP and self.asleep:
+            self.asleep, self.released = False, []
+            self.paused = self.hold is FleetState.PAUSED
+
+    def _release(self, tags: list[str]) -> None:
+        self.released = [*self.released, *(tag for tag in tags if tag not in self.released)]
+        if "weights" in tags:
+            self.state, self.version, self.cohort, self.lost = EngineState.UNKNOWN, None, [], True
+            self.content = self.content if self.backup else "whatever was there"
 
     def status(self) -> AgentStatus:
         return AgentStatus(
             name=self.name, boot_id=self.boot if self.up else None,
             state=self.state if self.up else EngineState.UNKNOWN, version=self.version if self.up else None,
             cohort=self.cohort, committed=self.committed, term=self.term, gate_open=self.gate_open, paused=self.paused,
-            session=self.session, groups=self.groups, draining=self.draining,
+            session=self.session, groups=self.groups, draining=self.draining, released=self.released,
+            woken=self.lost and "weights" not in self.released,
         )  # fmt: skip
 
     def soil(self) -> None:
@@ -110,9 +141,14 @@ class FakeAgent:
             if committed is not None:
                 self.committed = Version.model_validate(committed)
                 self.tolerated = [Version.model_validate(version) for version in body.get("tolerated", [])]
+            if body.get("hold"):
+                self.hold = FleetState(body["hold"])
+            self.follow_the_spec()
             return Result(ok=True, status=200, agent=self.status())
         if path == AGENT_FENCE:
-            self.session = self.paused = False
+            self.session = False
+            held = self.released or (self.hold is not FleetState.ACTIVE and self.state is not EngineState.DIRTY)
+            self.paused = self.paused and bool(held)
             self.failed = self.failed or self.state is EngineState.DIRTY
             return Result(ok=True, status=200, agent=self.status())
         if not self.up:
@@ -139,23 +175,30 @@ class FakeAgent:
     def _control(self, path: str, body: dict[str, Any], token: object, works: bool) -> Result:
         refused = Result(ok=False, status=400, message="the engine failed.")
         done = Result(ok=True, status=200, message="Success")
+        if "weights" in self.released and path in NEED_WEIGHTS:
+            return refused
         if path == AGENT_ACK:
             version = Version.model_validate(body["version"])
             if not works or body["boot_id"] != self.boot or self.session:
                 return refused
             if self.state is EngineState.CLEAN:
                 return Result(ok=True, status=200, agent=self.status()) if self.version == version else refused
+            if body["verified"] and self.lost and self.state is EngineState.UNKNOWN:
+                self.state, self.version, self.cohort, self.lost = EngineState.CLEAN, version, body["cohort"], False
+                return Result(ok=True, status=200, agent=self.status())
             if not self.fed or self.failed:
                 return refused
             self.state, self.version, self.cohort, self.content = EngineState.CLEAN, version, body["cohort"], token
+            self.lost = False
             return Result(ok=True, status=200, agent=self.status())
         if path == calls.UPDATE_DISK:
             self.loaded = body["model_path"]
             return self._load(works)
         if path == CHECKER:
-            return Result(ok=True, status=200, checksums=(self.checksum,)) if works else refused
+            told = self.checksum if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
+            return Result(ok=True, status=200, checksums=(told,)) if works else refused
         if path == calls.CONTINUE:
-            if self.state is EngineState.DIRTY or not works:
+            if self.state is EngineState.DIRTY or self.released or not works:
                 return refused
             self.paused = False
             return done
@@ -177,6 +220,18 @@ class FakeAgent:
             if not works or not self.session:
                 return refused
             self.session = False
+            return done
+        if path == RELEASE:
+            if not works or self.session:
+                return refused
+            self.paused = True
+            self._release(body["tags"])
+            return done
+        if path == RESUME:
+            if not works or self.asleep or not set(body["tags"]) <= set(self.released):
+                return refused
+            self.released = [tag for tag in self.released if tag not in body["tags"]]
+            self.paused = self.paused and bool(self.released)
             return done
         if path == calls.PAUSE:
             self.paused = True
@@ -214,6 +269,7 @@ class World:
         self.sent: list[Send] = []
         self.history: list[Version] = []
         self.generation = 1
+        self.state = FleetState.ACTIVE
         self.start()
 
     def start(self) -> None:
@@ -225,8 +281,16 @@ class World:
         self.want()
 
     def want(self) -> None:
-        intent = Intent(generation=self.generation, name="demo", namespace="default", engines=self.engines, weights=self.policy)
+        intent = Intent(
+            generation=self.generation, name="demo", namespace="default", engines=self.engines, weights=self.policy, state=self.state
+        )
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
+
+    def set_state(self, state: FleetState) -> None:
+        """The user writes ``spec.state``."""
+        self.state = state
+        self.generation += 1
+        self.want()
 
     def feed(self, event: Event) -> None:
         self.carry_out(self.machine.handle(event))
@@ -238,6 +302,7 @@ class World:
                     self.pending.append(effect)
                     if isinstance(effect, Send):
                         self.sent.append(effect)
+                        self.check_hold(effect)
                 case Save(record):
                     self.record = record
                 case Cut():
@@ -254,6 +319,13 @@ class World:
                 self.contents.clear()
         if committed is not None and (not self.history or self.history[-1] != committed):
             self.history.append(committed)
+
+    def check_hold(self, effect: Send) -> None:
+        """While the spec holds the fleet nobody is told to generate, and nobody that it does not."""
+        kept = self.machine.fleet.kept
+        if kept is not FleetState.ACTIVE:
+            assert effect.path != calls.CONTINUE, "a held fleet was told to generate"
+            assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
 
     def _witnesses(self, version: Version) -> list[str]:
         wanted = {engine.name for engine in self.engines}
@@ -277,7 +349,8 @@ class World:
         status = None
         if agent.answers:
             if fleet.committed is not None:
-                agent.committed, agent.tolerated = fleet.committed, fleet.tolerated()
+                agent.committed, agent.tolerated, agent.hold = fleet.committed, fleet.tolerated(), fleet.kept
+                agent.follow_the_spec()
             status = agent.status()
         self.feed(Seen(name, status, self.now))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fleet_world import SNAPSHOTS, FakeAgent, World
+from fleet_world import MEMORY, SNAPSHOTS, FakeAgent, World, group_body
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,6 +13,7 @@ from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import CatchUp, EngineState, WantedEngine
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
+from sglang_rollout.wire.states import FleetState
 
 ENGINES = ["e0", "e1", "e2"]
 names = st.frozensets(st.sampled_from(ENGINES))
@@ -162,6 +163,18 @@ class Fence(RuleBasedStateMachine):
             self.world.record = None
         self.world.start()
 
+    @rule(state=st.sampled_from(FleetState))
+    def set_state(self, state: FleetState) -> None:
+        self.world.set_state(state)
+
+    @rule(tags=st.sampled_from([(), ("kv_cache",), ("weights",)]))
+    def release(self, tags: tuple[str, ...]) -> None:
+        self.ask(ev.ReleaseMemory(tags))
+
+    @rule(tags=st.sampled_from([(), ("kv_cache",), ("weights",)]))
+    def take_back(self, tags: tuple[str, ...]) -> None:
+        self.ask(ev.ResumeMemory(tags))
+
     @rule(count=st.integers(1, 3))
     def scale(self, count: int) -> None:
         for name in ENGINES[:count]:
@@ -207,12 +220,43 @@ class Fence(RuleBasedStateMachine):
         assert all(effect.deadline > 0 for effect in self.world.pending if isinstance(effect, ev.Send))
 
     @invariant()
+    def nothing_is_open_while_the_spec_holds_the_fleet(self) -> None:
+        """As soon as an agent has heard of it; one that came up since has its hold from the first sync on."""
+        for agent in self.world.agents.values():
+            assert not (agent.gate_open and agent.hold is not FleetState.ACTIVE)
+
+    @invariant()
     def one_transaction_at_a_time(self) -> None:
         """Of all calls under way at most one set changes engines; preflights tell engines nothing, and who catches up is
         in no transaction."""
         catching = {name for name, engine in self.world.machine.fleet.engines.items() if engine.catching}
         sends = [effect for effect in self.world.pending if isinstance(effect, ev.Send) and not set(effect.bodies) <= catching]
         assert sum(effect.path not in {AGENT_PREFLIGHT, AGENT_CHECKPOINT} for effect in sends) <= 1
+
+    def settle(self) -> None:
+        """Everything answers, and enough time passes for every lease."""
+        for _ in range(8):
+            self.world.drain()
+            self.world.tick(150.0)
+            self.world.drain()
+            self.world.sync_all()
+            self.world.drain()
+        assert self.world.machine.fleet.hold is None
+        assert self.world.machine.fleet.update is None
+
+    def held_to_the_end(self, members: list[FakeAgent]) -> None:
+        """No lease has ended the hold, all are paused, and a whole push commits and opens nothing."""
+        world = self.world
+        assert all(agent.paused and not agent.session and not agent.gate_open for agent in members)
+        assert world.do(ev.OpenGroup(group_body(world, "held"))).success
+        for request in (ev.Begin(), ev.Update("held", None, {"names": ["w"]}), ev.End()):
+            assert world.do(request).success
+        answer = world.do(ev.Continue())
+        assert (answer.success, "spec.state: Paused" in answer.message) == (True, True)
+        world.sync_all()
+        world.drain()
+        assert all(agent.paused and not agent.gate_open for agent in members)
+        assert {agent.version for agent in members} == {world.machine.fleet.committed}
 
     def teardown(self) -> None:
         """However it went: when everything answers again, every pause ends and a complete push is served by all."""
@@ -223,14 +267,23 @@ class Fence(RuleBasedStateMachine):
             agent.answers = True
             if not agent.up or agent.draining:
                 agent.restart()
-        for _ in range(8):
-            world.drain()
-            world.tick(150.0)
+        self.settle()
+        members = [world.agents[engine.name] for engine in world.engines]
+        if world.state is FleetState.ASLEEP:
+            assert all(set(agent.released) == set(MEMORY) and not agent.gate_open for agent in members)
+            world.set_state(FleetState.PAUSED)
+            self.settle()
+        world.do(ev.ResumeMemory())
+        self.settle()
+        assert not any(agent.released for agent in members)
+        if world.state is not FleetState.ACTIVE:
+            self.held_to_the_end(members)
+            world.set_state(FleetState.ACTIVE)
             world.drain()
             world.sync_all()
-        assert world.machine.fleet.hold is None
-        assert world.machine.fleet.update is None
-        members = [world.agents[engine.name] for engine in world.engines]
+            serving = [agent for agent in members if agent.gate_open]
+            assert serving or not any(agent.version == world.machine.fleet.committed for agent in members)
+            self.settle()
         assert not any(agent.paused or agent.session for agent in members)
         body = {
             "master_address": "10.0.0.9", "master_port": 1, "rank_offset": 1, "group_name": "last",

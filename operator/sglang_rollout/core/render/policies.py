@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 
+from sglang_rollout.api.spec import State
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.api.weights_spec import OnLoss as ApiOnLoss
 from sglang_rollout.api.weights_spec import PauseMode as ApiPauseMode
@@ -23,6 +24,7 @@ from sglang_rollout.wire.models import (
     WantedEngine,
     WeightsPolicy,
 )
+from sglang_rollout.wire.states import FleetState
 
 _PAUSE_MODES = {
     ApiPauseMode.RETRACT: PauseMode.RETRACT,
@@ -31,6 +33,13 @@ _PAUSE_MODES = {
 }
 _VERIFY = {ApiVerify.ALWAYS: Verify.ALWAYS, ApiVerify.EVERY_N: Verify.EVERY_N, ApiVerify.OFF: Verify.OFF}
 _TRANSPORTS = {ApiTransport.DISTRIBUTED: None, ApiTransport.DISK: Transport.DISK}
+_STATES = {
+    State.ACTIVE: FleetState.ACTIVE,
+    State.PAUSED: FleetState.PAUSED,
+    State.ASLEEP: FleetState.ASLEEP,
+    State.SUSPENDED: FleetState.ACTIVE,
+}
+"""A suspended fleet has no engines that could be held."""
 _ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
 
@@ -70,6 +79,8 @@ def intent(rollout: SGLangRollout) -> Object:
             for index in range(rollout.spec.engines)
         ],
         weights=weights_policy(rollout),
+        state=_STATES[rollout.spec.state],
+        drain=rollout.spec.sleep.drain_seconds,
     )
     made = _config_map(rollout, names.intent_name(rollout.name))
     made["data"] = {names.INTENT_KEY: wanted.model_dump_json(exclude_none=True)}

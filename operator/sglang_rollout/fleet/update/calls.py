@@ -14,6 +14,7 @@ from sglang_rollout.fleet.update.events import Answer, Body, Result, Send, Write
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.models import EngineState, FenceRequest
 from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_SYNC
+from sglang_rollout.wire.states import FleetState
 
 INIT = "/init_weights_update_group"
 DESTROY = "/destroy_weights_update_group"
@@ -99,14 +100,19 @@ def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Script[Results]:
 def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Script[Results]:
     """Let engines generate again: continue what is clean, fence what is not or does not answer.
 
-    A dirty engine never gets a plain continue: its held requests would be answered from a mixture.
+    A dirty engine never gets a plain continue: its held requests would be answered from a mixture. In a fleet that its spec holds
+    the clean ones stay paused.
     """
     clean: list[str] = []
     rest: list[str] = []
     for name in names:
         engine = fleet.engines.get(name)
         status = engine.status if engine is not None else None
+        if status is not None and status.released:
+            continue  # nothing can run on it; it goes on when it has its memory back
         (rest if status is not None and status.state is EngineState.DIRTY else clean).append(name)
+    if fleet.kept is not FleetState.ACTIVE:
+        clean = []
     results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause)))
     rest += failures(results)
     if rest:

@@ -17,6 +17,7 @@ from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM, NOT_THERE, Che
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import AckRequest, CheckpointRequest, EngineState, Version
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT
+from sglang_rollout.wire.states import FleetState
 
 PLACE = "{version}"
 """In ``weights.catchUp.disk``: stands for the version's label."""
@@ -56,7 +57,7 @@ def source(fleet: Fleet) -> Source | None:
 
 def next_joiner(fleet: Fleet) -> str | None:
     """The engine that begins to catch up now: the longest waiting first, so many at a time as the policy allows."""
-    if fleet.update is not None or fleet.hold is not None or source(fleet) is None:
+    if fleet.update is not None or fleet.hold is not None or fleet.kept is FleetState.ASLEEP or source(fleet) is None:
         return None
     if sum(engine.catching for engine in fleet.engines.values()) >= fleet.policy.catch_up.parallel:
         return None
@@ -66,9 +67,9 @@ def next_joiner(fleet: Fleet) -> str | None:
 
 def _wants(fleet: Fleet, name: str) -> bool:
     engine = fleet.engines[name]
-    if not engine.member or engine.status is None or fleet.now < engine.again_at:
+    if not engine.member or engine.status is None or engine.released or fleet.now < engine.again_at:
         return False
-    if engine.status.paused or engine.status.session:
+    if engine.status.session or (engine.status.paused and fleet.kept is FleetState.ACTIVE):
         return False  # somebody must end that first
     held = engine.status.version if engine.status.state is EngineState.CLEAN else None
     served = [fleet.committed, *fleet.tolerated()]
@@ -148,10 +149,12 @@ def _open(fleet: Fleet, engine: Engine, version: Version) -> Script[None]:
     name = engine.wanted.name
     if fleet.engines.get(name) is not engine or engine.boot is None:
         raise _FailedError("the engine is gone")
-    if fleet.hold is not None:
-        paused = yield from _one(name, PAUSE, {"mode": fleet.hold.mode} if fleet.hold.mode else {}, fleet.policy.deadlines.pause)
+    if fleet.hold is not None or fleet.kept is FleetState.PAUSED:
+        mode = fleet.hold.mode if fleet.hold is not None else fleet.policy.pause_mode.value
+        paused = yield from _one(name, PAUSE, {"mode": mode} if mode else {}, fleet.policy.deadlines.pause)
         if not paused.ok:
             raise _FailedError(f"it could not be paused like the rest of the fleet: {paused.message.rstrip('.')}")
+    if fleet.hold is not None:
         fleet.hold.engines = (*fleet.hold.engines, name)
     body = AckRequest(version=version, boot_id=engine.boot, cohort=[name]).model_dump(mode="json")
     reply = yield from _one(name, AGENT_ACK, body, fleet.policy.deadlines.pause)

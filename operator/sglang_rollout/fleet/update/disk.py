@@ -32,6 +32,9 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
         raise Refusal("a weight update is open: end it before one from disk.", status=409, fleet=fleet.advice())
     if present(fleet) != boots:
         raise Refusal("The engines of this fleet changed while the checkpoint was read; nothing was loaded. Try again.", status=503)
+    released = [name for name in boots if fleet.engines[name].released]
+    if released:
+        raise Refusal(f"engine {released[0]} has released memory: call resume_memory_occupation first.", status=409, fleet=fleet.advice())
     if fleet.hold is None:
         mode = fleet.policy.pause_mode.value
         failed = yield from hold_all(fleet, By.FLEET, mode, {"mode": mode})

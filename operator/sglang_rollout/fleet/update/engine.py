@@ -28,6 +28,10 @@ class Engine:
     """How often it tried that in vain."""
     again_at: float = 0.0
     """When it may try again."""
+    pause_at: float = 0.0
+    """When it may next be paused as the spec says."""
+    compared: str | None = None
+    """The life in which its weights were compared after they had been released."""
     note: str = ""
     """How catching up goes, as a sentence."""
 
@@ -50,6 +54,11 @@ class Engine:
     def member(self) -> bool:
         """Whether it takes part in a group opened now: an engine that is being drained ends soon."""
         return self.up and self.status is not None and not (self.status.draining or self.status.giving_up or self.catching)
+
+    @property
+    def released(self) -> bool:
+        """Whether memory of it is released."""
+        return self.status is not None and bool(self.status.released)
 
     @property
     def serving(self) -> bool:
@@ -97,5 +106,5 @@ class Engine:
         seen = self.status
         return EngineRow(
             name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
-            reason="" if seen.gate_open else self.note or seen.reason, catch_up="" if seen.gate_open else self.note,
+            reason="" if seen.gate_open else self.note or seen.reason, catch_up="" if seen.gate_open else self.note, released=seen.released,
         )  # fmt: skip

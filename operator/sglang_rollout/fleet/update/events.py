@@ -100,7 +100,23 @@ class NewRun:
     """``/fleet/run``: the next update begins a new run, whatever it is called."""
 
 
-Request = OpenGroup | CloseGroup | Pause | Continue | Begin | Update | End | Flush | SetLabel | NewRun | FromDisk
+@dataclass(frozen=True)
+class ReleaseMemory:
+    """``/release_memory_occupation``. No tags: all kinds."""
+
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ResumeMemory:
+    """``/resume_memory_occupation``. No tags: all that is released."""
+
+    tags: tuple[str, ...] = ()
+
+
+Request = (
+    OpenGroup | CloseGroup | Pause | Continue | Begin | Update | End | Flush | SetLabel | NewRun | FromDisk | ReleaseMemory | ResumeMemory
+)
 
 
 @dataclass(frozen=True)

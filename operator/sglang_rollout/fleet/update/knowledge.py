@@ -63,6 +63,7 @@ class Knowledge:
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
         fleet.generation = event.intent.generation
+        fleet.wish, fleet.drain = event.intent.state, event.intent.drain
         fleet.engines = {}
         for wanted in event.intent.engines:
             engine = known.get(wanted.name) or Engine(wanted)
@@ -117,6 +118,8 @@ class Knowledge:
         proved = rebuild(self._record, self._statuses())
         self.give_up = list(proved.give_up)
         fleet.burned, fleet.groups = proved.burned, dict(proved.groups)
+        # Without a record what the spec asks for counts as in effect: no gate opens for a moment in between.
+        fleet.kept = self._record.state if self._record is not None else fleet.wish
         if self._record is not None:
             fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
             fleet.next_run = self._record.next_run
@@ -126,6 +129,8 @@ class Knowledge:
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
         fleet.commit(proved.committed)
+        if self._record is not None and self._record.committed == proved.committed:
+            fleet.checksums = dict(self._record.checksums)
 
     def _adopt(self) -> None:
         """A version that is proved after all: an agent came back that knows of it."""

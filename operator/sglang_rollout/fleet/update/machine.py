@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update import disk, groups, transaction
+from sglang_rollout.fleet.update import disk, groups, memory, transaction
 from sglang_rollout.fleet.update.calls import COLLECTIVE, Results, Say, Script, Turn
 from sglang_rollout.fleet.update.catchup import catch_up, next_joiner, source
 from sglang_rollout.fleet.update.events import (
@@ -36,9 +36,11 @@ from sglang_rollout.fleet.update.events import (
     NewRun,
     OpenGroup,
     Pause,
+    ReleaseMemory,
     Reply,
     Request,
     Result,
+    ResumeMemory,
     Save,
     Seen,
     SetLabel,
@@ -302,4 +304,6 @@ _SCRIPTS: dict[type[Request], Callable[..., Script[Answer]]] = {
     SetLabel: transaction.set_label,
     NewRun: transaction.new_run,
     FromDisk: disk.from_disk,
+    ReleaseMemory: memory.release,
+    ResumeMemory: memory.resume,
 }

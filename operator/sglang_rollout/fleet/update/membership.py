@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.wire.states import FleetState, held_sentence
 
 if TYPE_CHECKING:
     from sglang_rollout.fleet.update.engine import Engine
@@ -41,6 +42,7 @@ def enough(fleet: Fleet, holding: int, taking_part: int) -> bool:
 
 def present(fleet: Fleet) -> Mapping[str, str]:
     """Members and their lives, in rank order. Refuses while they are too few, or while it is not clear who is there."""
+    refuse_asleep(fleet)
     for name, engine in fleet.engines.items():
         wavers = _wavers(engine, fleet.now)
         if wavers:
@@ -50,6 +52,12 @@ def present(fleet: Fleet) -> Mapping[str, str]:
     if reason:
         raise Refusal(f"{reason} No engine has joined anything. Try again.", status=503, fleet=fleet.advice())
     return {name: engine.boot or "" for name, engine in fleet.members().items()}
+
+
+def refuse_asleep(fleet: Fleet) -> None:
+    """Engines whose memory is released by the spec take part in nothing."""
+    if fleet.kept is FleetState.ASLEEP:
+        raise Refusal(held_sentence(fleet.kept), status=409, fleet=fleet.advice())
 
 
 def _wavers(engine: Engine, now: float) -> str:
@@ -63,6 +71,8 @@ def _wavers(engine: Engine, now: float) -> str:
 
 def why_incomplete(fleet: Fleet) -> str:
     """Why no group can be opened now, as a sentence; empty if it can."""
+    if fleet.kept is FleetState.ASLEEP:
+        return held_sentence(fleet.kept)
     there, wanted = len(fleet.members()), len(fleet.engines)
     taking_part = there if fleet.formed else wanted
     if there and enough(fleet, there, taking_part):

@@ -230,6 +230,7 @@ def _last(fleet: Fleet, version: Version, outcome: UpdateOutcome, reason: str, e
 def _particulars(fleet: Fleet, version: Version, results: Results) -> dict[str, object]:
     return {
         "epoch": fleet.epoch,
+        "state": fleet.kept.value,
         "committed": version.model_dump(mode="json"),
         "phases_ms": fleet.phases_ms(),
         "engines": told(results),

@@ -19,6 +19,7 @@ from sglang_rollout.wire.models import (
     Version,
     WeightsPolicy,
 )
+from sglang_rollout.wire.states import FleetState
 
 
 class Phase(StrEnum):
@@ -139,6 +140,12 @@ class Fleet:
     opening: str | None = None
     """Store (HOST:PORT) of the group that engines are joining now."""
     hold: Hold | None = None
+    wish: FleetState = FleetState.ACTIVE
+    """What the spec asks for."""
+    drain: float = 300.0
+    """Seconds that requests have to end before engines fall asleep."""
+    kept: FleetState = FleetState.ACTIVE
+    """What of it is in effect. No trainer's call and no lease ends it."""
     update: Update | None = None
     sources: frozenset[str] = frozenset()
     """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
@@ -251,6 +258,8 @@ class Fleet:
             tolerated=self.tolerated(),
             lease=self.policy.trainer_lease.ttl,
             silent=self.policy.deadlines.silent,
+            hold=self.kept if self.committed is not None else None,
+            drain=self.drain,
         )
 
     def record(self) -> Record | None:
@@ -269,4 +278,6 @@ class Fleet:
             next_run=self.next_run,
             fleet_id=self.id,
             world_size=self.table.world_size,
+            state=self.kept,
+            checksums=self.checksums,
         )

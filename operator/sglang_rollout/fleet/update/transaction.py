@@ -20,11 +20,14 @@ from sglang_rollout.fleet.update.calls import (
     told,
 )
 from sglang_rollout.fleet.update.events import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
+from sglang_rollout.fleet.update.membership import refuse_asleep
+from sglang_rollout.fleet.update.memory import WEIGHTS
 from sglang_rollout.fleet.update.outcome import abandon, fail, finish
 from sglang_rollout.fleet.update.state import By, Fleet, Group, Hold, Phase
 from sglang_rollout.fleet.update.state import Update as OpenUpdate
 from sglang_rollout.fleet.update.versions import newest
 from sglang_rollout.wire.models import PauseMode
+from sglang_rollout.wire.states import held_sentence
 
 
 def pause(fleet: Fleet, ask: Pause) -> Script[Answer]:
@@ -39,6 +42,7 @@ def pause(fleet: Fleet, ask: Pause) -> Script[Answer]:
 
 def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answer | None]:
     """Pause all engines that are up, or none of them."""
+    refuse_asleep(fleet)
     names = fleet.up()
     if not names:
         raise Refusal("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
@@ -55,7 +59,8 @@ def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answe
     # Also those that failed: a call without an answer may have paused its engine.
     yield from resume(fleet, names)
     fleet.hold = None
-    return Answer(400, f"{reason}. All engines generate again.", {"engine": name, "phase": "pause", "engines": told(results)})
+    now = held_sentence(fleet.kept) or "All engines generate again."
+    return Answer(400, f"{reason}. {now}", {"engine": name, "phase": "pause", "engines": told(results)})
 
 
 def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
@@ -77,7 +82,10 @@ def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
         raise Refusal("No engine of this fleet is up, so nothing generates. Try again.", status=503)
     results = yield from resume(fleet, names, ask.body)
     particulars = dict(committed.fleet) if committed is not None else {}
-    return Answer(200, "Generation continued successfully.", {**particulars, "resumed": told(results)})
+    # Success all the same: the trainer's own pause has ended, and unmodified trainers take anything else for a failed update.
+    held = held_sentence(fleet.kept)
+    message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
+    return Answer(200, message, {**particulars, "resumed": told(results), "state": fleet.kept.value})
 
 
 def begin(fleet: Fleet, ask: Begin) -> Script[Answer]:
@@ -127,8 +135,12 @@ def _tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[
     missing = {name: boot for name, boot in boots.items() if open_update is None or name not in open_update.boots}
     if not missing:
         return None
+    refuse_asleep(fleet)
     for name in missing:
         engine = fleet.engines[name]
+        if engine.status is not None and WEIGHTS in engine.status.released:
+            reason = f"engine {name} has released its weights: call resume_memory_occupation first."
+            raise Refusal(reason, status=409, fleet=fleet.advice())
         if not engine.member:
             reason = f"engine {name} cannot take an update now: {engine.why_absent().rstrip('.')}."
             raise Refusal(reason, status=503, fleet=fleet.advice())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_rollout.fleet.update import held, memory
 from sglang_rollout.fleet.update.calls import Script, resume
 from sglang_rollout.fleet.update.events import Answer
 from sglang_rollout.fleet.update.knowledge import Knowledge
@@ -10,6 +11,7 @@ from sglang_rollout.fleet.update.state import By, Fleet, Phase
 from sglang_rollout.fleet.update.trainer import Trainer
 from sglang_rollout.fleet.update.transaction import hold_all
 from sglang_rollout.wire.models import OnLoss
+from sglang_rollout.wire.states import FleetState
 
 STRAY_AFTER = 3.0
 """An engine that says for so many seconds that it is paused or in a session, although nothing is open, is fenced.
@@ -32,6 +34,8 @@ class Upkeep:
             lost = fleet.changed(fleet.update.boots)
             if lost:
                 return abandon(fleet, f"engine {lost[0]} was restarted or lost in the middle of the update")
+        elif fleet.wish is not fleet.kept:
+            return held.change(fleet)
         if fleet.update is not None or (fleet.hold is not None and fleet.hold.by is not By.LOSS):
             reason = trainer.gone or trainer.overdue(fleet)
             if reason:
@@ -41,24 +45,43 @@ class Upkeep:
             return _go_on(fleet) if trainer.heard > fleet.hold.since else None
         elif trainer.gone:
             trainer.gone = ""  # what it had open has ended by itself meanwhile
-            if fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.up():
+            if fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.kept is FleetState.ACTIVE and fleet.up():
                 return _hold_for_loss(fleet)
+        return self._tidy()
+
+    def _tidy(self) -> Script[Answer] | None:
+        """Engines that are not as the rest of the fleet."""
         strays = self._strays()
-        return tidy(fleet, strays) if strays else None
+        if strays:
+            return tidy(self._fleet, strays)
+        awake = memory.woken(self._fleet)
+        if awake:
+            return memory.prove(self._fleet, awake)
+        unpaused = held.unpaused(self._fleet) if self._fleet.update is None else []
+        return held.keep_paused(self._fleet, unpaused) if unpaused else None
 
     def _strays(self) -> list[str]:
         """Engines that are paused or in a session although nothing is open."""
-        left, self._knowledge.give_up = self._knowledge.give_up, []
-        if self._fleet.update is not None or self._fleet.hold is not None:
+        fleet = self._fleet
+        left = [name for name in self._knowledge.give_up if not self._as_the_spec_says(name)]
+        self._knowledge.give_up = []
+        if fleet.update is not None or fleet.hold is not None:
             self._stray_since = {}
             return left
-        now = self._fleet.now
-        stray = self._knowledge.in_the_middle(since=self._fleet.rested)
+        now = fleet.now
+        stray = [name for name in self._knowledge.in_the_middle(since=fleet.rested) if not self._as_the_spec_says(name)]
         self._stray_since = {name: self._stray_since.get(name, now) for name in stray}
         late = [name for name, since in self._stray_since.items() if now - since >= STRAY_AFTER]
         for name in late:
             del self._stray_since[name]
         return [*left, *late]
+
+    def _as_the_spec_says(self, name: str) -> bool:
+        """Whether the engine is paused, and in no session, because the spec holds the fleet or its memory is released."""
+        engine = self._fleet.engines.get(name)
+        session = engine is not None and engine.status is not None and engine.status.session
+        released = engine is not None and engine.released
+        return (released or self._fleet.kept is not FleetState.ACTIVE) and not session
 
 
 def _hold_for_loss(fleet: Fleet) -> Script[Answer]:

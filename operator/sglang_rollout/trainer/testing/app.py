@@ -204,6 +204,8 @@ class App:
             if not self._life.released.issuperset(tags):
                 await self._life.died("resume_memory_occupation of a tag that is not released")
             self._life.released.difference_update(tags)
+            if "weights" in tags and self._life.setup.memory_saver and not self._life.setup.weights_backup:
+                self._life.weights.lose()
         return _json(None)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -90,7 +90,8 @@ def _launched(life: Life) -> dict[str, Any]:
         "max_total_tokens": _TOKENS,
         "api_key": None,
         "admin_api_key": None,
-        "enable_memory_saver": False,
+        "enable_memory_saver": life.setup.memory_saver,
+        "enable_weights_cpu_backup": life.setup.weights_backup,
         "enable_lora": None,
         "disaggregation_mode": "null",
     }

@@ -50,6 +50,10 @@ class Setup:
     health_seconds: float = 20.0
     """/health_generate gives up after so long, as SGLang does."""
     vocabulary: int = VOCABULARY
+    memory_saver: bool = False
+    """Memory that is released is gone, and with it the weights, as with --enable-memory-saver. Else a release changes nothing, as there."""
+    weights_backup: bool = False
+    """As --enable-weights-cpu-backup: weights that come back are what they were."""
 
     @property
     def version(self) -> str:

@@ -62,6 +62,11 @@ class Weights:
         self._tensors[name] = held
         self._policy = None
 
+    def lose(self) -> None:
+        """The memory was given away and has come back: what is in it now is nobody's weights."""
+        for name, held in self._tensors.items():
+            self.put(name, Held(held.dtype, held.shape, bytes(len(held.data))))
+
     @property
     def policy(self) -> bytes:
         """SHA-256 over all names and tensors: what the tokens are made of."""

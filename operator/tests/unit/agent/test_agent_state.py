@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
+from sglang_rollout.agent.lease import in_the_middle
 from sglang_rollout.wire.models import BASE, EngineState, Version
+from sglang_rollout.wire.states import FleetState, held_sentence
 
 V1, V2 = Version(run=1, n=1, label="1"), Version(run=1, n=2, label="2")
 
@@ -139,7 +141,15 @@ def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
     state = run(SERVING, *call(s.RELEASE, tags=("kv_cache",)))
     assert not s.gate_may_open(state)
     assert s.gate_may_open(run(state, *call(s.RESUME, tags=("kv_cache",))))
-    assert run(SERVING, *call(s.RELEASE, tags=("weights",))).memory.state is EngineState.DIRTY
+    lost = run(SERVING, *call(s.RELEASE, tags=("weights",)))
+    assert lost.memory.state is EngineState.UNKNOWN
+    assert s.ack_refusal(lost, "a", BASE, verified=True), "not while they are away"
+    back = run(lost, *call(s.RESUME, tags=("weights",)))
+    assert not s.gate_may_open(back)
+    assert s.ack_refusal(back, "a", BASE), "nobody has compared them"
+    assert s.ack_refusal(back, "a", BASE, verified=True) == ""
+    assert s.gate_may_open(run(back, ev.Acknowledged(BASE, ("e0",))))
+    assert s.ack_refusal(run(SERVING, ev.Polled("9", SERVING.calls)), "a", BASE, verified=True), "only after a release"
 
 
 def test_draining_closes_the_gate() -> None:
@@ -152,6 +162,26 @@ def test_groups_and_pause_are_remembered() -> None:
     assert (state.memory.groups, state.memory.paused) == (["g"], True)
     state = run(state, *call(s.DESTROY_GROUP, what="g"), *call(s.CONTINUE))
     assert (state.memory.groups, state.memory.paused) == ([], False)
+
+
+def test_what_the_spec_holds_is_closed_through_restarts_of_agent_and_engine() -> None:
+    held = run(SERVING, ev.Told(1, BASE, hold=FleetState.PAUSED))
+    assert s.closed_reason(held) == held_sentence(FleetState.PAUSED)
+    assert not s.gate_may_open(run(held, ev.Told(1, BASE))), "a coordinator that does not know yet changes nothing"
+    again = run(ev.restored(held.memory), ev.Identified(facts("b")), ev.Told(1, BASE))
+    assert not s.gate_may_open(again)
+    assert s.gate_may_open(run(again, ev.Told(1, BASE, hold=FleetState.ACTIVE)))
+
+
+def test_no_lease_of_a_coordinator_ends_what_the_spec_holds() -> None:
+    paused = run(SERVING, *call(s.PAUSE))
+    assert in_the_middle(paused)
+    held = run(paused, ev.Told(1, BASE, hold=FleetState.PAUSED))
+    assert not in_the_middle(held)
+    assert s.stays_paused(held.memory)
+    half_updated = run(held, *call(s.BEGIN))
+    assert in_the_middle(half_updated)
+    assert not s.stays_paused(half_updated.memory), "what a mixture would answer is ended"
 
 
 def test_status_speaks_of_the_engine_only_while_it_is_up() -> None:
@@ -169,7 +199,7 @@ _events = st.one_of(
     st.just(ev.Lost("x")),
     st.builds(ev.Identified, st.builds(facts, _boots, _labels)),
     st.builds(ev.Polled, _labels, st.integers(0, 8)),
-    st.builds(ev.Told, st.integers(0, 3), st.none() | _versions),
+    st.builds(ev.Told, st.integers(0, 3), st.none() | _versions, hold=st.none() | st.sampled_from(FleetState)),
     st.just(ev.Unchallenged()),
     st.builds(ev.CallBegan, _calls, _labels, _tags),
     st.builds(ev.CallEnded, _calls, st.booleans(), _boots, _labels, _tags),
@@ -209,6 +239,7 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
             assert truth is not None
             assert memory.version is not None
             assert memory.committed is not None
+            assert memory.hold is FleetState.ACTIVE
             assert s.rank(truth) == s.rank(memory.version) == s.rank(memory.committed)
         assert (memory.version is not None) == (memory.state is EngineState.CLEAN)
         assert memory.term >= before.memory.term

@@ -26,9 +26,12 @@ from worlds import (
 )
 
 from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.wire.states import FleetState
 
 Object = dict[str, Any]
 
@@ -251,6 +254,43 @@ def test_suspended_is_not_ready_and_says_what_is_kept() -> None:
     assert (status, reason) == ("False", "Suspended")
     assert message.startswith("Suspended by spec.state: no engine runs. Kept: version ")
     assert build_status(seen, SETTINGS, NOW)["ready"] == "0/0"
+
+
+def test_a_paused_fleet_says_who_holds_it_and_that_nothing_is_lost() -> None:
+    rows = [row(0, V1, gate=False), row(1, V1, gate=False)]
+    written = record(*rows, committed=V1).model_copy(update={"state": FleetState.PAUSED})
+    seen = world([pod(0), pod(1)], written=written, custom=cr(state="Paused"))
+    message = "Paused by spec.state: 2 of 2 engines are paused and hold version step-1. Weight updates are taken."
+    assert ready(seen) == ("False", "Paused", message)
+    status = status_of(seen)
+    assert [engine["phase"] for engine in status["engines"]] == ["Paused", "Paused"]
+    assert condition(status, "WeightsConsistent")["status"] == "True"
+    assert condition(status, "Degraded")["status"] == "False"
+    letting_go = world([pod(0), pod(1)], written=written)
+    assert ready(letting_go)[1:] == ("Paused", "spec.state is Active again: 2 of 2 engines have not gone on yet.")
+
+
+def test_a_sleeping_fleet_says_what_is_released() -> None:
+    tags = ["kv_cache", "weights", "cuda_graph"]
+    rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update={"released": tags}) for index in range(2)]
+    written = record(*rows, committed=V1).model_copy(update={"state": FleetState.ASLEEP})
+    engine = {"image": "example.org/engine:1", "gpuResource": "", "memorySaver": True}
+    custom = cr(state="Asleep", engine=engine)
+    current = revision(SGLangRollout.model_validate(custom))
+    seen = world([pod(0, current=current), pod(1, current=current)], written=written, custom=custom)
+    message = "Asleep by spec.state: 2 of 2 engines have released their memory. Kept: version step-1."
+    assert ready(seen) == ("False", "Asleep", message)
+    status = status_of(seen)
+    assert [(one["phase"], one["reason"]) for one in status["engines"]] == [
+        ("Asleep", "spec.state is Asleep; released: kv_cache, weights, cuda_graph.")
+    ] * 2
+    assert condition(status, "Degraded")["status"] == "False"
+
+
+def test_in_a_paused_fleet_an_engine_in_trouble_is_what_is_said() -> None:
+    written = record(row(0, V1, gate=False), row(1, BASE, gate=False), committed=V1).model_copy(update={"state": FleetState.PAUSED})
+    found = ready(world([pod(0), pod(1)], written=written, custom=cr(state="Paused")))
+    assert found[:2] == ("False", "WaitingForWeights"), found
 
 
 def test_an_object_that_cannot_be_read_says_where() -> None:

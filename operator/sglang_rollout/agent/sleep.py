@@ -1,0 +1,105 @@
+"""Memory of the engine that is given back and taken again: asked for by a trainer, or by ``spec.state: Asleep``.
+
+SGLang dies of a release while it runs anything, and of a resume of what is not released. So the gate closes first, what came
+in before that is ended by a pause in the mode *abort*, and the record of released tags is written before the engine hears of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from sglang_rollout.agent import state as s
+from sglang_rollout.agent.engine import EngineError
+from sglang_rollout.agent.guards import Refusal
+from sglang_rollout.wire.states import FleetState
+
+if TYPE_CHECKING:
+    from sglang_rollout.agent.agent import Agent
+
+log = logging.getLogger(__name__)
+
+_CALL_SECONDS = 60.0
+_ABORT_SECONDS = 5.0
+NO_SAVER = "the engine was started without --enable-memory-saver (engine.memorySaver), so nothing would be released."
+
+
+async def release_refusal(agent: Agent) -> Refusal | None:
+    """Why the engine must not release memory now; None if it may."""
+    memory = agent.state.memory
+    if not memory.paused or memory.pause_mode == "in_place":  # in the other modes what waits does not count
+        try:
+            running = await agent.engine.running()
+        except EngineError as error:
+            return Refusal(503, f"{s.RELEASE}: cannot tell whether the engine is idle: {error}.")
+        if running:
+            sentence = f"{running} requests run or wait; releasing memory under them ends the engine's process. Pause first."
+            return Refusal(409, f"{s.RELEASE}: {sentence}")
+    if agent.engine.info.get("enable_memory_saver") is False:
+        return Refusal(409, f"{s.RELEASE}: {NO_SAVER}")
+    return None
+
+
+async def quiet(agent: Agent) -> None:
+    """Before the release itself, with the gate closed: nothing runs any more, and nothing starts until all memory is back."""
+    await agent.shut_gate()
+    if agent.state.memory.lulled:
+        reply = await agent.engine.call(s.PAUSE, {"mode": "abort"})
+        if not reply.ok:
+            raise EngineError("it could not be paused before its memory was released")
+
+
+async def after_resume(agent: Agent) -> None:
+    """All memory is back: let the engine go on if it was paused only for the release."""
+    memory = agent.state.memory
+    if memory.lulled and memory.paused and not memory.released and memory.hold is FleetState.ACTIVE:
+        await agent.control(s.CONTINUE, {}, _CALL_SECONDS)
+
+
+class Sleep:
+    """Puts the engine to sleep and wakes it, as the spec says."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._since: float | None = None
+        """When the engine began to end its requests."""
+
+    async def watch(self) -> None:
+        """One look, and the next step."""
+        agent, memory = self._agent, self._agent.state.memory
+        if not agent.state.up or agent.fencing or memory.pending:
+            return
+        if memory.hold is not FleetState.ASLEEP:
+            self._since, agent.note = None, ""
+            if memory.asleep:
+                await self._wake()
+        elif set(s.MEMORY_TAGS) - set(memory.released):
+            await self._fall_asleep()
+
+    async def _fall_asleep(self) -> None:
+        agent, now = self._agent, time.monotonic()
+        if self._since is None:
+            self._since = now
+            log.info("Falling asleep: requests that run have %g s to end.", agent.drain)
+        if agent.state.memory.paused or now - self._since >= agent.drain:
+            # A paused engine ends none by itself, and after the sleep nobody vouches for what they would go on with.
+            await agent.engine.post("/abort_request", {"rid": "", "abort_all": True}, timeout=_ABORT_SECONDS)
+        elif await agent.engine.running():
+            return
+        tags = [tag for tag in s.MEMORY_TAGS if tag not in agent.state.memory.released]
+        reply = await agent.control(s.RELEASE, {"tags": tags, s.BY_SPEC: True}, _CALL_SECONDS)
+        document = reply.document
+        agent.note = "" if reply.ok or not isinstance(document, dict) else f"It cannot sleep: {document.get('message')}"
+
+    async def _wake(self) -> None:
+        agent = self._agent
+        if agent.state.memory.released:
+            reply = await agent.control(s.RESUME, {}, _CALL_SECONDS)
+            if not reply.ok:
+                log.error("The engine does not wake: HTTP %d %s", reply.status, reply.body[:300].decode(errors="replace"))
+                return
+        log.info("Awake: what the engine holds now must be proved before its gate opens.")
+        agent.awake()
+        if agent.state.memory.paused and agent.state.memory.hold is FleetState.ACTIVE:
+            await agent.control(s.CONTINUE, {}, _CALL_SECONDS)

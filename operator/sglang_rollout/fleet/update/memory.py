@@ -1,0 +1,134 @@
+"""The engines' memory: given back and taken again by a trainer, lost with the weights in it, and proved to be there again. Pure.
+
+Engines that the spec puts to sleep do it by themselves (``agent.sleep``); here is what the whole fleet does about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.fleet.update.calls import Results, Script, Turn, failures, same, send, sync, told
+from sglang_rollout.fleet.update.engine import Engine
+from sglang_rollout.fleet.update.events import Answer, ReleaseMemory, ResumeMemory
+from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM
+from sglang_rollout.wire.models import AckRequest, EngineState
+from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.states import FleetState, held_sentence
+
+RELEASE = "/release_memory_occupation"
+RESUME = "/resume_memory_occupation"
+WEIGHTS = "weights"
+TAGS = ("kv_cache", WEIGHTS, "cuda_graph")
+"""What SGLang can release."""
+
+
+def release(fleet: Fleet, ask: ReleaseMemory) -> Script[Answer]:
+    """Every engine gives back these kinds of memory. What an engine has released is not brought back because another refused:
+    its weights would be lost all the same. Calling again goes on where it stopped."""
+    yield Turn()
+    if fleet.kept is FleetState.ASLEEP:
+        return Answer(200, f"Memory is released already. {held_sentence(fleet.kept)}")
+    if fleet.update is not None:
+        raise Refusal("a weight update is open: end it before memory is released.", status=409, fleet=fleet.advice())
+    names = fleet.up()
+    if not names:
+        raise Refusal("No engine of this fleet is up, so there is no memory to release. Try again.", status=503)
+    tags = ask.tags or TAGS
+    results = yield from send(RELEASE, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
+    for name in names:
+        if results[name].ok:
+            _note(fleet.engines[name], [*_released(fleet.engines[name]), *tags])
+    return _reported(results, "release its memory", "Memory released on all engines.")
+
+
+def resume(fleet: Fleet, ask: ResumeMemory) -> Script[Answer]:
+    """Every engine takes back what it has released of these. SGLang ends when it is told to take back anything else."""
+    yield Turn()
+    if fleet.kept is FleetState.ASLEEP:
+        raise Refusal(f"Memory stays released. {held_sentence(fleet.kept)}", status=409)
+    bodies = {}
+    for name in fleet.up():
+        tags = [tag for tag in _released(fleet.engines[name]) if not ask.tags or tag in ask.tags]
+        if tags:
+            bodies[name] = {"tags": tags}
+    if not bodies:
+        return Answer(200, "No engine has released such memory: there was nothing to do.")
+    results = yield from send(RESUME, bodies, fleet.policy.deadlines.pause)
+    for name, body in bodies.items():
+        if results[name].ok:
+            _note(fleet.engines[name], [tag for tag in _released(fleet.engines[name]) if tag not in body["tags"]])
+    return _reported(results, "take its memory back", "Memory is back on all engines that had released it.")
+
+
+def _released(engine: Engine) -> list[str]:
+    return engine.status.released if engine.status is not None else []
+
+
+def _note(engine: Engine, released: Iterable[str]) -> None:
+    """Know already what its agent will say."""
+    if engine.status is not None:
+        engine.status = engine.status.model_copy(update={"released": list(dict.fromkeys(released))})
+
+
+def _reported(results: Results, what: str, done: str) -> Answer:
+    failed = failures(results)
+    if not failed:
+        return Answer(200, done, {"engines": told(results)})
+    name, result = next(iter(failed.items()))
+    others = ", ".join(name for name, result in results.items() if result.ok) or "none"
+    message = f"engine {name} did not {what}: {result.message.rstrip('.')}. Done on: {others}. Call again: it goes on where it stopped."
+    return Answer(409 if result.status == 409 else 502, message, {"engine": name, "engines": told(results)})
+
+
+def note_checksums(fleet: Fleet) -> Script[None]:
+    """Ask one engine of each shape what the committed version is, as long as there is one that holds it."""
+    committed = fleet.committed
+    peers: dict[int, str] = {}
+    for name in fleet.up():
+        engine = fleet.engines[name]
+        if committed is not None and engine.holds(committed) and not engine.released:
+            peers.setdefault(engine.wanted.tensor_size, name)
+    peers = {size: name for size, name in peers.items() if size not in fleet.checksums}
+    results = yield from send(CHECKER, same(peers.values(), CHECKSUM), fleet.policy.deadlines.update)
+    for size, name in peers.items():
+        found = results[name].checksums
+        if found is not None:
+            fleet.checksums[size] = found
+
+
+def woken(fleet: Fleet) -> list[str]:
+    """Engines whose weights are back in memory and have not been compared since."""
+    found = []
+    for name, engine in fleet.engines.items():
+        status = engine.status
+        if status is None or WEIGHTS in status.released:
+            engine.compared = None
+        elif engine.member and status.woken and status.state is EngineState.UNKNOWN and engine.compared != engine.boot:
+            found.append(name)
+    return found if fleet.update is None and fleet.kept is not FleetState.ASLEEP else []
+
+
+def prove(fleet: Fleet, names: list[str]) -> Script[Answer]:
+    """Compare the engines that woke with what the committed version is known to be; those that hold it may serve again.
+
+    The others hold whatever was left in their memory: they catch up, or wait for the next push.
+    """
+    committed = fleet.committed
+    if committed is None:
+        raise RuntimeError("nobody can be compared before the committed version is proved")
+    for name in names:
+        fleet.engines[name].compared = fleet.engines[name].boot
+    yield from note_checksums(fleet)
+    right = {name: fleet.checksums.get(fleet.engines[name].wanted.tensor_size) for name in names}
+    known = [name for name in names if right[name] is not None]
+    results = yield from send(CHECKER, same(known, CHECKSUM), fleet.policy.deadlines.update)
+    same_bytes = [name for name in known if results[name].checksums == right[name]]
+    acks = {
+        name: AckRequest(version=committed, boot_id=fleet.engines[name].boot or "", cohort=[name], verified=True).model_dump(mode="json")
+        for name in same_bytes
+    }
+    yield from send(AGENT_ACK, acks, fleet.policy.deadlines.pause, idempotent=True)
+    yield from sync(fleet)
+    return Answer(200, f"{len(same_bytes)} of {len(names)} engines that woke hold version {committed}.")

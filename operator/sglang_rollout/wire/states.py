@@ -1,0 +1,32 @@
+"""What ``spec.state`` asks of a running fleet, and the sentences in which every part speaks of it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class FleetState(StrEnum):
+    """What the spec holds a fleet in. A suspended fleet has no engines, so nothing is said to them."""
+
+    ACTIVE = "active"
+    PAUSED = "paused"
+    """No engine generates; weight updates are taken."""
+    ASLEEP = "asleep"
+    """The engines' memory is released; neither tokens nor weights are taken."""
+
+
+_SENTENCES = {
+    FleetState.ACTIVE: "",
+    FleetState.PAUSED: (
+        "The fleet is paused by its spec (spec.state: Paused): no engine generates until that is Active. Weight updates are taken."
+    ),
+    FleetState.ASLEEP: (
+        "The fleet is asleep by its spec (spec.state: Asleep): the memory of its engines is released, and neither tokens nor"
+        " weights are taken until that is Active or Paused."
+    ),
+}
+
+
+def held_sentence(state: FleetState) -> str:
+    """Why nothing generates, and until when; empty for an active fleet."""
+    return _SENTENCES[state]

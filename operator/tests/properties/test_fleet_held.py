@@ -1,0 +1,179 @@
+"""`spec.state` over the state machine: what a trainer sees of a fleet that its spec holds, and what ends it."""
+
+from __future__ import annotations
+
+import pytest
+from fleet_world import SNAPSHOTS, FakeAgent, World, group_body, push
+
+from sglang_rollout.fleet.update import calls
+from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.wire.models import CatchUp, Version
+from sglang_rollout.wire.states import FleetState
+
+TENSORS = {"names": ["w"]}
+
+
+def make(state: FleetState = FleetState.PAUSED, *, engines: int = 2) -> World:
+    """A fleet that serves version 1 and is then held."""
+    world = World([1] * engines)
+    world.sync_all()
+    push(world, "1")
+    world.set_state(state)
+    world.drain()
+    tell(world)
+    return world
+
+
+def tell(world: World) -> None:
+    """Every agent speaks, and what follows from it is carried out."""
+    world.tick(0.5)
+    world.sync_all()
+    world.drain()
+
+
+def everybody(world: World) -> list[tuple[bool, bool]]:
+    """Of each engine: whether it is paused, and whether its gate is open."""
+    return [(agent.paused, agent.gate_open) for agent in world.agents.values()]
+
+
+def test_a_paused_fleet_is_paused_and_closed_until_the_spec_lets_it_go() -> None:
+    world = make()
+    assert everybody(world) == [(True, False)] * 2
+    for _ in range(20):
+        world.tick(200.0)  # no lease, no idle and no total deadline ends it
+        tell(world)
+    assert everybody(world) == [(True, False)] * 2
+    assert world.record is not None
+    assert world.record.state is FleetState.PAUSED
+    world.set_state(FleetState.ACTIVE)
+    world.drain()
+    assert everybody(world) == [(False, True)] * 2
+
+
+def test_gates_close_before_engines_pause() -> None:
+    world = World([1])
+    world.sync_all()
+    world.set_state(FleetState.PAUSED)
+    world.drain()
+    paths = [effect.path for effect in world.sent]
+    assert paths.index(calls.AGENT_SYNC) < paths.index(calls.PAUSE)
+
+
+def test_a_continue_is_answered_as_sglang_does_and_ends_nothing() -> None:
+    world = make()
+    answer = world.do(ev.Continue())
+    assert answer.status == 200
+    assert answer.message == (
+        "Generation stays paused. The fleet is paused by its spec (spec.state: Paused): no engine generates until that is Active."
+        " Weight updates are taken."
+    )
+    assert everybody(world) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("pauses", [True, False], ids=["pauses itself", "does not pause"])
+@pytest.mark.parametrize("session", [True, False], ids=["session", "no session"])
+def test_weights_are_taken_while_paused_and_the_commit_opens_no_gate(pauses: bool, session: bool) -> None:
+    world = make()
+    asked: list[ev.Request] = [ev.OpenGroup(group_body(world, "h"))]
+    asked += [ev.Pause("abort", {"mode": "abort"})] if pauses else []
+    asked += [ev.Begin()] if session else []
+    asked += [ev.Update("h", "2", TENSORS)]
+    asked += [ev.End()] if session else []
+    asked += [ev.Continue()] if pauses or not session else []
+    for request in asked:
+        answer = world.do(request)
+        assert answer.success, answer.message
+    assert {agent.version for agent in world.agents.values()} == {Version(run=1, n=2, label="2")}
+    tell(world)
+    assert everybody(world) == [(True, False)] * 2
+    world.set_state(FleetState.ACTIVE)
+    world.drain()
+    assert everybody(world) == [(False, True)] * 2
+
+
+def test_a_joiner_and_a_restarted_engine_come_up_paused() -> None:
+    world = make()
+    world.agents["e1"].restart()
+    world.agents["e1"].hold = FleetState.ACTIVE  # a new pod: nobody has told its agent
+    world.agents["e2"] = FakeAgent("e2")
+    world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
+    world.want()
+    for _ in range(3):
+        tell(world)
+    assert everybody(world) == [(True, False)] * 3
+
+
+def test_an_engine_catches_up_while_the_fleet_is_paused_and_stays_paused() -> None:
+    world = make()
+    world.policy = world.policy.model_copy(update={"catch_up": CatchUp(disk=SNAPSHOTS)})
+    for agent in world.agents.values():
+        agent.stocked = True
+    world.agents["e1"].restart()
+    world.want()
+    tell(world)
+    tell(world)
+    assert world.agents["e1"].version == Version(run=1, n=1, label="1")
+    assert everybody(world) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("keep_record", [True, False], ids=["with its record", "without"])
+def test_a_new_coordinator_adopts_the_hold_and_can_end_it(keep_record: bool) -> None:
+    world = make()
+    if not keep_record:
+        world.record = None
+    before = len(world.sent)
+    world.start()
+    tell(world)
+    tell(world)
+    paths = {effect.path for effect in world.sent[before:]}
+    assert not paths & {calls.CONTINUE, calls.AGENT_FENCE}
+    assert everybody(world) == [(True, False)] * 2
+    world.set_state(FleetState.ACTIVE)
+    world.drain()
+    assert everybody(world) == [(False, True)] * 2
+
+
+def test_a_hold_that_ended_while_no_coordinator_was_there_is_let_go() -> None:
+    world = make()
+    world.state = FleetState.ACTIVE
+    world.start()
+    tell(world)
+    tell(world)
+    assert everybody(world) == [(False, True)] * 2
+
+
+def test_a_trainers_own_pause_outlasts_the_hold_and_keeps_its_lease() -> None:
+    world = make()
+    assert world.do(ev.Pause("retract", {"mode": "retract"})).success
+    world.set_state(FleetState.ACTIVE)
+    world.drain()
+    assert [agent.paused for agent in world.agents.values()] == [True, True]
+    assert world.do(ev.Continue()).message == "Generation continued successfully."
+    assert everybody(world) == [(False, True)] * 2
+
+
+def test_a_trainer_that_dies_in_a_held_fleet_loses_its_pause_and_the_fleet_stays_paused() -> None:
+    world = make()
+    assert world.do(ev.Pause("retract", {"mode": "retract"})).success
+    world.tick(world.policy.deadlines.idle + 1)
+    world.drain()
+    assert world.machine.fleet.hold is None
+    tell(world)
+    assert everybody(world) == [(True, False)] * 2
+
+
+def test_an_engine_that_cannot_be_paused_is_tried_again_and_trainers_are_not_kept_waiting() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    world.set_state(FleetState.PAUSED)
+    world.complete()  # the sync
+    world.complete(broken=frozenset({"e1"}))
+    world.agents["e1"].paused = False
+    for _ in range(3):
+        world.tick(0.5)
+        world.sync_all()
+        assert not world.pending, "it would hold the turn all the time"
+    world.tick(10.0)
+    world.sync_all()
+    world.drain()
+    assert everybody(world) == [(True, False)] * 2
