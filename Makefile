@@ -75,7 +75,7 @@ chaos-cluster: venv engine-venv ## What only a cluster can lose: API server, nod
 	@eval "$$($(LAB) env)"; $(BIN)/python -m e2e.chaos --cluster --out out/chaos-cluster.json
 
 bench: venv engine-venv ## Benchmarks: ratios against a baseline in the same run, results in bench/results
-	@for b in reconcile push catchup endurance inflight latency; do $(BIN)/python -m bench.$$b; done
+	@for b in reconcile plans push catchup endurance inflight latency; do $(BIN)/python -m bench.$$b; done
 
 # --- cluster and demo --------------------------------------------------------------------------------------------------
 .PHONY: cluster-up cluster-status cluster-down images demo clean

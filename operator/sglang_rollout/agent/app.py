@@ -102,6 +102,8 @@ class Routes:
         wanted = await message(request, CheckpointRequest)
         own = wanted.model_path or self._model_path or self._agent.engine.info.get("model_path")
         reply = await self._checkpoints.run(wanted, own if isinstance(own, str) else None)
+        if self._leader is not None:
+            reply = await self._leader.checkpoint(wanted, reply)
         return web.json_response(reply.model_dump(mode="json"))
 
     async def ack(self, request: web.Request) -> web.StreamResponse:

@@ -112,7 +112,7 @@ def command(
     place = _place(nodes, node_rank, leader, advertise, boot_file)
     try:
         if place is not None and place.rank:
-            asyncio.run(_run_follower(place, name=name, url=engine_url, listen=address, token=token))
+            asyncio.run(_run_follower(place, name=name, url=engine_url, listen=address, token=token, model_path=model_path))
             return
         asyncio.run(
             _run(
@@ -179,7 +179,7 @@ async def _run(
         await _serve(app, listen, work, f"Agent of {name} at {listen}, engine {url}.")
 
 
-async def _run_follower(place: _Place, *, name: str, url: str, listen: Address, token: str) -> None:
+async def _run_follower(place: _Place, *, name: str, url: str, listen: Address, token: str, model_path: str | None) -> None:
     async with Engine(url) as engine:
         follower = Follower(engine, Barrier(place.files), rank=place.rank, leader=place.leader, own=place.own, token=token)
         work = [
@@ -187,7 +187,7 @@ async def _run_follower(place: _Place, *, name: str, url: str, listen: Address, 
             _every(_INTERVAL, "speaking to pod 0", follower.report),
             _every(_RESOLVE_INTERVAL, "resolving the name of pod 0", follower.resolve),
         ]
-        app = follower_app(follower, name=name, token=token)
+        app = follower_app(follower, name=name, token=token, model_path=model_path)
         await _serve(app, listen, work, f"Agent of {name}, rank {place.rank} of {place.nodes}, at {listen}; pod 0 is at {place.leader}.")
 
 

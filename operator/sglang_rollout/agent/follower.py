@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from sglang_rollout.agent.access import Handler, RefusedError, check_token, message, refuse
 from sglang_rollout.agent.barrier import Barrier
+from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import Engine, EngineError
 from sglang_rollout.agent.group import GRACE_SECONDS, Link
 from sglang_rollout.agent.preflight import preflight
@@ -22,7 +23,7 @@ from sglang_rollout.agent.reach import is_cut
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.group import GroupReply, MemberReport, Verdict
-from sglang_rollout.wire.models import PreflightRequest
+from sglang_rollout.wire.models import CheckpointRequest, PreflightRequest
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +103,9 @@ class Follower:
             return None
 
 
-def follower_app(follower: Follower, *, name: str, token: str) -> web.Application:
-    """All routes of such an agent."""
+def follower_app(follower: Follower, *, name: str, token: str, model_path: str | None) -> web.Application:
+    """All routes of such an agent. ``model_path``: what the engine was started with; checkpoints are compared with it."""
+    checkpoints = CheckpointCheck()
     registry = CollectorRegistry()
     up = Gauge("sglang_rollout_agent_engine_up", "1 while this pod's part of the engine has loaded.", registry=registry)
 
@@ -121,6 +123,11 @@ def follower_app(follower: Follower, *, name: str, token: str) -> web.Applicatio
         check_token(request, token)
         return web.json_response((await preflight(await message(request, PreflightRequest))).model_dump(mode="json"))
 
+    async def checkpoint(request: web.Request) -> web.StreamResponse:
+        check_token(request, token)
+        wanted = await message(request, CheckpointRequest)
+        return web.json_response((await checkpoints.run(wanted, wanted.model_path or model_path)).model_dump(mode="json"))
+
     async def elsewhere(request: web.Request) -> web.StreamResponse:
         return refuse(
             421, f"{request.path}: this pod holds rank {follower.rank} of engine {name}; only its pod 0 answers, at {follower.leader}."
@@ -129,6 +136,7 @@ def follower_app(follower: Follower, *, name: str, token: str) -> web.Applicatio
     app = web.Application(middlewares=[_sentences])
     app.add_routes([web.get(ports.AGENT_HEALTH, health), web.get(ports.AGENT_ENGINE, engine), web.get("/health", engine)])
     app.add_routes([web.get(ports.AGENT_METRICS, metrics), web.post(ports.AGENT_PREFLIGHT, reaches)])
+    app.add_routes([web.post(ports.AGENT_CHECKPOINT, checkpoint)])
     # haproxy asks ports.AGENT_GATE whether the gate may be open: it never may.
     app.add_routes([web.route("*", "/{path:.*}", elsewhere)])
     return app

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 from pydantic import ValidationError
@@ -18,11 +19,13 @@ from sglang_rollout.agent.reach import is_cut
 from sglang_rollout.agent.record import load, save
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.group import GroupReply, MemberReport
-from sglang_rollout.wire.models import PreflightReply, PreflightRequest
-from sglang_rollout.wire.ports import AGENT_PREFLIGHT
+from sglang_rollout.wire.models import CheckpointReply, CheckpointRequest, PreflightReply, PreflightRequest
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 
 log = logging.getLogger(__name__)
 
+_Asking = PreflightRequest | CheckpointRequest
+_Reply = TypeVar("_Reply", PreflightReply, CheckpointReply)
 _MARGIN = 2.0
 """What another pod's answer may take beyond the time it is told to try."""
 
@@ -74,25 +77,44 @@ class Leader:
 
     async def preflight(self, request: PreflightRequest) -> PreflightReply:
         """Whether every pod of the engine reaches the trainer; the reason names the one that does not."""
-        addresses = {rank: member.address for rank, member in self.group.members.items() if rank}
-        replies = await asyncio.gather(preflight(request), *(self._asked(address, request) for address in addresses.values()))
-        for rank, reply in zip([0, *addresses], replies, strict=True):
+        own, others = await asyncio.gather(preflight(request), self._ask(AGENT_PREFLIGHT, request, PreflightReply))
+        for rank, reply in {0: own, **others}.items():
             if not reply.ok:
                 return PreflightReply(ok=False, reason=f"from pod {self.group.pod(rank)}: {reply.reason}")
         return PreflightReply(ok=True)
 
-    async def _asked(self, address: str, request: PreflightRequest) -> PreflightReply:
-        url = Address.parse(address).url + AGENT_PREFLIGHT
+    async def checkpoint(self, request: CheckpointRequest, own: CheckpointReply) -> CheckpointReply:
+        """Whether the other pods see the folder that pod 0 found good, and see the same in it."""
+        if not own.ok:
+            return own
+        # A snapshot is found and held by pod 0 alone; the others look at its folder.
+        folder = request.model_copy(update={"path": own.path or request.path, "snapshot": None})
+        for rank, reply in (await self._ask(AGENT_CHECKPOINT, folder, CheckpointReply)).items():
+            if not reply.ok:
+                return CheckpointReply(ok=False, reason=f"from pod {self.group.pod(rank)}: {reply.reason}")
+            if reply.digest != own.digest:
+                what = f"{folder.path} holds something else in pod {self.group.pod(rank)} than in pod {self.group.pod(0)}."
+                return CheckpointReply(ok=False, reason=what)
+        return own
+
+    async def _ask(self, path: str, request: _Asking, reply: type[_Reply]) -> dict[int, _Reply]:
+        """The same of every other pod."""
+        addresses = {rank: member.address for rank, member in self.group.members.items() if rank}
+        replies = await asyncio.gather(*(self._asked(address, path, request, reply) for address in addresses.values()))
+        return dict(zip(addresses, replies, strict=True))
+
+    async def _asked(self, address: str, path: str, request: _Asking, reply: type[_Reply]) -> _Reply:
+        url = Address.parse(address).url + path
         limit = aiohttp.ClientTimeout(total=request.deadline + _MARGIN)
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
             async with (
                 aiohttp.ClientSession(timeout=limit, headers=headers) as http,
-                http.post(url, json=request.model_dump(mode="json")) as reply,
+                http.post(url, json=request.model_dump(mode="json")) as answer,
             ):
-                return PreflightReply.model_validate(await reply.json(content_type=None))
+                return reply.model_validate(await answer.json(content_type=None))
         except (aiohttp.ClientError, OSError, ValueError, ValidationError) as error:
-            return PreflightReply(ok=False, reason=f"its agent does not answer ({str(error) or type(error).__name__})")
+            return reply(ok=False, reason=f"its agent does not answer ({str(error) or type(error).__name__})")
 
     def _decide(self) -> None:
         """Written down before anybody acts on it."""

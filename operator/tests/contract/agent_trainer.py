@@ -1,9 +1,9 @@
 """A trainer's half of one weight update over gloo; run by the engine environment's python, which has torch.
 
-    agent_trainer.py MODEL PORT GROUP SCALE [TENSORS]
+    agent_trainer.py MODEL PORT GROUP SCALE RANKS [TENSORS]
 
-Prints the names, dtypes and shapes as JSON when it has joined the group, waits for a line on standard input, then broadcasts: all tensors,
-or only the first TENSORS and then it dies as a killed trainer would.
+RANKS: of the engine. Prints the names, dtypes and shapes as JSON when it has joined the group, waits for a line on standard input, then
+broadcasts: all tensors, or only the first TENSORS and then it dies as a killed trainer would.
 """
 
 import json
@@ -17,15 +17,16 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, default_pg_timeout, rendezvous
 
 
-def main(model: str, port: str, group: str, scale: str, tensors: str = "") -> None:
+def main(model: str, port: str, group: str, scale: str, ranks: str, tensors: str = "") -> None:
+    world = 1 + int(ranks)
     weights = {
         name: (tensor.float() * float(scale)).to(tensor.dtype) for name, tensor in load_file(Path(model) / "model.safetensors").items()
     }
-    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=default_pg_timeout))
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world, timeout=default_pg_timeout))
     made, _ = _new_process_group_helper(
-        2, 0, [], Backend("gloo"), PrefixStore(group, store), group_name=group, backend_options=None, timeout=default_pg_timeout
+        world, 0, [], Backend("gloo"), PrefixStore(group, store), group_name=group, backend_options=None, timeout=default_pg_timeout
     )
-    _world.pg_group_ranks[made] = {0: 0, 1: 1}
+    _world.pg_group_ranks[made] = {rank: rank for rank in range(world)}
     described = {
         "names": list(weights),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],

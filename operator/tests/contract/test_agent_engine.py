@@ -42,12 +42,14 @@ async def lab(engine: Engine, tmp_path: Path) -> AsyncIterator[Pod]:
 
 
 @asynccontextmanager
-async def trainer(lab: Pod, *, scale: float, tensors: str = "") -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+async def trainer(
+    lab: Pod, *, scale: float, tensors: str = "", ranks: int = 1
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
     """A trainer that has opened a group with the engine, and the body of its update call."""
     port, group = free_port(), f"group-{time.monotonic_ns()}"
     model = environment.model()
     process = await asyncio.create_subprocess_exec(
-        *(str(environment.python(make=False)), str(TRAINER), str(model), str(port), group, str(scale)),
+        *(str(environment.python(make=False)), str(TRAINER), str(model), str(port), group, str(scale), str(ranks)),
         *([tensors] if tensors else []),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -59,7 +61,7 @@ async def trainer(lab: Pod, *, scale: float, tensors: str = "") -> AsyncIterator
             "master_address": "127.0.0.1",
             "master_port": port,
             "rank_offset": 1,
-            "world_size": 2,
+            "world_size": 1 + ranks,
             "group_name": group,
             "backend": "gloo",
         }
@@ -80,9 +82,9 @@ async def go(process: asyncio.subprocess.Process) -> None:
     await process.stdin.drain()
 
 
-async def push(lab: Pod, version: Version) -> None:
+async def push(lab: Pod, version: Version, ranks: int = 1) -> None:
     """A complete update over gloo, acknowledged and committed."""
-    async with trainer(lab, scale=1 + 0.1 * version.n) as (process, body):
+    async with trainer(lab, scale=1 + 0.1 * version.n, ranks=ranks) as (process, body):
         boot = (await lab.status()).boot_id
         assert (await lab.control("/pause_generation", {"mode": "retract"})).status == 200
         assert (await lab.control("/begin_weight_update")).status == 200
