@@ -122,7 +122,7 @@ def same_said_twice() -> list[dict[str, str]]:
         name = str(info.alias)
         given = f"self.{name}" if info.annotation is bool else f"has(self.{name})"
         # argparse takes an abbreviation for the flag, too.
-        in_args = f"self.args.exists(a, a.size() > 2 && a.startsWith('--') && '{flag}'.startsWith(a.split('=')[0]))"
+        in_args = f"has(self.args) && self.args.exists(a, a.size() > 2 && a.startsWith('--') && '{flag}'.startsWith(a.split('=')[0]))"
         message = f"engine.{name} and {flag} in engine.args say the same: leave one of them out."
-        made.append(rule(f"!{given} || !{in_args}", message, field=f".{name}"))
+        made.append(rule(f"!{given} || !({in_args})", message, field=f".{name}"))
     return made
