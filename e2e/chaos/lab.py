@@ -116,12 +116,10 @@ class LabStack:
 
     def engine_pid(self, index: int) -> int:
         """The stand-in's process on this machine. Raises LookupError."""
-        pod = f"HOSTNAME={NAME}-engine-{index}-0".encode()
-        for entry in Path("/proc").iterdir():
+        for pid in nodes.processes(f"{NAME}-engine-{index}-0"):
             with suppress(OSError):
-                words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-                if words[1:3] == [b"-m", b"sglang.launch_server"] and pod in (entry / "environ").read_bytes().split(b"\0"):
-                    return int(entry.name)
+                if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"sglang.launch_server"]:
+                    return pid
         raise LookupError(f"no process of engine {index} runs")
 
     def pod(self, index: int) -> dict[str, Any]:

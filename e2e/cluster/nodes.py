@@ -107,6 +107,22 @@ def enter(node: int, *command: str) -> list[str]:
     return ["nsenter", "-t", str(running()[node]), "--mount", "--net", "--pid", "--uts", "--ipc", "--wd=/", *command]
 
 
+def processes(pod: str) -> list[int]:
+    """Return the processes of a pod's containers, oldest first, by their numbers on this machine.
+
+    Raises:
+        LookupError: there are none.
+    """
+    found, wanted = [], f"HOSTNAME={pod}".encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    if not found:
+        raise LookupError(f"no process of pod {pod} runs on this machine")
+    return sorted(found)
+
+
 def log_tail(node: int, lines: int = 5) -> str:
     """Return the last lines of every log of a node: what to show when it does not come up."""
     parts = []
