@@ -118,5 +118,5 @@ def same_said_twice() -> list[dict[str, str]]:
         # argparse takes an abbreviation for the flag, too.
         in_args = f"self.args.exists(a, a.size() > 2 && a.startsWith('--') && '{flag}'.startsWith(a.split('=')[0]))"
         message = f"engine.{name} and {flag} in engine.args say the same: leave one of them out."
-        made.append(rule(f"!{given} || !{in_args}", message, field=f".{name}"))
+        made.append(rule(f"!{given} || !has(self.args) || !{in_args}", message, field=f".{name}"))
     return made
