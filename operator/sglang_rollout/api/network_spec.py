@@ -100,7 +100,7 @@ def variable_said_twice() -> list[dict[str, str]]:
         said.append((f"has(self.network) && has(self.network.{alias})", f"network.{alias}", variables))
     return [
         rule(
-            f"!({given}) || !self.env.exists(e, e.name in {list(variables)})",
+            f"!({given}) || !has(self.env) || !self.env.exists(e, e.name in {list(variables)})",
             f"engine.{name} sets {', '.join(variables)}: leave {'it' if len(variables) == 1 else 'them'} out of engine.env.",
             field=".env",
         )

@@ -111,7 +111,7 @@ class RolloutSpec(ApiModel):
                 field=".scheduling",
             ),
             rule(
-                f"!self.model.offline || !self.engine.env.exists(e, e.name in {list(OFFLINE_VARIABLES)})",
+                f"!self.model.offline || !has(self.engine.env) || !self.engine.env.exists(e, e.name in {list(OFFLINE_VARIABLES)})",
                 f"model.offline sets {', '.join(OFFLINE_VARIABLES)}: leave them out of engine.env.",
                 field=".engine",
             ),

@@ -166,7 +166,11 @@ async def test_an_object_that_has_the_name_of_a_child_is_not_taken_over(operator
     for resource, name in ((SERVICEACCOUNTS, "demo-engine"), (SECRETS, "demo-control")):
         await world.kube.merge_patch(resource, world.namespace, name, {"metadata": {"labels": {names.LABEL_ROLLOUT: "demo"}}})
     await eventually("children", lambda: world.is_complete("demo"))
-    assert (await world.condition("demo"))["reason"] != "NameTaken"
+
+    async def other() -> bool:
+        return bool((await world.condition("demo"))["reason"] != "NameTaken")
+
+    await eventually("another reason", other)
     assert (await world.kube.get(SECRETS, world.namespace, "demo-control"))["data"]["token"]
 
 
