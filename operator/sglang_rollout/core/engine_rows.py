@@ -11,7 +11,7 @@ from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.serving import holds_committed, router_ready, serves
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
-from sglang_rollout.wire.group import BUDGET_EXHAUSTED
+from sglang_rollout.wire.group import BUDGET_EXHAUSTED, WITH_THE_OTHERS
 from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
 
 _UNDER_WAY = "A weight update is under way."
@@ -106,7 +106,7 @@ def _state_of_several(world: World, name: str) -> tuple[EnginePhase, Reason, str
     away = [(pod, _not_ready(pod, _failed_before(world, name))) for pod in found if not pods.is_ready(pod)]
     if not away:
         return _closed(world, name)
-    pod, (phase, reason, why) = min(away, key=lambda one: _PHASES.index(one[1][0]))
+    pod, (phase, reason, why) = min(away, key=lambda one: (_PHASES.index(one[1][0]), WITH_THE_OTHERS in one[1][2]))
     if phase is EnginePhase.STARTING:
         why = f"{why} {said}".rstrip()
     return phase, reason, f"{pods.place(pod)}: {why}"
