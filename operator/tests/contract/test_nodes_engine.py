@@ -30,7 +30,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
         for member in (made.leader, made.follower):
             ranks = ["--nnodes", "2", "--node-rank", str(member.rank), "--dist-init-addr", address]
             engine = make_engine(member.engine_port, tensor=2, args=ranks)
-            member.command, member.env = list(engine.command), {**engine.environment, "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so"}
+            member.command, member.env = list(engine.command), engine.environment
             await member.start(made.leader.relay)
         await until(made.runs, 300, "both ranks have loaded", every=0.5)
         yield made
