@@ -136,6 +136,7 @@ def make_engine(
     ]
     variables = environment.environment_variables() | (env or {})
     if tensor > 1:  # one group of cores per rank; else SGLang wants as many NUMA nodes as ranks
+        variables = environment.SEVERAL_RANKS | variables
         variables.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(i % (os.cpu_count() or 1)) for i in range(tensor)))
     return Engine(port, command, log or cache_root() / "logs" / f"engine-{port}.log", variables)
 

@@ -26,6 +26,11 @@ _PYTHON = "3.11"
 _NEEDED_GB = 9  # download 2.6 GB, unpacked 5 GB before the trim
 
 
+SEVERAL_RANKS = {"SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so", "TORCHDYNAMO_DISABLE": "1"}
+"""What engines with several tensor-parallel ranks need besides: torch of a CUDA build would try NCCL, and SGLang compiles a function for
+which neither the headers nor a compiler are here."""
+
+
 def environment_variables() -> dict[str, str]:
     """Return what SGLang needs in its environment to run on a CPU, on top of the present one."""
     path = os.pathsep.join(filter(None, [str(STAND_INS), os.environ.get("PYTHONPATH", "")]))

@@ -12,7 +12,7 @@ from sglang_rollout.core.serving import holds_committed, kept_back, router_ready
 from sglang_rollout.core.waiting import waits
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
-from sglang_rollout.wire.group import BUDGET_EXHAUSTED
+from sglang_rollout.wire.group import BUDGET_EXHAUSTED, WITH_THE_OTHERS
 from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
 from sglang_rollout.wire.states import FleetState
 
@@ -108,7 +108,7 @@ def _state_of_several(world: World, name: str) -> tuple[EnginePhase, Reason, str
     away = [(pod, _not_ready(world, pod, _failed_before(world, name))) for pod in found if not pods.is_ready(pod)]
     if not away:
         return _closed(world, name)
-    pod, (phase, reason, why) = min(away, key=lambda one: _PHASES.index(one[1][0]))
+    pod, (phase, reason, why) = min(away, key=lambda one: (_PHASES.index(one[1][0]), WITH_THE_OTHERS in one[1][2]))
     if phase is EnginePhase.STARTING:
         why = f"{why} {said}".rstrip()
     return phase, reason, f"{pods.place(pod)}: {why}"

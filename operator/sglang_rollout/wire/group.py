@@ -11,6 +11,9 @@ from sglang_rollout.wire.models import Message
 BUDGET_EXHAUSTED = "its restart budget is exhausted"
 """In the reason of an engine that is not started again; the operator looks for it."""
 
+WITH_THE_OTHERS = "failed with the others"
+"""In the last words of a container that was ended because of another pod: the operator speaks of that one first."""
+
 
 class Verdict(StrEnum):
     """What a pod is to do with the present life of its engine container."""

@@ -100,6 +100,8 @@ class Member:
         folder.mkdir()
         self.rank = rank
         self.engine_port = free_port()
+        self.command = [sys.executable, str(ENGINE), str(self.engine_port), str(folder / "pid")]
+        self.env: dict[str, str] = {}
         self.pod = Pod(folder, f"http://127.0.0.1:{self.engine_port}", http, with_boot_file=True)
         self.relay = Relay(self.pod.gate_port)
         self.run = self.pod.boot_file.parent
@@ -117,12 +119,11 @@ class Member:
 
     async def _restart_for_ever(self) -> None:
         script = GROUP_START_SCRIPT.replace(names.RUN_DIR, str(self.run))
-        command = [sys.executable, str(ENGINE), str(self.engine_port), str(self.pod.folder / "pid")]
         with (self.pod.folder / "engine.log").open("ab") as log:
             while True:
                 self._container = await asyncio.create_subprocess_exec(
-                    *("/bin/sh", "-c", script, "engine", *command),
-                    env={**os.environ, NODE_RANK_ENV: str(self.rank)}, stdout=log, stderr=log, start_new_session=True,
+                    *("/bin/sh", "-c", script, "engine", *self.command),
+                    env={**os.environ, **self.env, NODE_RANK_ENV: str(self.rank)}, stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
                 self.starts += 1
                 await self._container.wait()

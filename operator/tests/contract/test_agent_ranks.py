@@ -22,8 +22,7 @@ def engine() -> Iterator[Engine]:
         environment.python(make=False)
     except LabError as error:
         pytest.skip(str(error))
-    # No NCCL in a world of CPUs: torch of a CUDA build would try.
-    with start_engine(free_port(), tensor=2, env={"SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so"}) as made:
+    with start_engine(free_port(), tensor=2) as made:
         yield made
 
 

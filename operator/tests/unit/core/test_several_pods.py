@@ -16,7 +16,7 @@ from sglang_rollout.core.plan import Delete, plan
 from sglang_rollout.core.render import render_all
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World
-from sglang_rollout.wire.group import BUDGET_EXHAUSTED
+from sglang_rollout.wire.group import BUDGET_EXHAUSTED, WITH_THE_OTHERS
 
 ENGINE = {"image": "example.org/engine:1", "gpuResource": "", "nodes": 2, "parallelism": {"tensor": 2}}
 CR = cr(engine=ENGINE)
@@ -67,6 +67,16 @@ def test_the_pod_in_trouble_is_named_with_its_node() -> None:
     seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), bad, gates=(True, False))
     assert ready(seen)["reason"] == "EngineCrashed"
     assert "Engine demo-engine-1: pod demo-engine-1-1 on node node-1: container engine exited" in ready(seen)["message"]
+
+
+def test_a_pod_that_was_ended_because_of_another_is_not_the_one_to_speak_of() -> None:
+    log = f"loading\nKilled\nThis pod's part of the engine {WITH_THE_OTHERS}: pod demo-engine-1-1 has ended."
+    ended = {**pod(1, 0, ready=False), "status": crashed(code=137, message=log)}
+    cause = {**pod(1, 1, ready=False), "status": crashed(message="ValueError: no such backend")}
+    seen = fleet(pod(0, 0), pod(0, 1), ended, cause, gates=(True, False))
+    assert "ValueError: no such backend" in ready(seen)["message"]
+    alone = fleet(pod(0, 0), pod(0, 1), ended, pod(1, 1), gates=(True, False))
+    assert "pod demo-engine-1-1 has ended" in ready(alone)["message"], "its last words, not the shell's"
 
 
 def test_a_pod_that_no_node_takes_is_named() -> None:

@@ -1,0 +1,18 @@
+"""A fleet that takes weights from disk only says so to a trainer that opens a group."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.fleet.update.events import OpenGroup
+from sglang_rollout.fleet.update.groups import open_group
+from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.wire.models import Transport, WeightsPolicy
+
+
+@pytest.mark.parametrize(("transport", "said"), [(Transport.DISK, "call /update_weights_from_disk"), (None, "has no engines")])
+def test_a_group_is_refused_with_the_way_out(transport: Transport | None, said: str) -> None:
+    fleet = Fleet(name="fleet", term=1, policy=WeightsPolicy(transport=transport))
+    with pytest.raises(Refusal, match=said):
+        next(open_group(fleet, OpenGroup({"group_name": "g"})))
