@@ -64,7 +64,7 @@ test: ## All tests, on a cluster made for them (CLUSTER=current: on yours)
 test-neighbours: venv ## The cases with Kueue, built from its Go module (5 minutes once), on the lab cluster
 	@$(BIN)/python -m e2e.neighbours.kueue
 	@CLUSTER=lab $(MAKE) --no-print-directory cluster-up > /dev/null
-	@trap '$(LAB) down' EXIT; eval "$$($(LAB) env)"; NEIGHBOURS=1 $(BIN)/pytest -q e2e/cases/test_scheduling.py
+	@trap '$(LAB) down' EXIT; eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases -m neighbours
 
 chaos: venv engine-venv ## The fault matrix: every part killed or stopped in every phase of an update (about 20 minutes)
 	@$(BIN)/python -m e2e.chaos --out out/chaos.json

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from e2e.cases.conftest import ready, remove
 from e2e.kube import Kubectl, condition, eventually
 from e2e.neighbours import kueue
 
+pytestmark = pytest.mark.neighbours
 QUEUED = "queued"
 # An engine's pod asks for 200m in all: 50m for the stand-in, 150m for gate and agent. One fits, two do not.
 ONE_ENGINE, TWO_ENGINES = "300m", "450m"
@@ -39,8 +39,6 @@ def quota(kubectl: Kubectl, cpu: str) -> None:
 @pytest.fixture
 def queue(kubectl: Kubectl, operator: Kubectl, tmp_path: Path) -> Iterator[None]:
     """Kueue, and a queue with room for one engine."""
-    if not os.environ.get("NEIGHBOURS"):
-        pytest.skip("needs Kueue, which takes minutes to build: make test-neighbours runs it, on the lab cluster")
     remove(kubectl, QUEUED)
     with kueue.running(kubectl.namespace, tmp_path):
         quota(kubectl, ONE_ENGINE)
