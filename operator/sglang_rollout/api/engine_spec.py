@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
+from sglang_rollout.api.lora_spec import Lora, said_in_args
 from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, rule, rules
 
 Quantity = Annotated[
@@ -163,6 +164,7 @@ class Engine(EngineKnobs):
                 field=".attentionBackend",
             ),
             *same_said_twice(),
+            said_in_args(),
         )
     )
 
@@ -193,6 +195,8 @@ class Engine(EngineKnobs):
     """Environment variables of the engine container."""
     resources: Resources = Resources()
     """CPU and memory of the engine container. The GPUs are added by the operator."""
+    lora: Lora | None = None
+    """Adapters beside the model (LoRA)."""
     shm: str = Field(default="16Gi", max_length=32, pattern=QUANTITY)
     """Size of `/dev/shm` of the engine. NCCL and the tokenizer processes use it; it counts as memory of the pod only
     when used."""
