@@ -29,7 +29,8 @@ def test_paused_holds_the_fleet_takes_weights_and_opens_nothing(stand: Stand) ->
         assert (reply.status_code, "spec.state: Paused" in reply.text, "Retry-After" in reply.headers) == (503, True, True), reply.text
         label = stand.push(trainer)
         assert document(stand.url)["serving"] == 0
-        assert stand.status()["engines"][0]["phase"] == "Paused"
+        eventually("status says that they hold it", lambda: f"hold version {label}" in stand.condition("Ready")["message"], within=15)
+        assert [row["phase"] for row in stand.status()["engines"]] == ["Paused"] * 3
         assert "Paused" in stand.kubectl("get", "sglr", stand.name)
     finally:
         set_state(stand, "Active")
@@ -56,7 +57,8 @@ def test_asleep_gives_memory_back_and_wakes_with_what_it_held(stand: Stand) -> N
         set_state(stand, "Active")
     stand.serve()
     assert document(stand.url)["committed"]["label"] == label
-    assert generate(stand.url).json()["output_ids"] == tokens
+    reply = eventually("the router knows it", lambda: generate(stand.url).json().get("output_ids"), within=15)
+    assert reply == tokens
 
 
 def test_suspended_runs_no_engine_and_keeps_url_run_and_version(stand: Stand) -> None:

@@ -11,8 +11,21 @@ from sglang_rollout.trainer.testing.cli import command
 parser = argparse.ArgumentParser()
 for name in ("--host", "--port", "--tp-size", "--weight-version"):
     parser.add_argument(name, required=True)
-for flag in ("--enable-memory-saver", "--enable-weights-cpu-backup"):
+for flag in ("--enable-lora", "--enable-memory-saver", "--enable-weights-cpu-backup"):
     parser.add_argument(flag, action="store_true")
 known, _ = parser.parse_known_args()
 memory = ["--memory-saver"] * known.enable_memory_saver + ["--weights-backup"] * known.enable_weights_cpu_backup
-command(["--host", known.host, "--port", known.port, "--tensor", known.tp_size, "--weight-version", known.weight_version, *memory])
+command(
+    [
+        "--host",
+        known.host,
+        "--port",
+        known.port,
+        "--tensor",
+        known.tp_size,
+        "--weight-version",
+        known.weight_version,
+        *memory,
+        *["--lora"] * known.enable_lora,
+    ]
+)

@@ -246,7 +246,7 @@ class Agent:
         """Note that a call begins and put it to the engine, whatever becomes of the one who asked."""
         memory = self.state.memory
         group = guards.name_of(call, body)
-        tags = guards.tags_of(call, body, memory.released) if call in (s.RELEASE, s.RESUME) else ()
+        tags = guards.details_of(call, body, memory.released)
         self.dispatch(ev.CallBegan(call, group, tags))
         self.running_since = time.monotonic()
         ended = ev.CallEnded(call, ok=False, boot_id=memory.boot_id, name=group, tags=tags)

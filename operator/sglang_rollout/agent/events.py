@@ -232,6 +232,10 @@ def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one
             return _remember(state, groups=[group for group in memory.groups if group != event.name])
         case "resume_memory_occupation", True:
             return _remember(state, released=[tag for tag in memory.released if tag not in event.tags])
+        case "load_lora_adapter", True:
+            return _remember(state, adapters={**memory.adapters, event.name: event.tags[0]})
+        case "unload_lora_adapter", True:
+            return _remember(state, adapters={name: path for name, path in memory.adapters.items() if name != event.name})
         case "update_weight_version", True:
             return _remember(state, label=event.name) if memory.state is EngineState.CLEAN else state
         case _:

@@ -29,6 +29,8 @@ FORWARDED = frozenset(
         s.RELEASE,
         s.RESUME,
         s.SET_VERSION,
+        s.LOAD,
+        s.UNLOAD,
         "flush_cache",
         "get_weights_by_name",
         "weights_checker",
@@ -38,6 +40,7 @@ FORWARDED = frozenset(
 
 NOT_OFFERED = {
     "update_weights_from_tensor": "it carries handles of one process's GPU memory; use update_weights_from_distributed",
+    "load_lora_adapter_from_tensors": "its tensors belong to the ranks of one engine; use load_lora_adapter with a shared path",
     "update_weights_from_ipc": "it carries handles of GPU memory of one machine; use update_weights_from_distributed",
     "init_weights_send_group_for_remote_instance": "a peer that fails can block the serving engine for good",
     "send_weights_to_remote_instance": "with an unknown group it ends the engine's process",
@@ -100,6 +103,8 @@ def name_of(call: str, body: dict[str, Any]) -> str:
         return str(body.get("mode", "abort"))
     if call == s.RELEASE:
         return s.BY_SPEC if body.get(s.BY_SPEC) else ""
+    if call in (s.LOAD, s.UNLOAD):
+        return str(body.get("lora_name", ""))
     return group_of(body)
 
 
@@ -110,6 +115,13 @@ def tags_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, 
         named = tags if isinstance(tags, list) and tags else s.MEMORY_TAGS
         return tuple(str(tag) for tag in named if tag not in released)
     return tuple(str(tag) for tag in tags) if isinstance(tags, list) and tags else tuple(released)
+
+
+def details_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, ...]:
+    """What is remembered of a call beside its name: memory tags, or an adapter's path."""
+    if call == s.LOAD:
+        return (str(body.get("lora_path", "")),)
+    return tags_of(call, body, released) if call in (s.RELEASE, s.RESUME) else ()
 
 
 def prepared(call: str, body: dict[str, Any], memory: s.Memory) -> dict[str, Any]:

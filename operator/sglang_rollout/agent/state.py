@@ -25,6 +25,8 @@ CONTINUE = "continue_generation"
 RELEASE = "release_memory_occupation"
 RESUME = "resume_memory_occupation"
 SET_VERSION = "update_weight_version"
+LOAD = "load_lora_adapter"
+UNLOAD = "unload_lora_adapter"
 
 WEIGHTS_TAG = "weights"
 BY_SPEC = "by_spec"
@@ -53,6 +55,8 @@ class Memory(Message):
     groups: list[str] = Field(default_factory=list)
     released: list[str] = Field(default_factory=list)
     """Memory tags that were released and not resumed."""
+    adapters: dict[str, str] = Field(default_factory=dict)
+    """Adapters that are loaded: path by name."""
     lost: bool = False
     """The weights were released in this life of the engine, and nobody has proved since what it holds."""
     asleep: bool = False
@@ -182,6 +186,7 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         groups=memory.groups,
         draining=state.draining,
         released=memory.released,
+        adapters=memory.adapters,
         woken=memory.lost and WEIGHTS_TAG not in memory.released,
         tensor_size=facts.tensor_size if facts else None,
         sglang_version=facts.sglang_version if facts else None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
+from sglang_rollout.api.lora_spec import Lora, said_in_args
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, variable_said_twice
 from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, rule, rules
 
@@ -207,6 +208,7 @@ class Engine(EngineKnobs):
             ),
             *same_said_twice(),
             *variable_said_twice(),
+            said_in_args(),
         )
     )
 
@@ -249,6 +251,8 @@ class Engine(EngineKnobs):
     """Keep compiled kernels (Triton, inductor, FlashInfer, DeepGEMM, …) between pods: engines start faster."""
     resources: Resources = Resources()
     """CPU and memory of the engine container. The GPUs are added by the operator."""
+    lora: Lora | None = None
+    """Adapters beside the model (LoRA)."""
     shm: str = Field(default="16Gi", max_length=32, pattern=QUANTITY)
     """Size of `/dev/shm` of the engine. NCCL and the tokenizer processes use it; it counts as memory of the pod only
     when used."""

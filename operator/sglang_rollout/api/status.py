@@ -12,6 +12,8 @@ from sglang_rollout.api.schema import ApiModel
 MAX_ENGINE_ROWS = 64
 """Engines listed one by one; a bigger fleet shows all of its members at ``GET /fleet``."""
 
+MAX_ADAPTERS = 128
+
 Text = Annotated[str, Field(max_length=32768)]
 
 
@@ -113,6 +115,21 @@ class WeightsStatus(ApiModel):
     """The last weight update that ended."""
 
 
+class AdapterStatus(ApiModel):
+    """One adapter (LoRA)."""
+
+    name: str = Field(max_length=256)
+    """Its name in requests."""
+    path: str = Field(max_length=4096)
+    """Where engines load it from."""
+    loaded: int = 0
+    """Engines that hold it."""
+    wanted: int = 0
+    """Engines that should."""
+    reason: Text = ""
+    """What an engine said that could not load or unload it."""
+
+
 class Endpoints(ApiModel):
     """Where trainers find the fleet."""
 
@@ -151,5 +168,11 @@ class RolloutStatus(ApiModel):
     """The engines, those that do not serve first if there are more than 64."""
     weights: WeightsStatus | None = None
     """The policy version; absent until the coordinator has reported."""
+    adapters: list[AdapterStatus] = Field(
+        default_factory=list,
+        max_length=MAX_ADAPTERS,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    """Adapters of `engine.lora`, and those that trainers have loaded."""
     endpoints: Endpoints | None = None
     """Where trainers find the fleet."""

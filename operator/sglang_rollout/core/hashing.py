@@ -24,4 +24,6 @@ def revision(rollout: SGLangRollout) -> str:
     restarts no engine: not one that brings a new field, and not one that changes how a pod looks.
     """
     written = rollout.spec.model_dump(mode="json", by_alias=True, include=_OF_ENGINES, exclude_defaults=True)
+    # Adapters come and go while engines run.
+    written.get("engine", {}).get("lora", {}).pop("adapters", None)
     return digest(written)

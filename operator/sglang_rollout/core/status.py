@@ -7,7 +7,9 @@ from typing import Any
 
 from sglang_rollout.api.conditions import conditions
 from sglang_rollout.api.status import (
+    MAX_ADAPTERS,
     MAX_ENGINE_ROWS,
+    AdapterStatus,
     Endpoints,
     EnginePhase,
     EngineStatus,
@@ -53,6 +55,7 @@ def build_status(world: World, settings: Settings, now: str, failure: Failure | 
             conditions=conditions(findings(facts), previous, generation=generation, now=now),
             engines=_rows(views),
             weights=_weights(world),
+            adapters=_adapters(world),
             endpoints=_endpoints(world),
         )
     )
@@ -100,6 +103,11 @@ def _weights(world: World) -> WeightsStatus | None:
             engines=len(last.engines),
         ),
     )
+
+
+def _adapters(world: World) -> list[AdapterStatus]:
+    rows = world.record.adapters[:MAX_ADAPTERS] if world.record is not None else []
+    return [AdapterStatus(name=row.name, path=row.path, loaded=row.loaded, wanted=row.wanted, reason=row.reason) for row in rows]
 
 
 def _behind(record: Record, version: Version) -> int:

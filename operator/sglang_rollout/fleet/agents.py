@@ -230,9 +230,9 @@ def _json(data: bytes) -> Any:
 
 
 def _message(body: Any) -> str:
-    """The sentence in a reply: SGLang puts it under ``message``, proxies and FastAPI elsewhere."""
+    """The sentence in a reply: SGLang puts it under ``message`` (about adapters: ``error_message``), proxies and FastAPI elsewhere."""
     if isinstance(body, dict):
-        body = body.get("message") or body.get("error") or body.get("detail") or ""
+        body = body.get("message") or body.get("error_message") or body.get("error") or body.get("detail") or ""
     if isinstance(body, list):
         body = "; ".join(str(part) for part in body)
     return str(body or "").strip()[:LONGEST_MESSAGE]

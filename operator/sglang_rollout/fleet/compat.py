@@ -19,12 +19,14 @@ from sglang_rollout.fleet.update.events import (
     End,
     Flush,
     FromDisk,
+    LoadAdapter,
     OpenGroup,
     Pause,
     ReleaseMemory,
     Request,
     ResumeMemory,
     SetLabel,
+    UnloadAdapter,
     Update,
 )
 from sglang_rollout.fleet.update.memory import TAGS
@@ -172,6 +174,22 @@ def resume_memory(body: Fields) -> Request:
     return ResumeMemory(_tags(body))
 
 
+def load_adapter(body: Fields) -> Request:
+    """``/load_lora_adapter``."""
+    name, path = _name(body, "lora_name"), _name(body, "lora_path")
+    if name is None or path is None:
+        raise Refusal("lora_name and lora_path are needed: a name, and where every engine finds the adapter.")
+    return LoadAdapter(name, path, body)
+
+
+def unload_adapter(body: Fields) -> Request:
+    """``/unload_lora_adapter``."""
+    name = _name(body, "lora_name")
+    if name is None:
+        raise Refusal("lora_name is missing: name the adapter.")
+    return UnloadAdapter(name)
+
+
 def _tags(body: Fields) -> tuple[str, ...]:
     tags = body.get("tags")
     if tags is None or tags == []:
@@ -187,6 +205,8 @@ def shape(request: Request, answer: Answer) -> dict[str, Any]:
     body = reply.model_dump(mode="json", exclude_none=True)
     if isinstance(request, Pause | Continue):
         body["status"] = "ok" if answer.success else "error"
+    if isinstance(request, LoadAdapter | UnloadAdapter):
+        body["error_message"] = ""
     if isinstance(request, SetLabel):
         body["new_version"] = request.label
     return body

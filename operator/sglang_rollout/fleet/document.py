@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_rollout.fleet.ranks import Refusal
+from sglang_rollout.fleet.update import lora
 from sglang_rollout.wire.models import FleetDocument, FleetMember
 from sglang_rollout.wire.states import held_sentence
 
@@ -50,6 +51,7 @@ def document(parts: Parts) -> FleetDocument:
         groups=[group.row() for group in fleet.groups.values()],
         phase=machine.phase.value,
         last_update=fleet.last_update,
+        adapters=lora.rows(fleet),
         state=fleet.kept,
         held=held_sentence(fleet.kept),
         urls={"control": parts.public_url, "data": parts.public_url},

@@ -108,6 +108,9 @@ routes = [
     web.post("/update_weights_from_tensor", _refused(ONE_PROCESS)),
     web.post("/update_weights_from_ipc", _refused(ONE_PROCESS)),
     web.post("/update_weights_from_disk", _control(compat.from_disk)),
+    web.post("/load_lora_adapter", _control(compat.load_adapter)),
+    web.post("/unload_lora_adapter", _control(compat.unload_adapter)),
+    web.post("/load_lora_adapter_from_tensors", _refused(ONE_PROCESS)),
     web.post("/release_memory_occupation", _control(compat.release_memory)),
     web.post("/resume_memory_occupation", _control(compat.resume_memory)),
 ]

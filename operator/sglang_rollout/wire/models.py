@@ -157,6 +157,26 @@ class WantedEngine(Message):
     """Base URL of its gate. None: found by the engine's EndpointSlice hostname ``<name>-0`` (Kubernetes)."""
 
 
+class Adapter(Message):
+    """An adapter (LoRA) that every engine should hold."""
+
+    name: str
+    path: str
+
+
+class AdapterRow(Adapter):
+    """One adapter in the record."""
+
+    by_spec: bool
+    """Not loaded by a trainer's call."""
+    loaded: int
+    """Engines that hold it."""
+    wanted: int
+    """Engines that should."""
+    reason: str = ""
+    """What an engine said that could not load or unload it."""
+
+
 class Intent(Message):
     """What the operator wants of the coordinator: ConfigMap ``<name>-intent``, key ``intent.json``. One writer: the operator."""
 
@@ -170,6 +190,8 @@ class Intent(Message):
     """What ``spec.state`` asks of the engines."""
     drain: float = 300.0
     """Requests have so many seconds to end before an engine falls asleep."""
+    adapters: list[Adapter] | None = None
+    """Adapters of the spec. None: engines take no adapters, or nobody but trainers says which."""
     data_paths_url: str | None = None
 
 
@@ -209,6 +231,8 @@ class AgentStatus(Message):
     """The engine is about to be stopped: it takes no new requests and no new update."""
     released: list[str] = []
     """Memory tags that were released and not resumed."""
+    adapters: dict[str, str] = {}
+    """Adapters that it has loaded in this life: path by name."""
     woken: bool = False
     """Its weights were released and are back, and nobody has proved yet what they are."""
     tensor_size: int | None = None
@@ -385,6 +409,7 @@ class Record(Message):
     """What of the intent's state is in effect."""
     checksums: dict[int, tuple[str, ...]] = {}
     """Of the committed version, by the number of an engine's ranks, as far as they are known."""
+    adapters: list[AdapterRow] = []
 
 
 class FleetMember(EngineRow):
@@ -426,6 +451,7 @@ class FleetDocument(Message):
     """Phase of the update that runs now, or ``idle``."""
     last_update: LastUpdate | None = None
     urls: dict[str, str] = {}
+    adapters: list[AdapterRow] = []
     state: FleetState = FleetState.ACTIVE
     """What ``spec.state`` holds the fleet in now."""
     held: str = ""

@@ -109,7 +109,8 @@ async def test_what_sglang_refuses_itself_is_left_to_it(lab: Pod, body: dict[str
         ("stop_expert_distribution_record", {}, 404, "offers no /stop_expert_distribution_record"),
         ("pd_role_switch", {"role": "prefill"}, 404, "offers no /pd_role_switch"),
         ("set_internal_state", {"server_args": {}}, 404, "offers no /set_internal_state"),
-        ("load_lora_adapter", {"lora_name": "x", "lora_path": "/x"}, 404, "offers no /load_lora_adapter"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "/x"}, 400, "LoRA is not enabled"),
+        ("load_lora_adapter_from_tensors", {}, 501, "use load_lora_adapter with a shared path"),
     ],
 )
 async def test_control_calls_that_end_or_hang_the_engine(lab: Pod, call: str, body: dict[str, Any], status: int, sentence: str) -> None:

@@ -31,6 +31,8 @@ found = [vars(parser.parse_args(args)) for args in json.load(sys.stdin)]
 print("\\n" + json.dumps(found, default=str))
 """
 EVERY_SETTING = {
+    "enable_memory_saver": True,
+    "enable_weights_cpu_backup": True,
     "tp_size": 8,
     "ep_size": 8,
     "attn_dp_size": 4,
@@ -90,6 +92,13 @@ def test_every_field_arrives_at_the_setting_that_it_names(parsed: dict[str, dict
     found = parsed["moe-every-setting"]
     assert {name: found[name] for name in EVERY_SETTING} == EVERY_SETTING
     assert len(EVERY_SETTING) == len(FLAGS) + 3, "a field that is not looked at here"
+
+
+def test_adapters_are_prepared_for_and_none_is_loaded_at_the_start(parsed: dict[str, dict[str, Any]]) -> None:
+    found = parsed["lora"]
+    names = ("enable_lora", "max_lora_rank", "max_loras_per_batch", "lora_backend", "lora_paths")
+    assert [found[name] for name in names] == [True, 16, 4, "triton", None]
+    assert sorted(found["lora_target_modules"]) == ["q_proj", "v_proj"]
 
 
 def test_what_is_left_out_is_sglangs_own_choice(parsed: dict[str, dict[str, Any]]) -> None:

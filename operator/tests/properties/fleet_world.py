@@ -26,11 +26,13 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
+from sglang_rollout.fleet.update.lora import LOAD, UNLOAD
 from sglang_rollout.fleet.update.memory import RELEASE, RESUME
 from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import (
     BASE,
+    Adapter,
     AgentStatus,
     EngineState,
     Intent,
@@ -72,6 +74,7 @@ class FakeAgent:
     draining: bool = False
     released: list[str] = field(default_factory=list)
     asleep: bool = False
+    adapters: dict[str, str] = field(default_factory=dict)
     lost: bool = False
     """The weights were released in this life, and nobody has proved since what they are."""
     backup: bool = True
@@ -97,7 +100,7 @@ class FakeAgent:
         self.up, self.state, self.version, self.content, self.cohort = True, EngineState.CLEAN, BASE, "base", []
         self.committed, self.paused, self.session, self.fed, self.failed, self.groups = None, False, False, 0, False, []
         self.draining = self.asleep = self.lost = False
-        self.released = []
+        self.released, self.adapters = [], {}
 
     def follow_the_spec(self) -> None:
         """What the agent does by itself: it falls asleep and wakes."""
@@ -122,7 +125,7 @@ class FakeAgent:
             name=self.name, boot_id=self.boot if self.up else None,
             state=self.state if self.up else EngineState.UNKNOWN, version=self.version if self.up else None,
             cohort=self.cohort, committed=self.committed, term=self.term, gate_open=self.gate_open, paused=self.paused,
-            session=self.session, groups=self.groups, draining=self.draining, released=self.released,
+            session=self.session, groups=self.groups, draining=self.draining, released=self.released, adapters=self.adapters,
             woken=self.lost and "weights" not in self.released,
         )  # fmt: skip
 
@@ -221,6 +224,16 @@ class FakeAgent:
                 return refused
             self.session = False
             return done
+        if path == LOAD:
+            if not works or body["lora_name"] in self.adapters:
+                return refused
+            self.adapters = {**self.adapters, body["lora_name"]: body["lora_path"]}
+            return done
+        if path == UNLOAD:
+            if not works or body["lora_name"] not in self.adapters:
+                return refused
+            self.adapters = {name: where for name, where in self.adapters.items() if name != body["lora_name"]}
+            return done
         if path == RELEASE:
             if not works or self.session:
                 return refused
@@ -270,6 +283,7 @@ class World:
         self.history: list[Version] = []
         self.generation = 1
         self.state = FleetState.ACTIVE
+        self.adapters: list[Adapter] | None = None
         self.start()
 
     def start(self) -> None:
@@ -282,7 +296,13 @@ class World:
 
     def want(self) -> None:
         intent = Intent(
-            generation=self.generation, name="demo", namespace="default", engines=self.engines, weights=self.policy, state=self.state
+            generation=self.generation,
+            name="demo",
+            namespace="default",
+            engines=self.engines,
+            weights=self.policy,
+            state=self.state,
+            adapters=self.adapters,
         )
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
 

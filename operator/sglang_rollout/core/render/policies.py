@@ -13,6 +13,7 @@ from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
 from sglang_rollout.wire.models import (
+    Adapter,
     CatchUp,
     Deadlines,
     Intent,
@@ -81,10 +82,16 @@ def intent(rollout: SGLangRollout) -> Object:
         weights=weights_policy(rollout),
         state=_STATES[rollout.spec.state],
         drain=rollout.spec.sleep.drain_seconds,
+        adapters=_adapters(rollout),
     )
     made = _config_map(rollout, names.intent_name(rollout.name))
     made["data"] = {names.INTENT_KEY: wanted.model_dump_json(exclude_none=True)}
     return made
+
+
+def _adapters(rollout: SGLangRollout) -> list[Adapter] | None:
+    lora = rollout.spec.engine.lora
+    return None if lora is None else [Adapter(name=adapter.name, path=adapter.path) for adapter in lora.adapters]
 
 
 def weights(rollout: SGLangRollout) -> Object:

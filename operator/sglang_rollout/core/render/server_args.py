@@ -38,7 +38,8 @@ def server_args(rollout: SGLangRollout, ranks: Sequence[str] = ()) -> list[str]:
         args += ["--ep-size", str(sizes.expert)]
     if sizes.attention_data > 1:
         args += ["--attn-dp-size", str(sizes.attention_data)]
-    return [*args, *_knobs(engine), *engine.args]
+    lora = engine.lora.arguments() if engine.lora is not None else []
+    return [*args, *_knobs(engine), *lora, *engine.args]
 
 
 def _knobs(knobs: EngineKnobs) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_rollout.wire.models import AgentStatus, EngineRow, EngineState, Version, WantedEngine
 
@@ -30,6 +30,10 @@ class Engine:
     """When it may try again."""
     pause_at: float = 0.0
     """When it may next be paused as the spec says."""
+    adapters_at: dict[str, float] = field(default_factory=dict)
+    """By the adapter's name: when it may be tried again, after it could not be loaded or unloaded."""
+    adapter_trouble: dict[str, str] = field(default_factory=dict)
+    """By the adapter's name: what it said when it could not."""
     compared: str | None = None
     """The life in which its weights were compared after they had been released."""
     note: str = ""

@@ -114,8 +114,38 @@ class ResumeMemory:
     tags: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class LoadAdapter:
+    """``/load_lora_adapter``."""
+
+    name: str
+    path: str
+    body: Body
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    """``/unload_lora_adapter``."""
+
+    name: str
+
+
 Request = (
-    OpenGroup | CloseGroup | Pause | Continue | Begin | Update | End | Flush | SetLabel | NewRun | FromDisk | ReleaseMemory | ResumeMemory
+    OpenGroup
+    | CloseGroup
+    | Pause
+    | Continue
+    | Begin
+    | Update
+    | End
+    | Flush
+    | SetLabel
+    | NewRun
+    | FromDisk
+    | ReleaseMemory
+    | ResumeMemory
+    | LoadAdapter
+    | UnloadAdapter
 )
 
 

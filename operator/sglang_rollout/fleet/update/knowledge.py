@@ -63,6 +63,8 @@ class Knowledge:
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
         fleet.generation = event.intent.generation
+        adapters = event.intent.adapters
+        fleet.adapters = None if adapters is None else {adapter.name: adapter.path for adapter in adapters}
         fleet.wish, fleet.drain = event.intent.state, event.intent.drain
         fleet.engines = {}
         for wanted in event.intent.engines:
@@ -123,6 +125,7 @@ class Knowledge:
         if self._record is not None:
             fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
             fleet.next_run = self._record.next_run
+            fleet.called = {row.name: row.path for row in self._record.adapters if not row.by_spec}
             fleet.id = self._record.fleet_id or fleet.id
             fleet.history = [version for version in self._record.history if key(version) < key(proved.committed)]
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}

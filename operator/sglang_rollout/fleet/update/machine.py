@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update import disk, groups, memory, transaction
+from sglang_rollout.fleet.update import disk, groups, lora, memory, transaction
 from sglang_rollout.fleet.update.calls import COLLECTIVE, Results, Say, Script, Turn
 from sglang_rollout.fleet.update.catchup import catch_up, next_joiner, source
 from sglang_rollout.fleet.update.events import (
@@ -33,6 +33,7 @@ from sglang_rollout.fleet.update.events import (
     Flush,
     FromDisk,
     Left,
+    LoadAdapter,
     NewRun,
     OpenGroup,
     Pause,
@@ -45,6 +46,7 @@ from sglang_rollout.fleet.update.events import (
     Seen,
     SetLabel,
     Tick,
+    UnloadAdapter,
     Update,
     Wanted,
     Write,
@@ -268,6 +270,8 @@ class Machine:
 
     def _save(self) -> None:
         record = self.fleet.record()
+        if record is not None:
+            record = record.model_copy(update={"adapters": lora.rows(self.fleet)})
         if record is not None and record != self._saved:
             self._saved = record
             self._out.append(Save(record))
@@ -304,6 +308,8 @@ _SCRIPTS: dict[type[Request], Callable[..., Script[Answer]]] = {
     SetLabel: transaction.set_label,
     NewRun: transaction.new_run,
     FromDisk: disk.from_disk,
+    LoadAdapter: lora.load,
+    UnloadAdapter: lora.unload,
     ReleaseMemory: memory.release,
     ResumeMemory: memory.resume,
 }

@@ -144,6 +144,10 @@ class Fleet:
     """What the spec asks for."""
     drain: float = 300.0
     """Seconds that requests have to end before engines fall asleep."""
+    adapters: dict[str, str] | None = None
+    """Adapters of the spec: path by name. None: it says nothing about any."""
+    called: dict[str, str] = field(default_factory=dict)
+    """Adapters that trainers have loaded."""
     kept: FleetState = FleetState.ACTIVE
     """What of it is in effect. No trainer's call and no lease ends it."""
     update: Update | None = None

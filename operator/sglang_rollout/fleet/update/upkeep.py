@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_rollout.fleet.update import held, memory
+from sglang_rollout.fleet.update import held, lora, memory
 from sglang_rollout.fleet.update.calls import Script, resume
 from sglang_rollout.fleet.update.events import Answer
 from sglang_rollout.fleet.update.knowledge import Knowledge
@@ -57,6 +57,9 @@ class Upkeep:
         awake = memory.woken(self._fleet)
         if awake:
             return memory.prove(self._fleet, awake)
+        adapters = lora.due(self._fleet)
+        if adapters is not None:
+            return lora.reconcile(self._fleet, *adapters)
         unpaused = held.unpaused(self._fleet) if self._fleet.update is None else []
         return held.keep_paused(self._fleet, unpaused) if unpaused else None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from sglang_rollout.trainer.testing import infos, samples, updates
+from sglang_rollout.trainer.testing import adapters, infos, samples, updates
 from sglang_rollout.trainer.testing.faults import Phase
 from sglang_rollout.trainer.testing.life import Life, Unavailable
 
@@ -51,6 +51,8 @@ class App:
                 *self._both("/weights_checker", self._check),
                 *self._both("/release_memory_occupation", self._release),
                 *self._both("/resume_memory_occupation", self._resume_memory),
+                web.post("/load_lora_adapter", self._adapter(adapters.load, "lora_name", "lora_path")),
+                web.post("/unload_lora_adapter", self._adapter(adapters.unload, "lora_name")),
                 *self._control_routes(),
             ]
         )
@@ -106,6 +108,15 @@ class App:
         async def handle(request: web.Request) -> web.Response:
             success, message = await call(self._life, await _body(request, *needed))
             return _json({"success": success, "message": message}, 200 if success else 400)
+
+        return handle
+
+    def _adapter(self, call: Callable[[Life, Mapping[str, Any]], dict[str, Any]], *needed: str) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            body = await _body(request, *needed)
+            async with self._life.scheduler():
+                reply = call(self._life, body)
+            return _json(reply, 200 if reply["success"] else 400)
 
         return handle
 

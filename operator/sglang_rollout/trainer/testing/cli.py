@@ -24,6 +24,7 @@ from sglang_rollout.trainer.testing.updates import load_groups
 @click.option("--old", is_flag=True, help="Speak as SGLang 0.5.20 and older: no begin_weight_update and end_weight_update.")
 @click.option("--weight-version", default="default", show_default=True, help="Version that a fresh boot reports.")
 @click.option("--token-ms", type=click.FloatRange(0), default=0.0, show_default=True, help="Milliseconds per generated token.")
+@click.option("--lora", is_flag=True, help="Adapters can be loaded, as with --enable-lora.")
 @click.option("--memory-saver", is_flag=True, help="Released weights are lost, as with SGLang's --enable-memory-saver.")
 @click.option("--weights-backup", is_flag=True, help="With --memory-saver: they come back, as with --enable-weights-cpu-backup.")
 @click.option("--fault", "faults", multiple=True, metavar="KIND:PHASE[:TIMES]", help="Fault to start with, in every engine; repeatable.")
@@ -38,6 +39,7 @@ def command(
     old: bool,
     weight_version: str,
     token_ms: float,
+    lora: bool,
     memory_saver: bool,
     weights_backup: bool,
     faults: tuple[str, ...],
@@ -59,6 +61,7 @@ def command(
             sessions=not old,
             weight_version=weight_version,
             token_seconds=token_ms / 1000,
+            lora=lora,
             memory_saver=memory_saver,
             weights_backup=weights_backup,
             on_death=_kill_myself if engines == 1 else None,

@@ -35,7 +35,7 @@ class StandIn:
     ``sessions=False`` speaks as SGLang <= 0.5.20.
     ``tensor``: tensor-parallel ranks. ``token_seconds``: time per generated token. ``weight_version``: what a fresh boot reports.
     ``context_length``: tokens of prompt and completion together. ``health_seconds``: when /health_generate gives up.
-    ``memory_saver``: released weights are lost, unless ``weights_backup``.
+    ``lora``: adapters can be loaded. ``memory_saver``: released weights are lost, unless ``weights_backup``.
     ``on_death``: told why, when the engine dies where SGLang would; called in the engine's event loop, so it must not call the engine.
 
     Use it in a ``with`` block, or call ``start`` and ``close``. Any thread may call it.
@@ -55,6 +55,7 @@ class StandIn:
         context_length: int = 2048,
         health_seconds: float = 20.0,
         vocabulary: int = VOCABULARY,
+        lora: bool = False,
         memory_saver: bool = False,
         weights_backup: bool = False,
         on_death: Callable[[str], None] | None = None,
@@ -71,6 +72,7 @@ class StandIn:
             context_length=context_length,
             health_seconds=health_seconds,
             vocabulary=vocabulary,
+            lora=lora,
             memory_saver=memory_saver,
             weights_backup=weights_backup,
         )

@@ -92,7 +92,7 @@ def _launched(life: Life) -> dict[str, Any]:
         "admin_api_key": None,
         "enable_memory_saver": life.setup.memory_saver,
         "enable_weights_cpu_backup": life.setup.weights_backup,
-        "enable_lora": None,
+        "enable_lora": life.setup.lora or None,
         "disaggregation_mode": "null",
     }
 
@@ -104,7 +104,8 @@ def models(life: Life) -> dict[str, Any]:
         "id": name, "object": "model", "created": int(time.time()), "owned_by": "sglang", "root": name, "parent": None,
         "max_model_len": life.setup.context_length,
     }  # fmt: skip
-    return {"object": "list", "data": [row]}
+    adapters = [{**row, "id": adapter, "root": path, "parent": name} for adapter, path in life.adapters.items()]
+    return {"object": "list", "data": [row, *adapters]}
 
 
 def loads(life: Life) -> dict[str, Any]:

@@ -52,6 +52,8 @@ class Setup:
     vocabulary: int = VOCABULARY
     memory_saver: bool = False
     """Memory that is released is gone, and with it the weights, as with --enable-memory-saver. Else a release changes nothing, as there."""
+    lora: bool = False
+    """Adapters can be loaded."""
     weights_backup: bool = False
     """As --enable-weights-cpu-backup: weights that come back are what they were."""
 
@@ -108,6 +110,9 @@ class Life:
         self.joining: list[Any] = []
         """Ranks of a group that is not open yet."""
         self.released: set[str] = set()
+        self.adapters: dict[str, str] = {}
+        self.ever_loaded: set[str] = set()
+        """Of an adapter that was unloaded SGLang takes requests all the same."""
         self.calls: set[asyncio.Task[Any]] = set()
         """Calls that are being answered."""
         self.generated = 0

@@ -62,6 +62,9 @@ def parse(life: Life, body: Mapping[str, Any]) -> Wanted:
     given = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
     if given is None:
         raise BadRequest(_MISSING)
+    adapter = body.get("lora_path")
+    if isinstance(adapter, str) and adapter not in life.ever_loaded:
+        raise BadRequest(f"Got LoRA adapter that has never been loaded: {adapter}")
     if body.get("input_ids") == []:
         raise BadRequest("input_ids cannot be empty.")
     single = isinstance(given, str) or not isinstance(given[0], list | str)

@@ -152,6 +152,16 @@ def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
     assert s.ack_refusal(run(SERVING, ev.Polled("9", SERVING.calls)), "a", BASE, verified=True), "only after a release"
 
 
+def test_adapters_of_one_life_are_remembered() -> None:
+    load = (ev.CallBegan(s.LOAD, "a", ("/a",)), ev.CallEnded(s.LOAD, True, "a", "a", ("/a",)))
+    refused = (ev.CallBegan(s.LOAD, "b", ("/b",)), ev.CallEnded(s.LOAD, False, "a", "b", ("/b",)))
+    state = run(SERVING, *load, *refused)
+    assert state.memory.adapters == {"a": "/a"}
+    assert s.gate_may_open(state)
+    assert run(state, *call(s.UNLOAD, what="a")).memory.adapters == {}
+    assert run(state, ev.Identified(facts("b"))).memory.adapters == {}
+
+
 def test_draining_closes_the_gate() -> None:
     assert not s.gate_may_open(run(SERVING, ev.Draining(True)))
     assert s.gate_may_open(run(SERVING, ev.Draining(True), ev.Draining(False)))

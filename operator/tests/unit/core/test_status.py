@@ -31,6 +31,7 @@ from sglang_rollout.core.findings import Failure
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.wire.models import AdapterRow
 from sglang_rollout.wire.states import FleetState
 
 Object = dict[str, Any]
@@ -268,6 +269,20 @@ def test_a_paused_fleet_says_who_holds_it_and_that_nothing_is_lost() -> None:
     assert condition(status, "Degraded")["status"] == "False"
     letting_go = world([pod(0), pod(1)], written=written)
     assert ready(letting_go)[1:] == ("Paused", "spec.state is Active again: 2 of 2 engines have not gone on yet.")
+
+
+def test_adapters_are_told_and_change_no_revision() -> None:
+    rows = [AdapterRow(name="math", path="/m", by_spec=True, loaded=1, wanted=2, reason="engine demo-engine-1: no such path")]
+    written = record(row(0), row(1)).model_copy(update={"adapters": rows})
+    (told,) = status_of(world([pod(0), pod(1)], written=written))["adapters"]
+    assert told == {"name": "math", "path": "/m", "loaded": 1, "wanted": 2, "reason": "engine demo-engine-1: no such path"}
+
+    def made(rank: int, *adapters: str) -> str:
+        lora = {"maxRank": rank, "targetModules": ["all"], "adapters": [{"name": name, "path": f"/{name}"} for name in adapters]}
+        return revision(SGLangRollout.model_validate(cr(engine={"image": "e:1", "lora": lora})))
+
+    assert made(8) == made(8, "a") == made(8, "a", "b"), "adapters restart no engine"
+    assert made(8) != made(16)
 
 
 def test_a_sleeping_fleet_says_what_is_released() -> None:
