@@ -46,7 +46,7 @@ async def reason(world: World, wanted: str) -> str:
         assert found.get("reason") == wanted, found
         return str(found["message"])
 
-    return str(await eventually(wanted, there))
+    return str(await eventually(wanted, there, seconds=90))
 
 
 async def groups(world: World) -> dict[str, Object]:
