@@ -10,6 +10,7 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import EngineError
 from sglang_rollout.wire.models import EngineState
+from sglang_rollout.wire.states import FleetState
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ async def _idle(agent: Agent) -> bool:
     memory = agent.state.memory
     if memory.pending or (memory.state is EngineState.DIRTY and not memory.failed):
         return False  # an update is under way: all its engines would lose it with this one
+    if memory.paused and memory.hold is not FleetState.ACTIVE:
+        return True  # what it holds back would wait for the spec to change, not for its pod to go
     try:
         return await agent.engine.running() == 0
     except EngineError:

@@ -12,6 +12,11 @@ from sglang_rollout.core.words import partly, sentence
 
 Status = Mapping[str, Any]
 
+_HELD: Mapping[str, str] = {
+    Reason.PAUSED: "Paused by spec.state: engines stop generating, weight updates are taken.",
+    Reason.ASLEEP: "Asleep by spec.state: engines end their requests, then release their memory.",
+}
+"""Said when it begins; how far it has come is in the condition."""
 _WOULD_SERVE = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
 """Phases of an engine that serves again by itself; nothing was lost."""
 
@@ -105,7 +110,7 @@ def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
         message = partly(last["version"], last.get("engines", 0), last.get("reason", ""))
         yield EventToPost("Warning", "WeightsPartlyCommitted", message, "WeightsPartlyCommitted")
     elif last["outcome"] == "Aborted":
-        message = f"The fleet generates again with the weights it had: {last.get('reason') or 'no reason given'}"
+        message = f"The fleet keeps the weights it had: {last.get('reason') or 'no reason given'}"
         yield EventToPost("Warning", "WeightUpdateAborted", sentence(message), "WeightUpdateAborted")
     elif last["outcome"] != "Committed":
         message = f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
@@ -128,8 +133,8 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
         return
     if after.get("status") == "True":
         yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
-    elif after.get("reason") in {Reason.PAUSED, Reason.ASLEEP}:
-        yield EventToPost("Normal", str(after["reason"]), str(after.get("message")), str(after["reason"]))
+    elif held := _HELD.get(str(after.get("reason"))):
+        yield EventToPost("Normal", str(after["reason"]), held, str(after["reason"]))
     elif after.get("reason") in {
         Reason.APPLY_FAILED,
         Reason.NAME_TAKEN,

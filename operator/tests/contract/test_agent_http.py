@@ -270,6 +270,18 @@ async def test_a_restarted_container_is_noticed_by_its_boot_file(tmp_path: Path)
         assert (status.state, status.session) == (EngineState.CLEAN, False)
 
 
+async def test_an_engine_that_the_spec_holds_does_not_wait_for_requests_that_cannot_end(tmp_path: Path) -> None:
+    async with stub_engine() as engine, pod(tmp_path, engine.url, with_boot_file=True, start=False) as lab:
+        lab.boot("first")
+        await lab.start()
+        await lab.open_with_base()
+        assert (await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "hold": "paused"})).status == 200
+        assert (await lab.control("/pause_generation", {"mode": "retract"})).status == 200
+        engine.running = 1
+        (lab.boot_file.parent / "drain").touch()
+        await until(lambda: _true((lab.boot_file.parent / "drained").exists()), 10, "it is drained")
+
+
 async def test_drain(tmp_path: Path) -> None:
     async with stub_engine() as engine, pod(tmp_path, engine.url, with_boot_file=True, start=False) as lab:
         lab.boot("first")

@@ -117,7 +117,7 @@ def test_a_pause_that_was_given_up_is_told_and_needs_nobody() -> None:
     status = build_status(after, SETTINGS, NOW)
     told = {event.reason: event for event in transitions(build_status(HEALTHY, SETTINGS, NOW), status)}
     assert set(told) == {"WeightUpdateAborted"}
-    assert told["WeightUpdateAborted"].message == f"The fleet generates again with the weights it had: {why}."
+    assert told["WeightUpdateAborted"].message == f"The fleet keeps the weights it had: {why}."
     degraded = next(condition for condition in status["conditions"] if condition["type"] == "Degraded")
     assert degraded["status"] == "False"
 
