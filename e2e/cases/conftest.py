@@ -27,8 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.cluster)
         item.add_marker(pytest.mark.timeout(900))
-    # Stand-ins first: a node of two cores has no room for both fleets, so the one goes before the other comes.
-    items.sort(key=lambda item: "stand_fleet" not in getattr(item, "fixturenames", ()))
+    # A node of two cores has room for one fleet at a time: stand-ins, then the engine of two pods, then the one of most cases.
+    fleets = ("stand_fleet", "wide")
+    items.sort(
+        key=lambda item: next((place for place, name in enumerate(fleets) if name in getattr(item, "fixturenames", ())), len(fleets))
+    )
 
 
 def sample(name: str = NAME, **engine: Any) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""One engine over two pods, and over two nodes where the cluster has them: real SGLang with two tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from e2e.cases.actions import document, generate, push, serving
+from e2e.cases.conftest import NAME, ready, remove, remove_stand, sample
+from e2e.cluster import nodes
+from e2e.engine import environment
+from e2e.kube import Kubectl, eventually
+
+WIDE = "wide"
+ENGINE = f"{WIDE}-engine-0"
+_CHECKSUMS = (
+    "import json, urllib.request as u\n"
+    "r = u.Request('http://127.0.0.1:30001/weights_checker', b'{\"action\": \"checksum\"}', {'Content-Type': 'application/json'})\n"
+    "print(json.dumps([rank['per_gpu_checksum'] for rank in json.load(u.urlopen(r, timeout=60))['ranks']]))\n"
+)
+_KILL = (
+    "import os, pathlib\n"
+    "for folder in pathlib.Path('/proc').glob('[0-9]*'):\n"
+    "    words = (folder / 'cmdline').read_bytes().split(b'\\0')\n"
+    "    if words[1:3] == [b'-m', b'sglang.launch_server']:\n"
+    "        os.kill(int(folder.name), 9)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def wide(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
+    """A Ready rollout of one engine with two pods."""
+    remove_stand(kubectl)
+    remove(kubectl, NAME)  # there is no room for it beside this one
+    made = sample(WIDE, parallelism={"tensor": 2}, nodes=2)
+    made["spec"]["replicas"] = 1
+    # One core for each rank.
+    settings = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **environment.SEVERAL_RANKS}
+    made["spec"]["engine"]["env"] += [{"name": name, "value": value} for name, value in settings.items()]
+    kubectl.apply(made)
+    eventually("the rollout is Ready", lambda: ready(kubectl, WIDE), within=400, every=2)
+    yield WIDE
+    remove(kubectl, WIDE)
+
+
+@pytest.fixture
+def url(kubectl: Kubectl, wide: str) -> Iterator[str]:
+    """The fleet's URL."""
+    with kubectl.forward(f"svc/{wide}-router", 30000) as address:
+        yield address
+
+
+def pods(kubectl: Kubectl) -> list[dict[str, Any]]:
+    return [kubectl.get("pod", f"{ENGINE}-{rank}") for rank in range(2)]
+
+
+def restarts(kubectl: Kubectl) -> list[int]:
+    """Of both engine containers."""
+    return [
+        next(status["restartCount"] for status in pod["status"]["containerStatuses"] if status["name"] == "engine") for pod in pods(kubectl)
+    ]
+
+
+def checksums(kubectl: Kubectl) -> list[str]:
+    """Of what each rank holds."""
+    found = json.loads(kubectl.exec(f"{ENGINE}-0", "python3", "-c", _CHECKSUMS, container="engine"))
+    assert len(found) == 2, "one for each rank"
+    return list(found)
+
+
+def back(kubectl: Kubectl, url: str, boot: str) -> None:
+    """Wait until the engine is up in another life: as a unit, without weights that were pushed."""
+
+    def up() -> bool:
+        member = document(url)["members"][0]
+        return member["boot_id"] not in (None, boot) and member["state"] == "clean"
+
+    eventually("the engine is up again", up, within=300, every=2)
+    assert not document(url)["members"][0]["gate_open"], "it holds base weights"
+
+
+def test_an_update_reaches_the_ranks_of_both_pods_and_a_dead_rank_takes_the_other_along(kubectl: Kubectl, wide: str, url: str) -> None:
+    assert kubectl.get("sglr", wide)["status"]["engines"][0]["nodes"] == [pod["spec"]["nodeName"] for pod in pods(kubectl)]
+    base = checksums(kubectl)
+    push(kubectl, wide, "1", seed=1)
+    pushed = checksums(kubectl)
+    assert set(pushed).isdisjoint(base), "every rank holds something else now"
+    tokens = generate(url).json()["output_ids"]
+
+    before, boot = restarts(kubectl), document(url)["members"][0]["boot_id"]
+    kubectl.exec(f"{ENGINE}-1", "python3", "-c", _KILL, container="engine")
+    eventually("it serves nobody", lambda: not document(url)["members"][0]["gate_open"], within=90)
+    back(kubectl, url, boot)
+    assert restarts(kubectl) == [count + 1 for count in before], "once each"
+    assert checksums(kubectl) == base
+    push(kubectl, wide, "2", seed=1)
+    serving(url, 1, within=30)
+    assert checksums(kubectl) == pushed
+    assert generate(url).json()["output_ids"] == tokens
+
+
+def test_a_cut_between_the_pods_ends_both_ranks(kubectl: Kubectl, wide: str, url: str) -> None:
+    if os.environ.get("CLUSTER", "lab") != "lab":
+        pytest.skip("only on the lab can a pod's network be cut from outside")
+    found = pods(kubectl)
+    before, boot = restarts(kubectl), document(url)["members"][0]["boot_id"]
+    inside, other = nodes.processes(f"{ENGINE}-0")[0], found[1]["status"]["podIP"]
+    _drop("-I", inside, other)
+    try:
+        eventually("both have ended", lambda: restarts(kubectl) == [count + 1 for count in before], within=120, every=1)
+        why = f"now for {ENGINE}-1; it ended because pod {ENGINE}-1 could not be reached"
+        eventually("it says what it waits for", lambda: why in document(url)["members"][0]["reason"], within=60)
+    finally:
+        _drop("-D", inside, other)
+    back(kubectl, url, boot)
+
+
+def _drop(action: str, inside: int, other: str) -> None:
+    """Let the network of one pod, named by a process in it, drop what comes from another pod and what goes there."""
+    for chain, side in (("INPUT", "-s"), ("OUTPUT", "-d")):
+        command = ["nsenter", "-t", str(inside), "--net", "iptables", action, chain, side, other, "-j", "DROP"]
+        subprocess.run(command, check=True, capture_output=True, timeout=10)
