@@ -104,6 +104,13 @@ def test_an_update_reaches_the_ranks_of_both_pods_and_a_dead_rank_takes_the_othe
     assert generate(url).json()["output_ids"] == tokens
 
 
+def test_a_dead_rank_0_takes_the_other_along(kubectl: Kubectl, wide: str, url: str) -> None:
+    before, boot = restarts(kubectl), document(url)["members"][0]["boot_id"]
+    kubectl.exec(f"{ENGINE}-0", "python3", "-c", _KILL, container="engine")
+    back(kubectl, url, boot)
+    assert restarts(kubectl) == [count + 1 for count in before], "once each"
+
+
 def test_a_cut_between_the_pods_ends_both_ranks(kubectl: Kubectl, wide: str, url: str) -> None:
     if os.environ.get("CLUSTER", "lab") != "lab":
         pytest.skip("only on the lab can a pod's network be cut from outside")
