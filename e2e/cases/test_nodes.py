@@ -105,6 +105,7 @@ def test_an_update_reaches_the_ranks_of_both_pods_and_a_dead_rank_takes_the_othe
 
 
 def test_a_dead_rank_0_takes_the_other_along(kubectl: Kubectl, wide: str, url: str) -> None:
+    push(kubectl, wide, "3", seed=1)
     before, boot = restarts(kubectl), document(url)["members"][0]["boot_id"]
     kubectl.exec(f"{ENGINE}-0", "python3", "-c", _KILL, container="engine")
     back(kubectl, url, boot)
