@@ -212,10 +212,11 @@ def with_name(reply: Reply, name: str | None) -> Reply:
 
 
 def passed_on(reply: Reply) -> web.Response:
-    """The engine's answer as ours. Failures carry their message in the reason phrase too."""
+    """The engine's answer as ours. Failures carry their message in the reason phrase too (about adapters it is ``error_message``)."""
     document = reply.document if reply.status >= 400 else None
-    if isinstance(document, dict) and isinstance(document.get("message"), str):
-        refused = refuse(reply.status, document["message"])
+    said = (document.get("message") or document.get("error_message")) if isinstance(document, dict) else None
+    if isinstance(said, str):
+        refused = refuse(reply.status, said)
         refused.body = reply.body
         return refused
     return web.Response(status=reply.status, body=reply.body, content_type=reply.content_type)
