@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=100)
 
 
 def answer(document):
