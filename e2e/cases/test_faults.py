@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from e2e import stand_in
 from e2e.cases.actions import Client, document, generate, push, serving
 from e2e.kube import Kubectl, condition, eventually
 
@@ -111,9 +112,23 @@ def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str, whol
     old = kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"]
     kubectl("delete", "service", f"{fleet}-engines")
     eventually("it is back", lambda: kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"] != old, within=20)
+    # Its endpoints went with it: the coordinator may see no engine for a moment, and the front answers 503.
     serving(url, 2, within=60)
-    assert generate(url).status_code == 200
-    assert {name: row["gate_open"] for name, row in members(url).items()} == {f"{fleet}-engine-0": True, f"{fleet}-engine-1": True}
+    eventually("it generates", lambda: generate(url).status_code == 200, within=60)
+    both = {f"{fleet}-engine-0": True, f"{fleet}-engine-1": True}
+    eventually("both gates are open", lambda: {name: row["gate_open"] for name, row in members(url).items()} == both, within=60)
+
+
+def test_a_fleet_that_is_deleted_at_once_is_gone_soon(kubectl: Kubectl, operator: Kubectl) -> None:
+    """Its containers are told to end before they have come far enough to hear it, and a pod's grace is minutes."""
+    kubectl.apply(stand_in.code())
+    pods = "rollout.sglang.io/rollout=brief"
+    for seconds in (0, 1):
+        kubectl.apply(stand_in.rollout("brief", replicas=1))
+        eventually("it has pods", lambda: len(kubectl.list("pods", pods)) == 2, within=30)
+        time.sleep(seconds)
+        kubectl("delete", "sglr", "brief", "--wait=false")
+        eventually("its pods are gone", lambda: not kubectl.list("pods", pods), within=60, every=1)
 
 
 def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:

@@ -111,7 +111,8 @@ def command(
         raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
     named = {"backend": backend, "pause_mode": PauseMode(pause_mode)}
     weights = more.model_copy(update={key: value for key, value in named.items() if key not in more.model_fields_set})
-    plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=_ports(ports_needed(len(parsed)), base_port))
+    ports = _ports(ports_needed(len(parsed)), base_port, taken={listen.port, *(engine.address.port for engine in parsed)})
+    plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=ports)
     runtime = _runtime_folder()
     try:
         folders = Folders(state=state_dir.absolute() if state_dir else runtime / "state", runtime=runtime)
@@ -230,14 +231,14 @@ def _why_taken(address: Address) -> str:
     return ""
 
 
-def _ports(count: int, base: int | None) -> tuple[int, ...]:
-    """Loopback ports for the parts."""
+def _ports(count: int, base: int | None, taken: set[int]) -> tuple[int, ...]:
+    """Loopback ports for the parts. ``taken``: where something listens already, or is going to."""
     if base is not None:
         ports = tuple(range(base, base + count))
         for port in ports:
             _check_free(Address("127.0.0.1", port), f"--base-port {base}: port")
         return ports
-    candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 500)
+    candidates = [port for port in random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 500) if port not in taken]
     free = [port for port in candidates if not _why_taken(Address("127.0.0.1", port))][:count]
     if len(free) < count:
         raise CannotStartError(f"no {count} free ports found between {_LOWEST_PORT} and {_HIGHEST_PORT}; name a first one with --base-port")

@@ -14,6 +14,7 @@ from agent_lab import Process, until
 from aiohttp import web
 from ports import free_port
 
+from sglang_rollout.core.render.router import SOFT_STOP_SCRIPT
 from sglang_rollout.wire.ports import FLEET_HELD
 
 pytestmark = pytest.mark.router
@@ -27,6 +28,7 @@ class Part:
     port: int
     workers: bool = True
     held: bool = False
+    seconds: float = 0.0
     runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -46,6 +48,8 @@ class Part:
             return web.Response(status=200 if self.workers else 503)
         if request.path == FLEET_HELD:
             return web.Response(status=200 if self.held else 404)
+        if request.path == "/generate":
+            await asyncio.sleep(self.seconds)
         if self.name == "smg" and (not self.workers or "unknown" in await request.text()):
             return web.json_response({"error": {"code": "model_not_found"}}, status=404)
         return web.json_response({"from": self.name, "path": request.path, "session": request.headers.get("x-session-id")})
@@ -57,6 +61,7 @@ class Front:
     smg: Part
     coordinator: Part
     http: aiohttp.ClientSession
+    process: Process
 
     async def ask(self, path: str, body: str = "{}") -> tuple[int, dict[str, object], str]:
         async with self.http.post(self.url + path, data=body, timeout=aiohttp.ClientTimeout(total=30)) as reply:
@@ -73,7 +78,7 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
     await process.start()
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
-            made = Front(f"http://127.0.0.1:{port}", smg, coordinator, http)
+            made = Front(f"http://127.0.0.1:{port}", smg, coordinator, http, process)
             await until(lambda: _answers(made), 15, "the front answers")
             yield made
     finally:
@@ -132,6 +137,22 @@ async def test_a_restart_of_smg_is_ridden_over(front: Front) -> None:
     assert (await front.ask("/fleet"))[0] == 200
     await front.smg.start()
     assert (await waiting)[0] == 200
+
+
+async def test_the_hook_before_its_end_lets_requests_finish(front: Front) -> None:
+    front.smg.seconds = 4
+    running = asyncio.create_task(front.ask("/generate"))
+    await asyncio.sleep(0.5)
+    assert front.process.process is not None
+    script = SOFT_STOP_SCRIPT.replace("USR1 1", f"USR1 {front.process.process.pid}")
+    assert script != SOFT_STOP_SCRIPT
+    hook = await asyncio.create_subprocess_exec("/bin/sh", "-c", script)
+    await asyncio.sleep(2)
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await front.ask("/generate")
+    assert (await running)[0] == 200
+    await asyncio.wait_for(hook.wait(), 15)
+    assert front.process.process.returncode is not None, "the hook lasts as long as the front"
 
 
 async def test_without_coordinator_control_calls_get_a_sentence_and_data_goes_on(front: Front) -> None:

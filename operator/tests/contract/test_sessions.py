@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -35,7 +36,9 @@ class Routed:
 
     url: str
     engines: StandInFleet
+    log: Path
     http: requests.Session = field(default_factory=requests.Session)
+    unused: Iterator[int] = field(default_factory=itertools.count)
 
     def ask(self, path: str = "/generate", **request: Any) -> str:
         """One request; the gate that smg chose."""
@@ -57,18 +60,20 @@ class Routed:
         return found
 
     def listed(self) -> set[str]:
-        """The gates that are asked, of requests without a session."""
-        return {self.ask(headers={"x-session-id": f"new-{number}"}) for number in range(20)}
+        """The gates that smg chooses for new sessions: one that was seen before stays where it is, however few were listed then."""
+        return {self.ask(headers={"x-session-id": f"new-{number}"}) for number in itertools.islice(self.unused, 20)}
 
     def until(self, what: str, check: Callable[[], bool]) -> None:
         end = time.monotonic() + 90
+        last: object = None
         while True:
             try:
-                if check():
-                    return
-            except (requests.RequestException, AssertionError):
-                pass  # the front is not up yet, or smg has no engines
-            assert time.monotonic() < end, f"not within 90 s: {what}"
+                last = check()
+            except (requests.RequestException, AssertionError) as error:
+                last = error  # the front is not up yet, or smg has no engines
+            if last is True:
+                return
+            assert time.monotonic() < end, f"not within 90 s: {what} (last seen: {last}); the fleet said:\n{self.log.read_text()[-3000:]}"
             time.sleep(0.1)
 
     def members(self) -> list[dict[str, Any]]:
@@ -87,11 +92,12 @@ def routed(request: pytest.FixtureRequest, engines: StandInFleet, tmp_path: Path
     line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", address, "--policy", request.param]
     line += ["--backend", "gloo", "--state-dir", str(tmp_path), *(part for url in engines.urls for part in ("--engine", url))]
     with ExitStack() as stack:
-        log = stack.enter_context((tmp_path / "local.log").open("wb"))
+        path = tmp_path / "local.log"
+        log = stack.enter_context(path.open("wb"))
         local = subprocess.Popen(line, stdout=log, stderr=log)
         stack.callback(local.wait, 30)
         stack.callback(local.terminate)
-        made = Routed(f"http://{address}", engines)
+        made = Routed(f"http://{address}", engines, path)
         stack.callback(made.http.close)
         made.until("three engines are routed to", lambda: len(made.listed()) == 3)
         yield made

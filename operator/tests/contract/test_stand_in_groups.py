@@ -51,6 +51,8 @@ class Pair:
         body = trainer.describe(SCALE, flat=True) | {"weight_version": "v1"} | fields
         asked = [self.process.pool.submit(self.post, at, "/update_weights_from_distributed", body) for at in (0, 1)]
         sent = trainer.send()
+        if "error" in sent:
+            trainer.kill()  # as its job would; an engine that it had sent nothing yet would wait for it until the group's time-out
         answers: list[Any] = []
         for future in asked:
             try:

@@ -26,9 +26,9 @@ GRACE_SECONDS = 190
 after 5 s; the whole time is used only by requests that would be lost otherwise."""
 ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 
-SOFT_STOP_SCRIPT = "kill -USR1 1; while kill -0 1 2>/dev/null; do sleep 1; done"
+SOFT_STOP_SCRIPT = "while kill -USR1 1 2>/dev/null; do sleep 1; done"
 """SIGTERM would make haproxy cut every connection at once. SIGUSR1 lets running requests end; the hook lasts as long as
-they do."""
+they do. Again and again, because one that comes before haproxy is up is lost, and the pod would linger for its whole grace."""
 
 
 def router_deployment(rollout: SGLangRollout, settings: Settings) -> Object:
@@ -102,7 +102,8 @@ def _smg(rollout: SGLangRollout, settings: Settings) -> Object:
         "name": "smg",
         "image": settings.router_image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": ["sglang-rollout", "proxy", "smg"],
+        # smg takes a second to listen to signals, and until then nothing ends a container's first process.
+        "command": ["tini", "--", "sglang-rollout", "proxy", "smg"],
         "args": [
             *("--listen", f"127.0.0.1:{SMG_PORT}"),
             *("--metrics-listen", f"127.0.0.1:{SMG_METRICS_PORT}"),

@@ -23,16 +23,28 @@ print("version=" + next((d.version for d in distributions() if (d.name or "").st
 """The package that torch brings: importing torch to ask it would take longer than some engines need to start."""
 
 _IDENTITY = f"""\
+trap 'exit 143' TERM
 {{ python3 -c '{_NCCL_VERSION}'; env | grep '^NCCL_'; }} > {names.NCCL_FILE} 2> /dev/null
 cat /proc/sys/kernel/random/uuid > {names.BOOT_FILE}.new && mv {names.BOOT_FILE}.new {names.BOOT_FILE} || exit 1
 """
+"""Begins with a handler, because a container's first process ends on no signal without one: a pod that is deleted early would linger for
+its whole grace."""
 
 _WAIT = """\
 wait "$engine"; code=$?
 while kill -0 "$engine" 2> /dev/null; do wait "$engine"; code=$?; done
 """
 
+_WATCH = f"""\
+while kill -0 "$engine" 2> /dev/null; do
+  test ! -e {names.KILL_FILE} || kill -KILL "$engine"
+  sleep 0.5
+done &
+"""
+"""Looks for the kill file: liveness probes begin only after the engine has started, and one that hangs may never get there."""
+
 _TELL = f"""\
+test ! -e {names.KILL_FILE} || cat {names.KILL_FILE} >&2
 test "$code" -ne 0 || test -e {names.DRAIN_FILE} || code={ENDED_BY_ITSELF}
 exit "$code"
 """
@@ -43,6 +55,7 @@ rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE
 "$@" &
 engine=$!
 trap 'kill -TERM "$engine"' TERM
+{_WATCH}\
 {_WAIT}\
 {_TELL}"""
 """Gives this life of the container an identity before SGLang can answer anybody: the agent closes the gate on a new
@@ -51,7 +64,6 @@ one. SGLang ends with 0 also when its scheduler has crashed; the kubelet keeps t
 GROUP_START_SCRIPT = f"""\
 rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE} {names.GO_FILE}
 {_IDENTITY}\
-trap 'exit 143' TERM
 until test "$(cat {names.GO_FILE} 2> /dev/null)" = "$(cat {names.BOOT_FILE})"; do sleep 0.5 & wait $!; done
 "$@" &
 engine=$!
@@ -60,16 +72,11 @@ if test "${NODE_RANK_ENV}" = 0; then
 else
   trap '{{ kill -TERM "$engine"; sleep {FOLLOWER_SECONDS}; kill -KILL "$engine"; }} 2> /dev/null &' TERM
 fi
-while kill -0 "$engine" 2> /dev/null; do
-  test ! -e {names.KILL_FILE} || kill -KILL "$engine"
-  sleep 0.5
-done &
+{_WATCH}\
 {_WAIT}\
 rm -f {names.BOOT_FILE}
-test ! -e {names.KILL_FILE} || cat {names.KILL_FILE} >&2
 {_TELL}"""
-"""The same in a pod of an engine that has several. It looks for the kill file itself: liveness probes begin only after the engine has
-started, and a rank whose peer is gone never gets there. The boot file goes with the engine, so that the other pods hear of its end before
+"""The same in a pod of an engine that has several. The boot file goes with the engine, so that the other pods hear of its end before
 the kubelet restarts it."""
 
 DRAIN_SCRIPT = f"""\

@@ -47,12 +47,12 @@ def test_the_exit_code_says_whether_it_was_asked_to_end(tmp_path: Path, code: st
 
 
 class Member:
-    """The start script of one pod of an engine with several, in a session of its own: what it leaves behind is ended too."""
+    """The start script of a pod, in a session of its own: what it leaves behind is ended too. Without a rank it is the only pod."""
 
-    def __init__(self, folder: Path, rank: int, *command: str) -> None:
+    def __init__(self, folder: Path, rank: int | None, *command: str) -> None:
         self.folder = folder
-        script = GROUP_START_SCRIPT.replace(names.RUN_DIR, str(folder))
-        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", NODE_RANK_ENV: str(rank)}
+        script = (START_SCRIPT if rank is None else GROUP_START_SCRIPT).replace(names.RUN_DIR, str(folder))
+        environment = {"PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin", NODE_RANK_ENV: str(rank)}
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 ["/bin/sh", "-c", script, "engine", *command], env=environment, stdout=log, stderr=log, start_new_session=True
@@ -81,7 +81,7 @@ class Member:
 def member(tmp_path: Path) -> Iterator[Callable[..., Member]]:
     made: list[Member] = []
 
-    def start_member(rank: int, *command: str) -> Member:
+    def start_member(rank: int | None, *command: str) -> Member:
         made.append(Member(tmp_path, rank, *command))
         return made[-1]
 
@@ -110,12 +110,25 @@ def test_a_member_that_waits_ends_when_its_pod_does(member: Callable[..., Member
     assert waiting.end() == 143
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pod_that_is_deleted_before_its_engine_starts_ends_by_a_handler(tmp_path: Path, member: Callable[..., Member]) -> None:
+    """As the container's first process it would not end without one."""
+    slow = tmp_path / "python3"
+    slow.write_text("#!/bin/sh\ntouch $(dirname $0)/looking\nsleep 1\n")
+    slow.chmod(0o755)
+    early = member(None, "touch", str(tmp_path / "started"))
+    early.wait_for("looking")
+    early.process.terminate()
+    assert early.end() == 143
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
 def test_the_kill_file_ends_an_engine_that_has_not_come_up_and_its_words_are_the_last(
     tmp_path: Path, member: Callable[..., Member], rank: int
 ) -> None:
     starting = member(rank, "sh", "-c", f"trap '' TERM; touch {tmp_path}/started; while :; do sleep 1; done")
-    starting.go()
+    if rank is not None:
+        starting.go()
     starting.wait_for("started")
     (tmp_path / "kill").write_text("rank 3 has ended\n")
     assert starting.end() == 128 + signal.SIGKILL
