@@ -62,8 +62,9 @@ class Agent:
         self.why_down: Callable[[], str] = lambda: ""
         """What else is known about an engine that is not up: of one with several pods, what the others do."""
         self._silences = 0
-        self._named: tuple[int, str, int | None, bool] | None = None
-        """haproxy's pid, the label that it puts on answers, the vocabulary beyond which it refuses tokens, whether there is a tokenizer."""
+        self._named: tuple[int, str, int | None, bool, frozenset[str] | None] | None = None
+        """haproxy's pid, the label that it puts on answers, the vocabulary beyond which it refuses tokens, whether there is a tokenizer,
+        and the adapters that requests may name."""
         self._gate_lock = asyncio.Lock()
 
     # What is known
@@ -187,8 +188,11 @@ class Agent:
 
     async def _name_version(self, pid: int) -> None:
         """Tell the gate what the engine holds and knows, once per haproxy and version, and before it opens."""
-        version, vocabulary = self.state.memory.version, self.engine.vocabulary
-        named = (pid, version.label if version is not None else "", vocabulary, not self.engine.info.get("skip_tokenizer_init"))
+        version, vocabulary, info = self.state.memory.version, self.engine.vocabulary, self.engine.info
+        # Adapters of the command line are known to SGLang alone.
+        ours = info.get("enable_lora") and not info.get("lora_paths")
+        adapters = frozenset(self.state.memory.adapters) if ours else None
+        named = (pid, version.label if version is not None else "", vocabulary, not info.get("skip_tokenizer_init"), adapters)
         if named == self._named:
             return
         try:
@@ -196,6 +200,7 @@ class Agent:
             if vocabulary is not None:
                 await self.gate.name_vocabulary(vocabulary)
             await self.gate.name_tokenizer(present=named[3])
+            await self.gate.name_adapters(adapters)
         except GateAbsentError:
             raise
         except GateError as error:  # an older gate has no such map
@@ -265,6 +270,8 @@ class Agent:
             reply = complaint(503, f"{ended.call}: {error}.")
         finally:
             self.dispatch(ended, durable=False)
+        if ended.call in (s.LOAD, s.UNLOAD):
+            await self.settle_gate()  # who is told that it is done may rely on it
         seconds = time.monotonic() - self.running_since
         log.info(
             "%s: %s after %.0f ms%s",

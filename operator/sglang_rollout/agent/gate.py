@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_rollout.proxy.versions import TOKENIZER_KEY, VERSION_KEY, VOCABULARY_KEY, encoded, version_map_of
+from sglang_rollout.proxy.versions import (
+    ADAPTERS_KEY,
+    NO_VERSION,
+    TOKENIZER_KEY,
+    VERSION_KEY,
+    VOCABULARY_KEY,
+    encoded,
+    listed,
+    version_map_of,
+)
 
 _SERVER = "engine/e"
 _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
@@ -66,6 +76,11 @@ class Gate:
     async def name_tokenizer(self, *, present: bool) -> None:
         """Have requests refused that need a tokenizer, if there is none."""
         await self._tell(f"set map {version_map_of(str(self.socket))} {TOKENIZER_KEY} {'yes' if present else 'no'}")
+
+    async def name_adapters(self, names: Collection[str] | None) -> None:
+        """Have requests refused that name any other adapter. None: let SGLang decide."""
+        value = NO_VERSION if names is None else listed(names)
+        await self._tell(f"set map {version_map_of(str(self.socket))} {ADAPTERS_KEY} {value}")
 
     async def cut(self) -> None:
         """End every connection that the gate holds to the engine."""

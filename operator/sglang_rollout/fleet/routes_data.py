@@ -21,6 +21,7 @@ from sglang_rollout.fleet.batches import Batch, BatchError, join, split
 from sglang_rollout.fleet.beyond import beyond_smg
 from sglang_rollout.fleet.smg import HOLD_SECONDS, BrokeOffError, NobodyAnswersError
 from sglang_rollout.fleet.streams import BatchStream
+from sglang_rollout.fleet.update import lora
 from sglang_rollout.wire.ports import VERSION_HEADER
 from sglang_rollout.wire.states import held_sentence
 
@@ -91,8 +92,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 @_told
 async def completions(request: web.Request) -> web.StreamResponse:
     """``POST /v1/completions``: smg reads prompts of token ids as an error, so an engine is asked directly."""
-    data = await _read(request)
-    body = _document(data)
+    data, body = _with_adapter(request, await _read(request))
     prompt = body.get("prompt") if isinstance(body, dict) else None
     ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
     return await _single(request, data, body, direct=ids)
@@ -100,9 +100,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 @_told
 async def chat(request: web.Request) -> web.StreamResponse:
-    """``POST /v1/chat/completions`` with numbers that smg refuses and engines take."""
-    data = await _read(request)
-    return await _single(request, data, _document(data))
+    """``POST /v1/chat/completions`` with numbers that smg refuses and engines take, or for a model with an adapter."""
+    data, body = _with_adapter(request, await _read(request))
+    return await _single(request, data, body)
+
+
+def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
+    """The body and its JSON. SGLang's ``model: "name:adapter"`` is said with ``lora_path``: smg knows models by their names alone, and
+    answers with 404 when the adapter is not one of the fleet's."""
+    body = _document(data)
+    model = body.get("model") if isinstance(body, dict) else None
+    name, _, adapter = model.rpartition(":") if isinstance(model, str) else ("", "", "")
+    if not name or adapter not in lora.wanted(request.app[PARTS].machine.fleet):
+        return data, body
+    body = {**body, "model": name, "lora_path": adapter}
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(), body
 
 
 async def _single(request: web.Request, data: bytes, body: Any, *, direct: bool = False) -> web.StreamResponse:

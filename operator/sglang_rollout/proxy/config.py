@@ -10,7 +10,7 @@ from importlib import resources
 import jinja2
 
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.versions import NO_VERSION, TOKENIZER_KEY, VERSION_KEY, VOCABULARY_KEY, guard_of, version_map_of
+from sglang_rollout.proxy.versions import ADAPTERS_KEY, NO_VERSION, TOKENIZER_KEY, VERSION_KEY, VOCABULARY_KEY, guard_of, version_map_of
 from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, FLEET_HELD, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
@@ -60,8 +60,8 @@ _NO_TOKENIZER = (
     "Send token ids as input_ids to /generate, or start the engines with a tokenizer.",
 )
 
-_REFUSED = '{"error": {"code": "would_end_the_engine", "type": "invalid_request_error", "message": "%[var(txn.refused)]"}}'
-"""The guard's sentences are made of fixed words and digits."""
+_REFUSED = '{"error": {"code": "%[var(txn.code)]", "type": "invalid_request_error", "message": "%[var(txn.refused)]"}}'
+"""The guard's sentences hold nothing that JSON would have to escape."""
 
 _BATCH_PATHS = ("/generate", "/v1/completions")
 _BODY_WINDOW = 16384
@@ -81,9 +81,11 @@ _WIDE = "|".join(
         rf'temperature"{_B}:{_B}([2-9]|[1-9][0-9])',
         rf'top_k"{_B}:{_B}0',
         rf'stop"{_B}:{_B}\[([^],]*,){{4}}',
+        rf'model"{_B}:{_B}"[^"]*:',
     )
 )
-"""Numbers in OpenAI's API that smg may refuse and SGLang takes. The coordinator knows the limits."""
+"""In OpenAI's API: numbers that smg may refuse and SGLang takes, and a model with an adapter (``name:adapter``), of which smg knows
+nothing. The coordinator knows the limits and the adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ def gate_config(params: GateParams) -> str:
         guard=guard_of(params.socket),
         refused=_REFUSED,
         tokenizer_key=TOKENIZER_KEY,
+        adapters_key=ADAPTERS_KEY,
         no_tokenizer=_body(*_NO_TOKENIZER, kind="invalid_request_error"),
         no_version=NO_VERSION,
         version_header=VERSION_HEADER,

@@ -5,6 +5,7 @@ The agent sets the entries over the stats socket before it opens the gate; the g
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from urllib.parse import quote
 
 VERSION_KEY = "version"
@@ -16,7 +17,9 @@ VOCABULARY_KEY = "vocabulary"
 """The entry that tells how many tokens the engine's model knows; ``NO_VERSION`` while nobody has found out."""
 TOKENIZER_KEY = "tokenizer"
 """The entry that is ``no`` for an engine without a tokenizer."""
-UNSET = "".join(f"{key} {NO_VERSION}\n" for key in (VERSION_KEY, VOCABULARY_KEY, TOKENIZER_KEY))
+ADAPTERS_KEY = "adapters"
+"""The entry that lists the adapters that the engine has loaded; ``NO_VERSION`` for an engine that takes none, or whose are not known."""
+UNSET = "".join(f"{key} {NO_VERSION}\n" for key in (VERSION_KEY, VOCABULARY_KEY, TOKENIZER_KEY, ADAPTERS_KEY))
 """The map's file when haproxy starts."""
 
 
@@ -29,6 +32,11 @@ def encoded(label: str) -> str:
     """A label as the map holds it. A header is one line of ASCII to every client, so what does not fit becomes a question mark."""
     line = " ".join(label.split()).encode("ascii", "replace").decode("ascii")
     return quote("".join(character if character.isprintable() else "?" for character in line), safe="") or NO_VERSION
+
+
+def listed(names: Collection[str]) -> str:
+    """Names of adapters as the map holds them: each URL-encoded, a comma before and after each."""
+    return ",".join(["", *(quote(name, safe="") for name in sorted(names)), ""]) if names else ","
 
 
 def guard_of(socket: str) -> str:

@@ -144,7 +144,7 @@ class FakeSmg:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=2**28)
-        app.add_routes([web.post("/generate", self.tokens), web.post("/v1/completions", self.tokens)])
+        app.add_routes([web.post(path, self.tokens) for path in DATA_PATHS])
         app.add_routes([web.get("/workers", self.list_workers), web.post("/workers", self.add), web.delete("/workers/{id}", self.remove)])
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()

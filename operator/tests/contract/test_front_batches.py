@@ -31,6 +31,8 @@ TO_SMG: list[tuple[str, Any]] = [
     (COMPLETIONS, {"model": "m", "prompt": "a", "logit_bias": {"7": 1}, "stop": ["a", "b", "c"]}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ["a"]}]}]}),
     (CHAT, {"messages": [{"role": "user", "content": '"n": 16'}], "n": 8, "temperature": 1.0, "top_k": -1, "top_logprobs": 5}),
+    (CHAT, {"model": "org/m", "messages": [{"role": "user", "content": '"model": "m:a"'}]}),
+    (GENERATE, {"text": "a", "lora_path": "math"}),
 ]
 TO_COORDINATOR: list[tuple[str, Any]] = [
     (GENERATE, {"text": ["a", "b"]}),
@@ -52,6 +54,8 @@ TO_COORDINATOR: list[tuple[str, Any]] = [
     (CHAT, {"messages": [], "top_logprobs": 50}),
     (CHAT, {"messages": [], "top_k": 0}),
     (CHAT, {"messages": [], "stop": ["a", "b", "c", "d", "e"]}),
+    (CHAT, {"messages": [], "model": "org/m:math"}),
+    (COMPLETIONS, {"model": "m:math", "prompt": "a"}),
 ]
 
 

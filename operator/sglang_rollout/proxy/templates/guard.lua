@@ -1,11 +1,15 @@
--- Requests that would end the engine's process are made unreadable on their way to it, and answered with a sentence by the gate.
+-- Requests that would end the engine's process, or name an adapter that is not loaded, are made unreadable on their way to it, and
+-- answered with a sentence by the gate.
 --
 -- SGLang takes token ids outside the vocabulary, empty prompts and a few numbers out of range without a look, and its scheduler dies
--- of them with all that it runs. This filter reads bodies as they pass, piece by piece and without keeping them. It looks for keys
+-- of them with all that it runs; of an adapter that was unloaded it goes on giving answers. This filter reads bodies as they pass, piece by piece and without keeping them. It looks for keys
 -- only: a quote inside a JSON string has a backslash before it, so what looks like a key is one, at whatever depth.
 
 -- Sampling is done in 32 bits.
 local LARGEST_K = 2147483647
+
+-- A list of adapters may be long: so much of it is read.
+local ADAPTERS_WINDOW = 4096
 
 local Guard = { id = "guard", flags = filter.FLT_CFG_FL_HTX }
 Guard.__index = Guard
@@ -51,12 +55,30 @@ local function least_tokens(self, _, word)
   return self.suppresses and self.stop_sentence or nil
 end
 
+local function quoted(name)
+  return (name:gsub("[^%w_.~-]", function(c) return ("%%%02X"):format(c:byte()) end))
+end
+
+-- A name with a backslash is written in a way of JSON's that is left to SGLang.
+local function adapter(self, _, word)
+  if not self.adapters then
+    return nil
+  end
+  for name in (word:match("^%b[]") or word:match('^"[^"]*"') or ""):gmatch('"([^"]+)"') do
+    if not name:find("\\", 1, true) and not self.adapters:find("," .. quoted(name) .. ",", 1, true) then
+      self.code = "adapter_not_loaded"
+      return string.format("LoRA adapter %s is not loaded; GET /fleet lists those that are.", name:gsub("[^%w_./:@ -]", "?"):sub(1, 100))
+    end
+  end
+end
+
 local function nothing() end
 
 local SHARED = {
   input_ids = empty_list,
   stop_token_ids = nothing,
   top_k = top_k,
+  lora_path = adapter,
   positional_embed_overrides = not_offered,
 }
 
@@ -78,7 +100,7 @@ local TOKENS = { input_ids = true, prompt = true, stop_token_ids = true }
 local TEXTS = { text = true, prompt = true }
 
 function Guard:new()
-  return setmetatable({ rest = "" }, Guard)
+  return setmetatable({ rest = "", code = "would_end_the_engine" }, Guard)
 end
 
 function Guard:start_analyze(_, channel)
@@ -91,6 +113,8 @@ function Guard:http_headers(txn, message)
   if not message:is_resp() then
     self.keys = KEYS[txn.sf:path()]
     self.vocabulary = tonumber(txn:get_var("txn.vocabulary"))
+    local adapters = txn:get_var("txn.adapters")
+    self.adapters = adapters ~= "?" and adapters or nil
     self.digits = self.vocabulary and ("%d"):rep(#tostring(self.vocabulary)) .. "%d*"
   end
 end
@@ -104,6 +128,7 @@ function Guard:http_payload(txn, message)
     self.refused = self:read(self.rest .. piece)
     if self.refused then
       txn:set_var("txn.refused", self.refused)
+      txn:set_var("txn.code", self.code)
     end
   end
   if self.refused then
@@ -113,6 +138,14 @@ end
 
 local function has_empty(span)
   return span:find("[]", 1, true) or (span:find("[ ", 1, true) and span:find("%[%s+%]"))
+end
+
+-- Whether what has come of a value tells too little.
+local function goes_on(word, check)
+  if check == adapter and word:find('^["[]') then
+    return not (word:find("^%b[]") or word:find('^"[^"]*"'))
+  end
+  return word:find("^[%[%s%w.+-]*$") ~= nil
 end
 
 -- One piece, with what was left of the one before. Returns the sentence of a refusal.
@@ -136,8 +169,9 @@ function Guard:read(text)
       self.last = key
       local check = self.keys[key]
       if check then
-        local word = text:sub(value, value + 40)
-        if word:find("^[%[%s%w.+-]*$") and #text - value < 40 then
+        local width = check == adapter and ADAPTERS_WINDOW or 40
+        local word = text:sub(value, value + width)
+        if goes_on(word, check) and #text - value < width then
           self.rest = text:sub(quote)  -- it goes on in the next piece
           return nil
         end

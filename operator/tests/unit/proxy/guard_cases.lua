@@ -1,16 +1,18 @@
 -- Runs the gate's filter over bodies in all pieces of two, and in pieces of one byte. Loaded by haproxy -c, whose Lua it needs.
--- The environment names the files: GUARD, CASES (path, vocabulary and body, a line each), RESULTS (the answers, a line for each body).
+-- The environment names the files: GUARD, CASES (path, vocabulary, adapters and body, a line each), RESULTS (the answers, a line for each body).
 local class
 filter = { FLT_CFG_FL_HTX = 0 }
 core.register_filter = function(_, given) class = given end
 dofile(os.getenv("GUARD"))
 
-local function answer(path, vocabulary, pieces)
+local function answer(path, vocabulary, adapters, pieces)
   local refused
   local txn = {
     sf = { path = function() return path end },
-    get_var = function() return vocabulary end,
-    set_var = function(_, _, value) refused = value end,
+    get_var = function(_, name) return name == "txn.adapters" and adapters or vocabulary end,
+    set_var = function(_, name, value)
+      if name == "txn.refused" then refused = value end
+    end,
   }
   local guard, passed = class:new(), {}
   local headers = { is_resp = function() return false end }
@@ -25,8 +27,8 @@ end
 
 local out = io.open(os.getenv("RESULTS"), "w")
 for line in io.lines(os.getenv("CASES")) do
-  local path, vocabulary, body = line:match("^(%S+) (%S+) (.*)$")
-  local found, passed = answer(path, vocabulary, { body })
+  local path, vocabulary, adapters, body = line:match("^(%S+) (%S+) (%S+) (.*)$")
+  local found, passed = answer(path, vocabulary, adapters, { body })
   local splits = { {} }
   for at = 1, #body do
     splits[1][at] = body:sub(at, at)
@@ -34,7 +36,7 @@ for line in io.lines(os.getenv("CASES")) do
   end
   local same = true
   for _, pieces in ipairs(splits) do
-    local again, spoiled = answer(path, vocabulary, pieces)
+    local again, spoiled = answer(path, vocabulary, adapters, pieces)
     same = same and again == found and (found == "") == (spoiled == body)
   end
   out:write(tostring(same), "\t", found, "\n")

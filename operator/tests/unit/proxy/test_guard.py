@@ -12,6 +12,7 @@ import pytest
 
 from sglang_rollout.proxy.cli import find_haproxy
 from sglang_rollout.proxy.config import guard_text
+from sglang_rollout.proxy.versions import NO_VERSION, listed
 
 pytestmark = pytest.mark.router
 
@@ -68,10 +69,10 @@ TAKEN: list[tuple[str, Any]] = [
 ]
 
 
-def run(folder: Path, cases: list[tuple[str, str, str]]) -> list[str]:
+def run(folder: Path, cases: list[tuple[str, str, str]], adapters: str = "?") -> list[str]:
     """The sentence about each body, empty if it passes; the same for all pieces in which it may come."""
     (folder / "guard.lua").write_text(guard_text())
-    (folder / "cases").write_text("".join(f"{path} {vocabulary} {body}\n" for path, vocabulary, body in cases))
+    (folder / "cases").write_text("".join(f"{path} {vocabulary} {adapters} {body}\n" for path, vocabulary, body in cases))
     config = folder / "haproxy.cfg"
     config.write_text(f"global\n    lua-load {Path(__file__).with_name('guard_cases.lua')}\ndefaults\n    mode http\n")
     names = {"GUARD": "guard.lua", "CASES": "cases", "RESULTS": "results"}
@@ -107,3 +108,24 @@ def test_what_an_engine_takes_passes_unchanged(path: str, body: Any, tmp_path: P
 def test_without_a_known_vocabulary_only_what_no_model_has_is_refused(tmp_path: Path) -> None:
     bodies = ['{"input_ids": [99999]}', '{"input_ids": [5, -1]}']
     assert run(tmp_path, [(GENERATE, "?", body) for body in bodies]) == ["", "input_ids holds token -1, which no model has."]
+
+
+LONG = "a" * 60
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [("math", ""), ("de/ep", ""), (LONG, ""), (None, ""), (["math", None, "de/ep"], ""), ("", ""), ("é", ""),
+     ("other", "other"), ("mat", "mat"), ("math,", "math?"), (LONG + "b", LONG + "b"), (["math", "ö o"], ""), (["math", "o o"], "o o"),
+     ("x" * 200, "x" * 100)],
+)  # fmt: skip
+def test_adapters_that_are_not_loaded_are_refused(given: Any, refused: str, tmp_path: Path) -> None:
+    sentence = f"LoRA adapter {refused} is not loaded; GET /fleet lists those that are." if refused else ""
+    bodies = [(path, "2048", text) for path in (GENERATE, COMPLETIONS, CHAT) for text in texts({"lora_path": given, "rid": "a"})]
+    assert run(tmp_path, bodies, listed(["math", "de/ep", LONG])) == [sentence] * len(bodies)
+
+
+def test_where_adapters_are_not_ours_to_know_sglang_decides(tmp_path: Path) -> None:
+    body = json.dumps({"text": "a", "lora_path": "other"})
+    assert run(tmp_path, [(GENERATE, "2048", body)], NO_VERSION) == [""]
+    assert run(tmp_path, [(GENERATE, "2048", body)], listed([])) != [""]
