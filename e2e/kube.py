@@ -76,6 +76,21 @@ class Kubectl:
             child.wait(10)
 
 
+def describe_pods(kubectl: Kubectl) -> str:
+    """One line per pod: its phase, whether it is being deleted, and what each of its containers is doing."""
+    lines = []
+    for pod in kubectl.list("pods"):
+        status, ending = pod["status"], pod["metadata"].get("deletionTimestamp")
+        rows = status.get("initContainerStatuses", []) + status.get("containerStatuses", [])
+        doing = ", ".join(f"{row['name']} {_doing(row['state'])}" for row in rows)
+        lines.append(f"{pod['metadata']['name']}: {status.get('phase')}{f', to end by {ending}' if ending else ''}: {doing}")
+    return "\n".join(lines) or "none"
+
+
+def _doing(state: dict[str, Any]) -> str:
+    return " ".join([*state, *(str(row[key]) for row in state.values() for key in ("reason", "exitCode") if key in row)])
+
+
 T = TypeVar("T")
 
 

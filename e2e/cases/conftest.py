@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from e2e.cases.actions import document, push, serving
 from e2e.cases.stand import Stand
 from e2e.cases.stand import whole as make_whole
 from e2e.chaos.watch import Watch
-from e2e.kube import ROOT, SYSTEM, Kubectl, Refused, condition, eventually, install_operator
+from e2e.kube import ROOT, SYSTEM, Kubectl, Refused, condition, describe_pods, eventually, install_operator
 
 NAMESPACE = "e2e"
 NAME = "demo"
@@ -32,6 +32,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((place for place, name in enumerate(fleets) if name in getattr(item, "fixturenames", ())), len(fleets))
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure is printed with the pods as they were: they are gone when somebody reads it."""
+    report = yield
+    if report.failed and "kubectl" in getattr(item, "fixturenames", ()):
+        try:
+            report.sections.append((f"pods of {NAMESPACE}", describe_pods(Kubectl(NAMESPACE))))
+        except Refused as error:
+            report.sections.append((f"pods of {NAMESPACE}", str(error)))
+    return report
 
 
 def sample(name: str = NAME, **engine: Any) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def test_a_fleet_that_is_deleted_at_once_is_gone_soon(kubectl: Kubectl, operator
     """Its containers are told to end before they have come far enough to hear it, and a pod's grace is minutes."""
     kubectl.apply(stand_in.code())
     pods = "rollout.sglang.io/rollout=brief"
-    for seconds in (0, 1):
+    for seconds in (0, 1, 3):
         kubectl.apply(stand_in.rollout("brief", replicas=1))
         eventually("it has pods", lambda: len(kubectl.list("pods", pods)) == 2, within=30)
         time.sleep(seconds)

@@ -18,7 +18,7 @@ from ports import free_port
 
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.core import names
-from sglang_rollout.core.render.start import GROUP_START_SCRIPT
+from sglang_rollout.core.render.start import GROUP_START_SCRIPT, HANDLER
 from sglang_rollout.wire.ports import AGENT_ENGINE
 
 ENGINE = Path(__file__).with_name("nodes_engine.py")
@@ -118,7 +118,7 @@ class Member:
         await self.pod.start()
 
     async def _restart_for_ever(self) -> None:
-        script = GROUP_START_SCRIPT.replace(names.RUN_DIR, str(self.run))
+        script = (HANDLER + GROUP_START_SCRIPT).replace(names.RUN_DIR, str(self.run))
         with (self.pod.folder / "engine.log").open("ab") as log:
             while True:
                 self._container = await asyncio.create_subprocess_exec(

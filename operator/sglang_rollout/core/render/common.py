@@ -14,6 +14,10 @@ SIDECAR_UID = 65532
 """User of all our own containers. One and the same, because the gate's socket is readable by its owner only and the
 agent must use it."""
 
+INIT = ("tini", "--")
+"""Before every program of ours: Python, haproxy and smg listen to no signal in their first second, and until then nothing ends a
+container's first process. A pod that is deleted while it starts would linger for its whole grace."""
+
 TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {"sizeLimit": "256Mi"}}
 TMP_MOUNT: Object = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108 - a volume of the pod, not a shared folder
 CONTROL_MOUNT: Object = {"name": "control", "mountPath": names.CONTROL_DIR, "readOnly": True}

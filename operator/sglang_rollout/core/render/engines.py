@@ -20,6 +20,7 @@ from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.render.common import (
     CONTROL_MOUNT,
     HOME_ENV,
+    INIT,
     TMP_MOUNT,
     TMP_VOLUME,
     Object,
@@ -118,7 +119,7 @@ def _gate(settings: Settings) -> Object:
         "image": settings.router_image,
         "imagePullPolicy": settings.image_pull_policy,
         "restartPolicy": "Always",
-        "command": ["sglang-rollout", "proxy", "gate"],
+        "command": [*INIT, "sglang-rollout", "proxy", "gate"],
         "args": [
             *("--listen", f"0.0.0.0:{GATE_PORT}"),
             *("--engine", f"127.0.0.1:{ENGINE_PORT}"),
@@ -144,7 +145,7 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
         "image": settings.fleet_image,
         "imagePullPolicy": settings.image_pull_policy,
         "restartPolicy": "Always",
-        "command": ["sglang-rollout", "agent"],
+        "command": [*INIT, "sglang-rollout", "agent"],
         "args": [
             *("--name", name),
             *("--engine-url", f"http://127.0.0.1:{ENGINE_PORT}"),
@@ -173,7 +174,7 @@ def _engine(rollout: SGLangRollout, name: str) -> Object:
     return {
         "name": ENGINE_CONTAINER,
         "image": spec.image,
-        "command": ["/bin/sh", "-c", preflight(rollout, resources) + start_script(rollout), ENGINE_CONTAINER],
+        "command": ["/bin/sh", "-c", start_script(rollout, preflight(rollout, resources)), ENGINE_CONTAINER],
         "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name))],
         "env": _environment(rollout),
         "startupProbe": http_probe(

@@ -6,7 +6,7 @@ from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object
-from sglang_rollout.core.render.start import GROUP_START_SCRIPT, START_SCRIPT
+from sglang_rollout.core.render.start import GROUP_START_SCRIPT, HANDLER, START_SCRIPT
 from sglang_rollout.wire.ports import GATE_PORT, RENDEZVOUS_PORT
 
 _RANK = f"$({NODE_RANK_ENV})"
@@ -18,9 +18,9 @@ WAIT_SECONDS = 24 * 3600
 itself may take to start is watched by the agents, which know when it began."""
 
 
-def start_script(rollout: SGLangRollout) -> str:
-    """Return the first process of an engine's container."""
-    return GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT
+def start_script(rollout: SGLangRollout, checks: str) -> str:
+    """Return the first process of an engine's container. ``checks``: shell that runs before anything else."""
+    return HANDLER + checks + (GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT)
 
 
 def server_ranks(rollout: SGLangRollout, engine: str) -> list[str]:

@@ -7,6 +7,7 @@ from sglang_rollout.core import names
 from sglang_rollout.core.render.common import (
     CONTROL_MOUNT,
     HOME_ENV,
+    INIT,
     TMP_MOUNT,
     TMP_VOLUME,
     Object,
@@ -72,7 +73,7 @@ def _front(settings: Settings) -> Object:
         "name": "front",
         "image": settings.router_image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": ["sglang-rollout", "proxy", "front"],
+        "command": [*INIT, "sglang-rollout", "proxy", "front"],
         "args": [
             *("--listen", f"0.0.0.0:{FRONT_PORT}"),
             *("--smg", f"127.0.0.1:{SMG_PORT}"),
@@ -102,8 +103,7 @@ def _smg(rollout: SGLangRollout, settings: Settings) -> Object:
         "name": "smg",
         "image": settings.router_image,
         "imagePullPolicy": settings.image_pull_policy,
-        # smg takes a second to listen to signals, and until then nothing ends a container's first process.
-        "command": ["tini", "--", "sglang-rollout", "proxy", "smg"],
+        "command": [*INIT, "sglang-rollout", "proxy", "smg"],
         "args": [
             *("--listen", f"127.0.0.1:{SMG_PORT}"),
             *("--metrics-listen", f"127.0.0.1:{SMG_METRICS_PORT}"),
@@ -125,7 +125,7 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
         "name": "coordinator",
         "image": settings.fleet_image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": ["sglang-rollout", "fleet"],
+        "command": [*INIT, "sglang-rollout", "fleet"],
         "args": [
             *("--name", rollout.name),
             *("--namespace", rollout.namespace),

@@ -22,14 +22,14 @@ print("version=" + next((d.version for d in distributions() if (d.name or "").st
 """
 """The package that torch brings: importing torch to ask it would take longer than some engines need to start."""
 
+HANDLER = "trap 'exit 143' TERM\n"
+"""The first line of all: a container's first process ends on no signal without a handler, and a pod that is deleted early would linger for
+its whole grace."""
+
 _IDENTITY = f"""\
-trap 'exit 143' TERM
 {{ python3 -c '{_NCCL_VERSION}'; env | grep '^NCCL_'; }} > {names.NCCL_FILE} 2> /dev/null
 cat /proc/sys/kernel/random/uuid > {names.BOOT_FILE}.new && mv {names.BOOT_FILE}.new {names.BOOT_FILE} || exit 1
 """
-"""Begins with a handler, because a container's first process ends on no signal without one: a pod that is deleted early would linger for
-its whole grace."""
-
 _WAIT = """\
 wait "$engine"; code=$?
 while kill -0 "$engine" 2> /dev/null; do wait "$engine"; code=$?; done
@@ -81,7 +81,7 @@ the kubelet restarts it."""
 
 DRAIN_SCRIPT = f"""\
 test -e {names.KILL_FILE} && exit 0
-touch {names.DRAIN_FILE}
-for _ in $(seq {DRAIN_SECONDS}); do test -e {names.DRAINED_FILE} && exit 0; sleep 1; done
+for _ in $(seq {DRAIN_SECONDS}); do touch {names.DRAIN_FILE}; test -e {names.DRAINED_FILE} && exit 0; sleep 1; done
 """
-"""Runs before SIGTERM: sidecars hear of the end only after this container is gone, so the agent is told by a file."""
+"""Runs before SIGTERM: sidecars hear of the end only after this container is gone, so the agent is told by a file. Again and again, because
+a start script that has only begun removes the file, and the agent takes one older than the engine's boot for an earlier engine's."""

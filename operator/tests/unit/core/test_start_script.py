@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from sglang_rollout.agent.drain import RunFiles
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.core import names
-from sglang_rollout.core.render.start import ENDED_BY_ITSELF, GROUP_START_SCRIPT, START_SCRIPT
+from sglang_rollout.core.render.start import DRAIN_SCRIPT, ENDED_BY_ITSELF, GROUP_START_SCRIPT, HANDLER, START_SCRIPT
 
 
 def start(folder: Path, *command: str, env: dict[str, str] | None = None) -> int:
-    script = START_SCRIPT.replace(names.RUN_DIR, str(folder))
+    script = (HANDLER + START_SCRIPT).replace(names.RUN_DIR, str(folder))
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", **(env or {})}
     return subprocess.run(["/bin/sh", "-c", script, "engine", *command], env=environment, check=False, timeout=30).returncode
 
@@ -51,7 +52,7 @@ class Member:
 
     def __init__(self, folder: Path, rank: int | None, *command: str) -> None:
         self.folder = folder
-        script = (START_SCRIPT if rank is None else GROUP_START_SCRIPT).replace(names.RUN_DIR, str(folder))
+        script = (HANDLER + (START_SCRIPT if rank is None else GROUP_START_SCRIPT)).replace(names.RUN_DIR, str(folder))
         environment = {"PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin", NODE_RANK_ENV: str(rank)}
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -120,6 +121,24 @@ def test_a_pod_that_is_deleted_before_its_engine_starts_ends_by_a_handler(tmp_pa
     early.process.terminate()
     assert early.end() == 143
     assert not (tmp_path / "started").exists()
+
+
+def test_a_drain_asked_for_while_the_engine_starts_is_asked_for_again(tmp_path: Path, member: Callable[..., Member]) -> None:
+    """The start script forgets older ones, and the agent takes one that is older than the boot file for an earlier engine's."""
+    slow = tmp_path / "python3"
+    slow.write_text("#!/bin/sh\ntouch $(dirname $0)/looking\nsleep 1\n")
+    slow.chmod(0o755)
+    files = RunFiles(tmp_path / "boot")
+    starting = member(None, "sleep", "20")
+    starting.wait_for("looking")
+    hook = subprocess.Popen(["/bin/sh", "-c", DRAIN_SCRIPT.replace(names.RUN_DIR, str(tmp_path))])
+    starting.wait_for("boot")
+    deadline = time.monotonic() + 20
+    while not files.drain_wanted():
+        assert time.monotonic() < deadline, "the request to drain was lost"
+        time.sleep(0.1)
+    files.drained.touch()
+    assert hook.wait(5) == 0
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
