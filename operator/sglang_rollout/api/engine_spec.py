@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
 from sglang_rollout.api.lora_spec import Lora, said_in_args
-from sglang_rollout.api.network_spec import Cache, Network, Rdma, variable_said_twice
+from sglang_rollout.api.network_spec import Cache, Network, Rdma, ports_of_one_engine, variable_said_twice
 from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, rule, rules
 
 Quantity = Annotated[
@@ -208,6 +208,7 @@ class Engine(EngineKnobs):
             ),
             *same_said_twice(),
             *variable_said_twice(),
+            *ports_of_one_engine(),
             said_in_args(),
         )
     )

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_spec import Engine, Resources
 from sglang_rollout.api.model_spec import Model
-from sglang_rollout.api.network_spec import OFFLINE_VARIABLES
+from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, ports_of_all_engines
 from sglang_rollout.api.pod_template import PodTemplate
 from sglang_rollout.api.scheduling_spec import Scheduling
 from sglang_rollout.api.schema import ApiModel, argument, rule, rules
@@ -121,6 +121,7 @@ class RolloutSpec(ApiModel):
                 " or use Paused or Suspended.",
                 field=".state",
             ),
+            *ports_of_all_engines(),
         )
     )
 

@@ -67,6 +67,8 @@ class EngineStatus(ApiModel):
     """How often the engine containers of its pods were restarted."""
     node: str | None = Field(default=None, max_length=253)
     """The node it runs on; of an engine with several pods, the one of pod 0."""
+    port: int | None = None
+    """Port of its gate on the node, with `engine.network.hostNetwork`."""
     nodes: list[Annotated[str, Field(max_length=253)]] | None = Field(default=None, max_length=64)
     """The nodes of all its pods by rank, if it has several; empty for a pod without one."""
     reason: Text = ""

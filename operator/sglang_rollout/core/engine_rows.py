@@ -14,6 +14,7 @@ from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
 from sglang_rollout.wire.group import BUDGET_EXHAUSTED, WITH_THE_OTHERS
 from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
+from sglang_rollout.wire.ports import GATE_PORT
 from sglang_rollout.wire.states import FleetState
 
 _UNDER_WAY = "A weight update is under way."
@@ -67,6 +68,7 @@ def _leaving(world: World, name: str, current: str) -> EngineView:
 def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) -> EngineStatus:
     found, row = world.pods_of(name), world.row(name)
     several = len(found) > 1
+    port = pods.gate_port_of(world.pod_of(name))
     return EngineStatus(
         name=name,
         phase=phase,
@@ -75,6 +77,7 @@ def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) ->
         weights=row.state.value if row else None,
         restarts=sum(map(pods.restarts_of, found)),
         node=pods.node_of(world.pod_of(name)),
+        port=None if port == GATE_PORT else port,
         nodes=[pods.node_of(pod) or "" for pod in found] if several else None,
         reason=why,
     )

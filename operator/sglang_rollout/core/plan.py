@@ -78,7 +78,7 @@ def plan(world: World, settings: Settings) -> Plan:
     if rollout is None or world.deleting:
         return Plan()
     token = token_of(world.child("Secret", names.control_name(rollout.name)))
-    wanted = [stamped(rendered) for rendered in render_all(rollout, settings, token) if _can_be_made(rendered, world)]
+    wanted = [stamped(rendered) for rendered in render_all(rollout, settings, token, world.gates()) if _can_be_made(rendered, world)]
     applies: list[Action] = []
     blocked = False
     for rendered in wanted:

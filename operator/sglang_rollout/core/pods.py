@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_rollout.api.pod_template import ENGINE_CONTAINER
+from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.core import names
 
 Object = dict[str, Any]
@@ -67,6 +67,13 @@ def revision_of(pod: Object) -> str:
 def node_of(pod: Object | None) -> str | None:
     """Return the node that the pod runs on."""
     return ((pod or {}).get("spec") or {}).get("nodeName")
+
+
+def gate_port_of(pod: Object | None) -> int | None:
+    """Return the port of the pod's gate, as the pod was made; it may be another than is wanted now."""
+    containers = ((pod or {}).get("spec") or {}).get("initContainers") or []
+    found = next((container.get("ports") for container in containers if container.get("name") == GATE_CONTAINER), None)
+    return int(found[0]["containerPort"]) if found else None
 
 
 def restarts_of(pod: Object | None, container: str = ENGINE_CONTAINER) -> int:

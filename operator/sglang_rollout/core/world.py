@@ -69,6 +69,11 @@ class World:
         """Return the pod of an engine that serves."""
         return self.pods.get(names.engine_pod(engine))
 
+    def gates(self) -> dict[str, int]:
+        """Return the ports of the gates that are there, by engine. In a rolling update to other ports most are still where they were."""
+        found = {engine: pods.gate_port_of(self.pod_of(engine)) for engine in self._by_engine}
+        return {engine: port for engine, port in found.items() if port is not None}
+
     def pods_of(self, engine: str) -> list[Object]:
         """Return the pods of an engine that are there, by their rank."""
         return self._by_engine.get(engine, [])

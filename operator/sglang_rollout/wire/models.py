@@ -155,6 +155,8 @@ class WantedEngine(Message):
     """Tensor-parallel ranks of the engine; so many consecutive ranks it takes in a trainer's group."""
     url: str | None = None
     """Base URL of its gate. None: found by the engine's EndpointSlice hostname ``<name>-0`` (Kubernetes)."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of its gate at that address. None: the one that all gates have whose pods have a network of their own."""
 
 
 class Adapter(Message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
@@ -16,17 +17,19 @@ from sglang_rollout.core.settings import Settings
 __all__ = ["render_all"]
 
 
-def render_all(rollout: SGLangRollout, settings: Settings, token: str | None = None) -> list[dict[str, Any]]:
+def render_all(
+    rollout: SGLangRollout, settings: Settings, token: str | None = None, gates: Mapping[str, int] | None = None
+) -> list[dict[str, Any]]:
     """Return every child object of ``rollout``, those that others need first.
 
     ``token`` is what the Secret holds already; without it the Secret is rendered empty, and whoever applies it puts a
-    token in.
+    token in. ``gates``: ports of gates that are there, by engine; others are where they are wanted.
     """
     engines = engine_statefulsets(rollout, settings)
     return [
         *rbac(rollout),
         control_secret(rollout, token),
-        intent(rollout),
+        intent(rollout, gates or {}),
         weights(rollout),
         *services(rollout),
         router_deployment(rollout, settings),

@@ -17,6 +17,7 @@ from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, G
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.ports import EnginePorts, engine_ports
 from sglang_rollout.core.render.common import (
     CONTROL_MOUNT,
     HOME_ENV,
@@ -24,6 +25,7 @@ from sglang_rollout.core.render.common import (
     TMP_VOLUME,
     Object,
     child,
+    container_ports,
     container_resources,
     control_volume,
     http_probe,
@@ -41,7 +43,7 @@ from sglang_rollout.core.render.server_args import server_args
 from sglang_rollout.core.render.start import DRAIN_SCRIPT, DRAIN_SECONDS
 from sglang_rollout.core.render.storage import downloads, mounts, volumes
 from sglang_rollout.core.settings import Settings
-from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, AGENT_PORT, ENGINE_PORT, GATE_PORT
+from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH
 
 START_SECONDS = 1800
 """How long an engine may take from its start until it is up: a large model comes over the network at first."""
@@ -71,7 +73,7 @@ def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Obje
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, name)},
-        "template": _with_overlay(rollout, _pod_template(rollout, settings, name)),
+        "template": _with_overlay(rollout, _pod_template(rollout, settings, name, engine_ports(rollout, index))),
     }
     return made
 
@@ -84,7 +86,7 @@ def _with_overlay(rollout: SGLangRollout, template: Object) -> Object:
     return with_shared_mounts(template)
 
 
-def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
+def _pod_template(rollout: SGLangRollout, settings: Settings, name: str, ports: EnginePorts) -> Object:
     labels = names.labels(rollout.name, names.COMPONENT_ENGINE, name)
     return {
         "metadata": {
@@ -97,9 +99,10 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            **_network(ports),
             **pod_placement(rollout, name),
-            "initContainers": [*downloads(rollout), _gate(settings), _agent(rollout, settings, name)],
-            "containers": [_engine(rollout, name)],
+            "initContainers": [*downloads(rollout), _gate(settings, ports), _agent(rollout, settings, name, ports)],
+            "containers": [_engine(rollout, name, ports)],
             "volumes": [
                 {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
@@ -111,7 +114,12 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
     }
 
 
-def _gate(settings: Settings) -> Object:
+def _network(ports: EnginePorts) -> Object:
+    """The cluster's names are not known in the network of a node unless they are asked for."""
+    return {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if ports.on_node else {}
+
+
+def _gate(settings: Settings, ports: EnginePorts) -> Object:
     """The first of the sidecars, so its own probes must not depend on the agent, which starts when they pass."""
     return {
         "name": GATE_CONTAINER,
@@ -120,15 +128,15 @@ def _gate(settings: Settings) -> Object:
         "restartPolicy": "Always",
         "command": ["sglang-rollout", "proxy", "gate"],
         "args": [
-            *("--listen", f"0.0.0.0:{GATE_PORT}"),
-            *("--engine", f"127.0.0.1:{ENGINE_PORT}"),
-            *("--agent", f"127.0.0.1:{AGENT_PORT}"),
+            *("--listen", f"0.0.0.0:{ports.gate}"),
+            *("--engine", f"127.0.0.1:{ports.engine}"),
+            *("--agent", f"127.0.0.1:{ports.agent}"),
             *("--socket", names.GATE_SOCKET),
         ],
         "env": [HOME_ENV],
-        "ports": [{"name": "http", "containerPort": GATE_PORT, "protocol": "TCP"}],
-        "startupProbe": tcp_probe(GATE_PORT, periodSeconds=1, failureThreshold=60),
-        "livenessProbe": tcp_probe(GATE_PORT, periodSeconds=10, timeoutSeconds=3, failureThreshold=3),
+        "ports": container_ports(ports, http=ports.gate),
+        "startupProbe": tcp_probe(ports.gate, periodSeconds=1, failureThreshold=60),
+        "livenessProbe": tcp_probe(ports.gate, periodSeconds=10, timeoutSeconds=3, failureThreshold=3),
         "resources": requests("50m", "64Mi"),
         "securityContext": restricted(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -136,7 +144,7 @@ def _gate(settings: Settings) -> Object:
     }
 
 
-def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
+def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EnginePorts) -> Object:
     """Asked through the gate: the kubelet cannot reach 127.0.0.1 of a pod, and what is asked this way is what others
     reach too."""
     return {
@@ -147,19 +155,20 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
         "command": ["sglang-rollout", "agent"],
         "args": [
             *("--name", name),
-            *("--engine-url", f"http://127.0.0.1:{ENGINE_PORT}"),
-            *("--listen", f"127.0.0.1:{AGENT_PORT}"),
+            *("--engine-url", f"http://127.0.0.1:{ports.engine}"),
+            *("--listen", f"127.0.0.1:{ports.agent}"),
             *("--gate-socket", names.GATE_SOCKET),
             *("--state-dir", names.AGENT_STATE_DIR),
             *("--token-file", names.TOKEN_FILE),
             *("--boot-file", names.BOOT_FILE),
             *("--tensor-size", str(rollout.spec.engine.parallelism.tensor)),
             *("--model-path", rollout.spec.model.path),
-            *agent_ranks(rollout, name),
+            *agent_ranks(rollout, name, ports),
         ],
         "env": [HOME_ENV, *agent_env(rollout)],
-        "startupProbe": http_probe(AGENT_HEALTH, GATE_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
-        "livenessProbe": http_probe(AGENT_HEALTH, GATE_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        **({"ports": container_ports(ports, agent=ports.agent)} if ports.on_node else {}),
+        "startupProbe": http_probe(AGENT_HEALTH, ports.gate, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
+        "livenessProbe": http_probe(AGENT_HEALTH, ports.gate, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
         "resources": requests("100m", "128Mi"),
         "securityContext": restricted(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -167,23 +176,25 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
     }
 
 
-def _engine(rollout: SGLangRollout, name: str) -> Object:
+def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
     spec, resources = rollout.spec.engine, _engine_resources(rollout)
     start_seconds = START_SECONDS if spec.pods == 1 else WAIT_SECONDS
     return {
         "name": ENGINE_CONTAINER,
         "image": spec.image,
-        "command": ["/bin/sh", "-c", preflight(rollout, resources) + start_script(rollout), ENGINE_CONTAINER],
-        "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name))],
+        "command": ["/bin/sh", "-c", preflight(rollout, resources, ports) + start_script(rollout), ENGINE_CONTAINER],
+        "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name, ports), ports)],
         "env": _environment(rollout),
+        # Here too: older schedulers do not look at the ports of sidecars.
+        **({"ports": container_ports(ports, engine=ports.engine)} if ports.on_node else {}),
         "startupProbe": http_probe(
             AGENT_ENGINE,
-            GATE_PORT,
+            ports.gate,
             periodSeconds=PROBE_SECONDS,
             timeoutSeconds=3,
             failureThreshold=start_seconds // PROBE_SECONDS,
         ),
-        "readinessProbe": http_probe(AGENT_ENGINE, GATE_PORT, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3),
+        "readinessProbe": http_probe(AGENT_ENGINE, ports.gate, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3),
         # Only the agent's file kills: an absent or confused agent never ends a healthy engine.
         "livenessProbe": {
             "exec": {"command": ["test", "!", "-e", names.KILL_FILE]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 
 from sglang_rollout.api.spec import State
 from sglang_rollout.api.v1alpha1 import SGLangRollout
@@ -11,6 +12,7 @@ from sglang_rollout.api.weights_spec import PauseMode as ApiPauseMode
 from sglang_rollout.api.weights_spec import Transport as ApiTransport
 from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.core import names
+from sglang_rollout.core.ports import engine_ports
 from sglang_rollout.core.render.common import Object, child
 from sglang_rollout.wire.models import (
     Adapter,
@@ -25,6 +27,7 @@ from sglang_rollout.wire.models import (
     WantedEngine,
     WeightsPolicy,
 )
+from sglang_rollout.wire.ports import GATE_PORT
 from sglang_rollout.wire.states import FleetState
 
 _PAUSE_MODES = {
@@ -69,14 +72,21 @@ def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
     )
 
 
-def intent(rollout: SGLangRollout) -> Object:
-    """Return the ConfigMap that tells the coordinator what is wanted. One writer: the operator."""
+def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
+    """Return the ConfigMap that tells the coordinator what is wanted. One writer: the operator.
+
+    ``gates``: ports of the gates that are there, by engine.
+    """
     wanted = Intent(
         generation=rollout.metadata.generation,
         name=rollout.name,
         namespace=rollout.namespace,
         engines=[
-            WantedEngine(name=names.engine_name(rollout.name, index), tensor_size=rollout.spec.engine.parallelism.tensor)
+            WantedEngine(
+                name=(name := names.engine_name(rollout.name, index)),
+                tensor_size=rollout.spec.engine.parallelism.tensor,
+                port=_other_port(gates.get(name, engine_ports(rollout, index).gate)),
+            )
             for index in range(rollout.spec.engines)
         ],
         weights=weights_policy(rollout),
@@ -87,6 +97,11 @@ def intent(rollout: SGLangRollout) -> Object:
     made = _config_map(rollout, names.intent_name(rollout.name))
     made["data"] = {names.INTENT_KEY: wanted.model_dump_json(exclude_none=True)}
     return made
+
+
+def _other_port(port: int) -> int | None:
+    """What everybody knows is left out, so that a coordinator of an earlier release reads the same intent as before."""
+    return None if port == GATE_PORT else port
 
 
 def _adapters(rollout: SGLangRollout) -> list[Adapter] | None:
