@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
@@ -16,13 +17,13 @@ from sglang_rollout.core.settings import Settings
 __all__ = ["render_all"]
 
 
-def render_all(rollout: SGLangRollout, settings: Settings, token: str | None = None) -> list[dict[str, Any]]:
+def render_all(rollout: SGLangRollout, settings: Settings, token: str | None = None, avoided: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return every child object of ``rollout``, those that others need first.
 
     ``token`` is what the Secret holds already; without it the Secret is rendered empty, and whoever applies it puts a
-    token in.
+    token in. ``avoided`` are the nodes that engines are kept off.
     """
-    engines = engine_statefulsets(rollout, settings)
+    engines = engine_statefulsets(rollout, settings, avoided)
     return [
         *rbac(rollout),
         control_secret(rollout, token),
