@@ -67,6 +67,7 @@ class Reason(StrEnum):
     UPDATING_WEIGHTS = "UpdatingWeights"
     UPDATE_FAILED = "UpdateFailed"
     PARTLY_COMMITTED = "PartlyCommitted"
+    NODES_AVOIDED = "NodesAvoided"
 
 
 @dataclass(frozen=True)

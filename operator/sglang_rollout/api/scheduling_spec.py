@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.pod_template import Labels
-from sglang_rollout.api.schema import PRESERVE, ApiModel
+from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, rules
 
 _NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 
@@ -62,8 +62,42 @@ class Gang(ApiModel):
     """So long pods of a group that has not got room for all of them hold the room of those that did."""
 
 
+class AvoidNodes(ApiModel):
+    """When a node is avoided because engines fail there, and for how long."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.forSeconds >= self.withinSeconds",
+                "scheduling.avoidNodes.forSeconds must be at least withinSeconds: else the failures for which a node was avoided would"
+                " have it avoided again at once.",
+                field=".forSeconds",
+            )
+        )
+    )
+
+    failures: int = Field(default=3, ge=1, le=20)
+    """So many failures of engines on one node have it avoided, if an engine of the same spec is up on a node without any. What fails
+    within a minute counts once."""
+    within_seconds: int = Field(default=3600, ge=60, le=86400)
+    """How long a failure counts."""
+    for_seconds: int = Field(default=3600, ge=60, le=604800)
+    """How long the node is avoided."""
+
+
 class Scheduling(ApiModel):
     """On which nodes engines run, and when. The router goes anywhere."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.avoidNodes) || !has(self.queueName)",
+                "scheduling.avoidNodes cannot be used with queueName: Kueue does not let the affinity of an engine change that it has"
+                " admitted. Leave one of them out.",
+                field=".avoidNodes",
+            )
+        )
+    )
 
     node_selector: Labels | None = None
     """Labels that a node must have."""
@@ -82,3 +116,6 @@ class Scheduling(ApiModel):
     spread_engines: Spread = Spread.OFF
     """`Preferred`: engines of this fleet go to different nodes where there is room. `Required`: never two on one node more than
     on another."""
+    avoid_nodes: AvoidNodes | None = None
+    """Keep engines off nodes on which engines failed repeatedly, for a while; `avoidNodes: {}` takes the defaults. Engines that run
+    well on such a node stay there."""

@@ -13,6 +13,8 @@ MAX_ENGINE_ROWS = 64
 """Engines listed one by one; a bigger fleet shows all of its members at ``GET /fleet``."""
 
 MAX_ADAPTERS = 128
+MAX_AVOIDED_NODES = 64
+MAX_NODE_FAILURES = 128
 
 Text = Annotated[str, Field(max_length=32768)]
 
@@ -132,6 +134,34 @@ class AdapterStatus(ApiModel):
     """What an engine said that could not load or unload it."""
 
 
+class AvoidedNode(ApiModel):
+    """A node that new pods of engines do not go to."""
+
+    node: str = Field(max_length=253)
+    """Its name."""
+    reason: str = Field(max_length=1024)
+    """Why, as a sentence."""
+    since: str = Field(json_schema_extra={"format": "date-time"})
+    """When that was decided."""
+    until: str = Field(json_schema_extra={"format": "date-time"})
+    """When engines may go there again."""
+
+
+class NodeFailure(ApiModel):
+    """The end of an engine that nobody asked for."""
+
+    node: str = Field(max_length=253)
+    """Where."""
+    engine: str = Field(max_length=63)
+    """Which engine."""
+    revision: str = Field(max_length=63)
+    """Revision of its pod: what happened to another spec says nothing about this one."""
+    time: str = Field(json_schema_extra={"format": "date-time"})
+    """When."""
+    reason: str = Field(default="", max_length=512)
+    """What it said at last."""
+
+
 class Endpoints(ApiModel):
     """Where trainers find the fleet."""
 
@@ -176,5 +206,13 @@ class RolloutStatus(ApiModel):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     """Adapters of `engine.lora`, and those that trainers have loaded."""
+    avoided_nodes: list[AvoidedNode] | None = Field(
+        default=None,
+        max_length=MAX_AVOIDED_NODES,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["node"]},
+    )
+    """Nodes on which engines failed repeatedly (`scheduling.avoidNodes`)."""
+    node_failures: list[NodeFailure] | None = Field(default=None, max_length=MAX_NODE_FAILURES)
+    """Failures of engines that count towards avoiding their node; absent without `scheduling.avoidNodes`."""
     endpoints: Endpoints | None = None
     """Where trainers find the fleet."""

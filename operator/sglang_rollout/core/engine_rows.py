@@ -131,12 +131,17 @@ def _not_ready(world: World, pod: Object, failed_before: bool) -> tuple[EnginePh
         return EnginePhase.PENDING, *held
     nowhere = pods.unschedulable(pod)
     if nowhere:
-        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, sentence(f"no node can take its pod: {nowhere}")
+        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, sentence(f"no node can take its pod: {nowhere}") + _kept_off(world)
     if found:
         return EnginePhase.STARTING, Reason.PODS_NOT_READY, f"{found.text}; it is starting again."
     if pods.node_of(pod) is None:
         return EnginePhase.PENDING, Reason.PODS_NOT_READY, "its pod waits for the scheduler."
     return EnginePhase.STARTING, Reason.PODS_NOT_READY, "it is starting."
+
+
+def _kept_off(world: World) -> str:
+    """Said beside the scheduler's sentence, which speaks of an affinity that the user did not write."""
+    return f" Avoided for their failures (status.avoidedNodes): {', '.join(world.avoided)}." if world.avoided else ""
 
 
 def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa: PLR0911 - one line per case

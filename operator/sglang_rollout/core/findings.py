@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import ConditionType, Finding, Reason
 from sglang_rollout.api.spec import State
-from sglang_rollout.api.status import EnginePhase
+from sglang_rollout.api.status import AvoidedNode, EnginePhase
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
 from sglang_rollout.core.serving import router_ready
@@ -65,12 +65,14 @@ class Facts:
     failure: Failure | None
     router: bool
     """The router runs."""
+    avoided: Sequence[AvoidedNode] = ()
+    """Nodes that engines are kept off."""
 
     @classmethod
-    def of(cls, world: World, views: Sequence[EngineView], failure: Failure | None) -> Facts:
+    def of(cls, world: World, views: Sequence[EngineView], failure: Failure | None, avoided: Sequence[AvoidedNode] = ()) -> Facts:
         """Sort out ``views``."""
         replicas = world.rollout.spec.engines if world.rollout else 0
-        return cls(world, list(views[:replicas]), list(views[replicas:]), failure, router_ready(world))
+        return cls(world, list(views[:replicas]), list(views[replicas:]), failure, router_ready(world), avoided)
 
     @property
     def serving(self) -> int:
@@ -229,7 +231,7 @@ def _weights(facts: Facts) -> Finding:
 
 
 def _degraded(facts: Facts) -> Finding:
-    kind, worst, record = ConditionType.DEGRADED, facts.worst, facts.world.record
+    kind, worst = ConditionType.DEGRADED, facts.worst
     if facts.obstacle:
         return Finding(kind, "True", facts.obstacle.reason, facts.obstacle.sentence)
     if worst and worst.reason in _NEEDS_A_PERSON:
@@ -237,13 +239,24 @@ def _degraded(facts: Facts) -> Finding:
     for pod in facts.world.router_pods():
         if not facts.router and pods.trouble(pod):
             return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
+    return _last_update(facts) or _avoided(facts) or Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+
+
+def _last_update(facts: Facts) -> Finding | None:
+    kind, record = ConditionType.DEGRADED, facts.world.record
     last = record.last_update if record else None
-    if last and last.outcome is UpdateOutcome.PARTIAL and worst:
+    if last and last.outcome is UpdateOutcome.PARTIAL and facts.worst:
         return Finding(kind, "True", Reason.PARTLY_COMMITTED, partly(version_text(last.version), len(last.engines), last.reason))
     if last and last.outcome is UpdateOutcome.FAILED:
         message = f"The last weight update (to {version_text(last.version)}) ended {last.outcome.value}: {last.reason or 'no reason given'}"
         return Finding(kind, "True", Reason.UPDATE_FAILED, sentence(message))
-    return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+    return None
+
+
+def _avoided(facts: Facts) -> Finding | None:
+    """A node may need a person also while the fleet does without it."""
+    message = " ".join(f"Node {row.node} is avoided until {row.until}: {row.reason}" for row in facts.avoided)
+    return Finding(ConditionType.DEGRADED, "True", Reason.NODES_AVOIDED, message) if message else None
 
 
 def _sentence(facts: Facts, worst: EngineView) -> str:

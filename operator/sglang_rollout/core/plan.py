@@ -10,13 +10,16 @@ Rolling update, in the order of the questions:
     another engine does not serve (nor is it paused)        -> wait: one engine at a time
     outdated engine                                         -> delete its pods; one that does not serve first
 
+An engine that does not come up on a node which is avoided is moved in the same way, beside the rolling update: its StatefulSet
+gets the affinity first, then its pods are deleted.
+
 An engine whose number of pods changes is made anew, StatefulSet and all, when its turn comes: SGLang's ranks cannot be added
 to, and pods that go one by one would end the engine outside of its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +81,8 @@ def plan(world: World, settings: Settings) -> Plan:
     if rollout is None or world.deleting:
         return Plan()
     token = token_of(world.child("Secret", names.control_name(rollout.name)))
-    wanted = [stamped(rendered) for rendered in render_all(rollout, settings, token, world.gates()) if _can_be_made(rendered, world)]
+    found = render_all(rollout, settings, token, gates=world.gates(), avoided=world.avoided)
+    wanted = [stamped(rendered) for rendered in found if _can_be_made(rendered, world)]
     applies: list[Action] = []
     blocked = False
     for rendered in wanted:
@@ -93,10 +97,11 @@ def plan(world: World, settings: Settings) -> Plan:
             needs_token = rendered["kind"] == "Secret" and token is None
             applies.append(Apply(rendered, reason, needs_token=needs_token, unseen=live is None))
     prunes = _prunes(world, wanted)
-    restarts, waits = _rolling(world, {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)})
+    changing = {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)}
+    restarts, waits = _rolling(world, changing)
     waits = waits or bool(world.cluster.gang_problem or world.cluster.queue_problem)
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
-    return Plan((*applies, *prunes, *restarts), requeue)
+    return Plan((*applies, *prunes, *restarts, *_moves(world, changing)), requeue)
 
 
 def _can_be_made(rendered: Object, world: World) -> bool:
@@ -190,6 +195,20 @@ def _outdated(world: World, engine: str, wanted: str) -> list[Object]:
     if rollout is not None and live is not None and pods.made_for(live) != rollout.spec.engine.pods:
         return [] if live["metadata"].get("deletionTimestamp") else [live]
     return [pod for pod in world.pods_of(engine) if pods.revision_of(pod) != wanted and not pods.is_terminating(pod)]
+
+
+def _moves(world: World, changing: set[str]) -> Iterator[Delete]:
+    """Pods of engines that do not come up on a node which is avoided: made anew, they go elsewhere. All pods of the engine, as in
+    every restart. Engines that run there stay, and outdated ones are restarted anyway."""
+    rollout = world.rollout
+    if rollout is None or not world.avoided:
+        return
+    for engine in (names.engine_name(rollout.name, index) for index in range(rollout.spec.engines)):
+        found = [pod for pod in world.pods_of(engine) if not pods.is_terminating(pod)]
+        failing = next((node for pod in found if (node := pods.node_of(pod)) in world.avoided and not pods.started(pod)), None)
+        if failing is None or engine in changing or not _is_observed(world, engine) or _outdated(world, engine, revision(rollout)):
+            continue
+        yield from (_restart(pod, f"node {failing} is avoided") for pod in found)
 
 
 def _is_resized(rendered: Object, live: Object) -> bool:

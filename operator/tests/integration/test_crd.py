@@ -164,6 +164,11 @@ def _applied(api: ControlPlane, namespace: str, name: str, path: Path) -> dict[s
     cr: dict[str, Any] = yaml.safe_load(path.read_text())
     cr["metadata"] = {"name": name, "namespace": namespace}
     api.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(cr))
+    if "status" in cr:
+        # What the operator remembers: it changes what is rendered.
+        manager = f"--field-manager={FIELD_MANAGER}"
+        remembered = json.dumps({key: value for key, value in cr.items() if key != "spec"})
+        api.kubectl("apply", "--server-side", manager, "--subresource=status", "-f", "-", stdin=remembered)
     _execute(api, _observe(api, namespace, name))
     return cr
 

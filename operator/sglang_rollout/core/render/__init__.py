@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
@@ -18,14 +18,20 @@ __all__ = ["render_all"]
 
 
 def render_all(
-    rollout: SGLangRollout, settings: Settings, token: str | None = None, gates: Mapping[str, int] | None = None
+    rollout: SGLangRollout,
+    settings: Settings,
+    token: str | None = None,
+    *,
+    gates: Mapping[str, int] | None = None,
+    avoided: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Return every child object of ``rollout``, those that others need first.
 
     ``token`` is what the Secret holds already; without it the Secret is rendered empty, and whoever applies it puts a
-    token in. ``gates``: ports of gates that are there, by engine; others are where they are wanted.
+    token in. ``gates``: ports of gates that are there, by engine; others are where they are wanted. ``avoided``: the nodes that engines
+    are kept off.
     """
-    engines = engine_statefulsets(rollout, settings)
+    engines = engine_statefulsets(rollout, settings, avoided)
     return [
         *rbac(rollout),
         control_secret(rollout, token),

@@ -13,6 +13,8 @@ An engine that is larger than a machine has several such pods. Pod 0 serves; the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
@@ -36,7 +38,7 @@ from sglang_rollout.core.render.common import (
 from sglang_rollout.core.render.environment import capabilities, variables
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
-from sglang_rollout.core.render.placement import pod_labels, pod_placement, queue_labels
+from sglang_rollout.core.render.placement import keep_off, pod_labels, pod_placement, queue_labels
 from sglang_rollout.core.render.preflight import preflight
 from sglang_rollout.core.render.ranks import WAIT_SECONDS, agent_env, agent_ranks, rank_env, server_ranks, start_script
 from sglang_rollout.core.render.server_args import server_args
@@ -56,9 +58,13 @@ KILL_GRACE_SECONDS = 3
 RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
 
 
-def engine_statefulsets(rollout: SGLangRollout, settings: Settings) -> list[Object]:
-    """Return the StatefulSets of all wanted engines."""
-    return [_statefulset(rollout, settings, index) for index in range(rollout.spec.engines)]
+def engine_statefulsets(rollout: SGLangRollout, settings: Settings, avoided: Sequence[str] = ()) -> list[Object]:
+    """Return the StatefulSets of all wanted engines, with pods that are kept off the nodes ``avoided``."""
+    made = [_statefulset(rollout, settings, index) for index in range(rollout.spec.engines)]
+    for statefulset in made:
+        # Over the user's overlay, whose affinity it adds to. It changes no pod that runs: templates count when a pod is made.
+        keep_off(statefulset["spec"]["template"]["spec"], avoided)
+    return made
 
 
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:

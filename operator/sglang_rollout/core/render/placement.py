@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sglang_rollout.api.scheduling_spec import Spread
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
@@ -62,6 +64,20 @@ def pod_groups(rollout: SGLangRollout, statefulsets: list[Object]) -> list[Objec
         group["spec"] = {"minMember": statefulset["spec"]["replicas"], "scheduleTimeoutSeconds": gang.timeout_seconds}
         made.append(group)
     return made
+
+
+def keep_off(pod_spec: Object, avoided: Sequence[str]) -> None:
+    """Add to the affinity of a pod that it must not go to the nodes ``avoided``."""
+    if not avoided:
+        return
+    # By name, not by the label kubernetes.io/hostname, which may be another one. A requirement on a name takes one value.
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoided]
+    affinity = pod_spec.get("affinity") or {}
+    nodes = affinity.get("nodeAffinity") or {}
+    # One term must hold, all of it, so each gets the demand; an empty term, which no node fulfils, stays one.
+    terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{"matchFields": []}]
+    kept = [{**term, "matchFields": [*(term.get("matchFields") or []), *fields]} if term else term for term in terms]
+    pod_spec["affinity"] = {**affinity, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": kept}}}
 
 
 def _affinity(rollout: SGLangRollout, engine: str) -> Object | None:
