@@ -187,6 +187,8 @@ class Intent(Message):
     name: str
     namespace: str
     engines: list[WantedEngine]
+    base: int | None = Field(default=None, ge=0)
+    """A fleet that has never taken weights waits for so many engines. None: for all."""
     weights: WeightsPolicy = WeightsPolicy()
     state: FleetState = FleetState.ACTIVE
     """What ``spec.state`` asks of the engines."""

@@ -284,6 +284,7 @@ class World:
         self.generation = 1
         self.state = FleetState.ACTIVE
         self.adapters: list[Adapter] | None = None
+        self.base: int | None = None
         self.start()
 
     def start(self) -> None:
@@ -300,6 +301,7 @@ class World:
             name="demo",
             namespace="default",
             engines=self.engines,
+            base=self.base,
             weights=self.policy,
             state=self.state,
             adapters=self.adapters,

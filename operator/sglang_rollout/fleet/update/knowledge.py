@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_rollout.fleet.update.calls import Results
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Seen, Wanted
-from sglang_rollout.fleet.update.membership import enough
+from sglang_rollout.fleet.update.membership import at_first, enough
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import key
@@ -62,7 +62,7 @@ class Knowledge:
         """Take in the members and the policy."""
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
-        fleet.generation = event.intent.generation
+        fleet.generation, fleet.base = event.intent.generation, event.intent.base
         adapters = event.intent.adapters
         fleet.adapters = None if adapters is None else {adapter.name: adapter.path for adapter in adapters}
         fleet.wish, fleet.drain = event.intent.state, event.intent.drain
@@ -164,7 +164,7 @@ class Knowledge:
             fleet.formed = (
                 (fleet.committed is not None and not fleet.committed.is_base)
                 or bool(fleet.groups)
-                or (there > 0 and enough(fleet, there, len(fleet.engines)))
+                or (there > 0 and enough(fleet, there, at_first(fleet)))
             )
 
     def _count_epoch(self) -> None:

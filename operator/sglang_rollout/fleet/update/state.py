@@ -121,6 +121,8 @@ class Fleet:
     epoch: int = 0
     formed: bool = False
     """The fleet was complete once, or has taken weights: from then on it goes on with the engines that are there."""
+    base: int | None = None
+    """It is complete with so many engines; None: with all that are wanted."""
     committed: Version | None = None
     """None while a restarted coordinator has not yet proved what is committed."""
     history: list[Version] = field(default_factory=list)
