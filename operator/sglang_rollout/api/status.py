@@ -184,6 +184,8 @@ class RolloutStatus(ApiModel):
     """Engines whose pod was made from the current spec."""
     ready: str = Field(default="", max_length=32)
     """Engines that serve, of those wanted: `2/2`."""
+    base: int | None = None
+    """Engines of the base now; absent without `spec.elastic`."""
     selector: str = Field(default="", max_length=512)
     """Label selector of the engine pods, for autoscalers."""
     conditions: list[Condition] = Field(

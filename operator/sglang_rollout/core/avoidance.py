@@ -15,7 +15,7 @@ The plan reads back what is written here (:attr:`World.avoided`), so nothing is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from sglang_rollout.api.scheduling_spec import AvoidNodes
 from sglang_rollout.api.status import MAX_AVOIDED_NODES, MAX_NODE_FAILURES, AvoidedNode, NodeFailure
 from sglang_rollout.core import pods
-from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.hashing import revision, revisions
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import World
 
@@ -53,8 +53,9 @@ def avoidance(world: World, now: str) -> Avoidance:
     # Times are compared as text: Kubernetes and we write all of them in UTC, to the second.
     known = [AvoidedNode.model_validate(row) for row in _memory(world, "avoidedNodes")]
     kept = [row for row in known if row.until > now]
-    failures = _failures(world, revision(rollout), _later(now, -policy.within_seconds))
-    if not _runs_elsewhere(world, revision(rollout), {failure.node for failure in failures}):
+    current = {revision(rollout), *revisions(rollout).values()}
+    failures = _failures(world, current, _later(now, -policy.within_seconds))
+    if not _runs_elsewhere(world, current, {failure.node for failure in failures}):
         return Avoidance(kept, failures)
     return Avoidance([*kept, *_newly(world, policy, failures, kept, now)], failures)
 
@@ -65,7 +66,7 @@ def expires_in(status: Mapping[str, Any], now: str) -> float | None:
     return (datetime.fromisoformat(min(ends)) - datetime.fromisoformat(now)).total_seconds() if ends else None
 
 
-def _failures(world: World, current: str, after: str) -> list[NodeFailure]:
+def _failures(world: World, current: Set[str], after: str) -> list[NodeFailure]:
     """What is remembered and what is seen, of pods of the current spec."""
     seen = [
         NodeFailure(node=node, engine=engine, revision=pods.revision_of(pod), time=time, reason=why[:_LONGEST_REASON])
@@ -76,14 +77,14 @@ def _failures(world: World, current: str, after: str) -> list[NodeFailure]:
     ]
     known = [NodeFailure.model_validate(row) for row in _memory(world, "nodeFailures")]
     found = {(failure.time, failure.node, failure.engine): failure for failure in (*seen, *known)}
-    counted = [failure for _, failure in sorted(found.items()) if failure.time > after and failure.revision == current]
+    counted = [failure for _, failure in sorted(found.items()) if failure.time > after and failure.revision in current]
     return counted[-MAX_NODE_FAILURES:]
 
 
-def _runs_elsewhere(world: World, current: str, failing: set[str]) -> bool:
+def _runs_elsewhere(world: World, current: Set[str], failing: Set[str]) -> bool:
     """Whether an engine of the current spec is up and none of its nodes has failed an engine."""
     return any(
-        world.whole(engine) and all(pods.revision_of(pod) == current and pods.node_of(pod) not in failing for pod in world.pods_of(engine))
+        world.whole(engine) and all(pods.revision_of(pod) in current and pods.node_of(pod) not in failing for pod in world.pods_of(engine))
         for engine in world.engines()
     )
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.status import EnginePhase, EngineStatus
-from sglang_rollout.core import names, pods
-from sglang_rollout.core.hashing import revision
+from sglang_rollout.core import pods
+from sglang_rollout.core.elastic import comes_later
+from sglang_rollout.core.hashing import revision, revisions
 from sglang_rollout.core.serving import holds_committed, kept_back, router_ready, serves
 from sglang_rollout.core.waiting import waits
 from sglang_rollout.core.words import sentence
@@ -50,10 +51,9 @@ def engine_views(world: World) -> list[EngineView]:
     rollout = world.rollout
     if rollout is None:
         return []
-    wanted = [names.engine_name(rollout.name, index) for index in range(rollout.spec.engines)]
+    wanted, current = revisions(rollout), revision(rollout)
     leaving = [name for name in world.engines() if name not in wanted]
-    current = revision(rollout)
-    return [_wanted(world, name, current) for name in wanted] + [_leaving(world, name, current) for name in leaving]
+    return [_wanted(world, name, made_from) for name, made_from in wanted.items()] + [_leaving(world, name, current) for name in leaving]
 
 
 def _wanted(world: World, name: str, current: str) -> EngineView:
@@ -90,7 +90,8 @@ def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
         return _state_of_several(world, name)
     pod = world.pod_of(name)
     if pod is None:
-        return EnginePhase.PENDING, Reason.PODS_NOT_READY, "it has no pod yet."
+        why = "it comes when every engine of the base has a node." if comes_later(world, name) else "it has no pod yet."
+        return EnginePhase.PENDING, Reason.PODS_NOT_READY, why
     if pods.is_terminating(pod):
         return EnginePhase.STOPPING, Reason.PODS_NOT_READY, "its pod is going away and will be made anew."
     if not pods.is_ready(pod):

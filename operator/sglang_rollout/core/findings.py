@@ -46,6 +46,9 @@ _NEEDS_A_PERSON = frozenset(
 _HELD = frozenset({Reason.PAUSED, Reason.ASLEEP})
 """By ``spec.state``."""
 
+_COMES_AND_GOES = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE, Reason.PODS_NOT_READY, Reason.WAITING_FOR_WEIGHTS})
+"""What is as it should be for an engine beyond the base."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -85,9 +88,19 @@ class Facts:
         return [view for view in self.wanted if not view.row.updated and self.world.pods_of(view.row.name)]
 
     @property
+    def base(self) -> list[EngineView]:
+        """Wanted engines without which the fleet is not whole."""
+        return self.wanted[: self.world.rollout.spec.base if self.world.rollout else 0]
+
+    @property
+    def away(self) -> list[EngineView]:
+        """Wanted engines that do not serve."""
+        return [view for view in self.wanted if view.reason is not None]
+
+    @property
     def worst(self) -> EngineView | None:
-        """The engine to speak of if not all serve."""
-        away = [view for view in self.wanted if view.reason is not None]
+        """The engine to speak of if not all serve. One beyond the base comes and goes, and only a failure is worth a word."""
+        away = [view for view in self.away if view in self.base or view.reason not in _COMES_AND_GOES]
         return min(away, key=lambda view: SEVERITY.index(view.reason) if view.reason in SEVERITY else 99, default=None)
 
     @property
@@ -172,7 +185,15 @@ def _all_serve(facts: Facts) -> Finding:
             kept = f"Suspended by spec.state: no engine runs. Kept:{_version(facts)}." if facts.world.record else "Suspended by spec.state."
             return Finding(ConditionType.READY, "False", Reason.SUSPENDED, kept)
         return Finding(ConditionType.READY, "True", Reason.SCALED_TO_ZERO, "No engine is wanted (spec.replicas is 0).")
+    if facts.away:
+        return Finding(ConditionType.READY, "True", Reason.BASE_SERVING, _base_serves(facts))
     return Finding(ConditionType.READY, "True", Reason.ALL_SERVING, f"All {len(facts.wanted)} engines serve{_version(facts)}.")
+
+
+def _base_serves(facts: Facts) -> str:
+    base, others = len(facts.base), len(facts.wanted) - len(facts.base)
+    made = f"All {base} engines of the base serve{_version(facts)}, and {facts.serving - base} of {others} beyond it."
+    return f"{made} {_and_more(facts.away[0].sentence, len(facts.away), 'not serving either')}"
 
 
 def _available(facts: Facts) -> Finding:
@@ -245,7 +266,7 @@ def _degraded(facts: Facts) -> Finding:
 def _last_update(facts: Facts) -> Finding | None:
     kind, record = ConditionType.DEGRADED, facts.world.record
     last = record.last_update if record else None
-    if last and last.outcome is UpdateOutcome.PARTIAL and facts.worst:
+    if last and last.outcome is UpdateOutcome.PARTIAL and facts.away:
         return Finding(kind, "True", Reason.PARTLY_COMMITTED, partly(version_text(last.version), len(last.engines), last.reason))
     if last and last.outcome is UpdateOutcome.FAILED:
         message = f"The last weight update (to {version_text(last.version)}) ended {last.outcome.value}: {last.reason or 'no reason given'}"
@@ -263,9 +284,9 @@ def _sentence(facts: Facts, worst: EngineView) -> str:
     return _and_more(worst.sentence, sum(view.reason == worst.reason for view in facts.wanted))
 
 
-def _and_more(text: str, count: int) -> str:
+def _and_more(text: str, count: int, what: str = "for the same reason") -> str:
     others = count - 1
-    return text if others < 1 else f"{text} ({others} more engine{'s' if others > 1 else ''} for the same reason.)"
+    return text if others < 1 else f"{text} ({others} more engine{'s' if others > 1 else ''} {what}.)"
 
 
 def _rolling(facts: Facts) -> str:

@@ -98,6 +98,11 @@ def engine_pod(engine: str, index: int = 0) -> str:
     return f"{engine}-{index}"
 
 
+def base_group(rollout: str) -> str:
+    """Return the name of the PodGroup of all engines of the base."""
+    return f"{rollout}-base"
+
+
 def engines_service(rollout: str) -> str:
     """Return the name of the headless Service of all engines."""
     return f"{rollout}-engines"

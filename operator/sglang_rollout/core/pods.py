@@ -65,6 +65,11 @@ def revision_of(pod: Object) -> str:
     return str((pod["metadata"].get("labels") or {}).get(names.LABEL_REVISION, ""))
 
 
+def group_of(pod: Object) -> str | None:
+    """Return the name of the PodGroup that the pod belongs to."""
+    return (pod["metadata"].get("labels") or {}).get(names.LABEL_POD_GROUP)
+
+
 def node_of(pod: Object | None) -> str | None:
     """Return the node that the pod runs on."""
     return ((pod or {}).get("spec") or {}).get("nodeName")

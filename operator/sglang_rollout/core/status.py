@@ -53,6 +53,7 @@ def build_status(world: World, settings: Settings, now: str, failure: Failure | 
             ready_replicas=facts.serving,
             updated_replicas=sum(view.row.updated for view in facts.wanted),
             ready=f"{facts.serving}/{world.rollout.spec.engines}",
+            base=world.rollout.spec.base if world.rollout.spec.elastic else None,
             selector=names.selector_string(metadata["name"], pods=world.rollout.spec.engine.pods),
             conditions=conditions(findings(facts), previous, generation=generation, now=now),
             engines=_rows(views),

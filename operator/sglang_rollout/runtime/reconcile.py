@@ -53,7 +53,7 @@ class Reconciler:
             # Children go by their owner references; making new ones now would only be in the way.
             self._metrics.ready(key, None)
             return Result("gone")
-        steps = plan(world, self._settings)
+        steps = plan(world, self._settings, self._now())
         outcome = await execute(self._kube, namespace, steps)
         if outcome.writes:
             # Status speaks of what is there now. With the old picture it could call a fleet of the previous

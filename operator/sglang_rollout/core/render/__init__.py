@@ -24,14 +24,14 @@ def render_all(
     *,
     gates: Mapping[str, int] | None = None,
     avoided: Sequence[str] = (),
+    members: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return every child object of ``rollout``, those that others need first.
 
     ``token`` is what the Secret holds already; without it the Secret is rendered empty, and whoever applies it puts a
     token in. ``gates``: ports of gates that are there, by engine; others are where they are wanted. ``avoided``: the nodes that engines
-    are kept off.
+    are kept off. ``members``: how many pods the group of the base has now, if not all that it is to have.
     """
-    engines = engine_statefulsets(rollout, settings, avoided)
     return [
         *rbac(rollout),
         control_secret(rollout, token),
@@ -39,6 +39,6 @@ def render_all(
         weights(rollout),
         *services(rollout),
         router_deployment(rollout, settings),
-        *pod_groups(rollout, engines),
-        *engines,
+        *pod_groups(rollout, members),
+        *engine_statefulsets(rollout, settings, avoided),
     ]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
-from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.hashing import revisions
 from sglang_rollout.core.ports import EnginePorts, engine_ports
 from sglang_rollout.core.render.common import (
     CONTROL_MOUNT,
@@ -60,14 +60,14 @@ RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
 
 def engine_statefulsets(rollout: SGLangRollout, settings: Settings, avoided: Sequence[str] = ()) -> list[Object]:
     """Return the StatefulSets of all wanted engines, with pods that are kept off the nodes ``avoided``."""
-    made = [_statefulset(rollout, settings, index) for index in range(rollout.spec.engines)]
+    made = [_statefulset(rollout, settings, index, current) for index, current in enumerate(revisions(rollout).values())]
     for statefulset in made:
         # Over the user's overlay, whose affinity it adds to. It changes no pod that runs: templates count when a pod is made.
         keep_off(statefulset["spec"]["template"]["spec"], avoided)
     return made
 
 
-def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
+def _statefulset(rollout: SGLangRollout, settings: Settings, index: int, current: str) -> Object:
     name = names.engine_name(rollout.name, index)
     made = child(rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name)
     made["metadata"]["labels"] |= queue_labels(rollout)
@@ -79,7 +79,7 @@ def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Obje
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, name)},
-        "template": _with_overlay(rollout, _pod_template(rollout, settings, name, engine_ports(rollout, index))),
+        "template": _with_overlay(rollout, _pod_template(rollout, settings, index, current)),
     }
     return made
 
@@ -92,11 +92,12 @@ def _with_overlay(rollout: SGLangRollout, template: Object) -> Object:
     return with_shared_mounts(template)
 
 
-def _pod_template(rollout: SGLangRollout, settings: Settings, name: str, ports: EnginePorts) -> Object:
+def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, current: str) -> Object:
+    name, ports = names.engine_name(rollout.name, index), engine_ports(rollout, index)
     labels = names.labels(rollout.name, names.COMPONENT_ENGINE, name)
     return {
         "metadata": {
-            "labels": {**labels, **pod_labels(rollout, name), names.LABEL_REVISION: revision(rollout)},
+            "labels": {**labels, **pod_labels(rollout, index), names.LABEL_REVISION: current},
             "annotations": {"kubectl.kubernetes.io/default-container": ENGINE_CONTAINER},
         },
         "spec": {
@@ -106,7 +107,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str, ports: 
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
             **_network(ports),
-            **pod_placement(rollout, name),
+            **pod_placement(rollout, index),
             "initContainers": [*downloads(rollout), _gate(settings, ports), _agent(rollout, settings, name, ports)],
             "containers": [_engine(rollout, name, ports)],
             "volumes": [

@@ -89,6 +89,7 @@ def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
             )
             for index in range(rollout.spec.engines)
         ],
+        base=rollout.spec.base if rollout.spec.elastic else None,
         weights=weights_policy(rollout),
         state=_STATES[rollout.spec.state],
         drain=rollout.spec.sleep.drain_seconds,
