@@ -47,11 +47,34 @@ def waits_for_room(world: World, engine: str, now: str) -> bool:
     return any(pods.node_of(pod) is None and _age(pod, now) >= PATIENCE_SECONDS for pod in there)
 
 
+def in_part(world: World, engine: str) -> bool:
+    """Whether only some pods of an engine beyond the base have nodes, and a scheduler would take all of them or none."""
+    nodes = [pods.node_of(pod) for pod in world.pods_of(engine)]
+    gang = world.rollout is not None and world.rollout.spec.scheduling.gang is not None
+    return gang and _is_beyond(world, engine) and any(nodes) and not all(nodes)
+
+
+def held_for_nothing(world: World, engine: str, now: str) -> list[pods.Object]:
+    """Return the pods that keep room which their engine cannot use, because others of its pods were preempted a while ago.
+
+    Not while the engine starts: its pods get their nodes one by one then, however long they have waited.
+    """
+    there = world.pods_of(engine)
+    if not now or not in_part(world, engine) or any(map(pods.is_terminating, there)):
+        return []
+    placed = [pod for pod in there if pods.node_of(pod)]
+    since = [_seconds((pod.get("status") or {}).get("startTime"), now) if pods.node_of(pod) else _age(pod, now) for pod in there]
+    return placed if min(since) >= PATIENCE_SECONDS else []
+
+
 def _is_beyond(world: World, engine: str) -> bool:
     rollout, index = world.rollout, names.engine_index(world.cr["metadata"]["name"], engine)
     return rollout is not None and index is not None and rollout.spec.base <= index < rollout.spec.engines
 
 
 def _age(pod: pods.Object, now: str) -> float:
-    made = pod["metadata"].get("creationTimestamp") or now
-    return (datetime.fromisoformat(now) - datetime.fromisoformat(made)).total_seconds()
+    return _seconds(pod["metadata"].get("creationTimestamp"), now)
+
+
+def _seconds(since: str | None, now: str) -> float:
+    return (datetime.fromisoformat(now) - datetime.fromisoformat(since or now)).total_seconds()

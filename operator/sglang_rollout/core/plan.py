@@ -11,7 +11,8 @@ Rolling update, in the order of the questions:
     outdated engine                                         -> delete its pods; one that does not serve first
 
 An engine that does not come up on a node which is avoided is moved in the same way, beside the rolling update: its StatefulSet
-gets the affinity first, then its pods are deleted.
+gets the affinity first, then its pods are deleted. So are the pods that are left of an engine beyond the base when it was preempted in
+part: its gang comes again when there is room for all.
 
 An engine whose number of pods changes is made anew, StatefulSet and all, when its turn comes: SGLang's ranks cannot be added
 to, and pods that go one by one would end the engine outside of its turn.
@@ -25,7 +26,7 @@ from typing import Any
 
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.drift import difference, stamped
-from sglang_rollout.core.elastic import base_members, comes_later, waits_for_room
+from sglang_rollout.core.elastic import base_members, comes_later, held_for_nothing, in_part, waits_for_room
 from sglang_rollout.core.hashing import revisions
 from sglang_rollout.core.render import render_all
 from sglang_rollout.core.render.policies import token_of
@@ -103,9 +104,11 @@ def plan(world: World, settings: Settings, now: str = "") -> Plan:
     prunes = _prunes(world, wanted)
     changing = {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)}
     restarts, waits = _rolling(world, changing, now)
-    waits = waits or bool(world.cluster.gang_problem or world.cluster.queue_problem)
+    waits = (
+        waits or bool(world.cluster.gang_problem or world.cluster.queue_problem) or any(in_part(world, name) for name in world.engines())
+    )
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
-    return Plan((*applies, *prunes, *restarts, *_moves(world, changing)), requeue)
+    return Plan((*applies, *prunes, *restarts, *_moves(world, changing, now)), requeue)
 
 
 def _can_be_made(rendered: Object, world: World) -> bool:
@@ -204,18 +207,22 @@ def _outdated(world: World, engine: str, wanted: str) -> list[Object]:
     return [pod for pod in world.pods_of(engine) if pods.revision_of(pod) != wanted and not pods.is_terminating(pod)]
 
 
-def _moves(world: World, changing: set[str]) -> Iterator[Delete]:
+def _moves(world: World, changing: set[str], now: str) -> Iterator[Delete]:
     """Pods of engines that do not come up on a node which is avoided: made anew, they go elsewhere. All pods of the engine, as in
-    every restart. Engines that run there stay, and outdated ones are restarted anyway."""
+    every restart. Engines that run there stay, and outdated ones are restarted anyway. And pods that hold room for nothing."""
     rollout = world.rollout
-    if rollout is None or not world.avoided:
+    if rollout is None:
         return
     for engine, current in revisions(rollout).items():
         found = [pod for pod in world.pods_of(engine) if not pods.is_terminating(pod)]
         failing = next((node for pod in found if (node := pods.node_of(pod)) in world.avoided and not pods.started(pod)), None)
-        if failing is None or engine in changing or not _is_observed(world, engine) or _outdated(world, engine, current):
+        given_back = held_for_nothing(world, engine, now)
+        if not (failing or given_back) or engine in changing or not _is_observed(world, engine) or _outdated(world, engine, current):
             continue
-        yield from (_restart(pod, f"node {failing} is avoided") for pod in found)
+        if failing:
+            yield from (_restart(pod, f"node {failing} is avoided") for pod in found)
+        else:
+            yield from (_restart(pod, "other pods of its engine were preempted") for pod in given_back)
 
 
 def _is_resized(rendered: Object, live: Object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -27,6 +27,8 @@ class Room(Cluster):
 
     room: int = 100
     now: str = ""
+    started: dict[str, str] = field(default_factory=dict)
+    """When pods came to their nodes, by uid."""
 
     def plan(self, settings: Any = SETTINGS) -> Plan:
         return plan(self.observe(), settings, self.now)
@@ -34,7 +36,7 @@ class Room(Cluster):
     def _kubelet(self) -> None:
         groups: dict[str, list[Object]] = defaultdict(list)
         for name, pod in sorted(self.engine_pods().items()):
-            pod["metadata"].setdefault("creationTimestamp", MADE)
+            pod["metadata"].setdefault("creationTimestamp", self.now or MADE)
             groups[pod["metadata"]["labels"].get(names.LABEL_POD_GROUP, name)].append(pod)
         for group, found in sorted(groups.items()):
             self._schedule(group, found)
@@ -45,7 +47,10 @@ class Room(Cluster):
         for found in by_engine.values():
             up = all("nodeName" in pod["spec"] for pod in found)
             for pod in found:
-                pod["status"] = {"conditions": [{"type": "Ready", "status": str(up)}]}
+                started = (
+                    {"startTime": self.started.setdefault(pod["metadata"]["uid"], self.now or MADE)} if "nodeName" in pod["spec"] else {}
+                )
+                pod["status"] = {"conditions": [{"type": "Ready", "status": str(up)}], **started}
 
     def _schedule(self, group: str, found: list[Object]) -> None:
         waiting = [pod for pod in found if "nodeName" not in pod["spec"]]
@@ -198,6 +203,49 @@ def test_an_engine_of_the_base_that_waits_for_room_does_hold_it() -> None:
     for _ in range(3):
         cluster.step()
     assert cluster.serving() == {"demo-engine-1", "demo-engine-2"}
+    assert restarted(cluster) == []
+
+
+@pytest.mark.parametrize("gang", [BASE, ENGINE], ids=["Base", "Engine"])
+def test_an_engine_that_is_preempted_in_part_gives_back_the_rest_and_comes_again_whole(gang: Object) -> None:
+    cluster = Room(rollout(**spec(2, 1, 2, **gang)), room=4)
+    cluster.run()
+    cluster.room = 3
+    del cluster.pods["demo-engine-1-1"]
+    cluster.step()
+    assert cluster.placed() == {0: 2, 1: 1}
+    assert restarted(cluster) == [], "its place may be free again in a moment"
+    assert cluster.plan().requeue_after is not None
+    cluster.now = LATER
+    assert restarted(cluster) == ["demo-engine-1-0"]
+    cluster.step()
+    cluster.converge()
+    assert cluster.placed() == {0: 2, 1: 0}
+    cluster.room = 4
+    cluster.converge()
+    assert cluster.serving() == {"demo-engine-0", "demo-engine-1"}
+
+
+def test_an_engine_whose_pods_get_their_nodes_one_by_one_is_let_alone() -> None:
+    cluster = Room(rollout(**spec(2, 1, 2, **BASE)), room=3)
+    cluster.run()
+    cluster.now = LATER
+    assert cluster.placed() == {0: 2, 1: 0}
+    first = cluster.pods["demo-engine-1-0"]
+    first["spec"]["nodeName"] = "node"
+    first["status"]["startTime"] = LATER
+    assert restarted(cluster) == []
+
+
+@pytest.mark.parametrize(("base", "gang"), [(2, BASE), (2, ENGINE), (1, {})], ids=["of the base", "of the base by engine", "no gang"])
+def test_what_would_come_back_in_part_is_let_alone(base: int, gang: Object) -> None:
+    cluster = Room(rollout(**spec(2, base, 2, **gang)), room=4)
+    cluster.run()
+    cluster.room = 3
+    del cluster.pods["demo-engine-1-1"]
+    cluster.step()
+    cluster.now = LATER
+    assert cluster.placed() == {0: 2, 1: 1}
     assert restarted(cluster) == []
 
 
