@@ -14,6 +14,7 @@ from sglang_rollout.fleet.update.versions import history, newest, next_version
 from sglang_rollout.wire.models import (
     FleetGroup,
     LastUpdate,
+    Noted,
     Record,
     SyncRequest,
     Version,
@@ -150,6 +151,12 @@ class Fleet:
     """Adapters that trainers have loaded."""
     kept: FleetState = FleetState.ACTIVE
     """What of it is in effect. No trainer's call and no lease ends it."""
+    colocated: bool = False
+    """It shares its trainer's GPUs and takes no weights."""
+    lent: tuple[str, ...] = ("kv_cache", "weights")
+    """Memory that the trainer of a colocated fleet has. Before its first call, what verl's own sleep releases: asleep until woken."""
+    noted: dict[str, Noted] = field(default_factory=dict)
+    """What each engine of a colocated fleet holds."""
     update: Update | None = None
     sources: frozenset[str] = frozenset()
     """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
@@ -284,4 +291,6 @@ class Fleet:
             world_size=self.table.world_size,
             state=self.kept,
             checksums=self.checksums,
+            lent=list(self.lent) if self.colocated else None,
+            noted={name: noted for name, noted in self.noted.items() if name in self.engines},
         )
