@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 
-_OF_ENGINES = {"model", "engine", "scheduling", "pod_template"}
+_OF_ENGINES = {"model", "engine", "scheduling", "sharing", "pod_template"}
 
 
 def digest(value: Any) -> str:
