@@ -27,6 +27,11 @@ KEEPS_WEIGHTS = (
     " /resume_memory_occupation and /release_memory_occupation; a policy that learns needs a fleet with mode Standalone."
 )
 """Why a call about weights is refused."""
+LENT = (
+    "The fleet is asleep: its trainer has the memory of the engines (spec.mode: Colocated), and nothing generates until the trainer calls"
+    " /resume_memory_occupation."
+)
+"""Why nothing generates."""
 
 _SENTENCES = {
     FleetState.ACTIVE: "",

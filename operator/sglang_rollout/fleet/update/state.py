@@ -20,7 +20,7 @@ from sglang_rollout.wire.models import (
     Version,
     WeightsPolicy,
 )
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.states import LENT, FleetState, held_sentence
 
 
 class Phase(StrEnum):
@@ -176,6 +176,11 @@ class Fleet:
     """When the last script that changed the fleet ended: answers from before tell of the time before."""
     marks: dict[Phase, float] = field(default_factory=dict)
     """Seconds spent in each phase since the fleet was last idle."""
+
+    @property
+    def held(self) -> str:
+        """What keeps all engines from generating until somebody lets them, as a sentence; empty if nothing does."""
+        return held_sentence(self.kept) or (LENT if self.colocated and self.lent else "")
 
     @property
     def table(self) -> RankTable:
