@@ -14,6 +14,7 @@ from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, ports_of_all_engi
 from sglang_rollout.api.pod_template import PodTemplate
 from sglang_rollout.api.scheduling_spec import Elastic, Scheduling
 from sglang_rollout.api.schema import ApiModel, argument, rule, rules
+from sglang_rollout.api.sharing_spec import Mode, Sharing, rules_of_modes
 from sglang_rollout.api.weights_spec import Weights
 
 MAX_ENGINES = 1000
@@ -95,7 +96,7 @@ class RolloutSpec(ApiModel):
                 field=".engine",
             ),
             rule(
-                "(self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
+                "self.mode == 'Colocated' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
                 " || (has(self.weights) && has(self.weights.transport) && self.weights.transport == 'Disk')",
                 "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot take weights over a group"
                 " there. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead of data,"
@@ -132,6 +133,7 @@ class RolloutSpec(ApiModel):
                 field=".scheduling",
             ),
             *ports_of_all_engines(),
+            *rules_of_modes(),
         )
     )
 
@@ -139,6 +141,11 @@ class RolloutSpec(ApiModel):
     """Number of engines. `kubectl scale` sets it."""
     elastic: Elastic | None = None
     """How many of them are the base, without which the fleet is not whole. Default: all."""
+    mode: Mode = Mode.STANDALONE
+    """`Standalone`: the engines have GPUs of their own and take weights from a trainer. `Colocated`: they share the trainer's GPUs, sleep
+    until it wakes them, and keep the weights of `model.path` (docs/modes.md). It cannot change."""
+    sharing: Sharing | None = None
+    """How engines come to the trainer's GPUs, with `mode: Colocated`."""
     state: State = State.ACTIVE
     """`Paused`: no engine generates, weight updates are taken. `Asleep`: engines release their memory; needs
     `engine.memorySaver` (docs/states.md). `Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed

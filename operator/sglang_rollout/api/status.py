@@ -57,8 +57,8 @@ class EngineStatus(ApiModel):
     """Its StatefulSet."""
     phase: EnginePhase
     """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the
-    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Paused` and
-    `Asleep` (by `spec.state`), `Stopping`."""
+    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Paused` (by
+    `spec.state`), `Asleep` (by `spec.state`, or because its trainer has the memory), `Stopping`."""
     updated: bool
     """Whether its pods were made from the current spec."""
     version: str | None = Field(default=None, max_length=256)

@@ -14,7 +14,7 @@ Status = Mapping[str, Any]
 
 _HELD: Mapping[str, str] = {
     Reason.PAUSED: "Paused by spec.state: engines stop generating, weight updates are taken.",
-    Reason.ASLEEP: "Asleep by spec.state: engines end their requests, then release their memory.",
+    Reason.ASLEEP: "Asleep, by spec.state or by the trainer that shares the GPUs: engines release their memory.",
 }
 """Said when it begins; how far it has come is in the condition."""
 _WOULD_SERVE = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})

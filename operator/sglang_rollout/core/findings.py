@@ -44,7 +44,7 @@ _NEEDS_A_PERSON = frozenset(
 
 
 _HELD = frozenset({Reason.PAUSED, Reason.ASLEEP})
-"""By ``spec.state``."""
+"""By ``spec.state``, or by the trainer whose GPUs a fleet shares."""
 
 _COMES_AND_GOES = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE, Reason.PODS_NOT_READY, Reason.WAITING_FOR_WEIGHTS})
 """What is as it should be for an engine beyond the base."""
@@ -170,6 +170,8 @@ def _held(facts: Facts) -> Finding | None:
         reason, message = Reason.ASLEEP, f"Asleep by spec.state: {many} have released their memory. Kept:{_version(facts)}."
     elif state is State.PAUSED:
         reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
+    elif held and facts.world.record is not None and facts.world.record.lent:
+        reason, message = Reason.ASLEEP, f"Asleep: the trainer has the memory of {many}. It wakes them by resume_memory_occupation."
     elif held:
         reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED
         message = f"spec.state is Active again: {many} have not gone on yet."

@@ -10,7 +10,7 @@ from sglang_rollout.api.scheduling_spec import GangScope
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 
-_OF_ENGINES = {"model", "engine", "scheduling", "pod_template"}
+_OF_ENGINES = {"model", "engine", "scheduling", "sharing", "pod_template"}
 
 
 def digest(value: Any) -> str:

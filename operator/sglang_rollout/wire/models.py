@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_rollout.wire.ports import WIRE_VERSION
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.states import FleetMode, FleetState
 
 BASE_LABEL = "base"
 
@@ -196,6 +196,8 @@ class Intent(Message):
     """Requests have so many seconds to end before an engine falls asleep."""
     adapters: list[Adapter] | None = None
     """Adapters of the spec. None: engines take no adapters, or nobody but trainers says which."""
+    mode: FleetMode | None = None
+    """None: the engines have GPUs of their own and take weights."""
     data_paths_url: str | None = None
 
 
@@ -377,6 +379,14 @@ class LastUpdate(Message):
     """The engines that committed."""
 
 
+class Noted(Message):
+    """What one life of an engine was started with."""
+
+    boot_id: str
+    checksums: tuple[str, ...]
+    """Of its ranks."""
+
+
 class FleetGroup(Message):
     """A weight-update group that is open now."""
 
@@ -414,6 +424,10 @@ class Record(Message):
     checksums: dict[int, tuple[str, ...]] = {}
     """Of the committed version, by the number of an engine's ranks, as far as they are known."""
     adapters: list[AdapterRow] = []
+    lent: list[str] | None = None
+    """Memory of the engines that the trainer has; None: the engines share their GPUs with nobody."""
+    noted: dict[str, Noted] = {}
+    """Where nobody sends weights: what each engine holds, as it said before its first sleep."""
 
 
 class FleetMember(EngineRow):

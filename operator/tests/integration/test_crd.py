@@ -135,6 +135,15 @@ def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
     assert LABEL_ROLLOUT in scale["status"]["selector"]
 
 
+def test_the_mode_of_a_rollout_cannot_change(api: ControlPlane) -> None:
+    _applied(api, "crd-mode", "demo", GOLDEN / "colocated.yaml")
+    patch = '{"spec": {"mode": "Standalone", "sharing": null}}'
+    done = api.kubectl("patch", "sglr", "demo", "-n", "crd-mode", "--type=merge", "-p", patch, check=False)
+    assert done.returncode != 0
+    assert "mode cannot change" in done.stderr
+    api.kubectl("delete", "namespace", "crd-mode", "--wait=false")
+
+
 def test_a_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     name, namespace = "drift", "crd-drift"
     _applied(api, namespace, name, ROOT / "examples/rollout-cpu.yaml")

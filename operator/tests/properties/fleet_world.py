@@ -42,7 +42,7 @@ from sglang_rollout.wire.models import (
     WeightsPolicy,
 )
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.states import FleetMode, FleetState
 
 SNAPSHOTS = "/snapshots"
 MEMORY = ("kv_cache", "weights", "cuda_graph")
@@ -285,6 +285,7 @@ class World:
         self.state = FleetState.ACTIVE
         self.adapters: list[Adapter] | None = None
         self.base: int | None = None
+        self.mode: FleetMode | None = None
         self.start()
 
     def start(self) -> None:
@@ -305,6 +306,7 @@ class World:
             weights=self.policy,
             state=self.state,
             adapters=self.adapters,
+            mode=self.mode,
         )
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
 

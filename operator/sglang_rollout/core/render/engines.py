@@ -38,7 +38,7 @@ from sglang_rollout.core.render.common import (
 from sglang_rollout.core.render.environment import capabilities, variables
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
-from sglang_rollout.core.render.placement import keep_off, pod_labels, pod_placement, queue_labels
+from sglang_rollout.core.render.placement import CLAIM, keep_off, pod_labels, pod_placement, queue_labels
 from sglang_rollout.core.render.preflight import preflight
 from sglang_rollout.core.render.ranks import WAIT_SECONDS, agent_env, agent_ranks, rank_env, server_ranks, start_script
 from sglang_rollout.core.render.server_args import server_args
@@ -233,6 +233,9 @@ def _engine_resources(rollout: SGLangRollout) -> Object:
         gpus = str(spec.pod_gpus)
         # An extended resource must be asked for as a limit; the request follows from it.
         made["limits"] = {**made.get("limits", {}), spec.gpu_resource: gpus}
+    sharing = rollout.spec.sharing
+    if sharing is not None and sharing.resource_claim_name:
+        made["claims"] = [{"name": CLAIM}]
     if spec.rdma:
         made["limits"] = {**made.get("limits", {}), spec.rdma.resource: str(spec.rdma.count)}
     return made

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_rollout.api.scheduling_spec import GangScope, Spread
+from sglang_rollout.api.sharing_spec import ENGINE_INDEX
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_NODE = "kubernetes.io/hostname"
+CLAIM = "shared-gpus"
+"""What the pod calls the claim that it shares with the trainer."""
 _UNSATISFIABLE = {Spread.PREFERRED: "ScheduleAnyway", Spread.REQUIRED: "DoNotSchedule"}
 
 
@@ -33,11 +37,15 @@ def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
         made["topologySpreadConstraints"] = [
             {
                 "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
+                "topologyKey": _NODE,
                 "whenUnsatisfiable": _UNSATISFIABLE[wanted.spread_engines],
                 "labelSelector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE)},
             }
         ]
+    sharing = rollout.spec.sharing
+    if sharing is not None and sharing.resource_claim_name:
+        claim = sharing.resource_claim_name.replace(ENGINE_INDEX, str(names.engine_index(rollout.name, engine)))
+        made["resourceClaims"] = [{"name": CLAIM, "resourceClaimName": claim}]
     return made
 
 
@@ -96,15 +104,17 @@ def keep_off(pod_spec: Object, avoided: Sequence[str]) -> None:
 
 
 def _affinity(rollout: SGLangRollout, engine: str) -> Object | None:
-    """The user's own, and the topology as one more demand. The scheduler lets the first pod of an engine go anywhere,
-    because the demand is about itself."""
-    wanted = rollout.spec.scheduling
-    if wanted.topology_key is None:
+    """The user's own, and the topology and the trainer's node as further demands. The scheduler lets the first pod of an engine go
+    anywhere in the topology, because that demand is about itself; for the trainer it waits."""
+    wanted, sharing = rollout.spec.scheduling, rollout.spec.sharing
+    near = []
+    if wanted.topology_key is not None:
+        near.append((names.selector(rollout.name, names.COMPONENT_ENGINE, engine), wanted.topology_key))
+    if sharing is not None and sharing.trainer_labels:
+        near.append((sharing.trainer_labels, _NODE))
+    if not near:
         return wanted.affinity
-    together = {
-        "labelSelector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, engine)},
-        "topologyKey": wanted.topology_key,
-    }
+    terms = [{"labelSelector": {"matchLabels": labels}, "topologyKey": key} for labels, key in near]
     affinity = wanted.affinity or {}
     pods = affinity.get("podAffinity") or {}
-    return {**affinity, "podAffinity": {**pods, _REQUIRED: [*(pods.get(_REQUIRED) or []), together]}}
+    return {**affinity, "podAffinity": {**pods, _REQUIRED: [*(pods.get(_REQUIRED) or []), *terms]}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 
+from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.spec import State
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.api.weights_spec import OnLoss as ApiOnLoss
@@ -28,7 +29,7 @@ from sglang_rollout.wire.models import (
     WeightsPolicy,
 )
 from sglang_rollout.wire.ports import GATE_PORT
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.states import FleetMode, FleetState
 
 _PAUSE_MODES = {
     ApiPauseMode.RETRACT: PauseMode.RETRACT,
@@ -44,6 +45,7 @@ _STATES = {
     State.SUSPENDED: FleetState.ACTIVE,
 }
 """A suspended fleet has no engines that could be held."""
+_MODES = {Mode.STANDALONE: None, Mode.COLOCATED: FleetMode.COLOCATED}
 _ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
 
@@ -94,6 +96,7 @@ def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
         state=_STATES[rollout.spec.state],
         drain=rollout.spec.sleep.drain_seconds,
         adapters=_adapters(rollout),
+        mode=_MODES[rollout.spec.mode],
     )
     made = _config_map(rollout, names.intent_name(rollout.name))
     made["data"] = {names.INTENT_KEY: wanted.model_dump_json(exclude_none=True)}

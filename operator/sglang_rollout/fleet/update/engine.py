@@ -30,6 +30,8 @@ class Engine:
     """When it may try again."""
     pause_at: float = 0.0
     """When it may next be paused as the spec says."""
+    release_at: float = 0.0
+    """When it may next be told to give back the memory that the trainer has."""
     adapters_at: dict[str, float] = field(default_factory=dict)
     """By the adapter's name: when it may be tried again, after it could not be loaded or unloaded."""
     adapter_trouble: dict[str, str] = field(default_factory=dict)
