@@ -162,6 +162,17 @@ class NodeFailure(ApiModel):
     """What it said at last."""
 
 
+class PrefetchStatus(ApiModel):
+    """How far `model.prefetch` is."""
+
+    ready: int = 0
+    """Nodes that have the files."""
+    wanted: int = 0
+    """Nodes that are to have them."""
+    reason: Text = ""
+    """Why a node does not have them, as a sentence."""
+
+
 class Endpoints(ApiModel):
     """Where trainers find the fleet."""
 
@@ -214,5 +225,7 @@ class RolloutStatus(ApiModel):
     """Nodes on which engines failed repeatedly (`scheduling.avoidNodes`)."""
     node_failures: list[NodeFailure] | None = Field(default=None, max_length=MAX_NODE_FAILURES)
     """Failures of engines that count towards avoiding their node; absent without `scheduling.avoidNodes`."""
+    prefetch: PrefetchStatus | None = None
+    """How far `model.prefetch` is; absent without it."""
     endpoints: Endpoints | None = None
     """Where trainers find the fleet."""

@@ -67,6 +67,16 @@ def engine_statefulsets(rollout: SGLangRollout, settings: Settings, avoided: Seq
     return made
 
 
+def engine_template(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
+    """Return how the pods of an engine are made: ours, and the user's overlay over it."""
+    made = _pod_template(rollout, settings, names.engine_name(rollout.name, index), engine_ports(rollout, index))
+    overlay = rollout.spec.pod_template
+    if overlay is not None:
+        # exclude_unset, not exclude_none: a null that the user wrote removes a key.
+        made = merge(made, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return with_shared_mounts(made)
+
+
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
     name = names.engine_name(rollout.name, index)
     made = child(rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name)
@@ -79,17 +89,9 @@ def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Obje
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, name)},
-        "template": _with_overlay(rollout, _pod_template(rollout, settings, name, engine_ports(rollout, index))),
+        "template": engine_template(rollout, settings, index),
     }
     return made
-
-
-def _with_overlay(rollout: SGLangRollout, template: Object) -> Object:
-    overlay = rollout.spec.pod_template
-    if overlay is not None:
-        # exclude_unset, not exclude_none: a null that the user wrote removes a key.
-        template = merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
-    return with_shared_mounts(template)
 
 
 def _pod_template(rollout: SGLangRollout, settings: Settings, name: str, ports: EnginePorts) -> Object:
