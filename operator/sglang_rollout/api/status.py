@@ -73,6 +73,8 @@ class EngineStatus(ApiModel):
     """Port of its gate on the node, with `engine.network.hostNetwork`."""
     nodes: list[Annotated[str, Field(max_length=253)]] | None = Field(default=None, max_length=64)
     """The nodes of all its pods by rank, if it has several; empty for a pod without one."""
+    all_reduce: float | None = Field(default=None, alias="allReduceGBps")
+    """GB/s that the ranks of its pod reached before the start (`engine.preflight`); of pod 0 if it has several."""
     reason: Text = ""
     """Why it does not serve, as a sentence."""
 

@@ -20,6 +20,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.ports import EnginePorts, engine_ports
+from sglang_rollout.core.render.all_reduce import all_reduce, node_env
 from sglang_rollout.core.render.common import (
     CONTROL_MOUNT,
     HOME_ENV,
@@ -186,11 +187,12 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
 
 def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
     spec, resources = rollout.spec.engine, _engine_resources(rollout)
+    script = preflight(rollout, resources, ports) + all_reduce(rollout) + start_script(rollout)
     start_seconds = START_SECONDS if spec.pods == 1 else WAIT_SECONDS
     return {
         "name": ENGINE_CONTAINER,
         "image": spec.image,
-        "command": ["/bin/sh", "-c", preflight(rollout, resources, ports) + start_script(rollout), ENGINE_CONTAINER],
+        "command": ["/bin/sh", "-c", script, ENGINE_CONTAINER],
         "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name, ports), ports)],
         "env": _environment(rollout),
         # Here too: older schedulers do not look at the ports of sidecars.
@@ -224,7 +226,7 @@ def _environment(rollout: SGLangRollout) -> list[Object]:
     """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
     ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
     theirs = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
-    return [*ours, *rank_env(rollout), *variables(rollout), *theirs]
+    return [*ours, *rank_env(rollout), *node_env(rollout), *variables(rollout), *theirs]
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:
