@@ -69,6 +69,7 @@ class Reason(StrEnum):
     UPDATE_FAILED = "UpdateFailed"
     PARTLY_COMMITTED = "PartlyCommitted"
     NODES_AVOIDED = "NodesAvoided"
+    PREFETCH_FAILED = "PrefetchFailed"
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ class EngineStatus(ApiModel):
     """Port of its gate on the node, with `engine.network.hostNetwork`."""
     nodes: list[Annotated[str, Field(max_length=253)]] | None = Field(default=None, max_length=64)
     """The nodes of all its pods by rank, if it has several; empty for a pod without one."""
+    all_reduce: float | None = Field(default=None, alias="allReduceGBps")
+    """GB/s that the ranks of its pod reached before the start (`engine.preflight`); of pod 0 if it has several."""
     reason: Text = ""
     """Why it does not serve, as a sentence."""
 
@@ -162,6 +164,17 @@ class NodeFailure(ApiModel):
     """What it said at last."""
 
 
+class PrefetchStatus(ApiModel):
+    """How far `model.prefetch` is."""
+
+    ready: int = 0
+    """Nodes that have the files."""
+    wanted: int = 0
+    """Nodes that are to have them."""
+    reason: Text = ""
+    """Why a node does not have them, as a sentence."""
+
+
 class Endpoints(ApiModel):
     """Where trainers find the fleet."""
 
@@ -216,5 +229,7 @@ class RolloutStatus(ApiModel):
     """Nodes on which engines failed repeatedly (`scheduling.avoidNodes`)."""
     node_failures: list[NodeFailure] | None = Field(default=None, max_length=MAX_NODE_FAILURES)
     """Failures of engines that count towards avoiding their node; absent without `scheduling.avoidNodes`."""
+    prefetch: PrefetchStatus | None = None
+    """How far `model.prefetch` is; absent without it."""
     endpoints: Endpoints | None = None
     """Where trainers find the fleet."""

@@ -79,6 +79,7 @@ def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) ->
         node=pods.node_of(world.pod_of(name)),
         port=None if port == GATE_PORT else port,
         nodes=[pods.node_of(pod) or "" for pod in found] if several else None,
+        all_reduce=row.all_reduce if row else None,
         reason=why,
     )
 

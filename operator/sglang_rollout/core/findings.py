@@ -10,6 +10,7 @@ from sglang_rollout.api.spec import State
 from sglang_rollout.api.status import AvoidedNode, EnginePhase
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
+from sglang_rollout.core.prefetch import prefetch_status
 from sglang_rollout.core.serving import router_ready
 from sglang_rollout.core.words import partly, sentence
 from sglang_rollout.core.world import World
@@ -262,7 +263,8 @@ def _degraded(facts: Facts) -> Finding:
     for pod in facts.world.router_pods():
         if not facts.router and pods.trouble(pod):
             return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
-    return _last_update(facts) or _avoided(facts) or Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+    found = _last_update(facts) or _avoided(facts) or _prefetch(facts)
+    return found or Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
 
 
 def _last_update(facts: Facts) -> Finding | None:
@@ -280,6 +282,15 @@ def _avoided(facts: Facts) -> Finding | None:
     """A node may need a person also while the fleet does without it."""
     message = " ".join(f"Node {row.node} is avoided until {row.until}: {row.reason}" for row in facts.avoided)
     return Finding(ConditionType.DEGRADED, "True", Reason.NODES_AVOIDED, message) if message else None
+
+
+def _prefetch(facts: Facts) -> Finding | None:
+    """Engines that run do not need it, and one that starts fetches for itself; but it would fail there, too."""
+    found = prefetch_status(facts.world)
+    if found is None or not found.reason:
+        return None
+    message = f"{found.ready} of {found.wanted} nodes have the model: {found.reason}"
+    return Finding(ConditionType.DEGRADED, "True", Reason.PREFETCH_FAILED, message)
 
 
 def _sentence(facts: Facts, worst: EngineView) -> str:

@@ -31,6 +31,8 @@ def revision(rollout: SGLangRollout, engine: int = 0) -> str:
     written = rollout.spec.model_dump(mode="json", by_alias=True, include=_OF_ENGINES, exclude_defaults=True)
     # Adapters come and go while engines run.
     written.get("engine", {}).get("lora", {}).pop("adapters", None)
+    # Brings files to nodes; engines themselves do not change.
+    written.get("model", {}).pop("prefetch", None)
     # Says when to move engines that fail, not how engines are made.
     scheduling = written.get("scheduling", {})
     if scheduling.pop("avoidNodes", None) is not None and not scheduling:

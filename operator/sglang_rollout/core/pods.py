@@ -154,6 +154,14 @@ def failures(pod: Object) -> list[tuple[str, str]]:
     return [(str(end["finishedAt"]), describe_end(end)) for end in failed]
 
 
+def last_failure(pod: Object, container: str) -> Object | None:
+    """Return how a container of the pod failed last, also while it is tried again."""
+    status = next((one for one in _statuses(pod) if one.get("name") == container), {})
+    ends = [(status.get(state) or {}).get("terminated") or {} for state in ("state", "lastState")]
+    newest = next((end for end in ends if end), {})
+    return newest if newest.get("exitCode") else None
+
+
 def describe_end(ended: Object) -> str:
     """Return how a container ended: exit code, and the last telling line of its log."""
     reason, code = str(ended.get("reason") or ""), ended.get("exitCode")

@@ -21,6 +21,7 @@ from sglang_rollout.core import names
 from sglang_rollout.core.avoidance import avoidance
 from sglang_rollout.core.engine_rows import EngineView, engine_views, version_text
 from sglang_rollout.core.findings import Facts, Failure, findings, invalid_findings
+from sglang_rollout.core.prefetch import prefetch_status
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineRow, EngineState, Record, Version
@@ -61,6 +62,7 @@ def build_status(world: World, settings: Settings, now: str, failure: Failure | 
             adapters=_adapters(world),
             avoided_nodes=list(nodes.nodes) or None,
             node_failures=list(nodes.failures) or None,
+            prefetch=prefetch_status(world),
             endpoints=_endpoints(world),
         )
     )

@@ -245,6 +245,8 @@ class AgentStatus(Message):
     sglang_version: str | None = None
     nccl: Nccl | None = None
     """Of the engine's container; None: not known."""
+    all_reduce: float | None = None
+    """GB/s that the ranks of the pod reached before the start; None: not measured."""
     reason: str = ""
     """Why the gate is closed, as a sentence; empty while it is open."""
 
@@ -351,6 +353,8 @@ class EngineRow(Message):
     """How it gets the committed version without the trainer, as a sentence; empty while it does not try."""
     released: list[str] = []
     """Memory that it has given back: ``weights``, ``kv_cache``, ``cuda_graph``."""
+    all_reduce: float | None = None
+    """GB/s that its ranks reached before the start; None: not measured."""
 
 
 class UpdateOutcome(StrEnum):

@@ -9,6 +9,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.render.engines import engine_statefulsets
 from sglang_rollout.core.render.placement import pod_groups
 from sglang_rollout.core.render.policies import control_secret, intent, weights
+from sglang_rollout.core.render.prefetch import prefetch
 from sglang_rollout.core.render.rbac import rbac
 from sglang_rollout.core.render.router import router_deployment
 from sglang_rollout.core.render.services import services
@@ -39,6 +40,7 @@ def render_all(
         weights(rollout),
         *services(rollout),
         router_deployment(rollout, settings),
+        *prefetch(rollout, settings),
         *pod_groups(rollout, members),
         *engine_statefulsets(rollout, settings, avoided),
     ]

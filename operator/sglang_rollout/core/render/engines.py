@@ -20,6 +20,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.hashing import revisions
 from sglang_rollout.core.ports import EnginePorts, engine_ports
+from sglang_rollout.core.render.all_reduce import all_reduce, node_env
 from sglang_rollout.core.render.common import (
     CONTROL_MOUNT,
     HOME_ENV,
@@ -67,6 +68,16 @@ def engine_statefulsets(rollout: SGLangRollout, settings: Settings, avoided: Seq
     return made
 
 
+def engine_template(rollout: SGLangRollout, settings: Settings, index: int, current: str) -> Object:
+    """Return how the pods of an engine are made: ours, and the user's overlay over it. ``current`` is the revision that they carry."""
+    made = _pod_template(rollout, settings, index, current)
+    overlay = rollout.spec.pod_template
+    if overlay is not None:
+        # exclude_unset, not exclude_none: a null that the user wrote removes a key.
+        made = merge(made, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return with_shared_mounts(made)
+
+
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int, current: str) -> Object:
     name = names.engine_name(rollout.name, index)
     made = child(rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name)
@@ -79,17 +90,9 @@ def _statefulset(rollout: SGLangRollout, settings: Settings, index: int, current
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, name)},
-        "template": _with_overlay(rollout, _pod_template(rollout, settings, index, current)),
+        "template": engine_template(rollout, settings, index, current),
     }
     return made
-
-
-def _with_overlay(rollout: SGLangRollout, template: Object) -> Object:
-    overlay = rollout.spec.pod_template
-    if overlay is not None:
-        # exclude_unset, not exclude_none: a null that the user wrote removes a key.
-        template = merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
-    return with_shared_mounts(template)
 
 
 def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, current: str) -> Object:
@@ -185,11 +188,12 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
 
 def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
     spec, resources = rollout.spec.engine, _engine_resources(rollout)
+    script = preflight(rollout, resources, ports) + all_reduce(rollout) + start_script(rollout)
     start_seconds = START_SECONDS if spec.pods == 1 else WAIT_SECONDS
     return {
         "name": ENGINE_CONTAINER,
         "image": spec.image,
-        "command": ["/bin/sh", "-c", preflight(rollout, resources, ports) + start_script(rollout), ENGINE_CONTAINER],
+        "command": ["/bin/sh", "-c", script, ENGINE_CONTAINER],
         "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name, ports), ports)],
         "env": _environment(rollout),
         # Here too: older schedulers do not look at the ports of sidecars.
@@ -223,7 +227,7 @@ def _environment(rollout: SGLangRollout) -> list[Object]:
     """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
     ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
     theirs = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
-    return [*ours, *rank_env(rollout), *variables(rollout), *theirs]
+    return [*ours, *rank_env(rollout), *node_env(rollout), *variables(rollout), *theirs]
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:

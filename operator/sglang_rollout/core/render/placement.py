@@ -44,7 +44,7 @@ def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
         ]
     sharing = rollout.spec.sharing
     if sharing is not None and sharing.resource_claim_name:
-        claim = sharing.resource_claim_name.replace(ENGINE_INDEX, str(names.engine_index(rollout.name, engine)))
+        claim = sharing.resource_claim_name.replace(ENGINE_INDEX, str(engine))
         made["resourceClaims"] = [{"name": CLAIM, "resourceClaimName": claim}]
     return made
 

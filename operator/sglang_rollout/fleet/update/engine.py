@@ -113,4 +113,5 @@ class Engine:
         return EngineRow(
             name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
             reason="" if seen.gate_open else self.note or seen.reason, catch_up="" if seen.gate_open else self.note, released=seen.released,
+            all_reduce=seen.all_reduce,
         )  # fmt: skip

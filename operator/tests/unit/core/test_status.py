@@ -425,5 +425,6 @@ def test_operations_explains_every_reason_that_ready_can_have() -> None:
         Reason.UPDATE_FAILED,
         Reason.PARTLY_COMMITTED,
         Reason.NODES_AVOIDED,
+        Reason.PREFETCH_FAILED,
     }
     assert [reason.value for reason in Reason if reason not in other_conditions and f"`{reason}`" not in page] == []
