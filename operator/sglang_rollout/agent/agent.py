@@ -192,19 +192,20 @@ class Agent:
         # Adapters of the command line are known to SGLang alone.
         ours = info.get("enable_lora") and not info.get("lora_paths")
         adapters = frozenset(self.state.memory.adapters) if ours else None
-        named = (pid, version.label if version is not None else "", vocabulary, not info.get("skip_tokenizer_init"), adapters)
+        label, tokenizer = version.label if version is not None else "", not info.get("skip_tokenizer_init")
+        named = (pid, label, vocabulary, tokenizer, adapters)
         if named == self._named:
             return
         try:
-            await self.gate.name_version(named[1])
+            await self.gate.name_version(label)
             if vocabulary is not None:
                 await self.gate.name_vocabulary(vocabulary)
-            await self.gate.name_tokenizer(present=named[3])
+            await self.gate.name_tokenizer(present=tokenizer)
             await self.gate.name_adapters(adapters)
         except GateAbsentError:
             raise
         except GateError as error:  # an older gate has no such map
-            log.warning("Answers will not name their version, or tokens are not checked: %s.", error)
+            log.warning("Answers will not name their version, or tokens and adapters are not checked: %s.", error)
         self._named = named
 
     async def shut_gate(self) -> None:

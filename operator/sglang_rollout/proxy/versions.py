@@ -36,7 +36,7 @@ def encoded(label: str) -> str:
 
 def listed(names: Collection[str]) -> str:
     """Names of adapters as the map holds them: each URL-encoded, a comma before and after each."""
-    return ",".join(["", *(quote(name, safe="") for name in sorted(names)), ""]) if names else ","
+    return "".join(f",{quote(name, safe='')}" for name in sorted(names)) + ","
 
 
 def guard_of(socket: str) -> str:

@@ -2,8 +2,9 @@
 -- answered with a sentence by the gate.
 --
 -- SGLang takes token ids outside the vocabulary, empty prompts and a few numbers out of range without a look, and its scheduler dies
--- of them with all that it runs; of an adapter that was unloaded it goes on giving answers. This filter reads bodies as they pass, piece by piece and without keeping them. It looks for keys
--- only: a quote inside a JSON string has a backslash before it, so what looks like a key is one, at whatever depth.
+-- of them with all that it runs; of an adapter that was unloaded it goes on giving answers. This filter reads bodies as they pass,
+-- piece by piece and without keeping them. It looks for keys only: a quote inside a JSON string has a backslash before it, so what
+-- looks like a key is one, at whatever depth.
 
 -- Sampling is done in 32 bits.
 local LARGEST_K = 2147483647

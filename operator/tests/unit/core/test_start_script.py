@@ -124,7 +124,7 @@ def test_a_pod_that_is_deleted_before_its_engine_starts_ends_by_a_handler(tmp_pa
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_the_kill_file_ends_an_engine_that_has_not_come_up_and_its_words_are_the_last(
-    tmp_path: Path, member: Callable[..., Member], rank: int
+    tmp_path: Path, member: Callable[..., Member], rank: int | None
 ) -> None:
     starting = member(rank, "sh", "-c", f"trap '' TERM; touch {tmp_path}/started; while :; do sleep 1; done")
     if rank is not None:
