@@ -73,6 +73,7 @@ chaos-cluster: venv engine-venv ## What only a cluster can lose: API server, nod
 	@$(LAB) up --nodes 2
 	@$(BIN)/python -m e2e.images build | $(LAB) load
 	@eval "$$($(LAB) env)"; $(BIN)/python -m e2e.chaos --cluster --out out/chaos-cluster.json
+	@eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases/test_avoiding.py
 
 bench: venv engine-venv ## Benchmarks: ratios against a baseline in the same run, results in bench/results
 	@for b in reconcile plans push catchup endurance inflight latency; do $(BIN)/python -m bench.$$b; done

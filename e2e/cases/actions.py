@@ -16,9 +16,10 @@ from e2e.kube import Kubectl, eventually
 PUSH = (pathlib.Path(__file__).parent / "push.py").read_text()
 
 
-def push(kubectl: Kubectl, rollout: str, version: str, seed: int) -> dict[str, Any]:
+def push(kubectl: Kubectl, rollout: str, version: str, seed: int, model: str = "/models/tiny") -> dict[str, Any]:
     """Push new weights from the client pod; what each engine then answers, by engine."""
-    out = kubectl.exec("client", "python", "-", f"http://{rollout}-router:30000", version, str(seed), stdin=PUSH, timeout=240)
+    words = [f"http://{rollout}-router:30000", version, str(seed), "", model]
+    out = kubectl.exec("client", "python", "-", *words, stdin=PUSH, timeout=240)
     return dict(json.loads(out.strip().splitlines()[-1]))
 
 

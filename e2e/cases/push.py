@@ -1,6 +1,6 @@
 """Runs in a pod: push the tiny model plus seeded noise, then ask every engine directly. Prints one line of JSON.
 
-usage: python - URL VERSION SEED [stall | pause]
+usage: python - URL VERSION SEED [stall | pause | ""] [MODEL]
 
 stall: say {"pid": …} instead of sending the tensors that the engines wait for.
 pause: open a group, pause the fleet, say it, and do no more.
@@ -28,8 +28,9 @@ def stop(*_: object, **__: object) -> None:
     time.sleep(600)
 
 
+MODEL = sys.argv[5] if len(sys.argv) > 5 else "/models/tiny"
 torch.manual_seed(seed)
-weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in load_file("/models/tiny/model.safetensors").items()}
+weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in load_file(f"{MODEL}/model.safetensors").items()}
 
 if manner == "stall":
     Group.broadcast = stop  # type: ignore[method-assign]

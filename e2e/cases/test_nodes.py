@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -12,17 +11,13 @@ import pytest
 
 from e2e.cases.actions import document, generate, push, serving
 from e2e.cases.conftest import NAME, ready, remove, remove_stand, sample
+from e2e.cases.ranks import checksums
 from e2e.cluster import nodes
 from e2e.engine import environment
 from e2e.kube import Kubectl, eventually
 
 WIDE = "wide"
 ENGINE = f"{WIDE}-engine-0"
-_CHECKSUMS = (
-    "import json, urllib.request as u\n"
-    "r = u.Request('http://127.0.0.1:30001/weights_checker', b'{\"action\": \"checksum\"}', {'Content-Type': 'application/json'})\n"
-    "print(json.dumps([rank['per_gpu_checksum'] for rank in json.load(u.urlopen(r, timeout=60))['ranks']]))\n"
-)
 _KILL = (
     "import os, pathlib\n"
     "for folder in pathlib.Path('/proc').glob('[0-9]*'):\n"
@@ -66,13 +61,6 @@ def restarts(kubectl: Kubectl) -> list[int]:
     ]
 
 
-def checksums(kubectl: Kubectl) -> list[str]:
-    """Of what each rank holds."""
-    found = json.loads(kubectl.exec(f"{ENGINE}-0", "python3", "-c", _CHECKSUMS, container="engine"))
-    assert len(found) == 2, "one for each rank"
-    return list(found)
-
-
 def back(kubectl: Kubectl, url: str, boot: str) -> None:
     """Wait until the engine is up in another life: as a unit, without weights that were pushed."""
 
@@ -86,9 +74,9 @@ def back(kubectl: Kubectl, url: str, boot: str) -> None:
 
 def test_an_update_reaches_the_ranks_of_both_pods_and_a_dead_rank_takes_the_other_along(kubectl: Kubectl, wide: str, url: str) -> None:
     assert kubectl.get("sglr", wide)["status"]["engines"][0]["nodes"] == [pod["spec"]["nodeName"] for pod in pods(kubectl)]
-    base = checksums(kubectl)
+    base = checksums(kubectl, ENGINE)
     push(kubectl, wide, "1", seed=1)
-    pushed = checksums(kubectl)
+    pushed = checksums(kubectl, ENGINE)
     assert set(pushed).isdisjoint(base), "every rank holds something else now"
     tokens = generate(url).json()["output_ids"]
 
@@ -97,10 +85,10 @@ def test_an_update_reaches_the_ranks_of_both_pods_and_a_dead_rank_takes_the_othe
     eventually("it serves nobody", lambda: not document(url)["members"][0]["gate_open"], within=90)
     back(kubectl, url, boot)
     assert restarts(kubectl) == [count + 1 for count in before], "once each"
-    assert checksums(kubectl) == base
+    assert checksums(kubectl, ENGINE) == base
     push(kubectl, wide, "2", seed=1)
     serving(url, 1, within=30)
-    assert checksums(kubectl) == pushed
+    assert checksums(kubectl, ENGINE) == pushed
     assert generate(url).json()["output_ids"] == tokens
 
 

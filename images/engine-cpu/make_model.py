@@ -1,6 +1,6 @@
 """Make a tiny random language model with a tokenizer of its own, in the layout of the Hugging Face hub.
 
-    python make_model.py OUT [--arch llama|qwen2] [--dtype float32] [--hidden 128] [--layers 2] [--seed 0]
+    python make_model.py OUT [--arch llama|qwen2|qwen3moe] [--dtype float32] [--hidden 128] [--layers 2] [--seed 0]
 
 The default (Llama, 2 layers x 128, vocabulary 2048, float32) is small enough to answer hundreds of tokens a second on one
 core, and float32 makes greedy tokens comparable exactly between a server and a plain forward pass.
@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 _WORDS = (
@@ -33,7 +35,16 @@ _CHAT = (
     "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32}
+_FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
+    ),
+}
 
 
 def make_tokenizer(vocabulary: int, context: int) -> PreTrainedTokenizerFast:
@@ -59,7 +70,7 @@ def make_tokenizer(vocabulary: int, context: int) -> PreTrainedTokenizerFast:
 def make_model(arch: str, *, hidden: int, layers: int, vocabulary: int, context: int, end: int, seed: int) -> PreTrainedModel:
     """Make the model with weights wide enough that greedy tokens depend on the prompt."""
     heads = max(1, hidden // 32)
-    config_class, model_class = _FAMILIES[arch]
+    config_class, model_class, more = _FAMILIES[arch]
     config = config_class(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -72,12 +83,13 @@ def make_model(arch: str, *, hidden: int, layers: int, vocabulary: int, context:
         eos_token_id=end,
         bos_token_id=None,
         pad_token_id=0,
+        **more,
     )
     torch.manual_seed(seed)
     model = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.normal_(0, 0.08)
     return model
 

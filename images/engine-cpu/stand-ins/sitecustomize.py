@@ -65,3 +65,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.insert(0, _Finder())
+
+import sglang_cpu_patches  # noqa: E402
+
+sglang_cpu_patches.apply()

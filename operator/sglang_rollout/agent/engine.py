@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from sglang_rollout.agent import nccl
+from sglang_rollout.agent import bandwidth, nccl
 from sglang_rollout.agent.state import BEGIN, END, EngineFacts
 
 _POLL_TIMEOUT = 2.0
@@ -29,6 +29,8 @@ _FIRST_WITH_PING = (0, 5, 23)
 _HIDDEN = "(hidden)"
 NCCL_FILE = "nccl"
 """Beside the boot file; written by the start script of the engine's container."""
+ALL_REDUCE_FILE = "all-reduce"
+"""The same, if it measures."""
 
 
 class EngineError(Exception):
@@ -151,6 +153,7 @@ class Engine:
             tensor_size=tensor_size if isinstance(tensor_size, int) else None,
             served_name=str(info["served_model_name"]) if info.get("served_model_name") else None,
             nccl=nccl.read(self._boot_file.with_name(NCCL_FILE), info) if self._boot_file is not None else None,
+            all_reduce=bandwidth.read(self._boot_file.with_name(ALL_REDUCE_FILE)) if self._boot_file is not None else None,
         )
 
     async def running(self) -> int:

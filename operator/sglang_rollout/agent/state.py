@@ -90,6 +90,7 @@ class EngineFacts:
     tensor_size: int | None = None
     served_name: str | None = None
     nccl: Nccl | None = None
+    all_reduce: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         tensor_size=facts.tensor_size if facts else None,
         sglang_version=facts.sglang_version if facts else None,
         nccl=facts.nccl if facts else None,
+        all_reduce=facts.all_reduce if facts else None,
         reason=reason,
     )
 

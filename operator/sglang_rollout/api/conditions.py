@@ -16,7 +16,7 @@ class ConditionType(StrEnum):
     """The aspects of a fleet's state."""
 
     READY = "Ready"
-    """All wanted engines serve the committed weights, made from the current spec."""
+    """All wanted engines, or those of the base, serve the committed weights, made from the current spec."""
     AVAILABLE = "Available"
     """The URL answers: at least one engine serves."""
     PROGRESSING = "Progressing"
@@ -35,6 +35,7 @@ class Reason(StrEnum):
     """Why a condition has its status: constants that programs may compare with."""
 
     ALL_SERVING = "AllServing"
+    BASE_SERVING = "BaseServing"
     SCALED_TO_ZERO = "ScaledToZero"
     SUSPENDED = "Suspended"
     PAUSED = "Paused"
@@ -67,6 +68,8 @@ class Reason(StrEnum):
     UPDATING_WEIGHTS = "UpdatingWeights"
     UPDATE_FAILED = "UpdateFailed"
     PARTLY_COMMITTED = "PartlyCommitted"
+    NODES_AVOIDED = "NodesAvoided"
+    PREFETCH_FAILED = "PrefetchFailed"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
 from sglang_rollout.api.lora_spec import Lora, said_in_args
-from sglang_rollout.api.network_spec import Cache, Network, Rdma, variable_said_twice
+from sglang_rollout.api.network_spec import Cache, Network, Rdma, ports_of_one_engine, variable_said_twice
+from sglang_rollout.api.preflight_spec import Preflight
 from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, rule, rules
 
 Quantity = Annotated[
@@ -53,7 +54,10 @@ several tokenizer workers (measured with 0.5.23) only the one that took an updat
 NODE_RANK_ENV = "SGLANG_ROLLOUT_NODE_RANK"
 """Environment variable with a pod's place in its engine, where an engine has several pods."""
 
-ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER", NODE_RANK_ENV)
+NODE_NAME_ENV = "SGLANG_ROLLOUT_NODE_NAME"
+"""Environment variable with the pod's node, where something is measured there."""
+
+ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER", NODE_RANK_ENV, NODE_NAME_ENV)
 """Environment variables of the engine that would break health checks, the control API or the ranks of its pods."""
 
 _GPUS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data"
@@ -206,8 +210,15 @@ class Engine(EngineKnobs):
                 " another resource.",
                 field=".rdma",
             ),
+            rule(
+                "!has(self.preflight) || (self.gpuResource != '' && has(self.gpusPerPod) ? self.gpusPerPod"
+                f" : ({_GPUS}) / (has(self.nodes) ? self.nodes : 1)) > 1",
+                "engine.preflight.allReduce needs at least two ranks in a pod: one alone has nobody to talk to. Leave it out.",
+                field=".preflight",
+            ),
             *same_said_twice(),
             *variable_said_twice(),
+            *ports_of_one_engine(),
             said_in_args(),
         )
     )
@@ -251,6 +262,8 @@ class Engine(EngineKnobs):
     """Keep compiled kernels (Triton, inductor, FlashInfer, DeepGEMM, …) between pods: engines start faster."""
     resources: Resources = Resources()
     """CPU and memory of the engine container. The GPUs are added by the operator."""
+    preflight: Preflight | None = None
+    """What is measured before SGLang starts."""
     lora: Lora | None = None
     """Adapters beside the model (LoRA)."""
     shm: str = Field(default="16Gi", max_length=32, pattern=QUANTITY)

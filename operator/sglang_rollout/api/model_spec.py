@@ -68,6 +68,12 @@ class Model(ApiModel):
                 f"model.download without model.volume fetches into a volume of the pod at {MODELS}: model.path must lie under it.",
                 field=".path",
             ),
+            rule(
+                "!self.prefetch || (has(self.volume) && has(self.volume.hostPath) && has(self.download))",
+                "model.prefetch fetches files onto nodes: it needs model.download, and model.volume with hostPath to put them into."
+                " A claim is filled by the first engine that starts.",
+                field=".prefetch",
+            ),
         )
     )
 
@@ -78,6 +84,9 @@ class Model(ApiModel):
     """Where the model files are. Without it: in the image, in a mount of `podTemplate`, or on the network."""
     download: Download | None = None
     """Fetch the files before the engine starts: into `volume`, or into a volume that lives and dies with the pod."""
+    prefetch: bool = False
+    """Fetch the files onto all nodes that `scheduling` allows, before engines need them there; needs `download` and
+    `volume.hostPath`. Goes on while the fleet has no engines (`replicas: 0`, `Suspended`)."""
     offline: bool = False
     """The engine never asks Hugging Face for anything (`HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE`). A download still may."""
     served_name: str | None = Field(default=None, min_length=1, max_length=256, pattern=r"^[^:\s]+$")

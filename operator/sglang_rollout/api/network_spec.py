@@ -9,6 +9,15 @@ from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.schema import ApiModel, rule, rules
 
+BLOCK = 20
+"""Ports of one engine in the network of its node (:mod:`sglang_rollout.core.ports`)."""
+BASE_PORT = 20000
+"""Where the blocks begin if nothing else is said: above what kubelets and most daemons use."""
+NODE_PORTS = 30000
+"""From here on Kubernetes gives ports to Services of type NodePort (its default); Linux's own, for outgoing connections, are above."""
+UNPRIVILEGED = 1024
+"""The gate runs without privileges, so it cannot listen below."""
+
 ABSOLUTE = r"^(/[^/:]+)+$"
 """An absolute path without a slash at its end; a colon would be taken for a list of paths."""
 
@@ -25,8 +34,29 @@ class NcclDebug(StrEnum):
 class Network(ApiModel):
     """Over which devices engines and the trainer's group talk. What is left out is found by NCCL and gloo themselves."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.basePort) || self.hostNetwork",
+                "engine.network.basePort needs hostNetwork: a pod with a network of its own has all ports to itself.",
+                field=".basePort",
+            ),
+            rule(
+                f"!has(self.basePort) || self.basePort % {BLOCK} == 0",
+                f"engine.network.basePort must be a multiple of {BLOCK}, the ports of one engine: then the scheduler can tell fleets on one"
+                " node from each other.",
+                field=".basePort",
+            ),
+        )
+    )
+
+    host_network: bool = False
+    """Engine pods use the network of their node. Every engine gets ports of its own, so that several fit on one node."""
+    base_port: int | None = Field(default=None, ge=UNPRIVILEGED, le=NODE_PORTS - BLOCK)
+    """With `hostNetwork`: engine i uses the 20 ports from `basePort + 20 * i` on. A multiple of 20, and all of them below 30000. Default:
+    20000."""
     interface: str | None = Field(default=None, max_length=256, pattern=r"^[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*$")
-    """Network interface, by its exact name in the pod (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`)."""
+    """Network interface, by its exact name in the pod, or on the node with `hostNetwork` (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`)."""
     ib_hca: str | None = Field(default=None, max_length=1024, pattern=r"^[\^=]{0,2}[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+)*$")
     """InfiniBand or RoCE adapters, for example `mlx5_0,mlx5_1` (`NCCL_IB_HCA`)."""
     ib_gid_index: int | None = Field(default=None, ge=0, le=255)
@@ -35,6 +65,11 @@ class Network(ApiModel):
     """Whether NCCL allocates with cuMem (`NCCL_CUMEM_ENABLE`). The trainer must use the same value; SGLang's own is false."""
     nccl_debug: NcclDebug | None = None
     """How much NCCL logs (`NCCL_DEBUG`)."""
+
+    @property
+    def first_port(self) -> int:
+        """The first port of engine 0, with ``host_network``."""
+        return BASE_PORT if self.base_port is None else self.base_port
 
 
 class Rdma(ApiModel):
@@ -105,4 +140,55 @@ def variable_said_twice() -> list[dict[str, str]]:
             field=".env",
         )
         for given, name, variables in said
+    ]
+
+
+PORT_FLAGS = ("--nccl-port", "--grpc-port", "--gated-launch-port", "--engine-info-bootstrap-port", "--disaggregation-bootstrap-port")
+"""Ports, further than ``--port``, on which SGLang can be told to listen."""
+
+
+def _base(engine: str) -> str:
+    return f"(has({engine}.network.basePort) ? {engine}.network.basePort : {BASE_PORT})"
+
+
+def _on_node(engine: str) -> str:
+    return f"(has({engine}.network) && {engine}.network.hostNetwork)"
+
+
+def ports_of_one_engine() -> list[dict[str, str]]:
+    """Rules of ``engine``: with ``hostNetwork`` SGLang must listen nowhere but in the block."""
+    named = f"self.args.exists(a, a.size() > 2 && a.startsWith('--') && {list(PORT_FLAGS)}.exists(f, f.startsWith(a.split('=')[0])))"
+    return [
+        rule(
+            f"!{_on_node('self')} || self.parallelism.data == 1",
+            "engine.network.hostNetwork needs engine.parallelism.data 1: SGLang looks for ports of such copies itself, and could take"
+            " those of another engine. Use more engines (replicas) instead.",
+            field=".network",
+        ),
+        rule(
+            f"!{_on_node('self')} || !(has(self.args) && {named})",
+            f"With engine.network.hostNetwork leave {', '.join(PORT_FLAGS)} out of engine.args: all engines of a node would get the same"
+            " port.",
+            field=".args",
+        ),
+    ]
+
+
+def ports_of_all_engines() -> list[dict[str, str]]:
+    """Rules of the spec: the blocks of all engines must fit, and new ones must not lie across old ones that are in use."""
+    now, before = _base("self.engine"), _base("oldSelf.engine")
+    return [
+        rule(
+            f"!{_on_node('self.engine')} || {now} + {BLOCK} * self.replicas <= {NODE_PORTS}",
+            f"engine.network.basePort + {BLOCK} * replicas must not exceed {NODE_PORTS}: Kubernetes and Linux give the ports above to"
+            " others. Use a lower basePort, or fewer engines.",
+            field=".engine",
+        ),
+        rule(
+            f"self.state == 'Suspended' || oldSelf.state == 'Suspended' || !{_on_node('self.engine')} || !{_on_node('oldSelf.engine')}"
+            f" || {now} == {before} || {now} >= {before} + {BLOCK} * oldSelf.replicas || {now} + {BLOCK} * self.replicas <= {before}",
+            "engine.network.basePort can only move past all ports that engines use now, because they restart one by one and would wait for"
+            " each other's ports. Move it further, or set state to Suspended first.",
+            field=".engine",
+        ),
     ]

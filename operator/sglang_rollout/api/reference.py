@@ -48,7 +48,8 @@ def _table(node: Schema) -> list[str]:
     required = set(node.get("required", []))
     for name, child in node.get("properties", {}).items():
         default = "**required**" if name in required else _default(child)
-        notes = [child.get("description", ""), _limits(child), *(rule["message"] for rule in child.get(CEL, []))]
+        rules = [] if "properties" in child else child.get(CEL, [])  # an object's are in its own section
+        notes = [child.get("description", ""), _limits(child), *(rule["message"] for rule in rules)]
         text = " ".join(note for note in notes if note).replace("|", "\\|")
         lines.append(f"| `{name}` | {_type(child)} | {default} | {text} |")
     found = _rules(node)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.pod_template import Labels
-from sglang_rollout.api.schema import PRESERVE, ApiModel
+from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, rules
 
 _NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 
@@ -47,6 +47,7 @@ class GangScope(StrEnum):
     """Which pods are scheduled together or not at all."""
 
     ENGINE = "Engine"
+    BASE = "Base"
 
 
 class Gang(ApiModel):
@@ -55,15 +56,68 @@ class Gang(ApiModel):
 
     scope: GangScope = GangScope.ENGINE
     """`Engine`: the pods of one engine. Each engine gets a PodGroup of its own, so that the fleet may start with fewer engines than
-    are wanted."""
+    are wanted. `Base`: the pods of all engines of `elastic.base`, so that none of them starts before there is room for all; engines
+    beyond the base are groups of their own."""
     scheduler: str = Field(default="scheduler-plugins-scheduler", min_length=1, max_length=253, pattern=_NAME)
     """Name of that scheduler (`schedulerName` of the pods)."""
     timeout_seconds: int = Field(default=60, ge=1, le=3600)
     """So long pods of a group that has not got room for all of them hold the room of those that did."""
 
 
+class AvoidNodes(ApiModel):
+    """When a node is avoided because engines fail there, and for how long."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.forSeconds >= self.withinSeconds",
+                "scheduling.avoidNodes.forSeconds must be at least withinSeconds: else the failures for which a node was avoided would"
+                " have it avoided again at once.",
+                field=".forSeconds",
+            )
+        )
+    )
+
+    failures: int = Field(default=3, ge=1, le=20)
+    """So many failures of engines on one node have it avoided, if an engine of the same spec is up on a node without any. What fails
+    within a minute counts once."""
+    within_seconds: int = Field(default=3600, ge=60, le=86400)
+    """How long a failure counts."""
+    for_seconds: int = Field(default=3600, ge=60, le=604800)
+    """How long the node is avoided."""
+
+
+class Elastic(ApiModel):
+    """A fleet that is whole with its first engines, and takes more where there is room."""
+
+    base: int = Field(ge=1, le=1000)
+    """The first so many engines are the base: `Ready` asks for them, and a fleet that has never taken weights waits for no more. The
+    others come when there is room, and are the first to go when `replicas` shrinks."""
+    priority_class_name: str | None = Field(default=None, min_length=1, max_length=253)
+    """PriorityClass of the engines beyond the base, instead of `scheduling.priorityClassName`. With a lower one they are preempted
+    first when others need the room, this fleet's base among them."""
+
+
 class Scheduling(ApiModel):
     """On which nodes engines run, and when. The router goes anywhere."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.gang) || self.gang.scope != 'Base' || !has(self.queueName)",
+                "scheduling.gang.scope Base cannot be used with queueName: Kueue admits each engine by itself, and those that it has"
+                " admitted would hold their quota while they wait for the rest of the base. Leave gang out (in a queue each engine starts"
+                " whole or not at all without it), or leave queueName out.",
+                field=".gang",
+            ),
+            rule(
+                "!has(self.avoidNodes) || !has(self.queueName)",
+                "scheduling.avoidNodes cannot be used with queueName: Kueue does not let the affinity of an engine change that it has"
+                " admitted. Leave one of them out.",
+                field=".avoidNodes",
+            ),
+        )
+    )
 
     node_selector: Labels | None = None
     """Labels that a node must have."""
@@ -78,7 +132,11 @@ class Scheduling(ApiModel):
     queue_name: str | None = Field(default=None, min_length=1, max_length=63, pattern=_NAME)
     """LocalQueue of Kueue, in the namespace of this object: every engine waits in it for its quota and starts as a whole."""
     gang: Gang | None = None
-    """Schedule the pods of an engine together or not at all. For a cluster without Kueue; `gang: {}` takes the defaults."""
+    """Schedule the pods of an engine, or of the base, together or not at all. For a cluster without Kueue; `gang: {}` takes the
+    defaults."""
     spread_engines: Spread = Spread.OFF
     """`Preferred`: engines of this fleet go to different nodes where there is room. `Required`: never two on one node more than
     on another."""
+    avoid_nodes: AvoidNodes | None = None
+    """Keep engines off nodes on which engines failed repeatedly, for a while; `avoidNodes: {}` takes the defaults. Engines that run
+    well on such a node stay there."""

@@ -10,10 +10,11 @@ from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_spec import Engine, Resources
 from sglang_rollout.api.model_spec import Model
-from sglang_rollout.api.network_spec import OFFLINE_VARIABLES
+from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, ports_of_all_engines
 from sglang_rollout.api.pod_template import PodTemplate
-from sglang_rollout.api.scheduling_spec import Scheduling
+from sglang_rollout.api.scheduling_spec import Elastic, Scheduling
 from sglang_rollout.api.schema import ApiModel, argument, rule, rules
+from sglang_rollout.api.sharing_spec import Mode, Sharing, rules_of_modes
 from sglang_rollout.api.weights_spec import Weights
 
 MAX_ENGINES = 1000
@@ -95,7 +96,7 @@ class RolloutSpec(ApiModel):
                 field=".engine",
             ),
             rule(
-                "(self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
+                "self.mode == 'Colocated' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
                 " || (has(self.weights) && has(self.weights.transport) && self.weights.transport == 'Disk')",
                 "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot take weights over a group"
                 " there. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead of data,"
@@ -121,11 +122,30 @@ class RolloutSpec(ApiModel):
                 " or use Paused or Suspended.",
                 field=".state",
             ),
+            rule(
+                "!has(self.elastic) || self.replicas == 0 || self.elastic.base <= self.replicas",
+                "elastic.base must not exceed replicas, unless replicas is 0: lower elastic.base first, or keep more engines.",
+                field=".elastic",
+            ),
+            rule(
+                "has(self.elastic) || !has(self.scheduling.gang) || self.scheduling.gang.scope != 'Base'",
+                "scheduling.gang.scope Base needs elastic.base: set it to the number of engines that start together.",
+                field=".scheduling",
+            ),
+            *ports_of_all_engines(),
+            *rules_of_modes(),
         )
     )
 
     replicas: int = Field(default=1, ge=0, le=MAX_ENGINES)
     """Number of engines. `kubectl scale` sets it."""
+    elastic: Elastic | None = None
+    """How many of them are the base, without which the fleet is not whole. Default: all."""
+    mode: Mode = Mode.STANDALONE
+    """`Standalone`: the engines have GPUs of their own and take weights from a trainer. `Colocated`: they share the trainer's GPUs, sleep
+    until it wakes them, and keep the weights of `model.path` (docs/modes.md). It cannot change."""
+    sharing: Sharing | None = None
+    """How engines come to the trainer's GPUs, with `mode: Colocated`."""
     state: State = State.ACTIVE
     """`Paused`: no engine generates, weight updates are taken. `Asleep`: engines release their memory; needs
     `engine.memorySaver` (docs/states.md). `Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed
@@ -152,3 +172,8 @@ class RolloutSpec(ApiModel):
     def engines(self) -> int:
         """How many engines are to run now."""
         return 0 if self.state is State.SUSPENDED else self.replicas
+
+    @property
+    def base(self) -> int:
+        """How many of them, from the first on, make the fleet whole."""
+        return self.engines if self.elastic is None else min(self.elastic.base, self.engines)

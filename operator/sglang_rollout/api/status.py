@@ -13,6 +13,8 @@ MAX_ENGINE_ROWS = 64
 """Engines listed one by one; a bigger fleet shows all of its members at ``GET /fleet``."""
 
 MAX_ADAPTERS = 128
+MAX_AVOIDED_NODES = 64
+MAX_NODE_FAILURES = 128
 
 Text = Annotated[str, Field(max_length=32768)]
 
@@ -55,8 +57,8 @@ class EngineStatus(ApiModel):
     """Its StatefulSet."""
     phase: EnginePhase
     """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the
-    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Paused` and
-    `Asleep` (by `spec.state`), `Stopping`."""
+    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Paused` (by
+    `spec.state`), `Asleep` (by `spec.state`, or because its trainer has the memory), `Stopping`."""
     updated: bool
     """Whether its pods were made from the current spec."""
     version: str | None = Field(default=None, max_length=256)
@@ -67,8 +69,12 @@ class EngineStatus(ApiModel):
     """How often the engine containers of its pods were restarted."""
     node: str | None = Field(default=None, max_length=253)
     """The node it runs on; of an engine with several pods, the one of pod 0."""
+    port: int | None = None
+    """Port of its gate on the node, with `engine.network.hostNetwork`."""
     nodes: list[Annotated[str, Field(max_length=253)]] | None = Field(default=None, max_length=64)
     """The nodes of all its pods by rank, if it has several; empty for a pod without one."""
+    all_reduce: float | None = Field(default=None, alias="allReduceGBps")
+    """GB/s that the ranks of its pod reached before the start (`engine.preflight`); of pod 0 if it has several."""
     reason: Text = ""
     """Why it does not serve, as a sentence."""
 
@@ -130,6 +136,45 @@ class AdapterStatus(ApiModel):
     """What an engine said that could not load or unload it."""
 
 
+class AvoidedNode(ApiModel):
+    """A node that new pods of engines do not go to."""
+
+    node: str = Field(max_length=253)
+    """Its name."""
+    reason: str = Field(max_length=1024)
+    """Why, as a sentence."""
+    since: str = Field(json_schema_extra={"format": "date-time"})
+    """When that was decided."""
+    until: str = Field(json_schema_extra={"format": "date-time"})
+    """When engines may go there again."""
+
+
+class NodeFailure(ApiModel):
+    """The end of an engine that nobody asked for."""
+
+    node: str = Field(max_length=253)
+    """Where."""
+    engine: str = Field(max_length=63)
+    """Which engine."""
+    revision: str = Field(max_length=63)
+    """Revision of its pod: what happened to another spec says nothing about this one."""
+    time: str = Field(json_schema_extra={"format": "date-time"})
+    """When."""
+    reason: str = Field(default="", max_length=512)
+    """What it said at last."""
+
+
+class PrefetchStatus(ApiModel):
+    """How far `model.prefetch` is."""
+
+    ready: int = 0
+    """Nodes that have the files."""
+    wanted: int = 0
+    """Nodes that are to have them."""
+    reason: Text = ""
+    """Why a node does not have them, as a sentence."""
+
+
 class Endpoints(ApiModel):
     """Where trainers find the fleet."""
 
@@ -152,6 +197,8 @@ class RolloutStatus(ApiModel):
     """Engines whose pod was made from the current spec."""
     ready: str = Field(default="", max_length=32)
     """Engines that serve, of those wanted: `2/2`."""
+    base: int | None = None
+    """Engines of the base now; absent without `spec.elastic`."""
     selector: str = Field(default="", max_length=512)
     """Label selector of the engine pods, for autoscalers."""
     conditions: list[Condition] = Field(
@@ -174,5 +221,15 @@ class RolloutStatus(ApiModel):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     """Adapters of `engine.lora`, and those that trainers have loaded."""
+    avoided_nodes: list[AvoidedNode] | None = Field(
+        default=None,
+        max_length=MAX_AVOIDED_NODES,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["node"]},
+    )
+    """Nodes on which engines failed repeatedly (`scheduling.avoidNodes`)."""
+    node_failures: list[NodeFailure] | None = Field(default=None, max_length=MAX_NODE_FAILURES)
+    """Failures of engines that count towards avoiding their node; absent without `scheduling.avoidNodes`."""
+    prefetch: PrefetchStatus | None = None
+    """How far `model.prefetch` is; absent without it."""
     endpoints: Endpoints | None = None
     """Where trainers find the fleet."""

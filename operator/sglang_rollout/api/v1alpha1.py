@@ -61,6 +61,7 @@ PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
         "description": "Reason of the condition Ready.",
     },
     {"name": "AGE", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+    {"name": "BASE", "type": "integer", "jsonPath": ".status.base", "priority": 1},
     {"name": "RUN", "type": "integer", "jsonPath": ".status.weights.run", "priority": 1},
     {"name": "SKEW", "type": "integer", "jsonPath": ".status.weights.skew", "priority": 1},
     {"name": "EPOCH", "type": "integer", "jsonPath": ".status.weights.epoch", "priority": 1},

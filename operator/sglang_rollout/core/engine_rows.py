@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.status import EnginePhase, EngineStatus
-from sglang_rollout.core import names, pods
-from sglang_rollout.core.hashing import revision
+from sglang_rollout.core import pods
+from sglang_rollout.core.elastic import comes_later
+from sglang_rollout.core.hashing import revision, revisions
 from sglang_rollout.core.serving import holds_committed, kept_back, router_ready, serves
 from sglang_rollout.core.waiting import waits
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
 from sglang_rollout.wire.group import BUDGET_EXHAUSTED, WITH_THE_OTHERS
 from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
+from sglang_rollout.wire.ports import GATE_PORT
 from sglang_rollout.wire.states import FleetState
 
 _UNDER_WAY = "A weight update is under way."
@@ -49,10 +51,9 @@ def engine_views(world: World) -> list[EngineView]:
     rollout = world.rollout
     if rollout is None:
         return []
-    wanted = [names.engine_name(rollout.name, index) for index in range(rollout.spec.engines)]
+    wanted, current = revisions(rollout), revision(rollout)
     leaving = [name for name in world.engines() if name not in wanted]
-    current = revision(rollout)
-    return [_wanted(world, name, current) for name in wanted] + [_leaving(world, name, current) for name in leaving]
+    return [_wanted(world, name, made_from) for name, made_from in wanted.items()] + [_leaving(world, name, current) for name in leaving]
 
 
 def _wanted(world: World, name: str, current: str) -> EngineView:
@@ -67,6 +68,7 @@ def _leaving(world: World, name: str, current: str) -> EngineView:
 def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) -> EngineStatus:
     found, row = world.pods_of(name), world.row(name)
     several = len(found) > 1
+    port = pods.gate_port_of(world.pod_of(name))
     return EngineStatus(
         name=name,
         phase=phase,
@@ -75,7 +77,9 @@ def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) ->
         weights=row.state.value if row else None,
         restarts=sum(map(pods.restarts_of, found)),
         node=pods.node_of(world.pod_of(name)),
+        port=None if port == GATE_PORT else port,
         nodes=[pods.node_of(pod) or "" for pod in found] if several else None,
+        all_reduce=row.all_reduce if row else None,
         reason=why,
     )
 
@@ -87,7 +91,8 @@ def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
         return _state_of_several(world, name)
     pod = world.pod_of(name)
     if pod is None:
-        return EnginePhase.PENDING, Reason.PODS_NOT_READY, "it has no pod yet."
+        why = "it comes when every engine of the base has a node." if comes_later(world, name) else "it has no pod yet."
+        return EnginePhase.PENDING, Reason.PODS_NOT_READY, why
     if pods.is_terminating(pod):
         return EnginePhase.STOPPING, Reason.PODS_NOT_READY, "its pod is going away and will be made anew."
     if not pods.is_ready(pod):
@@ -128,12 +133,17 @@ def _not_ready(world: World, pod: Object, failed_before: bool) -> tuple[EnginePh
         return EnginePhase.PENDING, *held
     nowhere = pods.unschedulable(pod)
     if nowhere:
-        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, sentence(f"no node can take its pod: {nowhere}")
+        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, sentence(f"no node can take its pod: {nowhere}") + _kept_off(world)
     if found:
         return EnginePhase.STARTING, Reason.PODS_NOT_READY, f"{found.text}; it is starting again."
     if pods.node_of(pod) is None:
         return EnginePhase.PENDING, Reason.PODS_NOT_READY, "its pod waits for the scheduler."
     return EnginePhase.STARTING, Reason.PODS_NOT_READY, "it is starting."
+
+
+def _kept_off(world: World) -> str:
+    """Said beside the scheduler's sentence, which speaks of an affinity that the user did not write."""
+    return f" Avoided for their failures (status.avoidedNodes): {', '.join(world.avoided)}." if world.avoided else ""
 
 
 def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa: PLR0911 - one line per case
@@ -150,6 +160,8 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa
         return EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating
     if row.released and world.record is not None and world.record.state is FleetState.ASLEEP:
         return EnginePhase.ASLEEP, Reason.ASLEEP, f"spec.state is Asleep; released: {', '.join(row.released)}."
+    if row.released and world.record is not None and world.record.lent:
+        return EnginePhase.ASLEEP, Reason.ASLEEP, f"the trainer has its memory; released: {', '.join(row.released)}."
     if kept_back(world, name):
         return EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version."
     if row.state is EngineState.DIRTY:

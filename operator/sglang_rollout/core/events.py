@@ -14,7 +14,7 @@ Status = Mapping[str, Any]
 
 _HELD: Mapping[str, str] = {
     Reason.PAUSED: "Paused by spec.state: engines stop generating, weight updates are taken.",
-    Reason.ASLEEP: "Asleep by spec.state: engines end their requests, then release their memory.",
+    Reason.ASLEEP: "Asleep, by spec.state or by the trainer that shares the GPUs: engines release their memory.",
 }
 """Said when it begins; how far it has come is in the condition."""
 _WOULD_SERVE = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
@@ -38,7 +38,7 @@ def transitions(old: Status | None, new: Status) -> list[EventToPost]:
     know."""
     if not old:
         return [_conditions_first(new)]
-    return [*_engines(old, new), *_weights(old, new), *_rolling(old, new), *_ready(old, new)]
+    return [*_engines(old, new), *_weights(old, new), *_rolling(old, new), *_nodes(old, new), *_ready(old, new)]
 
 
 def _conditions_first(new: Status) -> EventToPost:
@@ -124,6 +124,15 @@ def _rolling(old: Status, new: Status) -> Iterator[EventToPost]:
         yield EventToPost("Normal", "RollingUpdateStarted", str(after.get("message")), "RollingUpdateStarted")
     if was and not now:
         yield EventToPost("Normal", "RollingUpdateFinished", "All engines are made from the current spec.", "RollingUpdateFinished")
+
+
+def _nodes(old: Status, new: Status) -> Iterator[EventToPost]:
+    before, after = ({row["node"]: row for row in status.get("avoidedNodes") or []} for status in (old, new))
+    for node in sorted(after.keys() - before.keys()):
+        message = f"Node {node} is avoided until {after[node]['until']}: {after[node]['reason']}"
+        yield EventToPost("Warning", "NodeAvoided", message, f"NodeAvoided/{node}")
+    for node in sorted(before.keys() - after.keys()):
+        yield EventToPost("Normal", "NodeAllowedAgain", f"Node {node} may be used by engines again.", f"NodeAllowedAgain/{node}")
 
 
 def _ready(old: Status, new: Status) -> Iterator[EventToPost]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import ConditionType, Finding, Reason
 from sglang_rollout.api.spec import State
-from sglang_rollout.api.status import EnginePhase
+from sglang_rollout.api.status import AvoidedNode, EnginePhase
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
+from sglang_rollout.core.prefetch import prefetch_status
 from sglang_rollout.core.serving import router_ready
 from sglang_rollout.core.words import partly, sentence
 from sglang_rollout.core.world import World
@@ -44,7 +45,10 @@ _NEEDS_A_PERSON = frozenset(
 
 
 _HELD = frozenset({Reason.PAUSED, Reason.ASLEEP})
-"""By ``spec.state``."""
+"""By ``spec.state``, or by the trainer whose GPUs a fleet shares."""
+
+_COMES_AND_GOES = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE, Reason.PODS_NOT_READY, Reason.WAITING_FOR_WEIGHTS})
+"""What is as it should be for an engine beyond the base."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,14 @@ class Facts:
     failure: Failure | None
     router: bool
     """The router runs."""
+    avoided: Sequence[AvoidedNode] = ()
+    """Nodes that engines are kept off."""
 
     @classmethod
-    def of(cls, world: World, views: Sequence[EngineView], failure: Failure | None) -> Facts:
+    def of(cls, world: World, views: Sequence[EngineView], failure: Failure | None, avoided: Sequence[AvoidedNode] = ()) -> Facts:
         """Sort out ``views``."""
         replicas = world.rollout.spec.engines if world.rollout else 0
-        return cls(world, list(views[:replicas]), list(views[replicas:]), failure, router_ready(world))
+        return cls(world, list(views[:replicas]), list(views[replicas:]), failure, router_ready(world), avoided)
 
     @property
     def serving(self) -> int:
@@ -83,9 +89,19 @@ class Facts:
         return [view for view in self.wanted if not view.row.updated and self.world.pods_of(view.row.name)]
 
     @property
+    def base(self) -> list[EngineView]:
+        """Wanted engines without which the fleet is not whole."""
+        return self.wanted[: self.world.rollout.spec.base if self.world.rollout else 0]
+
+    @property
+    def away(self) -> list[EngineView]:
+        """Wanted engines that do not serve."""
+        return [view for view in self.wanted if view.reason is not None]
+
+    @property
     def worst(self) -> EngineView | None:
-        """The engine to speak of if not all serve."""
-        away = [view for view in self.wanted if view.reason is not None]
+        """The engine to speak of if not all serve. One beyond the base comes and goes, and only a failure is worth a word."""
+        away = [view for view in self.away if view in self.base or view.reason not in _COMES_AND_GOES]
         return min(away, key=lambda view: SEVERITY.index(view.reason) if view.reason in SEVERITY else 99, default=None)
 
     @property
@@ -155,6 +171,8 @@ def _held(facts: Facts) -> Finding | None:
         reason, message = Reason.ASLEEP, f"Asleep by spec.state: {many} have released their memory. Kept:{_version(facts)}."
     elif state is State.PAUSED:
         reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
+    elif held and facts.world.record is not None and facts.world.record.lent:
+        reason, message = Reason.ASLEEP, f"Asleep: the trainer has the memory of {many}. It wakes them by resume_memory_occupation."
     elif held:
         reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED
         message = f"spec.state is Active again: {many} have not gone on yet."
@@ -170,7 +188,15 @@ def _all_serve(facts: Facts) -> Finding:
             kept = f"Suspended by spec.state: no engine runs. Kept:{_version(facts)}." if facts.world.record else "Suspended by spec.state."
             return Finding(ConditionType.READY, "False", Reason.SUSPENDED, kept)
         return Finding(ConditionType.READY, "True", Reason.SCALED_TO_ZERO, "No engine is wanted (spec.replicas is 0).")
+    if facts.away:
+        return Finding(ConditionType.READY, "True", Reason.BASE_SERVING, _base_serves(facts))
     return Finding(ConditionType.READY, "True", Reason.ALL_SERVING, f"All {len(facts.wanted)} engines serve{_version(facts)}.")
+
+
+def _base_serves(facts: Facts) -> str:
+    base, others = len(facts.base), len(facts.wanted) - len(facts.base)
+    made = f"All {base} engines of the base serve{_version(facts)}, and {facts.serving - base} of {others} beyond it."
+    return f"{made} {_and_more(facts.away[0].sentence, len(facts.away), 'not serving either')}"
 
 
 def _available(facts: Facts) -> Finding:
@@ -229,7 +255,7 @@ def _weights(facts: Facts) -> Finding:
 
 
 def _degraded(facts: Facts) -> Finding:
-    kind, worst, record = ConditionType.DEGRADED, facts.worst, facts.world.record
+    kind, worst = ConditionType.DEGRADED, facts.worst
     if facts.obstacle:
         return Finding(kind, "True", facts.obstacle.reason, facts.obstacle.sentence)
     if worst and worst.reason in _NEEDS_A_PERSON:
@@ -237,22 +263,43 @@ def _degraded(facts: Facts) -> Finding:
     for pod in facts.world.router_pods():
         if not facts.router and pods.trouble(pod):
             return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
+    found = _last_update(facts) or _avoided(facts) or _prefetch(facts)
+    return found or Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+
+
+def _last_update(facts: Facts) -> Finding | None:
+    kind, record = ConditionType.DEGRADED, facts.world.record
     last = record.last_update if record else None
-    if last and last.outcome is UpdateOutcome.PARTIAL and worst:
+    if last and last.outcome is UpdateOutcome.PARTIAL and facts.away:
         return Finding(kind, "True", Reason.PARTLY_COMMITTED, partly(version_text(last.version), len(last.engines), last.reason))
     if last and last.outcome is UpdateOutcome.FAILED:
         message = f"The last weight update (to {version_text(last.version)}) ended {last.outcome.value}: {last.reason or 'no reason given'}"
         return Finding(kind, "True", Reason.UPDATE_FAILED, sentence(message))
-    return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+    return None
+
+
+def _avoided(facts: Facts) -> Finding | None:
+    """A node may need a person also while the fleet does without it."""
+    message = " ".join(f"Node {row.node} is avoided until {row.until}: {row.reason}" for row in facts.avoided)
+    return Finding(ConditionType.DEGRADED, "True", Reason.NODES_AVOIDED, message) if message else None
+
+
+def _prefetch(facts: Facts) -> Finding | None:
+    """Engines that run do not need it, and one that starts fetches for itself; but it would fail there, too."""
+    found = prefetch_status(facts.world)
+    if found is None or not found.reason:
+        return None
+    message = f"{found.ready} of {found.wanted} nodes have the model: {found.reason}"
+    return Finding(ConditionType.DEGRADED, "True", Reason.PREFETCH_FAILED, message)
 
 
 def _sentence(facts: Facts, worst: EngineView) -> str:
     return _and_more(worst.sentence, sum(view.reason == worst.reason for view in facts.wanted))
 
 
-def _and_more(text: str, count: int) -> str:
+def _and_more(text: str, count: int, what: str = "for the same reason") -> str:
     others = count - 1
-    return text if others < 1 else f"{text} ({others} more engine{'s' if others > 1 else ''} for the same reason.)"
+    return text if others < 1 else f"{text} ({others} more engine{'s' if others > 1 else ''} {what}.)"
 
 
 def _rolling(facts: Facts) -> str:

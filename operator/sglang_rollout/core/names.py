@@ -15,7 +15,8 @@ LABEL_ROLLOUT = f"{api.GROUP}/rollout"
 LABEL_ENGINE = f"{api.GROUP}/engine"
 """On the objects of one engine: name of its StatefulSet."""
 LABEL_REVISION = f"{api.GROUP}/revision"
-"""On engine pods: hash of what the user wrote about engines. A pod with another one is outdated."""
+"""On engine pods: hash of what the user wrote about engines. On pods of the prefetch: of how they are made. A pod with another one is
+outdated."""
 LABEL_COMPONENT = "app.kubernetes.io/component"
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
 """On StatefulSets of engines that wait in a queue of Kueue."""
@@ -33,6 +34,7 @@ NODES_FLAG = "--nnodes"
 
 COMPONENT_ENGINE = "engine"
 COMPONENT_ROUTER = "router"
+COMPONENT_PREFETCH = "prefetch"
 
 INTENT_KEY = "intent.json"
 WEIGHTS_KEY = "weights.json"
@@ -44,6 +46,8 @@ BOOT_FILE = f"{RUN_DIR}/boot"
 """Identifies one life of the engine container; written by its command before SGLang starts."""
 NCCL_FILE = f"{RUN_DIR}/nccl"
 """Version and settings of the NCCL in the engine's container; written by its command before SGLang starts."""
+ALL_REDUCE_FILE = f"{RUN_DIR}/all-reduce"
+"""GB/s that the pod's ranks reached before the start."""
 GO_FILE = f"{RUN_DIR}/go"
 """Written by the agent of an engine with several pods: names the life that may start SGLang now."""
 KILL_FILE = f"{RUN_DIR}/kill"
@@ -74,6 +78,7 @@ CHILD_KINDS: tuple[ChildKind, ...] = (
     ChildKind("v1", "ConfigMap", "configmaps"),
     ChildKind("v1", "Service", "services"),
     ChildKind("apps/v1", "Deployment", "deployments"),
+    ChildKind("apps/v1", "DaemonSet", "daemonsets"),
     ChildKind("apps/v1", "StatefulSet", "statefulsets"),
 )
 """Everything that is listed by label, healed, and pruned when it is no longer wanted."""
@@ -98,6 +103,11 @@ def engine_pod(engine: str, index: int = 0) -> str:
     return f"{engine}-{index}"
 
 
+def base_group(rollout: str) -> str:
+    """Return the name of the PodGroup of all engines of the base."""
+    return f"{rollout}-base"
+
+
 def engines_service(rollout: str) -> str:
     """Return the name of the headless Service of all engines."""
     return f"{rollout}-engines"
@@ -111,6 +121,11 @@ def engine_account(rollout: str) -> str:
 def router_name(rollout: str) -> str:
     """Return the name of the router's Deployment, Service, ServiceAccount, Role and RoleBinding."""
     return f"{rollout}-router"
+
+
+def prefetch_name(rollout: str) -> str:
+    """Return the name of the DaemonSet that brings the model to nodes."""
+    return f"{rollout}-prefetch"
 
 
 def intent_name(rollout: str) -> str:

@@ -7,8 +7,12 @@ Rolling update, in the order of the questions:
 
     StatefulSet not yet as wanted (or its controller lags)  -> apply; a pod deleted now would return as it was
     outdated engine that is not ready                       -> delete its pods: it serves nobody, so nothing is lost
-    another engine does not serve (nor is it paused)        -> wait: one engine at a time
+    another engine does not serve (nor is it paused)        -> wait: one engine at a time; not for one beyond the base without room
     outdated engine                                         -> delete its pods; one that does not serve first
+
+An engine that does not come up on a node which is avoided is moved in the same way, beside the rolling update: its StatefulSet
+gets the affinity first, then its pods are deleted. So are the pods that are left of an engine beyond the base when it was preempted in
+part: its gang comes again when there is room for all.
 
 An engine whose number of pods changes is made anew, StatefulSet and all, when its turn comes: SGLang's ranks cannot be added
 to, and pods that go one by one would end the engine outside of its turn.
@@ -16,13 +20,14 @@ to, and pods that go one by one would end the engine outside of its turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.drift import difference, stamped
-from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.elastic import base_members, comes_later, held_for_nothing, in_part, waits_for_room
+from sglang_rollout.core.hashing import revisions
 from sglang_rollout.core.render import render_all
 from sglang_rollout.core.render.policies import token_of
 from sglang_rollout.core.serving import kept_back, serves
@@ -72,13 +77,17 @@ class Plan:
     requeue_after: float | None = None
 
 
-def plan(world: World, settings: Settings) -> Plan:
-    """Return what brings ``world`` nearer to what its custom resource says. Nothing, if it is there."""
+def plan(world: World, settings: Settings, now: str = "") -> Plan:
+    """Return what brings ``world`` nearer to what its custom resource says. Nothing, if it is there.
+
+    ``now`` (RFC 3339) tells which engines beyond the base have waited for room long enough to hold up nothing; without it none has.
+    """
     rollout = world.rollout
     if rollout is None or world.deleting:
         return Plan()
     token = token_of(world.child("Secret", names.control_name(rollout.name)))
-    wanted = [stamped(rendered) for rendered in render_all(rollout, settings, token) if _can_be_made(rendered, world)]
+    found = render_all(rollout, settings, token, gates=world.gates(), avoided=world.avoided, members=base_members(world))
+    wanted = [stamped(rendered) for rendered in found if _can_be_made(rendered, world)]
     applies: list[Action] = []
     blocked = False
     for rendered in wanted:
@@ -93,14 +102,20 @@ def plan(world: World, settings: Settings) -> Plan:
             needs_token = rendered["kind"] == "Secret" and token is None
             applies.append(Apply(rendered, reason, needs_token=needs_token, unseen=live is None))
     prunes = _prunes(world, wanted)
-    restarts, waits = _rolling(world, {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)})
-    waits = waits or bool(world.cluster.gang_problem or world.cluster.queue_problem)
+    changing = {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)}
+    restarts, waits = _rolling(world, changing, now)
+    waits = (
+        waits or bool(world.cluster.gang_problem or world.cluster.queue_problem) or any(in_part(world, name) for name in world.engines())
+    )
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
-    return Plan((*applies, *prunes, *restarts), requeue)
+    return Plan((*applies, *prunes, *restarts, *_moves(world, changing, now)), requeue)
 
 
 def _can_be_made(rendered: Object, world: World) -> bool:
-    """Whether the cluster knows the kind. What cannot be made is told in status, and holds up nothing else."""
+    """Whether the cluster knows the kind, and an engine's turn has come. What cannot be made is told in status, and holds up nothing
+    else."""
+    if rendered["kind"] == "StatefulSet":
+        return not comes_later(world, rendered["metadata"]["name"])
     return rendered["kind"] != names.POD_GROUP.kind or not world.cluster.gang_problem
 
 
@@ -157,21 +172,21 @@ def _is_ours(child: Object, uid: str) -> bool:
     return owner is not None and owner.get("uid") == uid and not child["metadata"].get("deletionTimestamp")
 
 
-def _rolling(world: World, changing: set[str]) -> tuple[list[Delete], bool]:
+def _rolling(world: World, changing: set[str], now: str) -> tuple[list[Delete], bool]:
     """Return the pods to delete so that their engines come back at the current revision, and whether others wait for
     their turn."""
     rollout = world.rollout
     if rollout is None:
         return [], False
-    engines = [names.engine_name(rollout.name, index) for index in range(rollout.spec.engines)]
-    outdated = {engine: found for engine in engines if (found := _outdated(world, engine, revision(rollout)))}
+    wanted = revisions(rollout)
+    outdated = {engine: found for engine, current in wanted.items() if (found := _outdated(world, engine, current))}
     if not outdated:
         return [], False
     settled = {engine: found for engine, found in outdated.items() if engine not in changing and _is_observed(world, engine)}
     broken = [engine for engine in settled if not all(map(pods.is_ready, world.pods_of(engine)))]
     if broken:
         return [_restart(old, "outdated, and not ready") for engine in broken for old in settled[engine]], True
-    return _next_step(world, engines, settled), True
+    return _next_step(world, [engine for engine in wanted if not waits_for_room(world, engine, now)], settled), True
 
 
 def _next_step(world: World, engines: list[str], settled: Mapping[str, list[Object]]) -> list[Delete]:
@@ -190,6 +205,24 @@ def _outdated(world: World, engine: str, wanted: str) -> list[Object]:
     if rollout is not None and live is not None and pods.made_for(live) != rollout.spec.engine.pods:
         return [] if live["metadata"].get("deletionTimestamp") else [live]
     return [pod for pod in world.pods_of(engine) if pods.revision_of(pod) != wanted and not pods.is_terminating(pod)]
+
+
+def _moves(world: World, changing: set[str], now: str) -> Iterator[Delete]:
+    """Pods of engines that do not come up on a node which is avoided: made anew, they go elsewhere. All pods of the engine, as in
+    every restart. Engines that run there stay, and outdated ones are restarted anyway. And pods that hold room for nothing."""
+    rollout = world.rollout
+    if rollout is None:
+        return
+    for engine, current in revisions(rollout).items():
+        found = [pod for pod in world.pods_of(engine) if not pods.is_terminating(pod)]
+        failing = next((node for pod in found if (node := pods.node_of(pod)) in world.avoided and not pods.started(pod)), None)
+        given_back = held_for_nothing(world, engine, now)
+        if not (failing or given_back) or engine in changing or not _is_observed(world, engine) or _outdated(world, engine, current):
+            continue
+        if failing:
+            yield from (_restart(pod, f"node {failing} is avoided") for pod in found)
+        else:
+            yield from (_restart(pod, "other pods of its engine were preempted") for pod in given_back)
 
 
 def _is_resized(rendered: Object, live: Object) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_rollout.api.pod_template import ENGINE_CONTAINER
+from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.core import names
+from sglang_rollout.wire.group import WITH_THE_OTHERS
 
 Object = dict[str, Any]
 
@@ -64,9 +65,21 @@ def revision_of(pod: Object) -> str:
     return str((pod["metadata"].get("labels") or {}).get(names.LABEL_REVISION, ""))
 
 
+def group_of(pod: Object) -> str | None:
+    """Return the name of the PodGroup that the pod belongs to."""
+    return (pod["metadata"].get("labels") or {}).get(names.LABEL_POD_GROUP)
+
+
 def node_of(pod: Object | None) -> str | None:
     """Return the node that the pod runs on."""
     return ((pod or {}).get("spec") or {}).get("nodeName")
+
+
+def gate_port_of(pod: Object | None) -> int | None:
+    """Return the port of the pod's gate, as the pod was made; it may be another than is wanted now."""
+    containers = ((pod or {}).get("spec") or {}).get("initContainers") or []
+    found = next((container.get("ports") for container in containers if container.get("name") == GATE_CONTAINER), None)
+    return int(found[0]["containerPort"]) if found else None
 
 
 def restarts_of(pod: Object | None, container: str = ENGINE_CONTAINER) -> int:
@@ -117,6 +130,36 @@ def trouble(pod: Object, *, failed_before: bool = False) -> Trouble | None:
         if ended and not status.get("ready") and not status.get("started"):
             return Trouble(_crash_kind(status, failed_before), name, f"container {name} {describe_end(ended)} ({_times(status)})")
     return _pod_failure(pod)
+
+
+def started(pod: Object) -> bool:
+    """Whether the present life of the engine container has come up."""
+    return any(status.get("name") == ENGINE_CONTAINER and status.get("started") for status in _statuses(pod))
+
+
+def failures(pod: Object) -> list[tuple[str, str]]:
+    """Return when and how the engine failed in this pod, as far as the kubelet still tells.
+
+    Not what somebody asked for (deletion, preemption, eviction), nor what another pod of the engine brought about.
+    """
+    if is_terminating(pod) or _condition(pod, "DisruptionTarget").get("status") == "True":
+        return []
+    status = next((one for one in _statuses(pod) if one.get("name") == ENGINE_CONTAINER), {})
+    ends = [(status.get(state) or {}).get("terminated") or {} for state in ("lastState", "state")]
+    failed = [end for end in ends if end.get("exitCode") and end.get("finishedAt") and WITH_THE_OTHERS not in str(end.get("message"))]
+    made, refused = pod["metadata"].get("creationTimestamp"), _pod_failure(pod)
+    if made and refused and not failed:
+        # The kubelet did not take it, for example for want of a device that the scheduler had counted on.
+        return [(str(made), refused.text)]
+    return [(str(end["finishedAt"]), describe_end(end)) for end in failed]
+
+
+def last_failure(pod: Object, container: str) -> Object | None:
+    """Return how a container of the pod failed last, also while it is tried again."""
+    status = next((one for one in _statuses(pod) if one.get("name") == container), {})
+    ends = [(status.get(state) or {}).get("terminated") or {} for state in ("state", "lastState")]
+    newest = next((end for end in ends if end), {})
+    return newest if newest.get("exitCode") else None
 
 
 def describe_end(ended: Object) -> str:

@@ -18,8 +18,10 @@ from sglang_rollout.api.status import (
     WeightsStatus,
 )
 from sglang_rollout.core import names
+from sglang_rollout.core.avoidance import avoidance
 from sglang_rollout.core.engine_rows import EngineView, engine_views, version_text
 from sglang_rollout.core.findings import Facts, Failure, findings, invalid_findings
+from sglang_rollout.core.prefetch import prefetch_status
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineRow, EngineState, Record, Version
@@ -31,8 +33,8 @@ _LONGEST_MESSAGE = 2000
 def build_status(world: World, settings: Settings, now: str, failure: Failure | None = None) -> dict[str, Any]:
     """Return the complete status.
 
-    ``now`` (RFC 3339) is used only for the ``lastTransitionTime`` of conditions whose status changed, so that an
-    unchanged fleet has an unchanged status. ``failure`` is why the plan could not be carried out.
+    ``now`` (RFC 3339) is used only for the ``lastTransitionTime`` of conditions whose status changed and for nodes that are
+    avoided, so that an unchanged fleet has an unchanged status. ``failure`` is why the plan could not be carried out.
     """
     del settings  # nothing the operator was started with is reported; the parameter keeps the signature beside plan()
     metadata = world.cr["metadata"]
@@ -43,7 +45,8 @@ def build_status(world: World, settings: Settings, now: str, failure: Failure | 
         made = conditions(found, previous, generation=generation, now=now)
         return _dump(RolloutStatus(observed_generation=generation, selector=names.selector_string(metadata["name"]), conditions=made))
     views = engine_views(world)
-    facts = Facts.of(world, views, failure)
+    nodes = avoidance(world, now)
+    facts = Facts.of(world, views, failure, nodes.nodes)
     return _dump(
         RolloutStatus(
             observed_generation=generation,
@@ -51,11 +54,15 @@ def build_status(world: World, settings: Settings, now: str, failure: Failure | 
             ready_replicas=facts.serving,
             updated_replicas=sum(view.row.updated for view in facts.wanted),
             ready=f"{facts.serving}/{world.rollout.spec.engines}",
+            base=world.rollout.spec.base if world.rollout.spec.elastic else None,
             selector=names.selector_string(metadata["name"], pods=world.rollout.spec.engine.pods),
             conditions=conditions(findings(facts), previous, generation=generation, now=now),
             engines=_rows(views),
             weights=_weights(world),
             adapters=_adapters(world),
+            avoided_nodes=list(nodes.nodes) or None,
+            node_failures=list(nodes.failures) or None,
+            prefetch=prefetch_status(world),
             endpoints=_endpoints(world),
         )
     )

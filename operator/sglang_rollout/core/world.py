@@ -51,6 +51,12 @@ class World:
         """Whether the custom resource is being deleted: its children go by their owner references."""
         return bool(self.cr.get("metadata", {}).get("deletionTimestamp"))
 
+    @cached_property
+    def avoided(self) -> tuple[str, ...]:
+        """Nodes that engines are kept off, in order. Of the status nothing but this memory is read back: pods do not tell why they
+        were moved. What was decided is thus acted on only after it was written down."""
+        return tuple(sorted(str(row["node"]) for row in (self.cr.get("status") or {}).get("avoidedNodes") or []))
+
     def child(self, kind: str, name: str) -> Object | None:
         """Return a live child."""
         return self.children.get((kind, name))
@@ -68,6 +74,11 @@ class World:
     def pod_of(self, engine: str) -> Object | None:
         """Return the pod of an engine that serves."""
         return self.pods.get(names.engine_pod(engine))
+
+    def gates(self) -> dict[str, int]:
+        """Return the ports of the gates that are there, by engine. In a rolling update to other ports most are still where they were."""
+        found = {engine: pods.gate_port_of(self.pod_of(engine)) for engine in self._by_engine}
+        return {engine: port for engine, port in found.items() if port is not None}
 
     def pods_of(self, engine: str) -> list[Object]:
         """Return the pods of an engine that are there, by their rank."""
@@ -123,7 +134,7 @@ def observe_world(cr: Object, children: Iterable[Object], pods: Iterable[Object]
 
 
 def _parse(cr: Object) -> tuple[SGLangRollout | None, str]:
-    """Without the status, which we write ourselves and never read back into a decision about objects."""
+    """Without the status: that one which we cannot read is written anew, and must not stand in the way of the spec."""
     try:
         return SGLangRollout.model_validate({key: value for key, value in cr.items() if key != "status"}), ""
     except pydantic.ValidationError as error:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update import lora
 from sglang_rollout.wire.models import FleetDocument, FleetMember
-from sglang_rollout.wire.states import held_sentence
 
 if TYPE_CHECKING:
     from sglang_rollout.fleet.app import Parts
@@ -53,7 +52,7 @@ def document(parts: Parts) -> FleetDocument:
         last_update=fleet.last_update,
         adapters=lora.rows(fleet),
         state=fleet.kept,
-        held=held_sentence(fleet.kept),
+        held=fleet.held,
         urls={"control": parts.public_url, "data": parts.public_url},
     )
 

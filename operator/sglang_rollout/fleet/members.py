@@ -33,10 +33,10 @@ def hostnames(slices: Iterable[Object]) -> dict[str, str]:
     return found
 
 
-def gate_url(address: str) -> str:
+def gate_url(address: str, port: int | None = None) -> str:
     """URL of a pod's gate; IPv6 addresses need brackets."""
     host = f"[{address}]" if ":" in address else address
-    return f"http://{host}:{GATE_PORT}"
+    return f"http://{host}:{port or GATE_PORT}"
 
 
 class Members:
@@ -84,7 +84,7 @@ class Members:
         urls: dict[str, str] = {}
         for engine in self.intent.engines:
             pod = self._pods.get(f"{engine.name}-0")
-            url = engine.url or (gate_url(pod) if pod is not None else None)
+            url = engine.url or (gate_url(pod, engine.port) if pod is not None else None)
             if url is not None:
                 urls[engine.name] = url.rstrip("/")
         if any(self._urls.get(name) != url for name, url in urls.items()):

@@ -12,6 +12,7 @@ from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.app import PARTS, refuse
 from sglang_rollout.fleet.update.events import NewRun, Request, Send
 from sglang_rollout.wire.ports import FLEET_LEASE, FLEET_RUN, VERSION_HEADER
+from sglang_rollout.wire.states import KEEPS_WEIGHTS
 
 ABORT_DEADLINE = 10.0
 Parser = Callable[[Mapping[str, Any]], Request]
@@ -82,11 +83,10 @@ async def add_worker(request: web.Request) -> web.Response:
     return web.json_response({"status": "accepted", "success": True, "message": message, "url": url}, status=202)
 
 
-def _refused(sentence: str) -> Callable[[web.Request], Any]:
-    async def handle(request: web.Request) -> web.Response:
-        return refuse(501, sentence.format(path=request.path))
-
-    return handle
+async def _one_process(request: web.Request) -> web.Response:
+    if request.app[PARTS].machine.fleet.colocated:
+        return refuse(400, KEEPS_WEIGHTS)
+    return refuse(501, ONE_PROCESS.format(path=request.path))
 
 
 routes = [
@@ -105,12 +105,12 @@ routes = [
     web.post(FLEET_RUN, _control(lambda body: NewRun())),
     web.post("/workers", add_worker),
     web.post("/add_worker", add_worker),
-    web.post("/update_weights_from_tensor", _refused(ONE_PROCESS)),
-    web.post("/update_weights_from_ipc", _refused(ONE_PROCESS)),
+    web.post("/update_weights_from_tensor", _one_process),
+    web.post("/update_weights_from_ipc", _one_process),
     web.post("/update_weights_from_disk", _control(compat.from_disk)),
     web.post("/load_lora_adapter", _control(compat.load_adapter)),
     web.post("/unload_lora_adapter", _control(compat.unload_adapter)),
-    web.post("/load_lora_adapter_from_tensors", _refused(ONE_PROCESS)),
+    web.post("/load_lora_adapter_from_tensors", _one_process),
     web.post("/release_memory_occupation", _control(compat.release_memory)),
     web.post("/resume_memory_occupation", _control(compat.resume_memory)),
 ]

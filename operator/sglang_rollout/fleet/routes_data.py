@@ -23,7 +23,6 @@ from sglang_rollout.fleet.smg import HOLD_SECONDS, BrokeOffError, NobodyAnswersE
 from sglang_rollout.fleet.streams import BatchStream
 from sglang_rollout.fleet.update import lora
 from sglang_rollout.wire.ports import VERSION_HEADER
-from sglang_rollout.wire.states import held_sentence
 
 LARGEST_BODY = 64 * 2**20
 """Of a batch; as much as smg keeps of a request in order to send it again."""
@@ -60,7 +59,7 @@ def _told(handler: Handler) -> Handler:
 
     async def handle(request: web.Request) -> web.StreamResponse:
         machine = request.app[PARTS].driver.machine
-        if held := held_sentence(machine.fleet.kept) if machine is not None else "":
+        if held := machine.fleet.held if machine is not None else "":
             return _refused(503, held)
         try:
             return await handler(request)

@@ -14,7 +14,6 @@ from sglang_rollout.fleet.document import document, server_info
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.membership import why_incomplete
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_METRICS, VERSION_HEADER
-from sglang_rollout.wire.states import held_sentence
 
 LOADS_DEADLINE = 2.0
 
@@ -31,8 +30,8 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def get_held(request: web.Request) -> web.Response:
-    """Asked by the front: does the coordinator answer requests for tokens now, because ``spec.state`` holds the fleet?"""
-    sentence = held_sentence(request.app[PARTS].machine.fleet.kept)
+    """Asked by the front: does the coordinator answer requests for tokens now, because something holds the fleet?"""
+    sentence = request.app[PARTS].machine.fleet.held
     return web.json_response({"held": sentence}) if sentence else refuse(404, "Nothing holds the fleet.")
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sglang_rollout.core.avoidance import expires_in
 from sglang_rollout.core.events import transitions
 from sglang_rollout.core.plan import plan
 from sglang_rollout.core.settings import Settings
@@ -52,7 +53,7 @@ class Reconciler:
             # Children go by their owner references; making new ones now would only be in the way.
             self._metrics.ready(key, None)
             return Result("gone")
-        steps = plan(world, self._settings)
+        steps = plan(world, self._settings, self._now())
         outcome = await execute(self._kube, namespace, steps)
         if outcome.writes:
             # Status speaks of what is there now. With the old picture it could call a fleet of the previous
@@ -66,7 +67,8 @@ class Reconciler:
         self._metrics.ready(key, ready_of(status))
         if outcome.failure:
             log.warning("%s/%s: %s", namespace, name, outcome.failure.sentence)
-        return Result("refused" if outcome.failure else "ok", steps.requeue_after, retry=bool(outcome.failure))
+        waits = [seconds for seconds in (steps.requeue_after, expires_in(status, self._now())) if seconds is not None]
+        return Result("refused" if outcome.failure else "ok", min(waits, default=None), retry=bool(outcome.failure))
 
     async def _report(self, world: World, outcome: Outcome) -> Object:
         """Write the status if it differs, then tell people what changed."""

@@ -47,6 +47,7 @@ class Resource:
 ROLLOUTS = Resource("rollout.sglang.io", "v1alpha1", "sglangrollouts", "SGLangRollout")
 STATEFULSETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
 DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+DAEMONSETS = Resource("apps", "v1", "daemonsets", "DaemonSet")
 PODS = Resource("", "v1", "pods", "Pod")
 CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap")
 SERVICES = Resource("", "v1", "services", "Service")
@@ -65,6 +66,7 @@ _ALL = (
     PODS,
     STATEFULSETS,
     DEPLOYMENTS,
+    DAEMONSETS,
     CONFIGMAPS,
     SERVICES,
     SECRETS,

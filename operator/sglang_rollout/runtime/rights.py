@@ -22,7 +22,7 @@ OPERATOR_RULES: list[Object] = [
     {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
     # delete: an outdated engine's pod, one at a time.
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch", "delete"]},
-    {"apiGroups": ["apps"], "resources": ["deployments", "statefulsets"], "verbs": _HEAL},
+    {"apiGroups": ["apps"], "resources": ["daemonsets", "deployments", "statefulsets"], "verbs": _HEAL},
     {"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles", "rolebindings"], "verbs": _HEAL},
     {"apiGroups": [""], "resources": ["events"], "verbs": ["get", "create", "patch"]},
     # Children of rollouts with scheduling.gang; clusters without coscheduling have no such kind.

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_rollout.wire.ports import WIRE_VERSION
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.states import FleetMode, FleetState
 
 BASE_LABEL = "base"
 
@@ -155,6 +155,8 @@ class WantedEngine(Message):
     """Tensor-parallel ranks of the engine; so many consecutive ranks it takes in a trainer's group."""
     url: str | None = None
     """Base URL of its gate. None: found by the engine's EndpointSlice hostname ``<name>-0`` (Kubernetes)."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of its gate at that address. None: the one that all gates have whose pods have a network of their own."""
 
 
 class Adapter(Message):
@@ -185,6 +187,8 @@ class Intent(Message):
     name: str
     namespace: str
     engines: list[WantedEngine]
+    base: int | None = Field(default=None, ge=0)
+    """A fleet that has never taken weights waits for so many engines. None: for all."""
     weights: WeightsPolicy = WeightsPolicy()
     state: FleetState = FleetState.ACTIVE
     """What ``spec.state`` asks of the engines."""
@@ -192,6 +196,8 @@ class Intent(Message):
     """Requests have so many seconds to end before an engine falls asleep."""
     adapters: list[Adapter] | None = None
     """Adapters of the spec. None: engines take no adapters, or nobody but trainers says which."""
+    mode: FleetMode | None = None
+    """None: the engines have GPUs of their own and take weights."""
     data_paths_url: str | None = None
 
 
@@ -239,6 +245,8 @@ class AgentStatus(Message):
     sglang_version: str | None = None
     nccl: Nccl | None = None
     """Of the engine's container; None: not known."""
+    all_reduce: float | None = None
+    """GB/s that the ranks of the pod reached before the start; None: not measured."""
     reason: str = ""
     """Why the gate is closed, as a sentence; empty while it is open."""
 
@@ -345,6 +353,8 @@ class EngineRow(Message):
     """How it gets the committed version without the trainer, as a sentence; empty while it does not try."""
     released: list[str] = []
     """Memory that it has given back: ``weights``, ``kv_cache``, ``cuda_graph``."""
+    all_reduce: float | None = None
+    """GB/s that its ranks reached before the start; None: not measured."""
 
 
 class UpdateOutcome(StrEnum):
@@ -371,6 +381,14 @@ class LastUpdate(Message):
     """Milliseconds per phase: pause, transfer, commit, resume, total."""
     engines: list[str] = []
     """The engines that committed."""
+
+
+class Noted(Message):
+    """What one life of an engine was started with."""
+
+    boot_id: str
+    checksums: tuple[str, ...]
+    """Of its ranks."""
 
 
 class FleetGroup(Message):
@@ -410,6 +428,10 @@ class Record(Message):
     checksums: dict[int, tuple[str, ...]] = {}
     """Of the committed version, by the number of an engine's ranks, as far as they are known."""
     adapters: list[AdapterRow] = []
+    lent: list[str] | None = None
+    """Memory of the engines that the trainer has; None: the engines share their GPUs with nobody."""
+    noted: dict[str, Noted] = {}
+    """Where nobody sends weights: what each engine holds, as it said before its first sleep."""
 
 
 class FleetMember(EngineRow):

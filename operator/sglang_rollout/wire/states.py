@@ -15,6 +15,24 @@ class FleetState(StrEnum):
     """The engines' memory is released; neither tokens nor weights are taken."""
 
 
+class FleetMode(StrEnum):
+    """Whose GPUs a fleet uses, if not its own."""
+
+    COLOCATED = "colocated"
+    """The trainer's, which has their memory whenever it wants. The engines keep the weights that they were started with."""
+
+
+KEEPS_WEIGHTS = (
+    "This fleet keeps the weights that it was started with (spec.mode: Colocated): it takes none from a trainer. Call"
+    " /resume_memory_occupation and /release_memory_occupation; a policy that learns needs a fleet with mode Standalone."
+)
+"""Why a call about weights is refused."""
+LENT = (
+    "The fleet is asleep: its trainer has the memory of the engines (spec.mode: Colocated), and nothing generates until the trainer calls"
+    " /resume_memory_occupation."
+)
+"""Why nothing generates."""
+
 _SENTENCES = {
     FleetState.ACTIVE: "",
     FleetState.PAUSED: (

@@ -21,6 +21,7 @@ from fleet_world import FakeAgent
 from sglang_rollout.fleet.cli import Options, serve
 from sglang_rollout.wire.models import Deadlines, Intent, WantedEngine, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT, DATA_PATHS, TERM_HEADER
+from sglang_rollout.wire.states import FleetMode
 
 TOKEN = "secret"
 QUICK = Deadlines(group=3.0, update=3.0, idle=5.0, pause=3.0)
@@ -162,6 +163,7 @@ class Lab:
     port: int
     session: aiohttp.ClientSession
     deadlines: Deadlines = QUICK
+    mode: FleetMode | None = None
     coordinator: asyncio.Task[None] | None = None
     generation: int = 0
 
@@ -180,7 +182,7 @@ class Lab:
         ]
         intent = Intent(
             generation=self.generation, name="demo", namespace="default", engines=engines,
-            weights=WeightsPolicy(backend="gloo", deadlines=self.deadlines),
+            weights=WeightsPolicy(backend="gloo", deadlines=self.deadlines), mode=self.mode,
         )  # fmt: skip
         (self.folder / "intent.json").write_text(intent.model_dump_json())
 
@@ -243,8 +245,8 @@ class Lab:
 
 
 @asynccontextmanager
-async def fleet_lab(folder: Path, engines: int = 2, deadlines: Deadlines = QUICK) -> AsyncIterator[Lab]:
-    """A coordinator over fake agents, serving."""
+async def fleet_lab(folder: Path, engines: int = 2, deadlines: Deadlines = QUICK, mode: FleetMode | None = None) -> AsyncIterator[Lab]:
+    """A coordinator over fake agents, serving; in the mode colocated it falls asleep."""
     async with AsyncExitStack() as stack:
         agents = [HttpAgent(FakeAgent(f"e{index}")) for index in range(engines)]
         for agent in agents:
@@ -254,10 +256,11 @@ async def fleet_lab(folder: Path, engines: int = 2, deadlines: Deadlines = QUICK
         await smg.start()
         stack.push_async_callback(smg.stop)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
-        lab = Lab(folder, agents, smg, free_port(), session, deadlines)
+        lab = Lab(folder, agents, smg, free_port(), session, deadlines, mode)
         (folder / "token").write_text(TOKEN)
         lab.want()
         lab.start()
         stack.push_async_callback(lab.kill)
-        await lab.serving(engines)
+        if mode is None:
+            await lab.serving(engines)
         yield lab

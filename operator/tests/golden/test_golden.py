@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from sglang_rollout.api.crdgen import to_yaml
-from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.render import render_all
 from sglang_rollout.core.settings import Settings
+from sglang_rollout.core.world import observe_world
 
 HERE = Path(__file__).parent
 SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
@@ -22,8 +22,9 @@ SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org
 
 @pytest.mark.parametrize("path", sorted((HERE / "in").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_objects_of_a_rollout(path: Path) -> None:
-    rollout = SGLangRollout.model_validate(yaml.safe_load(path.read_text()))
-    rendered = "---\n".join(to_yaml(made) for made in render_all(rollout, SETTINGS, token="t0ken"))
+    world = observe_world(yaml.safe_load(path.read_text()), [], [])
+    assert world.rollout is not None, world.invalid
+    rendered = "---\n".join(to_yaml(made) for made in render_all(world.rollout, SETTINGS, "t0ken", avoided=world.avoided))
     golden = HERE / "out" / path.name
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(rendered)

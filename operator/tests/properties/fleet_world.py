@@ -42,7 +42,7 @@ from sglang_rollout.wire.models import (
     WeightsPolicy,
 )
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.states import FleetMode, FleetState
 
 SNAPSHOTS = "/snapshots"
 MEMORY = ("kv_cache", "weights", "cuda_graph")
@@ -284,6 +284,8 @@ class World:
         self.generation = 1
         self.state = FleetState.ACTIVE
         self.adapters: list[Adapter] | None = None
+        self.base: int | None = None
+        self.mode: FleetMode | None = None
         self.start()
 
     def start(self) -> None:
@@ -300,9 +302,11 @@ class World:
             name="demo",
             namespace="default",
             engines=self.engines,
+            base=self.base,
             weights=self.policy,
             state=self.state,
             adapters=self.adapters,
+            mode=self.mode,
         )
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
 

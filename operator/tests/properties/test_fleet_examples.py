@@ -167,6 +167,36 @@ def test_min_committed_lets_a_fleet_begin_with_fewer() -> None:
     assert [agent.gate_open for agent in world.agents.values()] == [True, False]
 
 
+@pytest.mark.parametrize(("base", "begins"), [(1, True), (2, True), (3, False), (None, False)])
+def test_a_fleet_that_never_took_weights_waits_for_as_many_as_its_base(base: int | None, begins: bool) -> None:
+    world = World([1, 1, 1])
+    world.base = base
+    world.want()
+    world.agents["e2"].up = False
+    world.sync_all()
+    opened = world.do(ev.OpenGroup(group_body(world, "g")))
+    assert opened.success is begins
+    if not begins:
+        assert "at least 3 must be" in opened.message
+    world.agents["e2"].up = True
+    world.sync_all()
+    assert set(world.machine.fleet.members()) == {"e0", "e1", "e2"}, "one that comes later takes part in the next group"
+
+
+def test_a_base_that_was_complete_once_goes_on_with_the_engines_that_are_there() -> None:
+    world = World([1, 1, 1])
+    world.base = 2
+    world.want()
+    world.agents["e1"].up = world.agents["e2"].up = False
+    world.sync_all()
+    assert "at least 2 must be" in world.do(ev.OpenGroup(group_body(world, "g"))).message
+    world.agents["e1"].up = True
+    world.sync_all()
+    world.agents["e1"].up = False
+    world.sync_all()
+    assert world.do(ev.OpenGroup(group_body(world, "g"))).success
+
+
 def test_an_engine_that_is_away_does_not_hold_up_a_fleet_that_has_weights() -> None:
     world = World([1, 2])
     world.sync_all()

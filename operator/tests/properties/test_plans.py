@@ -20,10 +20,16 @@ def engine(image: str, nodes: int) -> dict[str, Any]:
     return {"image": image, "gpuResource": ""} | ({"nodes": nodes, "parallelism": {"tensor": 4}} if nodes > 1 else {})
 
 
+PREFETCHED = {
+    "path": "/models/a",
+    "prefetch": True,
+    "volume": {"hostPath": "/data/models"},
+    "download": {"command": ["fetch", "$(MODEL_PATH)"]},
+}
 specs = st.fixed_dictionaries(
     {
         "replicas": st.integers(0, 4),
-        "model": st.fixed_dictionaries({"path": st.sampled_from(["/models/a", "/models/b"])}),
+        "model": st.sampled_from([{"path": "/models/a"}, {"path": "/models/b"}, PREFETCHED]),
         "engine": st.builds(engine, images, st.sampled_from([1, 1, 2, 4])),
         "router": st.builds(lambda policy: {"policy": policy}, st.sampled_from(["CacheAware", "Random"])),
     }
@@ -63,6 +69,7 @@ def test_any_world_converges_and_a_second_pass_plans_nothing(first: Any, then: A
         assert cluster.plan().requeue_after is None
     engines = {name for kind, name in cluster.objects if kind == "StatefulSet"}
     assert engines == {f"demo-engine-{index}" for index in range(then["replicas"])}
+    assert (("DaemonSet", "demo-prefetch") in cluster.objects) is ("prefetch" in then["model"])
 
 
 @given(then=specs.filter(lambda spec: spec["replicas"] >= 3))
@@ -225,3 +232,19 @@ def test_a_deleted_or_unreadable_rollout_plans_nothing() -> None:
     cluster = Cluster(unreadable)
     assert "engine.image" in cluster.observe().invalid
     assert cluster.plan().actions == ()
+
+
+def test_a_prefetch_comes_and_goes_without_an_engine_and_stays_while_none_is_wanted() -> None:
+    without = {key: value for key, value in PREFETCHED.items() if key != "prefetch"}
+    cluster = Cluster(rollout(model=without))
+    cluster.converge()
+    pods = {name: found["metadata"]["uid"] for name, found in cluster.pods.items()}
+    for model in (PREFETCHED, without, PREFETCHED):
+        cluster.edit_spec({**cluster.cr["spec"], "model": model})
+        cluster.converge()
+        assert (("DaemonSet", "demo-prefetch") in cluster.objects) is (model is PREFETCHED)
+        assert {name: found["metadata"]["uid"] for name, found in cluster.pods.items()} == pods
+    cluster.edit_spec({**cluster.cr["spec"], "state": "Suspended"})
+    cluster.converge()
+    assert not cluster.pods
+    assert ("DaemonSet", "demo-prefetch") in cluster.objects

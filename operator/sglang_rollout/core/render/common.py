@@ -7,6 +7,7 @@ from typing import Any
 from sglang_rollout.api import v1alpha1 as api
 from sglang_rollout.api.engine_spec import Resources
 from sglang_rollout.core import names
+from sglang_rollout.core.ports import EnginePorts
 
 Object = dict[str, Any]
 
@@ -72,6 +73,13 @@ def http_probe(path: str, port: int, **timing: int) -> Object:
 def tcp_probe(port: int, **timing: int) -> Object:
     """Return a probe that connects to ``port``."""
     return {"tcpSocket": {"port": port}, **timing}
+
+
+def container_ports(ports: EnginePorts, **named: int) -> list[Object]:
+    """Return the ports of a container. With ``hostPort``, by which the scheduler keeps two engines that need the same ones on different
+    nodes, if they are ports of the node."""
+    made = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named.items()]
+    return [{**port, "hostPort": port["containerPort"]} for port in made] if ports.on_node else made
 
 
 def requests(cpu: str, memory: str) -> Object:

@@ -13,10 +13,14 @@ An engine that is larger than a machine has several such pods. Pod 0 serves; the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
-from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.hashing import revisions
+from sglang_rollout.core.ports import EnginePorts, engine_ports
+from sglang_rollout.core.render.all_reduce import all_reduce, node_env
 from sglang_rollout.core.render.common import (
     CONTROL_MOUNT,
     HOME_ENV,
@@ -25,6 +29,7 @@ from sglang_rollout.core.render.common import (
     TMP_VOLUME,
     Object,
     child,
+    container_ports,
     container_resources,
     control_volume,
     http_probe,
@@ -35,14 +40,14 @@ from sglang_rollout.core.render.common import (
 from sglang_rollout.core.render.environment import capabilities, variables
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
-from sglang_rollout.core.render.placement import pod_labels, pod_placement, queue_labels
+from sglang_rollout.core.render.placement import CLAIM, keep_off, pod_labels, pod_placement, queue_labels
 from sglang_rollout.core.render.preflight import preflight
 from sglang_rollout.core.render.ranks import WAIT_SECONDS, agent_env, agent_ranks, rank_env, server_ranks, start_script
 from sglang_rollout.core.render.server_args import server_args
 from sglang_rollout.core.render.start import DRAIN_SCRIPT, DRAIN_SECONDS
 from sglang_rollout.core.render.storage import downloads, mounts, volumes
 from sglang_rollout.core.settings import Settings
-from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, AGENT_PORT, ENGINE_PORT, GATE_PORT
+from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH
 
 START_SECONDS = 1800
 """How long an engine may take from its start until it is up: a large model comes over the network at first."""
@@ -55,12 +60,26 @@ KILL_GRACE_SECONDS = 3
 RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
 
 
-def engine_statefulsets(rollout: SGLangRollout, settings: Settings) -> list[Object]:
-    """Return the StatefulSets of all wanted engines."""
-    return [_statefulset(rollout, settings, index) for index in range(rollout.spec.engines)]
+def engine_statefulsets(rollout: SGLangRollout, settings: Settings, avoided: Sequence[str] = ()) -> list[Object]:
+    """Return the StatefulSets of all wanted engines, with pods that are kept off the nodes ``avoided``."""
+    made = [_statefulset(rollout, settings, index, current) for index, current in enumerate(revisions(rollout).values())]
+    for statefulset in made:
+        # Over the user's overlay, whose affinity it adds to. It changes no pod that runs: templates count when a pod is made.
+        keep_off(statefulset["spec"]["template"]["spec"], avoided)
+    return made
 
 
-def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Object:
+def engine_template(rollout: SGLangRollout, settings: Settings, index: int, current: str) -> Object:
+    """Return how the pods of an engine are made: ours, and the user's overlay over it. ``current`` is the revision that they carry."""
+    made = _pod_template(rollout, settings, index, current)
+    overlay = rollout.spec.pod_template
+    if overlay is not None:
+        # exclude_unset, not exclude_none: a null that the user wrote removes a key.
+        made = merge(made, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return with_shared_mounts(made)
+
+
+def _statefulset(rollout: SGLangRollout, settings: Settings, index: int, current: str) -> Object:
     name = names.engine_name(rollout.name, index)
     made = child(rollout, api_version="apps/v1", kind="StatefulSet", name=name, component=names.COMPONENT_ENGINE, engine=name)
     made["metadata"]["labels"] |= queue_labels(rollout)
@@ -72,24 +91,17 @@ def _statefulset(rollout: SGLangRollout, settings: Settings, index: int) -> Obje
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, name)},
-        "template": _with_overlay(rollout, _pod_template(rollout, settings, name)),
+        "template": engine_template(rollout, settings, index, current),
     }
     return made
 
 
-def _with_overlay(rollout: SGLangRollout, template: Object) -> Object:
-    overlay = rollout.spec.pod_template
-    if overlay is not None:
-        # exclude_unset, not exclude_none: a null that the user wrote removes a key.
-        template = merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
-    return with_shared_mounts(template)
-
-
-def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
+def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, current: str) -> Object:
+    name, ports = names.engine_name(rollout.name, index), engine_ports(rollout, index)
     labels = names.labels(rollout.name, names.COMPONENT_ENGINE, name)
     return {
         "metadata": {
-            "labels": {**labels, **pod_labels(rollout, name), names.LABEL_REVISION: revision(rollout)},
+            "labels": {**labels, **pod_labels(rollout, index), names.LABEL_REVISION: current},
             "annotations": {"kubectl.kubernetes.io/default-container": ENGINE_CONTAINER},
         },
         "spec": {
@@ -98,9 +110,10 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
-            **pod_placement(rollout, name),
-            "initContainers": [*downloads(rollout), _gate(settings), _agent(rollout, settings, name)],
-            "containers": [_engine(rollout, name)],
+            **_network(ports),
+            **pod_placement(rollout, index),
+            "initContainers": [*downloads(rollout), _gate(settings, ports), _agent(rollout, settings, name, ports)],
+            "containers": [_engine(rollout, name, ports)],
             "volumes": [
                 {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": rollout.spec.engine.shm}},
@@ -112,7 +125,12 @@ def _pod_template(rollout: SGLangRollout, settings: Settings, name: str) -> Obje
     }
 
 
-def _gate(settings: Settings) -> Object:
+def _network(ports: EnginePorts) -> Object:
+    """The cluster's names are not known in the network of a node unless they are asked for."""
+    return {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if ports.on_node else {}
+
+
+def _gate(settings: Settings, ports: EnginePorts) -> Object:
     """The first of the sidecars, so its own probes must not depend on the agent, which starts when they pass."""
     return {
         "name": GATE_CONTAINER,
@@ -121,15 +139,15 @@ def _gate(settings: Settings) -> Object:
         "restartPolicy": "Always",
         "command": [*INIT, "sglang-rollout", "proxy", "gate"],
         "args": [
-            *("--listen", f"0.0.0.0:{GATE_PORT}"),
-            *("--engine", f"127.0.0.1:{ENGINE_PORT}"),
-            *("--agent", f"127.0.0.1:{AGENT_PORT}"),
+            *("--listen", f"0.0.0.0:{ports.gate}"),
+            *("--engine", f"127.0.0.1:{ports.engine}"),
+            *("--agent", f"127.0.0.1:{ports.agent}"),
             *("--socket", names.GATE_SOCKET),
         ],
         "env": [HOME_ENV],
-        "ports": [{"name": "http", "containerPort": GATE_PORT, "protocol": "TCP"}],
-        "startupProbe": tcp_probe(GATE_PORT, periodSeconds=1, failureThreshold=60),
-        "livenessProbe": tcp_probe(GATE_PORT, periodSeconds=10, timeoutSeconds=3, failureThreshold=3),
+        "ports": container_ports(ports, http=ports.gate),
+        "startupProbe": tcp_probe(ports.gate, periodSeconds=1, failureThreshold=60),
+        "livenessProbe": tcp_probe(ports.gate, periodSeconds=10, timeoutSeconds=3, failureThreshold=3),
         "resources": requests("50m", "64Mi"),
         "securityContext": restricted(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -137,7 +155,7 @@ def _gate(settings: Settings) -> Object:
     }
 
 
-def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
+def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EnginePorts) -> Object:
     """Asked through the gate: the kubelet cannot reach 127.0.0.1 of a pod, and what is asked this way is what others
     reach too."""
     return {
@@ -148,19 +166,20 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
         "command": [*INIT, "sglang-rollout", "agent"],
         "args": [
             *("--name", name),
-            *("--engine-url", f"http://127.0.0.1:{ENGINE_PORT}"),
-            *("--listen", f"127.0.0.1:{AGENT_PORT}"),
+            *("--engine-url", f"http://127.0.0.1:{ports.engine}"),
+            *("--listen", f"127.0.0.1:{ports.agent}"),
             *("--gate-socket", names.GATE_SOCKET),
             *("--state-dir", names.AGENT_STATE_DIR),
             *("--token-file", names.TOKEN_FILE),
             *("--boot-file", names.BOOT_FILE),
             *("--tensor-size", str(rollout.spec.engine.parallelism.tensor)),
             *("--model-path", rollout.spec.model.path),
-            *agent_ranks(rollout, name),
+            *agent_ranks(rollout, name, ports),
         ],
         "env": [HOME_ENV, *agent_env(rollout)],
-        "startupProbe": http_probe(AGENT_HEALTH, GATE_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
-        "livenessProbe": http_probe(AGENT_HEALTH, GATE_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        **({"ports": container_ports(ports, agent=ports.agent)} if ports.on_node else {}),
+        "startupProbe": http_probe(AGENT_HEALTH, ports.gate, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
+        "livenessProbe": http_probe(AGENT_HEALTH, ports.gate, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
         "resources": requests("100m", "128Mi"),
         "securityContext": restricted(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -168,23 +187,26 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str) -> Object:
     }
 
 
-def _engine(rollout: SGLangRollout, name: str) -> Object:
+def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
     spec, resources = rollout.spec.engine, _engine_resources(rollout)
+    script = start_script(rollout, preflight(rollout, resources, ports) + all_reduce(rollout))
     start_seconds = START_SECONDS if spec.pods == 1 else WAIT_SECONDS
     return {
         "name": ENGINE_CONTAINER,
         "image": spec.image,
-        "command": ["/bin/sh", "-c", start_script(rollout, preflight(rollout, resources)), ENGINE_CONTAINER],
-        "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name))],
+        "command": ["/bin/sh", "-c", script, ENGINE_CONTAINER],
+        "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name, ports), ports)],
         "env": _environment(rollout),
+        # Here too: older schedulers do not look at the ports of sidecars.
+        **({"ports": container_ports(ports, engine=ports.engine)} if ports.on_node else {}),
         "startupProbe": http_probe(
             AGENT_ENGINE,
-            GATE_PORT,
+            ports.gate,
             periodSeconds=PROBE_SECONDS,
             timeoutSeconds=3,
             failureThreshold=start_seconds // PROBE_SECONDS,
         ),
-        "readinessProbe": http_probe(AGENT_ENGINE, GATE_PORT, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3),
+        "readinessProbe": http_probe(AGENT_ENGINE, ports.gate, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3),
         # Only the agent's file kills: an absent or confused agent never ends a healthy engine.
         "livenessProbe": {
             "exec": {"command": ["test", "!", "-e", names.KILL_FILE]},
@@ -206,7 +228,7 @@ def _environment(rollout: SGLangRollout) -> list[Object]:
     """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
     ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
     theirs = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
-    return [*ours, *rank_env(rollout), *variables(rollout), *theirs]
+    return [*ours, *rank_env(rollout), *node_env(rollout), *variables(rollout), *theirs]
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:
@@ -216,6 +238,9 @@ def _engine_resources(rollout: SGLangRollout) -> Object:
         gpus = str(spec.pod_gpus)
         # An extended resource must be asked for as a limit; the request follows from it.
         made["limits"] = {**made.get("limits", {}), spec.gpu_resource: gpus}
+    sharing = rollout.spec.sharing
+    if sharing is not None and sharing.resource_claim_name:
+        made["claims"] = [{"name": CLAIM}]
     if spec.rdma:
         made["limits"] = {**made.get("limits", {}), spec.rdma.resource: str(spec.rdma.count)}
     return made

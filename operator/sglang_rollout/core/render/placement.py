@@ -2,45 +2,56 @@
 
 from __future__ import annotations
 
-from sglang_rollout.api.scheduling_spec import Spread
+from collections.abc import Sequence
+
+from sglang_rollout.api.scheduling_spec import GangScope, Spread
+from sglang_rollout.api.sharing_spec import ENGINE_INDEX
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object, child
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_NODE = "kubernetes.io/hostname"
+CLAIM = "shared-gpus"
+"""What the pod calls the claim that it shares with the trainer."""
 _UNSATISFIABLE = {Spread.PREFERRED: "ScheduleAnyway", Spread.REQUIRED: "DoNotSchedule"}
 
 
-def pod_placement(rollout: SGLangRollout, engine: str) -> Object:
-    """Return the fields of a pod's spec that say so; none where nothing is said."""
-    wanted = rollout.spec.scheduling
+def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
+    """Return the fields of the spec of an engine's pods that say so; none where nothing is said."""
+    wanted, elastic = rollout.spec.scheduling, rollout.spec.elastic
     made: Object = {}
     if wanted.node_selector:
         made["nodeSelector"] = wanted.node_selector
     if wanted.tolerations:
         made["tolerations"] = [toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in wanted.tolerations]
-    affinity = _affinity(rollout, engine)
+    affinity = _affinity(rollout, names.engine_name(rollout.name, engine))
     if affinity:
         made["affinity"] = affinity
-    if wanted.priority_class_name:
-        made["priorityClassName"] = wanted.priority_class_name
+    beyond = elastic.priority_class_name if elastic and engine >= elastic.base else None
+    if priority := beyond or wanted.priority_class_name:
+        made["priorityClassName"] = priority
     if wanted.gang:
         made["schedulerName"] = wanted.gang.scheduler
     if wanted.spread_engines is not Spread.OFF:
         made["topologySpreadConstraints"] = [
             {
                 "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
+                "topologyKey": _NODE,
                 "whenUnsatisfiable": _UNSATISFIABLE[wanted.spread_engines],
                 "labelSelector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE)},
             }
         ]
+    sharing = rollout.spec.sharing
+    if sharing is not None and sharing.resource_claim_name:
+        claim = sharing.resource_claim_name.replace(ENGINE_INDEX, str(engine))
+        made["resourceClaims"] = [{"name": CLAIM, "resourceClaimName": claim}]
     return made
 
 
-def pod_labels(rollout: SGLangRollout, engine: str) -> dict[str, str]:
-    """Return the labels by which a scheduler knows the pods of an engine as a group."""
-    return {names.LABEL_POD_GROUP: engine} if rollout.spec.scheduling.gang else {}
+def pod_labels(rollout: SGLangRollout, engine: int) -> dict[str, str]:
+    """Return the labels by which a scheduler knows the pods of an engine, or of the base, as a group."""
+    return {names.LABEL_POD_GROUP: _group_of(rollout, engine)} if rollout.spec.scheduling.gang else {}
 
 
 def queue_labels(rollout: SGLangRollout) -> dict[str, str]:
@@ -49,31 +60,61 @@ def queue_labels(rollout: SGLangRollout) -> dict[str, str]:
     return {names.LABEL_QUEUE: queue} if queue else {}
 
 
-def pod_groups(rollout: SGLangRollout, statefulsets: list[Object]) -> list[Object]:
-    """Return the PodGroups of engines whose pods are scheduled together or not at all."""
-    gang = rollout.spec.scheduling.gang
+def pod_groups(rollout: SGLangRollout, members: int | None = None) -> list[Object]:
+    """Return the PodGroups of pods that are scheduled together or not at all.
+
+    ``members``: how many pods the group of the base has now, if not all that it is to have.
+    """
+    gang, pods = rollout.spec.scheduling.gang, rollout.spec.engine.pods
     if gang is None:
         return []
     version, kind = names.POD_GROUP.api_version, names.POD_GROUP.kind
+    base = names.base_group(rollout.name)
     made = []
-    for statefulset in statefulsets:
-        engine = statefulset["metadata"]["name"]
-        group = child(rollout, api_version=version, kind=kind, name=engine, component=names.COMPONENT_ENGINE, engine=engine)
-        group["spec"] = {"minMember": statefulset["spec"]["replicas"], "scheduleTimeoutSeconds": gang.timeout_seconds}
+    for name in dict.fromkeys(_group_of(rollout, engine) for engine in range(rollout.spec.engines)):
+        engine = None if name == base else name
+        group = child(rollout, api_version=version, kind=kind, name=name, component=names.COMPONENT_ENGINE, engine=engine)
+        whole = rollout.spec.base * pods if members is None else members
+        size = pods if engine else whole
+        group["spec"] = {"minMember": size, "scheduleTimeoutSeconds": gang.timeout_seconds}
         made.append(group)
     return made
 
 
+def _group_of(rollout: SGLangRollout, engine: int) -> str:
+    """The name of the PodGroup that an engine's pods belong to."""
+    gang = rollout.spec.scheduling.gang
+    if gang and gang.scope is GangScope.BASE and engine < rollout.spec.base:
+        return names.base_group(rollout.name)
+    return names.engine_name(rollout.name, engine)
+
+
+def keep_off(pod_spec: Object, avoided: Sequence[str]) -> None:
+    """Add to the affinity of a pod that it must not go to the nodes ``avoided``."""
+    if not avoided:
+        return
+    # By name, not by the label kubernetes.io/hostname, which may be another one. A requirement on a name takes one value.
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoided]
+    affinity = pod_spec.get("affinity") or {}
+    nodes = affinity.get("nodeAffinity") or {}
+    # One term must hold, all of it, so each gets the demand; an empty term, which no node fulfils, stays one.
+    terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{"matchFields": []}]
+    kept = [{**term, "matchFields": [*(term.get("matchFields") or []), *fields]} if term else term for term in terms]
+    pod_spec["affinity"] = {**affinity, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": kept}}}
+
+
 def _affinity(rollout: SGLangRollout, engine: str) -> Object | None:
-    """The user's own, and the topology as one more demand. The scheduler lets the first pod of an engine go anywhere,
-    because the demand is about itself."""
-    wanted = rollout.spec.scheduling
-    if wanted.topology_key is None:
+    """The user's own, and the topology and the trainer's node as further demands. The scheduler lets the first pod of an engine go
+    anywhere in the topology, because that demand is about itself; for the trainer it waits."""
+    wanted, sharing = rollout.spec.scheduling, rollout.spec.sharing
+    near = []
+    if wanted.topology_key is not None:
+        near.append((names.selector(rollout.name, names.COMPONENT_ENGINE, engine), wanted.topology_key))
+    if sharing is not None and sharing.trainer_labels:
+        near.append((sharing.trainer_labels, _NODE))
+    if not near:
         return wanted.affinity
-    together = {
-        "labelSelector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, engine)},
-        "topologyKey": wanted.topology_key,
-    }
+    terms = [{"labelSelector": {"matchLabels": labels}, "topologyKey": key} for labels, key in near]
     affinity = wanted.affinity or {}
     pods = affinity.get("podAffinity") or {}
-    return {**affinity, "podAffinity": {**pods, _REQUIRED: [*(pods.get(_REQUIRED) or []), together]}}
+    return {**affinity, "podAffinity": {**pods, _REQUIRED: [*(pods.get(_REQUIRED) or []), *terms]}}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 
+from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.spec import State
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.api.weights_spec import OnLoss as ApiOnLoss
@@ -11,6 +13,7 @@ from sglang_rollout.api.weights_spec import PauseMode as ApiPauseMode
 from sglang_rollout.api.weights_spec import Transport as ApiTransport
 from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.core import names
+from sglang_rollout.core.ports import engine_ports
 from sglang_rollout.core.render.common import Object, child
 from sglang_rollout.wire.models import (
     Adapter,
@@ -25,7 +28,8 @@ from sglang_rollout.wire.models import (
     WantedEngine,
     WeightsPolicy,
 )
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.ports import GATE_PORT
+from sglang_rollout.wire.states import FleetMode, FleetState
 
 _PAUSE_MODES = {
     ApiPauseMode.RETRACT: PauseMode.RETRACT,
@@ -41,6 +45,7 @@ _STATES = {
     State.SUSPENDED: FleetState.ACTIVE,
 }
 """A suspended fleet has no engines that could be held."""
+_MODES = {Mode.STANDALONE: None, Mode.COLOCATED: FleetMode.COLOCATED}
 _ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
 
@@ -69,24 +74,38 @@ def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
     )
 
 
-def intent(rollout: SGLangRollout) -> Object:
-    """Return the ConfigMap that tells the coordinator what is wanted. One writer: the operator."""
+def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
+    """Return the ConfigMap that tells the coordinator what is wanted. One writer: the operator.
+
+    ``gates``: ports of the gates that are there, by engine.
+    """
     wanted = Intent(
         generation=rollout.metadata.generation,
         name=rollout.name,
         namespace=rollout.namespace,
         engines=[
-            WantedEngine(name=names.engine_name(rollout.name, index), tensor_size=rollout.spec.engine.parallelism.tensor)
+            WantedEngine(
+                name=(name := names.engine_name(rollout.name, index)),
+                tensor_size=rollout.spec.engine.parallelism.tensor,
+                port=_other_port(gates.get(name, engine_ports(rollout, index).gate)),
+            )
             for index in range(rollout.spec.engines)
         ],
+        base=rollout.spec.base if rollout.spec.elastic else None,
         weights=weights_policy(rollout),
         state=_STATES[rollout.spec.state],
         drain=rollout.spec.sleep.drain_seconds,
         adapters=_adapters(rollout),
+        mode=_MODES[rollout.spec.mode],
     )
     made = _config_map(rollout, names.intent_name(rollout.name))
     made["data"] = {names.INTENT_KEY: wanted.model_dump_json(exclude_none=True)}
     return made
+
+
+def _other_port(port: int) -> int | None:
+    """What everybody knows is left out, so that a coordinator of an earlier release reads the same intent as before."""
+    return None if port == GATE_PORT else port
 
 
 def _adapters(rollout: SGLangRollout) -> list[Adapter] | None:

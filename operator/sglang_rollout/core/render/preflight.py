@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import quantity
+from sglang_rollout.core.ports import OF_POD, EnginePorts
 from sglang_rollout.core.render.common import Object
-from sglang_rollout.wire.ports import ENGINE_PORT
 
 NVIDIA = "nvidia.com/gpu"
 """The one GPU resource whose devices are known by name. Slices (MIG) and other vendors are not counted."""
@@ -18,11 +18,14 @@ _IPC_LOCK = 14
 """Its number among the capabilities."""
 
 
-def preflight(rollout: SGLangRollout, resources: Object, *, root: str = "") -> str:
+def preflight(rollout: SGLangRollout, resources: Object, ports: EnginePorts = OF_POD, *, root: str = "") -> str:
     """Return the part of the start script. ``resources`` are the container's; ``root`` is put before every path."""
     engine = rollout.spec.engine
     gpus = int((resources.get("limits") or {}).get(engine.gpu_resource, 0))
-    checks = [f'fail() {{ echo "preflight failed: $1" >&2; exit {FAILED}; }}\n', _port(root)]
+    checks = [
+        f'fail() {{ echo "preflight failed: $1" >&2; exit {FAILED}; }}\n',
+        _ports_of_node(ports, root) if ports.on_node else _port(ports.engine, root),
+    ]
     if gpus and engine.gpu_resource == NVIDIA:
         checks.append(_devices(gpus, root))
     if gpus:
@@ -32,11 +35,21 @@ def preflight(rollout: SGLangRollout, resources: Object, *, root: str = "") -> s
     return "".join(checks)
 
 
-def _port(root: str) -> str:
+def _port(port: int, root: str) -> str:
     """0A is the state LISTEN."""
     return f"""\
-! grep -Eqs ':{ENGINE_PORT:04X} [0-9A-F]+:0000 0A' {root}/proc/net/tcp {root}/proc/net/tcp6 ||
-  fail 'port {ENGINE_PORT}, which the engine needs, is taken by another container of this pod'
+! grep -Eqs ':{port:04X} [0-9A-F]+:0000 0A' {root}/proc/net/tcp {root}/proc/net/tcp6 ||
+  fail 'port {port}, which the engine needs, is taken by another container of this pod'
+"""
+
+
+def _ports_of_node(ports: EnginePorts, root: str) -> str:
+    """The scheduler keeps pods apart, but knows nothing of other programs of the node."""
+    return f"""\
+for port in {" ".join(f"{port:04X}" for port in ports.of_sglang)}; do
+  ! grep -Eqs ":$port [0-9A-F]+:0000 0A" {root}/proc/net/tcp {root}/proc/net/tcp6 ||
+    fail "port $((0x$port)) of the node, which the engine needs, is taken by another program: choose another engine.network.basePort"
+done
 """
 
 

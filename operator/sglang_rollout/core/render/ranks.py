@@ -1,13 +1,14 @@
-"""What is said to a pod of an engine that has several: which one it is, and where pod 0 is. Nothing of it for engines of one pod."""
+"""What is said to a pod of an engine that has several: which one it is, and where pod 0 is. Nothing of it for engines of one pod,
+but where their ranks meet if the ports are the node's."""
 
 from __future__ import annotations
 
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
+from sglang_rollout.core.ports import EnginePorts
 from sglang_rollout.core.render.common import Object
 from sglang_rollout.core.render.start import GROUP_START_SCRIPT, HANDLER, START_SCRIPT
-from sglang_rollout.wire.ports import GATE_PORT, RENDEZVOUS_PORT
 
 _RANK = f"$({NODE_RANK_ENV})"
 """Kubernetes puts the variable's value in."""
@@ -23,21 +24,26 @@ def start_script(rollout: SGLangRollout, checks: str) -> str:
     return HANDLER + checks + (GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT)
 
 
-def server_ranks(rollout: SGLangRollout, engine: str) -> list[str]:
-    """Return the arguments of SGLang that say which pod this is."""
+def server_ranks(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[str]:
+    """Return the arguments of SGLang that say which pod this is, and where its ranks meet."""
     pods = rollout.spec.engine.pods
-    if pods == 1:
-        return []
-    return [names.NODES_FLAG, str(pods), "--node-rank", _RANK, "--dist-init-addr", f"{leader_host(rollout, engine)}:{RENDEZVOUS_PORT}"]
+    meet = ["--nccl-port", str(ports.nccl)] if ports.on_node else []
+    if pods > 1:
+        host = leader_host(rollout, engine)
+        return [names.NODES_FLAG, str(pods), "--node-rank", _RANK, "--dist-init-addr", f"{host}:{ports.rendezvous}", *meet]
+    if ports.on_node and rollout.spec.engine.parallelism.attention_data > 1:
+        # Else SGLang would count its ports for attention groups from --port + 233 on, into the blocks of other engines.
+        return ["--dist-init-addr", f"127.0.0.1:{ports.rendezvous}", *meet]
+    return meet
 
 
-def agent_ranks(rollout: SGLangRollout, engine: str) -> list[str]:
+def agent_ranks(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[str]:
     """Return the arguments of the agent that say the same."""
     pods = rollout.spec.engine.pods
     if pods == 1:
         return []
-    leader = f"{leader_host(rollout, engine)}:{GATE_PORT}"
-    return ["--nodes", str(pods), "--node-rank", _RANK, "--leader", leader, "--advertise", f"$({_IP_ENV}):{GATE_PORT}"]
+    leader = f"{leader_host(rollout, engine)}:{ports.gate}"
+    return ["--nodes", str(pods), "--node-rank", _RANK, "--leader", leader, "--advertise", f"$({_IP_ENV}):{ports.gate}"]
 
 
 def rank_env(rollout: SGLangRollout) -> list[Object]:

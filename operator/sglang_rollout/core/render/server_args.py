@@ -7,11 +7,11 @@ from enum import StrEnum
 
 from sglang_rollout.api.engine_knobs import FLAGS, EngineKnobs
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core.ports import OF_POD, EnginePorts
 from sglang_rollout.wire.models import BASE_LABEL
-from sglang_rollout.wire.ports import ENGINE_PORT
 
 
-def server_args(rollout: SGLangRollout, ranks: Sequence[str] = ()) -> list[str]:
+def server_args(rollout: SGLangRollout, ranks: Sequence[str] = (), ports: EnginePorts = OF_POD) -> list[str]:
     """What the operator owns comes first; the API server has refused user arguments that would override it.
 
     ``ranks``: where the pod stands in its engine, if that has several.
@@ -19,7 +19,7 @@ def server_args(rollout: SGLangRollout, ranks: Sequence[str] = ()) -> list[str]:
     model, engine = rollout.spec.model, rollout.spec.engine
     sizes = engine.parallelism
     args = [
-        *("--host", "127.0.0.1", "--port", str(ENGINE_PORT)),
+        *("--host", "127.0.0.1", "--port", str(ports.engine)),
         *("--model-path", model.path),
         *("--load-format", model.load_format),
         *("--tp-size", str(sizes.tensor)),

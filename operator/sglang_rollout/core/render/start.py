@@ -31,13 +31,13 @@ _IDENTITY = f"""\
 cat /proc/sys/kernel/random/uuid > {names.BOOT_FILE}.new && mv {names.BOOT_FILE}.new {names.BOOT_FILE} || exit 1
 """
 _WAIT = """\
-wait "$engine"; code=$?
-while kill -0 "$engine" 2> /dev/null; do wait "$engine"; code=$?; done
+wait "$child"; code=$?
+while kill -0 "$child" 2> /dev/null; do wait "$child"; code=$?; done
 """
 
 _WATCH = f"""\
-while kill -0 "$engine" 2> /dev/null; do
-  test ! -e {names.KILL_FILE} || kill -KILL "$engine"
+while kill -0 "$child" 2> /dev/null; do
+  test ! -e {names.KILL_FILE} || kill -KILL "$child"
   sleep 0.5
 done &
 """
@@ -53,8 +53,8 @@ START_SCRIPT = f"""\
 rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE}
 {_IDENTITY}\
 "$@" &
-engine=$!
-trap 'kill -TERM "$engine"' TERM
+child=$!
+trap 'kill -TERM "$child"' TERM
 {_WATCH}\
 {_WAIT}\
 {_TELL}"""
@@ -66,11 +66,11 @@ rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE
 {_IDENTITY}\
 until test "$(cat {names.GO_FILE} 2> /dev/null)" = "$(cat {names.BOOT_FILE})"; do sleep 0.5 & wait $!; done
 "$@" &
-engine=$!
+child=$!
 if test "${NODE_RANK_ENV}" = 0; then
-  trap 'kill -TERM "$engine"' TERM
+  trap 'kill -TERM "$child"' TERM
 else
-  trap '{{ kill -TERM "$engine"; sleep {FOLLOWER_SECONDS}; kill -KILL "$engine"; }} 2> /dev/null &' TERM
+  trap '{{ kill -TERM "$child"; sleep {FOLLOWER_SECONDS}; kill -KILL "$child"; }} 2> /dev/null &' TERM
 fi
 {_WATCH}\
 {_WAIT}\
@@ -78,6 +78,16 @@ rm -f {names.BOOT_FILE}
 {_TELL}"""
 """The same in a pod of an engine that has several. The boot file goes with the engine, so that the other pods hear of its end before
 the kubelet restarts it."""
+
+FETCH_SCRIPT = f"""\
+{HANDLER}\
+"$@" &
+child=$!
+trap 'kill -TERM "$child"' TERM
+{_WAIT}\
+exit "$code"
+"""
+"""Runs what fetches a model: a pod that is deleted meanwhile would hold its GPUs for its whole grace."""
 
 DRAIN_SCRIPT = f"""\
 test -e {names.KILL_FILE} && exit 0

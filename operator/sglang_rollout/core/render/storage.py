@@ -7,6 +7,7 @@ from sglang_rollout.api.pod_template import CACHE_VOLUME, DOWNLOAD_CONTAINER, MO
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.hashing import digest
 from sglang_rollout.core.render.common import Object, requests
+from sglang_rollout.core.render.start import FETCH_SCRIPT
 
 CACHE_DIR = "/var/cache/sglang-rollout"
 """Where the engine sees its cache."""
@@ -49,7 +50,7 @@ def downloads(rollout: SGLangRollout) -> list[Object]:
         {
             "name": DOWNLOAD_CONTAINER,
             "image": rollout.spec.engine.image,
-            "command": model.download.command,
+            "command": ["/bin/sh", "-c", FETCH_SCRIPT, DOWNLOAD_CONTAINER, *model.download.command],
             "env": [{"name": "MODEL_PATH", "value": model.path}, *env],
             "resources": requests("100m", "256Mi"),
             "securityContext": {"allowPrivilegeEscalation": False},

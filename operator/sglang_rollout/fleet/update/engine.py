@@ -30,6 +30,8 @@ class Engine:
     """When it may try again."""
     pause_at: float = 0.0
     """When it may next be paused as the spec says."""
+    release_at: float = 0.0
+    """When it may next be told to give back the memory that the trainer has."""
     adapters_at: dict[str, float] = field(default_factory=dict)
     """By the adapter's name: when it may be tried again, after it could not be loaded or unloaded."""
     adapter_trouble: dict[str, str] = field(default_factory=dict)
@@ -111,4 +113,5 @@ class Engine:
         return EngineRow(
             name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
             reason="" if seen.gate_open else self.note or seen.reason, catch_up="" if seen.gate_open else self.note, released=seen.released,
+            all_reduce=seen.all_reduce,
         )  # fmt: skip

@@ -5,11 +5,12 @@ from __future__ import annotations
 from sglang_rollout.fleet.update.calls import Results
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Seen, Wanted
-from sglang_rollout.fleet.update.membership import enough
+from sglang_rollout.fleet.update.membership import at_first, enough
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.models import AgentStatus, EngineState, LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.states import FleetMode
 
 PATIENCE = 5.0
 """With a record: how long a new coordinator waits for agents that may prove a newer version than the record says."""
@@ -62,10 +63,11 @@ class Knowledge:
         """Take in the members and the policy."""
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
-        fleet.generation = event.intent.generation
+        fleet.generation, fleet.base = event.intent.generation, event.intent.base
         adapters = event.intent.adapters
         fleet.adapters = None if adapters is None else {adapter.name: adapter.path for adapter in adapters}
         fleet.wish, fleet.drain = event.intent.state, event.intent.drain
+        fleet.colocated = event.intent.mode is FleetMode.COLOCATED
         fleet.engines = {}
         for wanted in event.intent.engines:
             engine = known.get(wanted.name) or Engine(wanted)
@@ -127,6 +129,8 @@ class Knowledge:
             fleet.next_run = self._record.next_run
             fleet.called = {row.name: row.path for row in self._record.adapters if not row.by_spec}
             fleet.id = self._record.fleet_id or fleet.id
+            fleet.noted = dict(self._record.noted)
+            fleet.lent = fleet.lent if self._record.lent is None else tuple(self._record.lent)
             fleet.history = [version for version in self._record.history if key(version) < key(proved.committed)]
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
@@ -164,7 +168,7 @@ class Knowledge:
             fleet.formed = (
                 (fleet.committed is not None and not fleet.committed.is_base)
                 or bool(fleet.groups)
-                or (there > 0 and enough(fleet, there, len(fleet.engines)))
+                or (there > 0 and enough(fleet, there, at_first(fleet)))
             )
 
     def _count_epoch(self) -> None:

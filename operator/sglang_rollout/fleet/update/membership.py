@@ -2,8 +2,8 @@
 
 A member is a wanted engine that is up and is not about to leave. Engines that are starting, restarting or draining do
 not hold up a trainer: a group is opened with the members that are there, and the epoch tells when that changes.
-Only a fleet that has never taken weights waits until it is complete (or ``weights.minCommitted`` are up): a trainer
-that fixes its group at its start would otherwise leave out whoever starts a moment later.
+Only a fleet that has never taken weights waits until it is complete (as many as its base are up, or
+``weights.minCommitted``): a trainer that fixes its group at its start would otherwise leave out whoever starts a moment later.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ def enough(fleet: Fleet, holding: int, taking_part: int) -> bool:
     return holding >= required(fleet.policy.min_committed, len(fleet.engines), taking_part)
 
 
+def at_first(fleet: Fleet) -> int:
+    """With how many engines a fleet that has never taken weights begins, if ``weights.minCommitted`` says nothing."""
+    wanted = len(fleet.engines)
+    return wanted if fleet.base is None else min(fleet.base, wanted)
+
+
 def present(fleet: Fleet) -> Mapping[str, str]:
     """Members and their lives, in rank order. Refuses while they are too few, or while it is not clear who is there."""
     refuse_asleep(fleet)
@@ -74,7 +80,7 @@ def why_incomplete(fleet: Fleet) -> str:
     if fleet.kept is FleetState.ASLEEP:
         return held_sentence(fleet.kept)
     there, wanted = len(fleet.members()), len(fleet.engines)
-    taking_part = there if fleet.formed else wanted
+    taking_part = there if fleet.formed else at_first(fleet)
     if there and enough(fleet, there, taking_part):
         return ""
     if not wanted:

@@ -13,7 +13,7 @@ from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Answer, ReleaseMemory, ResumeMemory
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM
-from sglang_rollout.wire.models import AckRequest, EngineState
+from sglang_rollout.wire.models import AckRequest, EngineState, Noted
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.states import FleetState, held_sentence
 
@@ -39,7 +39,7 @@ def release(fleet: Fleet, ask: ReleaseMemory) -> Script[Answer]:
     results = yield from send(RELEASE, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
     for name in names:
         if results[name].ok:
-            _note(fleet.engines[name], [*_released(fleet.engines[name]), *tags])
+            note_released(fleet.engines[name], [*_released(fleet.engines[name]), *tags])
     return _reported(results, "release its memory", "Memory released on all engines.")
 
 
@@ -58,7 +58,7 @@ def resume(fleet: Fleet, ask: ResumeMemory) -> Script[Answer]:
     results = yield from send(RESUME, bodies, fleet.policy.deadlines.pause)
     for name, body in bodies.items():
         if results[name].ok:
-            _note(fleet.engines[name], [tag for tag in _released(fleet.engines[name]) if tag not in body["tags"]])
+            note_released(fleet.engines[name], [tag for tag in _released(fleet.engines[name]) if tag not in body["tags"]])
     return _reported(results, "take its memory back", "Memory is back on all engines that had released it.")
 
 
@@ -66,7 +66,7 @@ def _released(engine: Engine) -> list[str]:
     return engine.status.released if engine.status is not None else []
 
 
-def _note(engine: Engine, released: Iterable[str]) -> None:
+def note_released(engine: Engine, released: Iterable[str]) -> None:
     """Know already what its agent will say."""
     if engine.status is not None:
         engine.status = engine.status.model_copy(update={"released": list(dict.fromkeys(released))})
@@ -83,19 +83,33 @@ def _reported(results: Results, what: str, done: str) -> Answer:
 
 
 def note_checksums(fleet: Fleet) -> Script[None]:
-    """Ask one engine of each shape what the committed version is, as long as there is one that holds it."""
-    committed = fleet.committed
-    peers: dict[int, str] = {}
-    for name in fleet.up():
-        engine = fleet.engines[name]
-        if committed is not None and engine.holds(committed) and not engine.released:
-            peers.setdefault(engine.wanted.tensor_size, name)
-    peers = {size: name for size, name in peers.items() if size not in fleet.checksums}
-    results = yield from send(CHECKER, same(peers.values(), CHECKSUM), fleet.policy.deadlines.update)
-    for size, name in peers.items():
+    """Ask what the committed version is, as long as there are engines that hold it."""
+    boots = {name: fleet.boot(name) or "" for name in unnoted(fleet)}
+    results = yield from send(CHECKER, same(boots, CHECKSUM), fleet.policy.deadlines.update)
+    for name, boot in boots.items():
         found = results[name].checksums
-        if found is not None:
-            fleet.checksums[size] = found
+        if found is None:
+            continue
+        fleet.checksums[fleet.engines[name].wanted.tensor_size] = found
+        if fleet.colocated:
+            fleet.noted[name] = Noted(boot_id=boot, checksums=found)
+
+
+def unnoted(fleet: Fleet) -> list[str]:
+    """Engines to be asked before a sleep: one of each shape, for a trainer gave all of them the same. Without a trainer every one in
+    each of its lives: another image or another file of the model makes other bytes of the same version."""
+    committed = fleet.committed
+    holding = [name for name in fleet.up() if committed is not None and fleet.engines[name].holds(committed)]
+    asked = [name for name in holding if not fleet.engines[name].released]
+    if fleet.colocated:
+        return [name for name in asked if _own(fleet, name) is None]
+    peers = {fleet.engines[name].wanted.tensor_size: name for name in reversed(asked)}
+    return [name for size, name in peers.items() if size not in fleet.checksums]
+
+
+def _own(fleet: Fleet, name: str) -> tuple[str, ...] | None:
+    noted = fleet.noted.get(name)
+    return noted.checksums if noted is not None and noted.boot_id == fleet.boot(name) else None
 
 
 def woken(fleet: Fleet) -> list[str]:
@@ -121,7 +135,7 @@ def prove(fleet: Fleet, names: list[str]) -> Script[Answer]:
     for name in names:
         fleet.engines[name].compared = fleet.engines[name].boot
     yield from note_checksums(fleet)
-    right = {name: fleet.checksums.get(fleet.engines[name].wanted.tensor_size) for name in names}
+    right = {name: _own(fleet, name) or fleet.checksums.get(fleet.engines[name].wanted.tensor_size) for name in names}
     known = [name for name in names if right[name] is not None]
     results = yield from send(CHECKER, same(known, CHECKSUM), fleet.policy.deadlines.update)
     same_bytes = [name for name in known if results[name].checksums == right[name]]

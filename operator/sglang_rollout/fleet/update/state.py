@@ -14,12 +14,13 @@ from sglang_rollout.fleet.update.versions import history, newest, next_version
 from sglang_rollout.wire.models import (
     FleetGroup,
     LastUpdate,
+    Noted,
     Record,
     SyncRequest,
     Version,
     WeightsPolicy,
 )
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.states import LENT, FleetState, held_sentence
 
 
 class Phase(StrEnum):
@@ -121,6 +122,8 @@ class Fleet:
     epoch: int = 0
     formed: bool = False
     """The fleet was complete once, or has taken weights: from then on it goes on with the engines that are there."""
+    base: int | None = None
+    """It is complete with so many engines; None: with all that are wanted."""
     committed: Version | None = None
     """None while a restarted coordinator has not yet proved what is committed."""
     history: list[Version] = field(default_factory=list)
@@ -150,6 +153,12 @@ class Fleet:
     """Adapters that trainers have loaded."""
     kept: FleetState = FleetState.ACTIVE
     """What of it is in effect. No trainer's call and no lease ends it."""
+    colocated: bool = False
+    """It shares its trainer's GPUs and takes no weights."""
+    lent: tuple[str, ...] = ("kv_cache", "weights")
+    """Memory that the trainer of a colocated fleet has. Before its first call, what verl's own sleep releases: asleep until woken."""
+    noted: dict[str, Noted] = field(default_factory=dict)
+    """What each engine of a colocated fleet holds."""
     update: Update | None = None
     sources: frozenset[str] = frozenset()
     """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
@@ -169,6 +178,11 @@ class Fleet:
     """When the last script that changed the fleet ended: answers from before tell of the time before."""
     marks: dict[Phase, float] = field(default_factory=dict)
     """Seconds spent in each phase since the fleet was last idle."""
+
+    @property
+    def held(self) -> str:
+        """What keeps all engines from generating until somebody lets them, as a sentence; empty if nothing does."""
+        return held_sentence(self.kept) or (LENT if self.colocated and self.lent else "")
 
     @property
     def table(self) -> RankTable:
@@ -284,4 +298,6 @@ class Fleet:
             world_size=self.table.world_size,
             state=self.kept,
             checksums=self.checksums,
+            lent=list(self.lent) if self.colocated else None,
+            noted={name: noted for name, noted in self.noted.items() if name in self.engines},
         )

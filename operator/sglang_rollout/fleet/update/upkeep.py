@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_rollout.fleet.update import held, lora, memory
+from sglang_rollout.fleet.update import colocated, held, lora, memory
 from sglang_rollout.fleet.update.calls import Script, resume
 from sglang_rollout.fleet.update.events import Answer
 from sglang_rollout.fleet.update.knowledge import Knowledge
@@ -54,6 +54,9 @@ class Upkeep:
         strays = self._strays()
         if strays:
             return tidy(self._fleet, strays)
+        sleepless = colocated.due(self._fleet)
+        if sleepless:
+            return colocated.put_to_sleep(self._fleet, sleepless)
         awake = memory.woken(self._fleet)
         if awake:
             return memory.prove(self._fleet, awake)

@@ -125,6 +125,26 @@ async def test_the_queue_changes_only_while_no_engine_runs(world: World) -> None
         await change(scheduling={"queueName": "rollouts"})
 
 
+async def test_ports_of_nodes_move_past_those_that_are_in_use(world: World) -> None:
+    """Engines restart one by one: the first would wait for a port of the second, and the second for the first to serve."""
+
+    async def move(base: int, **spec: Any) -> None:
+        engine = {"network": {"hostNetwork": True, "basePort": base}}
+        await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"engine": engine, **spec}})
+
+    network = {"hostNetwork": True}
+    await world.kube.create(rollout("demo", world.namespace, replicas=2, engine={"image": "img:1", "gpuResource": "", "network": network}))
+    for base in (20020, 19980):
+        with pytest.raises(Refused, match="set state to Suspended first"):
+            await move(base)
+    for base in (20040, 20000, 19960):
+        await move(base)
+    await move(19980, state="Suspended")
+    await move(19960, state="Active")
+    with pytest.raises(Refused, match="must not exceed 30000"):
+        await move(29980)
+
+
 async def test_more_gpus_than_any_node_has(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
     await _node(api, world, "large", 4)
     await _node(api, world, "small", 2)

@@ -13,6 +13,7 @@ from worlds import cr, crashed, pod
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import pods
+from sglang_rollout.core.ports import engine_ports
 from sglang_rollout.core.render.preflight import FAILED, preflight
 from sglang_rollout.wire.ports import ENGINE_PORT
 
@@ -42,7 +43,8 @@ def run(root: Path, *, gpus: int = 8, **engine: Any) -> tuple[int, str]:
     """Exit code and what is said; the start goes on after the checks."""
     spec = {"image": "e:1", "parallelism": {"tensor": 8}, "shm": "1Mi", **engine}
     rollout = SGLangRollout.model_validate(cr(engine=spec))
-    script = preflight(rollout, {"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {}, root=str(root)) + 'exec "$@"'
+    limits = {"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {}
+    script = preflight(rollout, limits, engine_ports(rollout, 0), root=str(root)) + 'exec "$@"'
     command = ["/bin/sh", "-c", script, "engine", "echo", "started"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30, preexec_fn=low_limit)
     assert not done.returncode or "started" not in done.stdout
@@ -89,6 +91,18 @@ def test_a_port_that_another_container_of_the_pod_listens_on(root: Path) -> None
     (root / "proc/net/tcp6").write_text(LISTENS)
     code, said = run(root, gpuResource="", gpus=0)
     assert (code, f"port {ENGINE_PORT}" in said) == (FAILED, True)
+
+
+@pytest.mark.parametrize("port", [20001, 20003, 20004, 20010, 20017])
+def test_a_port_of_the_node_that_another_program_listens_on(root: Path, port: int) -> None:
+    node = {"gpuResource": "", "gpus": 0, "network": {"hostNetwork": True}}
+    # Its own gate and agent listen already, and so does the next engine.
+    for theirs in (20000, 20002, 20021, 30001):
+        (root / "proc/net/tcp").write_text(LISTENS.replace(f"{ENGINE_PORT:04X}", f"{theirs:04X}"))
+        assert run(root, **node)[0] == 0
+    (root / "proc/net/tcp").write_text(LISTENS.replace(f"{ENGINE_PORT:04X}", f"{port:04X}"))
+    code, said = run(root, **node)
+    assert (code, f"port {port} of the node" in said) == (FAILED, True)
 
 
 def test_rdma_needs_memory_that_may_be_pinned(root: Path) -> None:

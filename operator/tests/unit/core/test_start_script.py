@@ -15,7 +15,7 @@ import pytest
 from sglang_rollout.agent.drain import RunFiles
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.core import names
-from sglang_rollout.core.render.start import DRAIN_SCRIPT, ENDED_BY_ITSELF, GROUP_START_SCRIPT, HANDLER, START_SCRIPT
+from sglang_rollout.core.render.start import DRAIN_SCRIPT, ENDED_BY_ITSELF, FETCH_SCRIPT, GROUP_START_SCRIPT, HANDLER, START_SCRIPT
 
 
 def start(folder: Path, *command: str, env: dict[str, str] | None = None) -> int:
@@ -169,3 +169,18 @@ def test_rank_0_ends_on_its_own(tmp_path: Path, member: Callable[..., Member]) -
     leader.wait_for("started")
     leader.process.terminate()
     assert leader.end() == 5
+
+
+def test_a_download_is_told_of_the_end_of_its_pod_and_gives_its_exit_code(tmp_path: Path) -> None:
+    def fetch(script: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["/bin/sh", "-c", FETCH_SCRIPT, "download", "sh", "-c", script])
+
+    assert fetch("exit 3").wait(10) == 3
+    told = fetch(f"trap 'touch {tmp_path}/told; exit 5' TERM; touch {tmp_path}/started; while :; do sleep 0.1; done")
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < deadline, "it was not started"
+        time.sleep(0.02)
+    told.terminate()
+    assert told.wait(10) == 5
+    assert (tmp_path / "told").exists()

@@ -27,6 +27,7 @@ from worlds import (
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core.events import transitions
 from sglang_rollout.core.findings import Failure
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.status import build_status
@@ -302,6 +303,35 @@ def test_a_sleeping_fleet_says_what_is_released() -> None:
     assert condition(status, "Degraded")["status"] == "False"
 
 
+def colocated(claim: str = "judge-gpus-{engine}") -> Object:
+    engine = {"image": "example.org/engine:1", "gpuResource": "", "memorySaver": True, "weightsCpuBackup": True}
+    return cr(mode="Colocated", sharing={"resourceClaimName": claim}, engine=engine)
+
+
+def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble() -> None:
+    tags = ["kv_cache", "weights"]
+    rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update={"released": tags}) for index in range(2)]
+    written = record(*rows).model_copy(update={"lent": tags})
+    custom = colocated()
+    current = revision(SGLangRollout.model_validate(custom))
+    pods = [pod(0, current=current), pod(1, current=current)]
+    seen = world(pods, written=written, custom=custom)
+    message = "Asleep: the trainer has the memory of 2 of 2 engines. It wakes them by resume_memory_occupation."
+    assert ready(seen) == ("False", "Asleep", message)
+    status = status_of(seen)
+    assert [(one["phase"], one["reason"]) for one in status["engines"]] == [
+        ("Asleep", "the trainer has its memory; released: kv_cache, weights.")
+    ] * 2
+    assert condition(status, "Degraded")["status"] == "False"
+    before = status_of(world(pods, written=record(row(0), row(1)), custom=custom))
+    assert [(event.type, event.reason) for event in transitions(before, status)] == [("Normal", "Asleep")]
+
+
+def test_engines_with_other_claims_are_made_anew() -> None:
+    one, other = (revision(SGLangRollout.model_validate(colocated(claim))) for claim in ("judge-gpus-{engine}", "others-{engine}"))
+    assert one != other
+
+
 def test_in_a_paused_fleet_an_engine_in_trouble_is_what_is_said() -> None:
     written = record(row(0, V1, gate=False), row(1, BASE, gate=False), committed=V1).model_copy(update={"state": FleetState.PAUSED})
     found = ready(world([pod(0), pod(1)], written=written, custom=cr(state="Paused")))
@@ -394,5 +424,7 @@ def test_operations_explains_every_reason_that_ready_can_have() -> None:
         Reason.SCALING,
         Reason.UPDATE_FAILED,
         Reason.PARTLY_COMMITTED,
+        Reason.NODES_AVOIDED,
+        Reason.PREFETCH_FAILED,
     }
     assert [reason.value for reason in Reason if reason not in other_conditions and f"`{reason}`" not in page] == []

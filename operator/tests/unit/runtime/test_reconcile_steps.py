@@ -100,6 +100,15 @@ async def test_a_steady_world_is_read_and_left_alone(stage: Stage) -> None:
     assert stage.done == ["observe", "plan", "execute"]
 
 
+@pytest.mark.parametrize(("planned", "then"), [(None, 7.0), (5.0, 5.0), (10.0, 7.0)])
+async def test_it_looks_again_when_a_node_may_be_used_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, planned: float | None, then: float
+) -> None:
+    stage.plan = Plan((), planned)
+    monkeypatch.setattr(module, "expires_in", lambda _status, _now: 7.0)
+    assert await stage.run() == Result("ok", then)
+
+
 @pytest.mark.parametrize("seen", [None, world(1, metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})])
 async def test_what_is_gone_or_going_is_left_to_the_garbage_collector(stage: Stage, seen: World | None) -> None:
     stage.metrics.ready(KEY, "True")

@@ -1,0 +1,25 @@
+"""Runs in a pod: what a model plus seeded noise, as push.py makes it, answers greedily in a plain forward pass. Prints token ids.
+
+usage: python - MODEL SEED
+"""
+
+import shutil
+import sys
+import tempfile
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+folder, seed = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+if seed:
+    torch.manual_seed(seed)
+    noisy = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in load_file(f"{folder}/model.safetensors").items()}
+    with tempfile.TemporaryDirectory() as copy:  # the names in the file are not those of the module for every architecture
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        save_file(noisy, f"{copy}/model.safetensors", metadata={"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+ids = torch.tensor([[11, 22, 33]])
+print(model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, 3:].tolist())

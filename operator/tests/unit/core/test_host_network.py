@@ -1,0 +1,98 @@
+"""Engines in the network of their node: what SGLang and the agents are told, and what status says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from worlds import NOW, SETTINGS, Object, cr, pod, world
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.plan import Apply, plan
+from sglang_rollout.core.ports import engine_ports
+from sglang_rollout.core.render.engines import engine_statefulsets
+from sglang_rollout.core.status import build_status
+
+
+def custom(network: Object | None, **engine: Any) -> Object:
+    return cr(engine={"image": "example.org/engine:1", "gpuResource": "", **({"network": network} if network else {}), **engine})
+
+
+def template(network: Object | None, **engine: Any) -> Object:
+    """Of the second engine's pods."""
+    rollout = SGLangRollout.model_validate(custom(network, **engine))
+    found: Object = engine_statefulsets(rollout, SETTINGS)[1]["spec"]["template"]["spec"]
+    return found
+
+
+def flags(container: Object, *wanted: str) -> dict[str, str]:
+    args = container["args"]
+    return {flag: args[args.index(flag) + 1] for flag in wanted if flag in args}
+
+
+RENDEZVOUS = ("--port", "--nccl-port", "--dist-init-addr")
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({}, {"--port": "20021", "--nccl-port": "20023"}),
+        (
+            {"parallelism": {"tensor": 2, "attentionData": 2}},
+            {"--port": "20021", "--nccl-port": "20023", "--dist-init-addr": "127.0.0.1:20024"},
+        ),
+        (
+            {"parallelism": {"tensor": 2}, "nodes": 2},
+            {"--port": "20021", "--nccl-port": "20023", "--dist-init-addr": "demo-engine-1-0.demo-engines:20024"},
+        ),
+    ],
+    ids=["one pod", "attention groups", "several pods"],
+)
+def test_sglang_is_told_all_ports_that_it_would_choose_itself(engine: Object, told: dict[str, str]) -> None:
+    assert flags(template({"hostNetwork": True}, **engine)["containers"][0], *RENDEZVOUS) == told
+
+
+def test_pods_of_one_engine_find_each_other_on_its_ports() -> None:
+    agent = template({"hostNetwork": True, "basePort": 4000}, parallelism={"tensor": 2}, nodes=2)["initContainers"][1]
+    assert flags(agent, "--listen", "--engine-url", "--leader", "--advertise") == {
+        "--listen": "127.0.0.1:4022",
+        "--engine-url": "http://127.0.0.1:4021",
+        "--leader": "demo-engine-1-0.demo-engines:4020",
+        "--advertise": "$(POD_IP):4020",
+    }
+
+
+@pytest.mark.parametrize("network", [None, {"interface": "eth0"}])
+def test_without_it_every_engine_has_the_same_ports_and_nothing_of_the_node(network: Object | None) -> None:
+    rollout = SGLangRollout.model_validate(custom(network))
+    assert engine_ports(rollout, 0) == engine_ports(rollout, 7)
+    made = template(network)
+    assert {"hostNetwork", "dnsPolicy"}.isdisjoint(made)
+    assert "hostPort" not in json.dumps(made)
+    assert flags(made["containers"][0], *RENDEZVOUS) == {"--port": "30001"}
+
+
+def with_gate(made: Object, port: int) -> Object:
+    """A pod as it was made when its gate was to have this port."""
+    gate = {"name": "gate", "ports": [{"name": "http", "containerPort": port}]}
+    return {**made, "spec": {**made["spec"], "initContainers": [gate]}}
+
+
+def test_a_gate_is_looked_for_where_its_pod_was_made_to_have_it() -> None:
+    """Half-way through a rolling update from 20000 to 24000; engine 2 has no pod yet."""
+    wanted = custom({"hostNetwork": True, "basePort": 24000})
+    wanted["spec"]["replicas"] = 3
+    seen = world([with_gate(pod(0), 20000), with_gate(pod(1), 24020)], custom=wanted)
+    applied = [action.object for action in plan(seen, SETTINGS).actions if isinstance(action, Apply)]
+    intent = next(made for made in applied if made["metadata"]["name"] == names.intent_name("demo"))
+    told = json.loads(intent["data"][names.INTENT_KEY])["engines"]
+    assert [engine["port"] for engine in told] == [20000, 24020, 24040]
+    rows = build_status(seen, SETTINGS, NOW)["engines"]
+    assert [row.get("port") for row in rows] == [20000, 24020, None]
+
+
+def test_status_says_no_port_where_all_are_the_same() -> None:
+    rows = build_status(world([with_gate(pod(0), 30000), pod(1)]), SETTINGS, NOW)["engines"]
+    assert ["port" in row for row in rows] == [False, False]

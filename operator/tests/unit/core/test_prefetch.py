@@ -1,0 +1,128 @@
+"""What is told about nodes that a model is brought to, and what that has to do with the engines: nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from worlds import BASE, NOW, SETTINGS, cr, pod, record, row, unschedulable, waiting, world
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.hashing import revision
+from sglang_rollout.core.render import render_all
+from sglang_rollout.core.status import build_status
+from sglang_rollout.core.world import World
+
+Object = dict[str, Any]
+MODEL: Object = {
+    "path": "/models/tiny",
+    "prefetch": True,
+    "volume": {"hostPath": "/data/models"},
+    "download": {"command": ["fetch", "$(MODEL_PATH)"]},
+}
+TERMINATED: Object = {"terminated": {"exitCode": 3, "reason": "Error", "message": "error: no such repository\n"}}
+
+
+def custom(**model: Any) -> Object:
+    return cr(model=MODEL | model)
+
+
+def on(node: int, *, ready: bool = False, current: bool = True, status: Object | None = None) -> Object:
+    """The prefetch's pod on a node."""
+    made = next(one for one in render_all(SGLangRollout.model_validate(custom()), SETTINGS, "t") if one["kind"] == "DaemonSet")
+    labels = made["spec"]["template"]["metadata"]["labels"]
+    said = {"conditions": [{"type": "Ready", "status": "True" if ready else "False"}], **(status or {})}
+    return {
+        "metadata": {"name": f"demo-prefetch-{node}", "labels": labels if current else {**labels, names.LABEL_REVISION: "older"}},
+        "spec": {"nodeName": f"node-{node}"},
+        "status": said,
+    }
+
+
+def download(state: Object, last: Object | None = None) -> Object:
+    """Status of a pod whose download is in ``state``; the kubelet calls one that runs started."""
+    container = {"name": "download", "ready": False, "started": "running" in state, "restartCount": 2, "state": state}
+    return {"initContainerStatuses": [{**container, "lastState": last or {}}]}
+
+
+def seen(*prefetching: Object, wanted: int = 3, observed: int = 1) -> World:
+    """Two engines that serve, and the pods of the prefetch."""
+    current = revision(SGLangRollout.model_validate(custom()))
+    engines = [pod(index, current=current) for index in range(2)]
+    found = world([*engines, *prefetching], written=record(row(0), row(1), committed=BASE), custom=custom())
+    found.children["DaemonSet", "demo-prefetch"]["status"] = {"observedGeneration": observed, "desiredNumberScheduled": wanted}
+    return found
+
+
+def told(found: World) -> tuple[Object | None, str]:
+    """What status says of the prefetch, and the reason of Degraded. The engines serve whatever it is."""
+    status = build_status(found, SETTINGS, NOW)
+    conditions = {one["type"]: one for one in status["conditions"]}
+    assert conditions["Ready"]["reason"] == "AllServing"
+    assert status["replicas"] == 2
+    return status.get("prefetch"), conditions["Degraded"]["reason"]
+
+
+def test_nodes_that_have_the_files_are_counted() -> None:
+    assert told(seen(on(1, ready=True), on(2, ready=True), on(3, status=download({"running": {}})))) == (
+        {"ready": 2, "wanted": 3, "reason": ""},
+        "AsExpected",
+    )
+
+
+def test_a_pod_that_holds_the_model_before_does_not_count() -> None:
+    found, reason = told(seen(on(1, ready=True, current=False), on(2, ready=True)))
+    assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": ""}, "AsExpected")
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        download({"waiting": {"reason": "CrashLoopBackOff"}}, TERMINATED),
+        download({"running": {}}, TERMINATED),
+        download(TERMINATED),
+    ],
+    ids=["backing-off", "tried-again", "just-ended"],
+)
+def test_a_download_that_failed_is_told_with_its_node_until_it_comes_through(status: Object) -> None:
+    found, reason = told(seen(on(1, ready=True), on(2, status=status), on(3, status=status)))
+    why = "pod demo-prefetch-2 on node node-2: the download exited with code 3: error: no such repository. (1 more)"
+    assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": why}, "PrefetchFailed")
+    recovered = {**status, "conditions": [{"type": "Ready", "status": "True"}]}
+    assert told(seen(on(2, status=recovered), wanted=1)) == ({"ready": 1, "wanted": 1, "reason": ""}, "AsExpected")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (waiting("ImagePullBackOff", "no such image", container="download"), "cannot be pulled (no such image)"),
+        (unschedulable("Insufficient cpu"), "no room for its pod: Insufficient cpu."),
+    ],
+)
+def test_a_node_that_cannot_take_its_pod_is_told(status: Object, words: str) -> None:
+    found, reason = told(seen(on(1, status=status)))
+    assert found is not None
+    assert words in found["reason"]
+    assert reason == "PrefetchFailed"
+
+
+def test_nothing_is_claimed_before_the_nodes_are_counted() -> None:
+    assert told(seen(on(1, ready=True), observed=0)) == (None, "AsExpected")
+
+
+def test_without_the_field_nothing_is_said() -> None:
+    status = build_status(world([pod(0), pod(1)]), SETTINGS, NOW)
+    assert "prefetch" not in status
+
+
+def test_it_restarts_no_engine() -> None:
+    with_it, without = (SGLangRollout.model_validate(custom(prefetch=on)) for on in (True, False))
+    assert revision(with_it) == revision(without)
+    older = {key: value for key, value in MODEL.items() if key != "prefetch"}
+    assert revision(without) == revision(SGLangRollout.model_validate(cr(model=older)))
+
+
+def test_an_overlay_that_takes_the_download_away_takes_the_prefetch_away() -> None:
+    rollout = SGLangRollout.model_validate({**custom(), "spec": {**custom()["spec"], "podTemplate": {"spec": {"initContainers": None}}}})
+    assert "DaemonSet" not in {one["kind"] for one in render_all(rollout, SETTINGS, "t")}
