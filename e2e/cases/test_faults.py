@@ -116,7 +116,7 @@ def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str, whol
     serving(url, 2, within=60)
     eventually("it generates", lambda: generate(url).status_code == 200, within=60)
     both = {f"{fleet}-engine-0": True, f"{fleet}-engine-1": True}
-    eventually("both gates are open", lambda: {name: row["gate_open"] for name, row in members(url).items()} == both, within=60)
+    assert eventually("both gates are open", lambda: {name: row["gate_open"] for name, row in members(url).items()} == both, within=60)
 
 
 def test_a_fleet_that_is_deleted_at_once_is_gone_soon(kubectl: Kubectl, operator: Kubectl) -> None:
@@ -128,7 +128,7 @@ def test_a_fleet_that_is_deleted_at_once_is_gone_soon(kubectl: Kubectl, operator
         eventually("it has pods", lambda: len(kubectl.list("pods", pods)) == 2, within=30)
         time.sleep(seconds)
         kubectl("delete", "sglr", "brief", "--wait=false")
-        eventually("its pods are gone", lambda: not kubectl.list("pods", pods), within=60, every=1)
+        assert eventually("its pods are gone", lambda: not kubectl.list("pods", pods), within=60, every=1)
 
 
 def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
