@@ -160,7 +160,7 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa
         return EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating
     if row.released and world.record is not None and world.record.state is FleetState.ASLEEP:
         return EnginePhase.ASLEEP, Reason.ASLEEP, f"spec.state is Asleep; released: {', '.join(row.released)}."
-    if row.released and world.record is not None and world.record.lent:
+    if row.released and world.record is not None and world.record.lends:
         return EnginePhase.ASLEEP, Reason.ASLEEP, f"the trainer has its memory; released: {', '.join(row.released)}."
     if kept_back(world, name):
         return EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version."

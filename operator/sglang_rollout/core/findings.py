@@ -171,7 +171,7 @@ def _held(facts: Facts) -> Finding | None:
         reason, message = Reason.ASLEEP, f"Asleep by spec.state: {many} have released their memory. Kept:{_version(facts)}."
     elif state is State.PAUSED:
         reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
-    elif held and facts.world.record is not None and facts.world.record.lent:
+    elif held and facts.world.record is not None and facts.world.record.lends:
         reason, message = Reason.ASLEEP, f"Asleep: the trainer has the memory of {many}. It wakes them by resume_memory_occupation."
     elif held:
         reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED

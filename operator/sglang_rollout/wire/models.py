@@ -430,8 +430,15 @@ class Record(Message):
     adapters: list[AdapterRow] = []
     lent: list[str] | None = None
     """Memory of the engines that the trainer has; None: the engines share their GPUs with nobody."""
+    lent_apart: dict[str, list[str]] = {}
+    """The same of engines at whose own URL the trainer has said something else since."""
     noted: dict[str, Noted] = {}
     """Where nobody sends weights: what each engine holds, as it said before its first sleep."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether the trainer has memory of any engine."""
+        return bool(self.lent) or any(self.lent_apart.values())
 
 
 class FleetMember(EngineRow):

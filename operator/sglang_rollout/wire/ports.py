@@ -59,6 +59,7 @@ AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up a half
 FLEET = "/fleet"  # GET FleetDocument
 FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no statement about engines
 FLEET_RUN = "/fleet/run"  # POST: the next update opens a new run
+FLEET_ENGINES = "/fleet/engines"  # POST {FLEET_ENGINES}/{engine}/{call}: what a trainer asked at one engine's own URL
 FLEET_LEASE = "/fleet/lease"  # POST: the trainer's heartbeat
 FLEET_HELD = "/fleet/held"  # GET 200: spec.state holds the fleet, so its front lets the coordinator answer requests for tokens
 FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text

@@ -46,7 +46,7 @@ from sglang_rollout.wire.states import FleetMode, FleetState
 
 SNAPSHOTS = "/snapshots"
 MEMORY = ("kv_cache", "weights", "cuda_graph")
-NEED_WEIGHTS = frozenset({CHECKER, calls.BEGIN, calls.UPDATE, calls.UPDATE_DISK})
+NEED_WEIGHTS = frozenset({CHECKER, calls.BEGIN, calls.UPDATE, calls.UPDATE_TENSOR, calls.UPDATE_DISK})
 
 
 @dataclass
@@ -83,6 +83,8 @@ class FakeAgent:
     digest: str = "same"
     stocked: bool = False
     """Snapshots of all committed versions lie on the shared volume."""
+    handles: list[str] = field(default_factory=list)
+    """What ``/update_weights_from_tensor`` brought since its session was opened."""
     loaded: str | None = None
     """The folder that it was told to load."""
 
@@ -100,7 +102,7 @@ class FakeAgent:
         self.up, self.state, self.version, self.content, self.cohort = True, EngineState.CLEAN, BASE, "base", []
         self.committed, self.paused, self.session, self.fed, self.failed, self.groups = None, False, False, 0, False, []
         self.draining = self.asleep = self.lost = False
-        self.released, self.adapters = [], {}
+        self.released, self.adapters, self.handles = [], {}, []
 
     def follow_the_spec(self) -> None:
         """What the agent does by itself: it falls asleep and wakes."""
@@ -131,7 +133,7 @@ class FakeAgent:
 
     def soil(self) -> None:
         self.loaded = None
-        if self.state is EngineState.CLEAN:
+        if self.state is not EngineState.DIRTY:
             self.state, self.version, self.fed, self.failed, self.content = EngineState.DIRTY, None, 0, False, "mixture"
 
     def call(self, path: str, body: dict[str, Any], token: object, works: bool) -> Result:
@@ -199,7 +201,7 @@ class FakeAgent:
             return self._load(works)
         if path == CHECKER:
             told = self.checksum if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
-            return Result(ok=True, status=200, checksums=(told,)) if works else refused
+            return Result(ok=True, status=200, checksums=("".join([told, *self.handles]),)) if works else refused
         if path == calls.CONTINUE:
             if self.state is EngineState.DIRTY or self.released or not works:
                 return refused
@@ -210,6 +212,7 @@ class FakeAgent:
             if not works or self.session:
                 return refused
             # A new update begins from nothing: what an abandoned one brought or broke does not count.
+            self.handles = []
             self.session, self.fed, self.failed = True, 0, False
             return done
         if path == calls.UPDATE:
@@ -218,6 +221,14 @@ class FakeAgent:
                 self.failed = True
                 return refused
             self.fed += 1
+            return done
+        if path == calls.UPDATE_TENSOR:
+            self.soil()
+            if not works or not self.session:
+                self.failed = True
+                return refused
+            self.fed += 1
+            self.handles = [*self.handles, *body["serialized_named_tensors"]]
             return done
         if path == calls.END:
             if not works or not self.session:

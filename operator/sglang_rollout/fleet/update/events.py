@@ -115,6 +115,14 @@ class ResumeMemory:
 
 
 @dataclass(frozen=True)
+class Tensors:
+    """``/update_weights_from_tensor``: handles of memory that only a process on the engine's node can open."""
+
+    label: str | None
+    body: Body
+
+
+@dataclass(frozen=True)
 class LoadAdapter:
     """``/load_lora_adapter``."""
 
@@ -130,7 +138,7 @@ class UnloadAdapter:
     name: str
 
 
-Request = (
+Call = (
     OpenGroup
     | CloseGroup
     | Pause
@@ -144,9 +152,21 @@ Request = (
     | FromDisk
     | ReleaseMemory
     | ResumeMemory
+    | Tensors
     | LoadAdapter
     | UnloadAdapter
 )
+
+
+@dataclass(frozen=True)
+class AtEngine:
+    """A call at one engine's own URL, by a trainer that shares its GPUs."""
+
+    engine: str
+    call: Call
+
+
+Request = Call | AtEngine
 
 
 @dataclass(frozen=True)

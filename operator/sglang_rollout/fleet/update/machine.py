@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update import colocated, disk, groups, lora, memory, transaction
+from sglang_rollout.fleet.update import disk, groups, lora, memory, sharing, transaction
 from sglang_rollout.fleet.update.calls import COLLECTIVE, Results, Say, Script, Turn
 from sglang_rollout.fleet.update.catchup import catch_up, next_joiner, source
 from sglang_rollout.fleet.update.events import (
@@ -293,7 +293,7 @@ def _with_turn(script: Script[Answer]) -> Script[Answer]:
 
 
 def _script(fleet: Fleet, request: Request) -> Script[Answer]:
-    return colocated.script(fleet, request) or _SCRIPTS[type(request)](fleet, request)
+    return sharing.script(fleet, request) or _SCRIPTS[type(request)](fleet, request)
 
 
 _SCRIPTS: dict[type[Request], Callable[..., Script[Answer]]] = {

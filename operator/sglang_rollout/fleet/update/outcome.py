@@ -20,7 +20,7 @@ from sglang_rollout.fleet.update.calls import (
 )
 from sglang_rollout.fleet.update.events import Answer, Write
 from sglang_rollout.fleet.update.membership import enough
-from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
+from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update, untold
 from sglang_rollout.fleet.update.verify import due, verify
 from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, UpdateOutcome, Version
 from sglang_rollout.wire.ports import AGENT_ACK
@@ -35,6 +35,9 @@ def finish(fleet: Fleet) -> Script[Answer]:
     update = fleet.update
     if update is None:
         raise RuntimeError("finish needs an open update")
+    rest = [name for name in untold(fleet) if name not in update.fed]
+    if rest:
+        return (yield from fail(fleet, f"engine {rest[0]} had got no tensors of the update when it ended", engine=rest[0]))
     missing = _missing_stages(fleet, update)
     if missing:
         reason = f"group {missing[0]} brought no tensors, although it belonged to the update before"
@@ -55,19 +58,22 @@ def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
 
 def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
     """All tensors are where they should be: verify and commit on those that still stand, if they suffice."""
-    if _suffice(fleet, update) and due(fleet):
+    if suffice(fleet, update) and due(fleet):
         update.dropped |= yield from verify(fleet, update.standing())
-    if not _suffice(fleet, update):
+    if not suffice(fleet, update):
         return (yield from _fail_for(fleet, update, results))
-    unflushed = yield from _flush(fleet, [name for name in update.standing() if name not in update.flushed])
+    # One whose memory is released has no cache, and computed nothing since.
+    stale = [name for name in update.standing() if name not in update.flushed and not fleet.engines[name].released]
+    unflushed = yield from _flush(fleet, stale)
     return (yield from _commit(fleet, unflushed))
 
 
 def _end_session(fleet: Fleet, update: Update) -> Script[Results]:
     """End the session on those that still stand, and drop those that cannot, or that got no tensors."""
-    if not _suffice(fleet, update):
+    if not suffice(fleet, update):
         return {}
-    results = yield from send(END, same(update.standing()), fleet.policy.deadlines.update)
+    inside = [name for name in update.standing() if name not in update.ended]
+    results = yield from send(END, same(inside), fleet.policy.deadlines.update)
     for name, result in failures(results).items():
         update.dropped[name] = f"could not end the session: {result.message}"
     for name in update.standing():
@@ -76,8 +82,10 @@ def _end_session(fleet: Fleet, update: Update) -> Script[Results]:
     return results
 
 
-def _suffice(fleet: Fleet, update: Update) -> bool:
-    return not update.dropped or enough(fleet, len(update.standing()), len(update.boots))
+def suffice(fleet: Fleet, update: Update) -> bool:
+    """Whether the engines that may still commit are as many as the policy asks for."""
+    coming = len([name for name in untold(fleet) if name not in update.boots])
+    return not update.dropped or enough(fleet, len(update.standing()) + coming, len(update.boots) + coming)
 
 
 def _fail_for(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
@@ -106,7 +114,7 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     fleet.enter(Phase.COMMIT)
     version = fleet.target()
     results = yield from _acknowledge(fleet, update, version)
-    if not _suffice(fleet, update):
+    if not suffice(fleet, update):
         # Some engine may hold this version now and say so later: the pair (run, n) must never name other weights.
         fleet.burn([version])
         return (yield from _fail_for(fleet, update, results))

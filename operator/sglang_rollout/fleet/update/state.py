@@ -20,7 +20,7 @@ from sglang_rollout.wire.models import (
     Version,
     WeightsPolicy,
 )
-from sglang_rollout.wire.states import LENT, FleetState, held_sentence
+from sglang_rollout.wire.states import LENT, FleetMode, FleetState, held_sentence
 
 
 class Phase(StrEnum):
@@ -100,6 +100,8 @@ class Update:
     """Engines that have taken tensors."""
     flushed: set[str] = field(default_factory=set)
     """Engines that flushed their cache with the last tensors: paused since, they have computed nothing."""
+    ended: set[str] = field(default_factory=set)
+    """Engines whose session has ended before those of the others: their trainer has brought all that it has for them."""
     label: str | None = None
     checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """What the trainer says that its weights are, if it does: by the number of an engine's ranks."""
@@ -153,12 +155,15 @@ class Fleet:
     """Adapters that trainers have loaded."""
     kept: FleetState = FleetState.ACTIVE
     """What of it is in effect. No trainer's call and no lease ends it."""
-    colocated: bool = False
-    """It shares its trainer's GPUs and takes no weights."""
+    mode: FleetMode | None = None
+    """Whose GPUs it uses; None: its own."""
     lent: tuple[str, ...] = ("kv_cache", "weights")
-    """Memory that the trainer of a colocated fleet has. Before its first call, what verl's own sleep releases: asleep until woken."""
+    """Memory that a trainer has who shares its GPUs with the fleet. Before its first call, what verl's own sleep releases: asleep until
+    woken."""
+    lent_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same of engines at whose own URL it has said something else since."""
     noted: dict[str, Noted] = field(default_factory=dict)
-    """What each engine of a colocated fleet holds."""
+    """What each engine holds of a fleet that keeps its weights."""
     update: Update | None = None
     sources: frozenset[str] = frozenset()
     """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
@@ -182,7 +187,17 @@ class Fleet:
     @property
     def held(self) -> str:
         """What keeps all engines from generating until somebody lets them, as a sentence; empty if nothing does."""
-        return held_sentence(self.kept) or (LENT if self.colocated and self.lent else "")
+        asleep = self.mode is not None and all(self.lent_of(name) for name in self.engines)
+        return held_sentence(self.kept) or (LENT if asleep else "")
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether it serves what it was started with, and nobody sends it weights."""
+        return self.mode is FleetMode.COLOCATED
+
+    def lent_of(self, name: str) -> tuple[str, ...]:
+        """Memory of this engine that the trainer has."""
+        return self.lent_apart.get(name, self.lent) if self.mode is not None else ()
 
     @property
     def table(self) -> RankTable:
@@ -298,6 +313,21 @@ class Fleet:
             world_size=self.table.world_size,
             state=self.kept,
             checksums=self.checksums,
-            lent=list(self.lent) if self.colocated else None,
+            lent=list(self.lent) if self.mode is not None else None,
+            lent_apart={name: list(tags) for name, tags in self.lent_apart.items() if name in self.engines},
             noted={name: noted for name, noted in self.noted.items() if name in self.engines},
         )
+
+
+def untold(fleet: Fleet) -> list[str]:
+    """Engines that have not got all of their tensors, in an update that comes to each engine by itself."""
+    update = fleet.update
+    if update is None or fleet.mode is not FleetMode.HYBRID:
+        return []
+    return [name for name in {**update.boots, **fleet.members()} if name not in update.ended and name not in update.dropped]
+
+
+def some(names: list[str]) -> str:
+    """The first of these engines, in words."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"engine{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{more}"
