@@ -86,8 +86,8 @@ def _rules_of_shared_gpus() -> list[dict[str, str]]:
         ),
         rule(
             "self.mode == 'Standalone' || self.engine.gpuResource == ''",
-            'modes Hybrid and Colocated need engine.gpuResource "": the GPUs are the trainer\'s, and an extended resource would take others.'
-            " Name them by sharing.resourceClaimName.",
+            'modes Hybrid and Colocated need engine.gpuResource "": the GPUs are the trainer\'s, and an extended resource would take'
+            " others. Name them by sharing.resourceClaimName.",
             field=".engine",
         ),
         rule(
@@ -120,7 +120,7 @@ def _rules_of_pushes_to_each() -> list[dict[str, str]]:
         ),
         rule(
             "self.mode != 'Hybrid' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)",
-            "mode Hybrid needs engine.parallelism.pipeline and data 1: SGLang takes tensors for one rank of each tensor-parallel place."
+            "mode Hybrid needs engine.parallelism.pipeline and data 1: SGLang takes handles for the ranks of one tensor-parallel group."
             " Use more engines (replicas) instead of data, and more tensor ranks instead of pipeline stages.",
             field=".engine",
         ),
