@@ -11,7 +11,7 @@ from sglang_rollout.api.status import AvoidedNode, EnginePhase
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
 from sglang_rollout.core.prefetch import prefetch_status
-from sglang_rollout.core.serving import router_ready
+from sglang_rollout.core.serving import lent, router_ready
 from sglang_rollout.core.words import partly, sentence
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import UpdateOutcome
@@ -171,7 +171,7 @@ def _held(facts: Facts) -> Finding | None:
         reason, message = Reason.ASLEEP, f"Asleep by spec.state: {many} have released their memory. Kept:{_version(facts)}."
     elif state is State.PAUSED:
         reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
-    elif held and facts.world.record is not None and facts.world.record.lends:
+    elif held and lent(facts.world):
         reason, message = Reason.ASLEEP, f"Asleep: the trainer has the memory of {many}. It wakes them by resume_memory_occupation."
     elif held:
         reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED

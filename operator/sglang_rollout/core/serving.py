@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.core import names
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineState
@@ -29,6 +30,11 @@ def kept_back(world: World, engine: str) -> bool:
     """Whether only ``spec.state`` keeps an engine from serving."""
     paused = world.record is not None and world.record.state is FleetState.PAUSED
     return paused and holds_committed(world, engine) and world.whole(engine) and router_ready(world)
+
+
+def lent(world: World) -> bool:
+    """Whether a trainer that shares the engines' GPUs has their memory, and not ``spec.state``."""
+    return world.record is not None and world.record.state is not FleetState.ASLEEP and world.record.lends
 
 
 def holds_committed(world: World, engine: str) -> bool:

@@ -45,7 +45,7 @@ _STATES = {
     State.SUSPENDED: FleetState.ACTIVE,
 }
 """A suspended fleet has no engines that could be held."""
-_MODES = {Mode.STANDALONE: None, Mode.COLOCATED: FleetMode.COLOCATED}
+_MODES = {Mode.STANDALONE: None, Mode.HYBRID: FleetMode.HYBRID, Mode.COLOCATED: FleetMode.COLOCATED}
 _ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
 

@@ -303,16 +303,17 @@ def test_a_sleeping_fleet_says_what_is_released() -> None:
     assert condition(status, "Degraded")["status"] == "False"
 
 
-def colocated(claim: str = "judge-gpus-{engine}") -> Object:
-    engine = {"image": "example.org/engine:1", "gpuResource": "", "memorySaver": True, "weightsCpuBackup": True}
-    return cr(mode="Colocated", sharing={"resourceClaimName": claim}, engine=engine)
+def shared(mode: str = "Colocated", claim: str = "judge-gpus-{engine}") -> Object:
+    engine = {"image": "example.org/engine:1", "gpuResource": "", "memorySaver": True, "weightsCpuBackup": mode == "Colocated"}
+    return cr(mode=mode, sharing={"resourceClaimName": claim}, engine=engine)
 
 
-def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble() -> None:
+@pytest.mark.parametrize(("mode", "lent"), [("Colocated", ["kv_cache", "weights"]), ("Hybrid", ["kv_cache", "weights"]), ("Hybrid", [])])
+def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble(mode: str, lent: list[str]) -> None:
     tags = ["kv_cache", "weights"]
     rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update={"released": tags}) for index in range(2)]
-    written = record(*rows).model_copy(update={"lent": tags})
-    custom = colocated()
+    written = record(*rows).model_copy(update={"lent": lent})
+    custom = shared(mode)
     current = revision(SGLangRollout.model_validate(custom))
     pods = [pod(0, current=current), pod(1, current=current)]
     seen = world(pods, written=written, custom=custom)
@@ -328,7 +329,7 @@ def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble() -> 
 
 
 def test_engines_with_other_claims_are_made_anew() -> None:
-    one, other = (revision(SGLangRollout.model_validate(colocated(claim))) for claim in ("judge-gpus-{engine}", "others-{engine}"))
+    one, other = (revision(SGLangRollout.model_validate(shared(claim=claim))) for claim in ("judge-gpus-{engine}", "others-{engine}"))
     assert one != other
 
 
