@@ -171,8 +171,8 @@ async def _run(
     boot_file: Path | None,
     tensor_size: int | None,
     model_path: str | None,
-    place: _Place | None,
-    fleet_url: str | None,
+    place: _Place | None = None,
+    fleet_url: str | None = None,
 ) -> None:
     files = RunFiles(boot_file) if boot_file is not None else None
     relaying = Relay(fleet_url, engine=name) if fleet_url is not None else nullcontext()
