@@ -15,6 +15,7 @@ from sglang_rollout.agent.leader import Leader
 from sglang_rollout.agent.metrics import Metrics
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.record import RecordError
+from sglang_rollout.agent.relay import RELAYED, Relay
 from sglang_rollout.agent.sleep import after_resume
 from sglang_rollout.agent.update import AckError, Fence, acknowledge
 from sglang_rollout.wire import ports
@@ -154,9 +155,13 @@ class Routes:
         return web.json_response(self._agent.status().model_dump(mode="json"))
 
 
-def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None = None, leader: Leader | None = None) -> web.Application:
-    """All routes of an agent. ``model_path``: what the engine was started with, if known; ``leader``: of an engine with several pods."""
-    routes, access = Routes(agent, fence=fence, metrics=Metrics(agent), model_path=model_path, leader=leader), Access(agent, token)
+def make_app(
+    agent: Agent, *, token: str, fence: Fence, model_path: str | None = None, leader: Leader | None = None, relay: Relay | None = None
+) -> web.Application:
+    """All routes of an agent. ``model_path``: what the engine was started with, if known; ``leader``: of an engine with several pods;
+    ``relay``: of an engine on its trainer's GPUs."""
+    routes = Routes(agent, fence=fence, metrics=Metrics(agent), model_path=model_path, leader=leader)
+    access = Access(agent, token, relay.hint if relay is not None else "")
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_sentences])
     opened: dict[str, Handler] = {
         ports.AGENT_HEALTH: routes.health,
@@ -180,11 +185,16 @@ def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None =
         **{f"/{call}": routes.not_offered for call in guards.NOT_OFFERED},
     }
     app.add_routes(web.get(path, handler) for path, handler in opened.items())
-    app.add_routes(web.post(path, access.protected(handler)) for path, handler in guarded.items())
+
+    def entrance(path: str, handler: Handler) -> Handler:
+        checked = access.protected(handler)
+        return relay.before(checked) if relay is not None and path.removeprefix("/") in RELAYED else checked
+
+    app.add_routes(web.post(path, entrance(path, handler)) for path, handler in guarded.items())
     if leader is not None:
         app.router.add_post(ports.AGENT_GROUP, _member_route(leader, token))
     # SGLang answers these to GET as well.
-    app.add_routes(web.get(path, access.protected(routes.control)) for path in ("/flush_cache", "/get_weights_by_name", "/weights_checker"))
+    app.add_routes(web.get(path, entrance(path, routes.control)) for path in ("/flush_cache", "/get_weights_by_name", "/weights_checker"))
     return app
 
 

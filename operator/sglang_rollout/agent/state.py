@@ -17,6 +17,7 @@ from sglang_rollout.wire.states import FleetState, held_sentence
 BEGIN = "begin_weight_update"
 END = "end_weight_update"
 UPDATE = "update_weights_from_distributed"
+TENSORS = "update_weights_from_tensor"
 UPDATE_DISK = "update_weights_from_disk"
 INIT_GROUP = "init_weights_update_group"
 DESTROY_GROUP = "destroy_weights_update_group"

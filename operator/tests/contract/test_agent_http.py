@@ -202,7 +202,7 @@ async def test_bad_bodies_and_unknown_paths(lab: Pod, engine: StubEngine) -> Non
     async with lab.http.post(lab.url + "/begin_weight_update", headers=headers) as reply:
         assert reply.status == 200  # no body at all is {} for SGLang
     assert (await lab.control(AGENT_SYNC, {"committed": {"run": -1, "n": 0, "label": "x"}})).status == 400
-    assert (await lab.control("/update_weights_from_tensor")).status == 501
+    assert (await lab.control("/update_weights_from_ipc")).status == 501
     assert (await lab.ask("GET", "/nothing")).status == 404
     assert (await lab.ask("POST", "//generate", {})).status == 404
     assert engine.calls == ["begin_weight_update"]

@@ -11,6 +11,9 @@ from sglang_rollout.wire.models import BASE, EngineState
 
 CLEAN = s.State(memory=s.Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", groups=["g"]), up=True, informed=True)
 DIRTY = replace(CLEAN, memory=CLEAN.memory.model_copy(update={"state": EngineState.DIRTY, "version": None, "session": True}))
+TWO_RANKS = replace(DIRTY, facts=s.EngineFacts(boot_id="a", live_label="base", launch_label="base", tensor_size=2))
+ASLEEP = replace(DIRTY, memory=DIRTY.memory.model_copy(update={"released": ["weights"]}))
+ONE_RANK: dict[str, Any] = {"serialized_named_tensors": ["AAAA"]}
 
 
 def with_memory(**changes: Any) -> s.State:
@@ -26,6 +29,11 @@ def with_memory(**changes: Any) -> s.State:
         (CLEAN, s.UPDATE, {"group_name": "g"}, 409, "no session"),
         (DIRTY, s.UPDATE, {"group_name": "h"}, 400, "no group 'h'; its groups: g"),
         (DIRTY, s.UPDATE, {}, 400, "weight_update_group"),
+        (CLEAN, s.TENSORS, ONE_RANK, 409, "no session"),
+        (DIRTY, s.TENSORS, ONE_RANK | {"load_format": "mine.loader"}, 400, "load_format 'mine.loader' may end"),
+        (DIRTY, s.TENSORS, {}, 400, "each of the engine's 1 ranks"),
+        (TWO_RANKS, s.TENSORS, ONE_RANK, 400, "each of the engine's 2 ranks"),
+        (ASLEEP, s.TENSORS, ONE_RANK, 409, "resume_memory_occupation comes first"),
         (CLEAN, s.END, {}, 400, "no weight update session"),
         (CLEAN, s.INIT_GROUP, {"group_name": "g"}, 400, "already"),
         (CLEAN, s.INIT_GROUP, {"group_name": ""}, 400, "needs a name"),
@@ -47,6 +55,8 @@ def test_refused(state: s.State, call: str, body: dict[str, Any], status: int, w
         (CLEAN, s.BEGIN, {}),
         (DIRTY, s.BEGIN, {}),
         (DIRTY, s.UPDATE, {"group_name": "g"}),
+        (DIRTY, s.TENSORS, ONE_RANK | {"load_format": None}),
+        (TWO_RANKS, s.TENSORS, {"serialized_named_tensors": ["AAAA", "BBBB"], "load_format": "flattened_bucket"}),
         (DIRTY, s.END, {}),
         (CLEAN, s.INIT_GROUP, {"group_name": "new"}),
         (with_memory(released=["kv_cache"]), s.RESUME, {}),
