@@ -9,7 +9,7 @@ from worlds import BASE, NOW, SETTINGS, V1, V2, cr, crashed, opening, partial, p
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.core.events import transitions
-from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version
