@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.status import AvoidedNode, EnginePhase
 from sglang_rollout.core import pods
+from sglang_rollout.core.elastic import comes_later
 from sglang_rollout.core.engine_rows import EngineView
 from sglang_rollout.core.serving import router_ready
 from sglang_rollout.core.words import sentence
@@ -32,6 +33,9 @@ SEVERITY = (
 
 _COMES_AND_GOES = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE, Reason.PODS_NOT_READY, Reason.WAITING_FOR_WEIGHTS})
 """What is as it should be for an engine beyond the base."""
+
+_FOR_ROOM = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE})
+"""Others have to make room, or give quota."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,22 @@ class Facts:
         return [view for view in self.wanted if view.reason is not None]
 
     @property
+    def coming(self) -> list[EngineView]:
+        """Wanted engines that are not up."""
+        return [view for view in self.wanted if view.row.phase in {EnginePhase.PENDING, EnginePhase.STARTING, EnginePhase.STOPPING}]
+
+    @property
+    def waiting(self) -> list[EngineView]:
+        """Of those that come, the ones that only wait: for room, for quota, or for an obstacle to go. The worst is the first."""
+        pending = [view for view in self.coming if view.row.phase is EnginePhase.PENDING]
+        found = [view for view in pending if self.obstacle or view.reason in _FOR_ROOM or comes_later(self.world, view.row.name)]
+        return sorted(found, key=_severity)
+
+    @property
     def worst(self) -> EngineView | None:
         """The engine to speak of if not all serve. One beyond the base comes and goes, and only a failure is worth a word."""
         away = [view for view in self.away if view in self.base or view.reason not in _COMES_AND_GOES]
-        return min(away, key=lambda view: SEVERITY.index(view.reason) if view.reason in SEVERITY else 99, default=None)
+        return min(away, key=_severity, default=None)
 
     @property
     def obstacle(self) -> Failure | None:
@@ -108,3 +124,7 @@ class Facts:
             if nowhere:
                 return sentence(f"Router pod {pod['metadata']['name']}: no node can take it: {nowhere}")
         return "The router is starting."
+
+
+def _severity(view: EngineView) -> int:
+    return SEVERITY.index(view.reason) if view.reason in SEVERITY else 99

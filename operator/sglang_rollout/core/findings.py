@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sglang_rollout.api.conditions import ConditionType, Finding, Reason
 from sglang_rollout.api.spec import State
-from sglang_rollout.api.status import EnginePhase
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
 from sglang_rollout.core.facts import SEVERITY, Facts
@@ -21,8 +20,6 @@ _NEEDS_A_PERSON = frozenset(
         Reason.INSUFFICIENT_CAPACITY,
     }
 )
-
-
 _HELD = frozenset({Reason.PAUSED, Reason.ASLEEP})
 """By ``spec.state``, or by the trainer whose GPUs a fleet shares."""
 
@@ -111,13 +108,20 @@ def _progressing(facts: Facts) -> Finding:
     kind = ConditionType.PROGRESSING
     if facts.outdated:
         return Finding(kind, "True", Reason.UPDATING, _rolling(facts))
-    missing = [view for view in facts.wanted if view.row.phase in {EnginePhase.PENDING, EnginePhase.STARTING, EnginePhase.STOPPING}]
-    if missing or facts.leaving:
+    waiting, up = facts.waiting, len(facts.coming) - len(facts.waiting)
+    wanted = len(facts.wanted)
+    if up or facts.leaving:
         parts = [
-            f"{len(missing)} of {len(facts.wanted)} engines are on their way up" if missing else "",
+            f"{up} of {wanted} engines are on their way up" if up else "",
             f"{len(facts.leaving)} engines are going away" if facts.leaving else "",
+            f"{len(waiting)} waiting" if waiting else "",
         ]
         return Finding(kind, "True", Reason.SCALING, "; ".join(part for part in parts if part) + ".")
+    if waiting and facts.obstacle:
+        return Finding(kind, "False", facts.obstacle.reason, facts.obstacle.sentence)
+    if waiting:
+        reason = waiting[0].reason or Reason.PODS_NOT_READY
+        return Finding(kind, "False", reason, f"Waiting: {len(waiting)} of {wanted} engines. {_sentence(facts, waiting[0])}")
     return Finding(kind, "False", Reason.SETTLED, "All objects are as the spec says.")
 
 
