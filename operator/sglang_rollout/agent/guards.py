@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_rollout.agent import state as s
+from sglang_rollout.proxy.versions import ADAPTERS_LONGEST, listed
 from sglang_rollout.wire.models import EngineState
 from sglang_rollout.wire.states import FleetState, held_sentence
 
@@ -91,6 +92,8 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
         return _memory_refusal(call, memory, body)
     if call == s.TENSORS:
         return _tensors_refusal(state.facts, body)
+    if call == s.LOAD:
+        return _load_refusal(memory, name_of(call, body))
     return _value_refusal(call, body)
 
 
@@ -168,6 +171,17 @@ def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refus
         )
         return Refusal(400, f"{s.TENSORS}: {said}")
     return None
+
+
+def _load_refusal(memory: s.Memory, name: str) -> Refusal | None:
+    """The gate refuses requests for adapters that it was not told of."""
+    if name in memory.adapters or len(listed({*memory.adapters, name})) <= ADAPTERS_LONGEST:
+        return None
+    return Refusal(
+        400,
+        f"{s.LOAD}: {len(memory.adapters)} adapters are loaded, and the names of all of them, URL-encoded, may have {ADAPTERS_LONGEST}"
+        " characters with the commas between them: unload some, or use shorter names.",
+    )
 
 
 def _memory_refusal(call: str, memory: s.Memory, body: dict[str, Any]) -> Refusal | None:

@@ -21,6 +21,10 @@ _WOULD_SERVE = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.
 """Phases of an engine that serves again by itself; nothing was lost."""
 
 
+_BESIDE_UPDATES = (ConditionType.PROGRESSING, ConditionType.ROUTER_READY, ConditionType.WAITING_FOR_WEIGHTS, ConditionType.DEGRADED)
+"""Aspects that a weight update leaves alone, if nothing else happens."""
+
+
 @dataclass(frozen=True)
 class EventToPost:
     """One Event about the custom resource."""
@@ -141,7 +145,8 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
     if same:
         return
     if after.get("status") == "True":
-        yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
+        if not _only_updated(old):
+            yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
     elif held := _HELD.get(str(after.get("reason"))):
         yield EventToPost("Normal", str(after["reason"]), held, str(after["reason"]))
     elif after.get("reason") in {
@@ -159,3 +164,12 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
             "Normal" if after.get("reason") == Reason.ROUTER_NOT_READY and before.get("status") == "False" else "Warning"
         )
         yield EventToPost(kind, str(after["reason"]), str(after.get("message")), f"NotReady/{after['reason']}")
+
+
+def _only_updated(status: Status) -> bool:
+    """Whether nothing but a weight update, as every step of a training brings, has kept the fleet from being Ready. An update also
+    takes in engines that were lost before it: then another aspect has changed since."""
+    ready = find(status, ConditionType.READY)
+    if ready.get("reason") != Reason.UPDATING_WEIGHTS:
+        return False
+    return all(find(status, kind).get("lastTransitionTime", "") < ready["lastTransitionTime"] for kind in _BESIDE_UPDATES)

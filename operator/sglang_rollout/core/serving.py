@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.core import names
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineState

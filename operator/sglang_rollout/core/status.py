@@ -20,7 +20,8 @@ from sglang_rollout.api.status import (
 from sglang_rollout.core import names
 from sglang_rollout.core.avoidance import avoidance
 from sglang_rollout.core.engine_rows import EngineView, engine_views, version_text
-from sglang_rollout.core.findings import Facts, Failure, findings, invalid_findings
+from sglang_rollout.core.facts import Facts, Failure
+from sglang_rollout.core.findings import findings, invalid_findings
 from sglang_rollout.core.prefetch import prefetch_status
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World

@@ -63,4 +63,3 @@ FLEET_ENGINES = "/fleet/engines"  # POST {FLEET_ENGINES}/{engine}/{call}: what a
 FLEET_LEASE = "/fleet/lease"  # POST: the trainer's heartbeat
 FLEET_HELD = "/fleet/held"  # GET 200: spec.state holds the fleet, so its front lets the coordinator answer requests for tokens
 FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text
-FLEET_ENGINES = "/fleet/engines"  # POST /{engine}/{call}: a call of SGLang that a trainer made at this engine's own URL

@@ -13,6 +13,7 @@ from test_fleet_held import tell
 from sglang_rollout.fleet.update import calls
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.events import Answer, AtEngine
+from sglang_rollout.fleet.update.memory import RELEASE
 from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.wire.models import BASE, EngineState, UpdateOutcome, Verify
 from sglang_rollout.wire.states import FleetMode, FleetState
@@ -119,6 +120,23 @@ def test_a_fleet_that_was_never_asleep_takes_weights_and_a_flush_is_the_last_wor
     assert at(world, "e0", ev.Flush()).fleet["waits_for"] == ["e1"]
     assert at(world, "e1", ev.Flush()).success
     assert (gates(world), [agent.paused for agent in world.agents.values()]) == ([True, True], [False, False])
+
+
+def test_an_engine_that_could_not_be_put_to_sleep_is_not_once_it_has_weights() -> None:
+    """SGLang without a memory saver, for example on a CPU."""
+    world = World([1])
+    world.mode = FleetMode.HYBRID
+    world.want()
+    world.tick(0.5)
+    world.sync_all()
+    while world.pending:
+        world.complete(broken=frozenset({"e0"}) if world.pending[0].__dict__.get("path") == RELEASE else frozenset())
+    assert world.agents["e0"].released == []
+    assert at(world, "e0", tensors("a")).success
+    assert at(world, "e0", ev.Flush()).success
+    world.tick(60.0)
+    settle(world)
+    assert gates(world) == [True]
 
 
 def test_a_trainer_with_sessions_ends_them_itself() -> None:

@@ -26,8 +26,9 @@ from sglang_rollout.fleet.update.events import (
     Tensors,
 )
 from sglang_rollout.fleet.update.events import Update as Distributed
+from sglang_rollout.fleet.update.membership import some, untold
 from sglang_rollout.fleet.update.outcome import abandon, close, fail, suffice
-from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update, some, untold
+from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
 from sglang_rollout.fleet.update.transaction import flush, set_label, tell
 from sglang_rollout.wire.models import EngineState, PauseMode
 from sglang_rollout.wire.states import BY_HANDLES
@@ -91,6 +92,9 @@ def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Script[Answer]:
     if not result.ok:
         return (yield from fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name))
     update.fed.add(name)
+    status = fleet.engines[name].status
+    # What it has not released by now its trainer does not have, whatever was said or refused before.
+    fleet.lent_apart[name] = tuple(tag for tag in fleet.lent_of(name) if status is not None and tag in status.released)
     update.flushed.discard(name)
     if body.get("flush_cache", True):  # SGLang flushes unless it is told not to
         update.flushed.add(name)

@@ -19,8 +19,8 @@ from sglang_rollout.fleet.update.calls import (
     told,
 )
 from sglang_rollout.fleet.update.events import Answer, Write
-from sglang_rollout.fleet.update.membership import enough
-from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update, untold
+from sglang_rollout.fleet.update.membership import enough, untold
+from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
 from sglang_rollout.fleet.update.verify import due, verify
 from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, UpdateOutcome, Version
 from sglang_rollout.wire.ports import AGENT_ACK

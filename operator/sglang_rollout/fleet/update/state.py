@@ -317,17 +317,3 @@ class Fleet:
             lent_apart={name: list(tags) for name, tags in self.lent_apart.items() if name in self.engines},
             noted={name: noted for name, noted in self.noted.items() if name in self.engines},
         )
-
-
-def untold(fleet: Fleet) -> list[str]:
-    """Engines that have not got all of their tensors, in an update that comes to each engine by itself."""
-    update = fleet.update
-    if update is None or fleet.mode is not FleetMode.HYBRID:
-        return []
-    return [name for name in {**update.boots, **fleet.members()} if name not in update.ended and name not in update.dropped]
-
-
-def some(names: list[str]) -> str:
-    """The first of these engines, in words."""
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"engine{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{more}"

@@ -66,6 +66,19 @@ def test_allowed(state: s.State, call: str, body: dict[str, Any]) -> None:
     assert guards.refusal(state, call, body) is None
 
 
+def test_no_more_adapters_are_loaded_than_the_gate_can_be_told() -> None:
+    full, held = with_memory(adapters={f"{n:060}": "/a" for n in range(245)}), f"{0:060}"
+    assert guards.refusal(with_memory(adapters={f"{n:060}": "/a" for n in range(244)}), s.LOAD, {"lora_name": f"{244:060}"}) is None
+    refused = guards.refusal(full, s.LOAD, {"lora_name": f"{245:060}"})
+    assert refused is not None
+    assert refused.status == 400
+    assert "245 adapters are loaded" in refused.message
+    assert "15000 characters" in refused.message
+    assert guards.refusal(full, s.LOAD, {"lora_name": held}) is None, "it is on the list already"
+    assert guards.refusal(full, s.UNLOAD, {"lora_name": held}) is None
+    assert guards.refusal(CLEAN, s.LOAD, {"lora_name": "é" * 2500}) is not None, "as the gate is told: each é is six characters"
+
+
 def test_bodies_are_made_safe() -> None:
     memory = s.Memory(released=["kv_cache"])
     assert guards.prepared(s.SET_VERSION, {"new_version": "7", "abort_all_requests": True}, memory)["abort_all_requests"] is False

@@ -28,7 +28,7 @@ from worlds import (
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.events import transitions
-from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
@@ -308,11 +308,13 @@ def shared(mode: str = "Colocated", claim: str = "judge-gpus-{engine}") -> Objec
     return cr(mode=mode, sharing={"resourceClaimName": claim}, engine=engine)
 
 
-@pytest.mark.parametrize(("mode", "lent"), [("Colocated", ["kv_cache", "weights"]), ("Hybrid", ["kv_cache", "weights"]), ("Hybrid", [])])
-def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble(mode: str, lent: list[str]) -> None:
+@pytest.mark.parametrize(("mode", "apart"), [("Colocated", False), ("Hybrid", False), ("Hybrid", True)])
+def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble(mode: str, apart: bool) -> None:
+    """``apart``: said at each engine's own URL."""
     tags = ["kv_cache", "weights"]
     rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update={"released": tags}) for index in range(2)]
-    written = record(*rows).model_copy(update={"lent": lent})
+    lent = {"lent": [], "lent_apart": {one.name: tags for one in rows}} if apart else {"lent": tags}
+    written = record(*rows).model_copy(update=lent)
     custom = shared(mode)
     current = revision(SGLangRollout.model_validate(custom))
     pods = [pod(0, current=current), pod(1, current=current)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from worlds import NOW, SETTINGS, V1, V2, cr, crashed, opening, partial, pod, record, row, under_way, world
+from worlds import BASE, NOW, SETTINGS, V1, V2, cr, crashed, opening, partial, pod, record, row, under_way, world
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.core.events import transitions
-from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version
@@ -17,6 +18,16 @@ from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version
 def reasons(before: World | None, after: World) -> list[tuple[str, str]]:
     old = None if before is None else build_status(before, SETTINGS, NOW)
     return [(event.type, event.reason) for event in transitions(old, build_status(after, SETTINGS, NOW))]
+
+
+def history(*seen: World) -> list[list[str]]:
+    """What each step from one world to the next tells, a minute apart, with the status of each written into the next."""
+    told, old = [], None
+    for minute, one in enumerate(seen):
+        new = build_status(replace(one, cr={**one.cr, "status": old}), SETTINGS, f"2026-11-21T03:{minute:02}:00Z")
+        told.append([event.reason for event in transitions(old, new)])
+        old = new
+    return told[1:]
 
 
 HEALTHY = world([pod(0), pod(1)], written=record(row(0), row(1)))
@@ -80,11 +91,18 @@ def test_an_update_loses_no_engine() -> None:
     during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1)))
     committed = world([pod(0), pod(1)], written=record(opening(0, V1), opening(1, V1), committed=V1))
     served = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
-    assert reasons(HEALTHY, during) == []
-    assert reasons(during, committed) == [("Normal", "WeightsCommitted")]
-    assert reasons(committed, served) == [("Normal", "Ready")]
+    assert history(HEALTHY, during, committed, served) == [[], ["WeightsCommitted"], []], "every step of a training brings that"
     mixture = row(1, None, gate=False, state=EngineState.DIRTY, reason="The engine holds a mixture of weights after an update that failed.")
     assert ("Warning", "EngineLost") in reasons(during, world([pod(0), pod(1)], written=record(row(0), mixture)))
+
+
+def test_an_update_after_which_more_engines_serve_than_before_is_told() -> None:
+    lost = world([pod(0), pod(1, ready=False)], written=record(row(0, V1), committed=V1))
+    back = world([pod(0), pod(1)], written=record(row(0, V1), row(1, BASE, gate=False), committed=V1))
+    during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V1))
+    served = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
+    whole = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
+    assert history(whole, lost, back, during, served) == [["EngineLost"], [], [], ["WeightsCommitted", "Ready"]]
 
 
 def test_a_partial_commit_names_who_was_left_behind() -> None:
