@@ -1,5 +1,8 @@
-"""Real SGLang engines that share a machine with their trainer: it pushes handles of memory to each engine's own URL, and the fleet
-commits once. On a CPU the handles are files in shared memory; nothing is released, because a CPU has no memory saver."""
+"""Real SGLang engines that share a machine with their trainer (``spec.mode: Hybrid``): asleep until it wakes them, each takes handles of
+its tensors at its own URL, and all of them become one version.
+
+On a CPU the handles are files in shared memory, and released memory is overwritten by a stand-in (images/engine-cpu/README.md).
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,26 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from agent_lab import TOKEN, Pod, pod, until
 from e2e.engine import LabError, environment, start_engine
+from e2e.kube import ROOT
 from fleet_lab import FakeSmg
 from ports import free_port
 
 from sglang_rollout.fleet.cli import Options, serve
 from sglang_rollout.wire.models import Intent, WantedEngine, WeightsPolicy
-from sglang_rollout.wire.ports import FLEET, VERSION_HEADER
+from sglang_rollout.wire.ports import FLEET
 from sglang_rollout.wire.states import FleetMode
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(600)]
 
-TRAINER = Path(__file__).with_name("tensors_trainer.py")
+TRAINER = ROOT / "e2e/cases/hybrid_trainer.py"
 PROMPT = [11, 22, 33]
-TOKENS = 8
-GREEDY = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}}
+GREEDY = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
 
 
 @dataclass
@@ -38,26 +41,30 @@ class Lab:
     url: str
     pods: list[Pod]
 
-    async def push(self, seed: int, version: str) -> list[int]:
-        """What the trainer's own model generates with what it pushed."""
+    async def step(self, seed: int, version: str) -> dict[str, Any]:
+        """One step of the trainer; what it saw."""
         command = [str(environment.python(make=False)), str(TRAINER), str(environment.model()), str(seed), version]
-        command += [json.dumps(PROMPT), str(TOKENS), *(made.url for made in self.pods)]
+        # smg is played here and passes nothing on, so an engine answers in the fleet's place.
+        command += [json.dumps(PROMPT), "8", self.pods[0].url, *(made.url for made in self.pods)]
         done = await asyncio.to_thread(
             subprocess.run, command, check=False, capture_output=True, text=True, timeout=240, env=environment.environment_variables()
         )
         assert done.returncode == 0, f"{done.stderr[-3000:]}\n{await self.document()}"
-        return list(json.loads(done.stdout.splitlines()[-1]))
+        return dict(json.loads(done.stdout.splitlines()[-1]))
 
-    async def document(self) -> dict[str, object]:
+    async def document(self) -> dict[str, Any]:
         async with self.pods[0].http.get(self.url + FLEET) as reply:
             return dict(await reply.json()) if reply.status == 200 else {}
 
-    async def generated(self) -> list[tuple[list[int], str | None]]:
-        """Tokens and version header of each engine, when its gate is open."""
-        for made in self.pods:
-            await until(made.is_open, 60, f"{made.name} serves", every=0.2)
-        answers = [await made.ask("POST", "/generate", GREEDY) for made in self.pods]
-        return [(answer.body["output_ids"], answer.headers.get(VERSION_HEADER)) for answer in answers]
+    async def members(self) -> list[dict[str, Any]]:
+        try:
+            return list((await self.document()).get("members", []))
+        except aiohttp.ClientError:
+            return []
+
+    async def asleep(self) -> bool:
+        members = await self.members()
+        return len(members) == len(self.pods) and all(set(member["released"]) == {"kv_cache", "weights"} for member in members)
 
 
 @pytest.fixture
@@ -68,7 +75,9 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("hybrid")
     async with AsyncExitStack() as stack:
-        engines = [stack.enter_context(start_engine(free_port(), wait=False, log=folder / f"engine-{i}.log")) for i in range(2)]
+        saver = ["--enable-memory-saver"]
+        logs = [folder / f"engine-{i}.log" for i in range(2)]
+        engines = [stack.enter_context(start_engine(free_port(), args=saver, wait=False, log=log)) for log in logs]
         for engine in engines:
             await asyncio.to_thread(engine.wait)
         smg = FakeSmg()
@@ -93,17 +102,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
         )  # fmt: skip
         coordinator = asyncio.create_task(serve(options, TOKEN))
         stack.push_async_callback(_ended, coordinator)
-        found = Lab(url, pods)
-        await until(lambda: _all_up(found), 60, "the coordinator sees both engines")
-        yield found
-
-
-async def _all_up(lab: Lab) -> bool:
-    try:
-        members = (await lab.document()).get("members")
-    except aiohttp.ClientError:
-        return False
-    return isinstance(members, list) and len(members) == 2 and all(member["boot_id"] for member in members)
+        yield Lab(url, pods)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
@@ -111,13 +110,16 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_tensors_for_each_engine_become_one_version_of_the_fleet(lab: Lab) -> None:
+async def test_step_after_step_of_a_trainer_on_the_engines_machine(lab: Lab) -> None:
     seen = []
     for seed, version in ((1, "5"), (2, "6")):
-        expected = await lab.push(seed, version)
-        assert await lab.generated() == [(expected, version)] * 2
+        await until(lab.asleep, 60, "the engines have given back what the trainer has")
+        for made in lab.pods:
+            refused = await made.ask("POST", "/generate", GREEDY)
+            assert refused.status == 503
+        saw = await lab.step(seed, version)
+        assert list(saw["answers"].values()) == [[saw["expected"], version]] * len(lab.pods)
         committed = (await lab.document())["committed"]
-        assert isinstance(committed, dict)
         assert (committed["label"], committed["n"]) == (version, int(version))
-        seen.append(expected)
+        seen.append(saw["expected"])
     assert seen[0] != seen[1], "other weights, other tokens"
