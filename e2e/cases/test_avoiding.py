@@ -16,6 +16,9 @@ WARY = "wary"
 VICTIM, OTHER = f"{WARY}-engine-1-0", f"{WARY}-engine-0-0"
 
 
+pytestmark = pytest.mark.two_nodes
+
+
 @pytest.fixture
 def wary(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
     """A Ready rollout of two stand-in engines, each on a node of its own."""

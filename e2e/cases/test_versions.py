@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import requests
 
 from e2e.cases.actions import document, generate
@@ -13,9 +15,11 @@ PARAMS = {"temperature": 0, "max_new_tokens": 6}
 
 
 def columns(stand: Stand) -> dict[str, str]:
-    """``kubectl get sglr -o wide`` as a dict."""
-    header, row = stand.kubectl("get", "sglr", stand.name, "-o", "wide").strip().splitlines()
-    return dict(zip(header.split(), row.split(), strict=True))
+    """``kubectl get sglr -o wide`` as a dict. A column may be empty, so each is what stands below its name."""
+    header, row = stand.kubectl("get", "sglr", stand.name, "-o", "wide").splitlines()[:2]
+    starts = [found.start() for found in re.finditer(r"\S+", header)]
+    bounds = zip(starts, [*starts[1:], None], strict=True)
+    return {header[start:end].strip(): row[start:end].strip() for start, end in bounds}
 
 
 def leave_behind(stand: Stand) -> tuple[Trainer, str, str]:

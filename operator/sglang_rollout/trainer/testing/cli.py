@@ -72,20 +72,21 @@ def command(
         engine.faults.on_hit = into_file(hits) if hits else None
         for fault in wanted:
             engine.faults.arm(fault)
+    ended = _until_told()  # whoever sees an engine may tell the process to end
     try:
         fleet.start()
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}, port {port} and following: {error.strerror or error}") from None
     click.echo(f"{engines} stand-in engine{'s' if engines > 1 else ''} at {', '.join(fleet.urls)}")
-    _wait()
+    ended.wait()
     fleet.close()
 
 
-def _wait() -> None:
+def _until_told() -> threading.Event:
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    ended.wait()
+    return ended
 
 
 def _kill_myself(why: str) -> None:
