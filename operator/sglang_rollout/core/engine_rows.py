@@ -9,7 +9,7 @@ from sglang_rollout.api.status import EnginePhase, EngineStatus
 from sglang_rollout.core import pods
 from sglang_rollout.core.elastic import comes_later
 from sglang_rollout.core.hashing import revision, revisions
-from sglang_rollout.core.serving import holds_committed, kept_back, lent, router_ready, serves
+from sglang_rollout.core.serving import for_trainer, holds_committed, kept_back, lent, router_ready, serves
 from sglang_rollout.core.waiting import waits
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
@@ -160,8 +160,9 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa
         return EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating
     if row.released and world.record is not None and world.record.state is FleetState.ASLEEP:
         return EnginePhase.ASLEEP, Reason.ASLEEP, f"spec.state is Asleep; released: {', '.join(row.released)}."
-    if row.released and lent(world):
-        return EnginePhase.ASLEEP, Reason.ASLEEP, f"the trainer has its memory; released: {', '.join(row.released)}."
+    if row.released and for_trainer(world):
+        why = "the trainer has its memory" if lent(world) else "the trainer wakes it"
+        return EnginePhase.ASLEEP, Reason.ASLEEP, f"{why}; released: {', '.join(row.released)}."
     if kept_back(world, name):
         return EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version."
     if row.state is EngineState.DIRTY:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from worlds import BASE, NOW, SETTINGS, V1, V2, cr, crashed, opening, partial, pod, record, row, under_way, world
 
 from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.events import transitions
 from sglang_rollout.core.facts import Failure
+from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version
+from sglang_rollout.wire.states import FleetState
 
 
 def reasons(before: World | None, after: World) -> list[tuple[str, str]]:
@@ -94,6 +98,28 @@ def test_an_update_loses_no_engine() -> None:
     assert history(HEALTHY, during, committed, served) == [[], ["WeightsCommitted"], []], "every step of a training brings that"
     mixture = row(1, None, gate=False, state=EngineState.DIRTY, reason="The engine holds a mixture of weights after an update that failed.")
     assert ("Warning", "EngineLost") in reasons(during, world([pod(0), pod(1)], written=record(row(0), mixture)))
+
+
+@pytest.mark.parametrize("mode", ["Colocated", "Hybrid"])
+def test_a_sleep_that_the_trainer_asked_for_is_no_news_and_one_by_the_spec_is(mode: str) -> None:
+    tags = ["kv_cache", "weights"]
+    engine = {"image": "example.org/engine:1", "gpuResource": "", "memorySaver": True, "weightsCpuBackup": mode == "Colocated"}
+    custom = cr(mode=mode, sharing={"resourceClaimName": "gpus-{engine}"}, engine=engine)
+    current = revision(SGLangRollout.model_validate(custom))
+
+    def seen(*released: str, lent: tuple[str, ...] = (), state: FleetState = FleetState.ACTIVE) -> World:
+        rows = [row(index, gate=not released).model_copy(update={"released": list(released)}) for index in range(2)]
+        spec = {**custom["spec"], "state": "Asleep" if state is FleetState.ASLEEP else "Active"}
+        written = record(*rows).model_copy(update={"lent": list(lent), "state": state})
+        return world([pod(0, current=current), pod(1, current=current)], written=written, custom={**custom, "spec": spec})
+
+    awake, asleep, waking = seen(), seen(*tags, lent=("kv_cache", "weights")), seen(*tags)
+    by_spec = seen(*tags, state=FleetState.ASLEEP)
+    assert history(awake, asleep, waking, awake, asleep) == [[], [], [], []], "each step brings one"
+    assert history(awake, by_spec, awake) == [["Asleep"], ["Ready"]]
+    assert history(awake, asleep, by_spec, asleep, waking, awake) == [[], ["Asleep"], [], [], []]
+    lost = world([pod(0, current=current), pod(1, ready=False, current=current)], written=record(row(0)), custom=custom)
+    assert history(lost, asleep, awake) == [[], ["Ready"]], "more engines serve than before the sleep"
 
 
 def test_an_update_after_which_more_engines_serve_than_before_is_told() -> None:
