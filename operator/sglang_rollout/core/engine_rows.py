@@ -24,6 +24,8 @@ _OLD_NEWS = "The engine holds version "
 
 _PHASES = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
 """Of the pods of one engine, the one that comes first here is spoken of."""
+_LOSES_NOTHING = frozenset({Reason.UPDATING_WEIGHTS, Reason.PAUSED, Reason.ASLEEP, Reason.ROUTER_NOT_READY})
+"""Reasons for which an engine does not serve that leave open whether it was lost before."""
 _TROUBLE_REASONS = {"image": Reason.IMAGE_PULL_FAILED, "crash": Reason.ENGINE_CRASHED, "create": Reason.CREATE_FAILED}
 
 
@@ -58,7 +60,8 @@ def engine_views(world: World) -> list[EngineView]:
 
 def _wanted(world: World, name: str, current: str) -> EngineView:
     phase, reason, why = _state(world, name)
-    return EngineView(_row(world, name, current, phase, why), reason)
+    lost = _before(world, name).get("lost") if reason in _LOSES_NOTHING else reason is not None or None
+    return EngineView(_row(world, name, current, phase, why).model_copy(update={"lost": lost}), reason)
 
 
 def _leaving(world: World, name: str, current: str) -> EngineView:
@@ -120,8 +123,13 @@ def _state_of_several(world: World, name: str) -> tuple[EnginePhase, Reason, str
 
 
 def _failed_before(world: World, name: str) -> bool:
-    rows = (world.cr.get("status") or {}).get("engines") or []
-    return any(row.get("name") == name and row.get("phase") == EnginePhase.FAILED for row in rows)
+    return bool(_before(world, name).get("phase") == EnginePhase.FAILED)
+
+
+def _before(world: World, name: str) -> Object:
+    """What status says of an engine so far."""
+    rows: list[Object] = (world.cr.get("status") or {}).get("engines") or []
+    return next((row for row in rows if row.get("name") == name), {})
 
 
 def _not_ready(world: World, pod: Object, failed_before: bool) -> tuple[EnginePhase, Reason, str]:

@@ -83,7 +83,7 @@ def _served(status: Status, row: Mapping[str, Any]) -> bool:
     """Whether the engine served, or did when the router was last there to say so, or before the update or the pause that is under
     way: what every step of a training brings is no news."""
     if row.get("phase") in _WOULD_SERVE:
-        return True
+        return not row.get("lost")
     if not _waits_for_router(status, row):
         return row.get("phase") == EnginePhase.SERVING
     return row.get("weights") == "clean" and row.get("version") == (status.get("weights") or {}).get("committedVersion")

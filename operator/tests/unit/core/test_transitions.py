@@ -119,7 +119,7 @@ def test_a_sleep_that_the_trainer_asked_for_is_no_news_and_one_by_the_spec_is(mo
     assert history(awake, by_spec, awake) == [["Asleep"], ["Ready"]]
     assert history(awake, asleep, by_spec, asleep, waking, awake) == [[], ["Asleep"], [], [], []]
     lost = world([pod(0, current=current), pod(1, ready=False, current=current)], written=record(row(0)), custom=custom)
-    assert history(lost, asleep, awake) == [[], ["Ready"]], "more engines serve than before the sleep"
+    assert history(lost, asleep, awake) == [[], ["EngineServing", "Ready"]], "more engines serve than before the sleep"
 
 
 def test_an_update_after_which_more_engines_serve_than_before_is_told() -> None:
@@ -128,7 +128,15 @@ def test_an_update_after_which_more_engines_serve_than_before_is_told() -> None:
     during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V1))
     served = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
     whole = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
-    assert history(whole, lost, back, during, served) == [["EngineLost"], [], [], ["WeightsCommitted", "Ready"]]
+    told = ["EngineServing", "WeightsCommitted", "Ready"]
+    assert history(whole, lost, back, during, served) == [["EngineLost"], [], [], told]
+    opened = world([pod(0), pod(1)], written=record(opening(0, V2), opening(1, V2), committed=V2))
+    failed = world([pod(0), pod(1)], written=record(row(0, V1), row(1, BASE, gate=False), committed=V1))
+    next_one = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V2))
+    again = [during, failed, during, opened, served, next_one, served]
+    assert history(whole, lost, *again) == [["EngineLost"], [], [], [], ["WeightsCommitted"], ["EngineServing", "Ready"], [], []], "once"
+    away = replace(served, children=world([pod(0), pod(1)], router=False).children)
+    assert "EngineServing" not in history(whole, away, during, served)[-1], "only the router was away"
 
 
 def test_a_partial_commit_names_who_was_left_behind() -> None:
