@@ -22,6 +22,9 @@ _SERVER = "engine/e"
 _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
 """Bits of ``srv_admin_state`` that keep a server out (haproxy's SRV_ADMF_MAINT). 0x04 only tells that it was configured ``disabled``."""
 
+_LACKS = ("Unknown map identifier", "entry not found")
+"""What haproxy answers to ``set map`` for a map or a key that it does not have."""
+
 
 class GateError(Exception):
     """The gate did not do what it was told; the message says why."""
@@ -29,6 +32,10 @@ class GateError(Exception):
 
 class GateAbsentError(GateError):
     """Nothing listens on the gate's socket: haproxy does not run, so nothing passes."""
+
+
+class GateLacksError(GateError):
+    """The gate has no such map or entry: it is older than the agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,8 @@ class Gate:
     async def _tell(self, command: str) -> None:
         answer = (await self._command(command)).strip()
         if answer:
-            raise GateError(f"haproxy at {self.socket} refused '{command}': {answer[:200]}")
+            kind = GateLacksError if answer.startswith(_LACKS) else GateError
+            raise kind(f"haproxy at {self.socket} refused '{command}': {answer[:200]}")
 
     async def _command(self, command: str) -> str:
         try:
