@@ -13,7 +13,7 @@ import pytest
 
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import Engine
-from sglang_rollout.agent.gate import Gate
+from sglang_rollout.agent.gate import Gate, GateError
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.state import Memory, State
 from sglang_rollout.wire.models import BASE, EngineState
@@ -91,3 +91,13 @@ async def test_an_older_gate_without_the_map_is_opened_and_told_once(tmp_path: P
         await agent.settle_gate()
     assert haproxy.is_open
     assert haproxy.heard.count("adapters") == 1
+
+
+@pytest.mark.parametrize("answer", [None, "Out of memory.\n"])
+async def test_an_error_quotes_the_beginning_of_a_long_command(tmp_path: Path, answer: str | None) -> None:
+    haproxy = Haproxy()
+    haproxy.answers["adapters"] = answer
+    async with agent_of(haproxy, tmp_path, timeout=1) as agent:
+        with pytest.raises(GateError, match=r"set map .* adapters ,adapter") as raised:
+            await agent.gate.name_adapters(ADAPTERS)
+    assert len(str(raised.value)) < 2000
