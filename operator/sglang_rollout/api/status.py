@@ -75,6 +75,8 @@ class EngineStatus(ApiModel):
     """The nodes of all its pods by rank, if it has several; empty for a pod without one."""
     all_reduce: float | None = Field(default=None, alias="allReduceGBps")
     """GB/s that the ranks of its pod reached before the start (`engine.preflight`); of pod 0 if it has several."""
+    lost: bool | None = None
+    """True from when it did not serve for another reason than an update, a pause, a sleep or the router, until it serves."""
     reason: Text = ""
     """Why it does not serve, as a sentence."""
 

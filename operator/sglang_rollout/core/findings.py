@@ -8,8 +8,8 @@ from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
 from sglang_rollout.core.facts import SEVERITY, Facts
 from sglang_rollout.core.prefetch import prefetch_status
-from sglang_rollout.core.serving import lent
-from sglang_rollout.core.words import partly, sentence
+from sglang_rollout.core.serving import for_trainer, lent
+from sglang_rollout.core.words import LENT, partly, sentence
 from sglang_rollout.wire.models import UpdateOutcome
 
 _NEEDS_A_PERSON = frozenset(
@@ -70,7 +70,9 @@ def _held(facts: Facts) -> Finding | None:
     elif state is State.PAUSED:
         reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
     elif held and lent(facts.world):
-        reason, message = Reason.ASLEEP, f"Asleep: the trainer has the memory of {many}. It wakes them by resume_memory_occupation."
+        reason, message = Reason.ASLEEP, f"{LENT}has the memory of {many}. It wakes them by resume_memory_occupation."
+    elif held and for_trainer(facts.world):
+        reason, message = Reason.ASLEEP, f"{LENT}wakes the engines: {many} have not got all of their memory back yet."
     elif held:
         reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED
         message = f"spec.state is Active again: {many} have not gone on yet."

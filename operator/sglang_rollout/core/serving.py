@@ -31,9 +31,14 @@ def kept_back(world: World, engine: str) -> bool:
     return paused and holds_committed(world, engine) and world.whole(engine) and router_ready(world)
 
 
+def for_trainer(world: World) -> bool:
+    """Whether engines that sleep do so for the trainer that shares their GPUs, and not by ``spec.state``."""
+    return world.record is not None and world.record.state is not FleetState.ASLEEP and world.record.lent is not None
+
+
 def lent(world: World) -> bool:
-    """Whether a trainer that shares the engines' GPUs has their memory, and not ``spec.state``."""
-    return world.record is not None and world.record.state is not FleetState.ASLEEP and world.record.lends
+    """Whether that trainer has their memory. When it does not and engines still sleep, they are waking."""
+    return for_trainer(world) and world.record is not None and world.record.lends
 
 
 def holds_committed(world: World, engine: str) -> bool:
