@@ -87,10 +87,14 @@ class Routes:
 
     async def sync(self, request: web.Request) -> web.StreamResponse:
         """Take over what is committed, move the gate, report."""
-        body = await message(request, SyncRequest)
-        self._agent.lease, self._agent.silent, self._agent.drain = body.lease, body.silent, body.drain
-        self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed, tuple(body.tolerated), body.hold))
+        self._take_over(await message(request, SyncRequest))
         return await self._status()
+
+    async def run(self, request: web.Request) -> web.StreamResponse:
+        """A sync that ends the pause of an update. The gate follows what is committed, also of an engine that does not go on."""
+        self._take_over(await message(request, SyncRequest))
+        reply = await self._agent.control(s.CONTINUE, {}, deadline_of(request, _CALL_DEADLINE))
+        return await self._status() if reply.ok else passed_on(reply)
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:
         """Try to reach the trainer."""
@@ -150,6 +154,10 @@ class Routes:
         call = request.path.removeprefix("/")
         return refuse(501, f"{call} is not offered: {guards.NOT_OFFERED[call]}.")
 
+    def _take_over(self, told: SyncRequest) -> None:
+        self._agent.lease, self._agent.silent, self._agent.drain = told.lease, told.silent, told.drain
+        self._agent.dispatch(ev.Told(self._agent.state.memory.term, told.committed, tuple(told.tolerated), told.hold))
+
     async def _status(self) -> web.Response:
         await self._agent.settle_gate()
         return web.json_response(self._agent.status().model_dump(mode="json"))
@@ -176,6 +184,7 @@ def make_app(
     }
     guarded: dict[str, Handler] = {
         ports.AGENT_SYNC: routes.sync,
+        ports.AGENT_RUN: routes.run,
         ports.AGENT_PREFLIGHT: routes.preflight,
         ports.AGENT_CHECKPOINT: routes.checkpoint,
         ports.AGENT_ACK: routes.ack,

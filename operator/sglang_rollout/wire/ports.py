@@ -50,6 +50,7 @@ AGENT_GATE = "/agent/gate"  # (open) GET 200: the gate may be open; haproxy's he
 AGENT_METRICS = "/agent/metrics"  # (open) GET Prometheus text
 AGENT_GROUP = "/agent/group"  # POST MemberReport -> GroupReply: another pod of the same engine; asked of pod 0
 AGENT_SYNC = "/agent/sync"  # POST SyncRequest -> AgentStatus
+AGENT_RUN = "/agent/run"  # POST SyncRequest -> AgentStatus: the same, and the engine generates again after a pause
 AGENT_PREFLIGHT = "/agent/preflight"  # POST PreflightRequest -> PreflightReply
 AGENT_CHECKPOINT = "/agent/checkpoint"  # POST CheckpointRequest -> CheckpointReply: could the engine load this folder?
 AGENT_ACK = "/agent/ack"  # POST AckRequest -> AgentStatus: the engine holds this version completely

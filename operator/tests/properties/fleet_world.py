@@ -41,7 +41,7 @@ from sglang_rollout.wire.models import (
     WantedEngine,
     WeightsPolicy,
 )
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetMode, FleetState
 
 SNAPSHOTS = "/snapshots"
@@ -87,6 +87,8 @@ class FakeAgent:
     """What ``/update_weights_from_tensor`` brought since its session was opened."""
     loaded: str | None = None
     """The folder that it was told to load."""
+    older: bool = False
+    """Its agent is of the release before ``/agent/run``."""
 
     @property
     def boot(self) -> str:
@@ -141,15 +143,12 @@ class FakeAgent:
         path = path.partition("?")[0]
         if not self.answers:
             return Result(ok=False, message="no answer within 60 s.")
-        if path == AGENT_SYNC:
-            committed = body.get("committed")
-            if committed is not None:
-                self.committed = Version.model_validate(committed)
-                self.tolerated = [Version.model_validate(version) for version in body.get("tolerated", [])]
-            if body.get("hold"):
-                self.hold = FleetState(body["hold"])
-            self.follow_the_spec()
-            return Result(ok=True, status=200, agent=self.status())
+        if path == AGENT_RUN and self.older:
+            return Result(ok=False, status=404, message="An engine's agent offers no /agent/run.")
+        if path in (AGENT_SYNC, AGENT_RUN):
+            self._told(body)
+            going_on = self.call(calls.CONTINUE, {}, token, works) if path == AGENT_RUN else None
+            return Result(ok=True, status=200, agent=self.status()) if going_on is None or going_on.ok else going_on
         if path == AGENT_FENCE:
             self.session = False
             held = self.released or (self.hold is not FleetState.ACTIVE and self.state is not EngineState.DIRTY)
@@ -166,6 +165,15 @@ class FakeAgent:
                 ok=found, status=200, message="" if found else "model.safetensors is cut off.", digest=self.digest, path=body["path"]
             )
         return self._control(path, body, token, works)
+
+    def _told(self, body: dict[str, Any]) -> None:
+        committed = body.get("committed")
+        if committed is not None:
+            self.committed = Version.model_validate(committed)
+            self.tolerated = [Version.model_validate(version) for version in body.get("tolerated", [])]
+        if body.get("hold"):
+            self.hold = FleetState(body["hold"])
+        self.follow_the_spec()
 
     def _load(self, works: bool) -> Result:
         """Without a session; the tensors need no trainer."""
@@ -356,10 +364,12 @@ class World:
             self.history.append(committed)
 
     def check_hold(self, effect: Send) -> None:
-        """While the spec holds the fleet nobody is told to generate, and nobody that it does not."""
+        """While the spec holds the fleet nobody is told to generate, and nobody that it does not; a dirty engine never by a commit."""
+        if effect.path == AGENT_RUN:
+            assert not any(self.agents[name].state is EngineState.DIRTY for name in effect.bodies), "a dirty engine was told to go on"
         kept = self.machine.fleet.kept
         if kept is not FleetState.ACTIVE:
-            assert effect.path != calls.CONTINUE, "a held fleet was told to generate"
+            assert effect.path not in (calls.CONTINUE, AGENT_RUN), "a held fleet was told to generate"
             assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
 
     def _witnesses(self, version: Version) -> list[str]:

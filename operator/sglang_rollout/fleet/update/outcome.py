@@ -12,7 +12,7 @@ from sglang_rollout.fleet.update.calls import (
     Script,
     failures,
     fence,
-    resume,
+    run,
     same,
     send,
     sync,
@@ -107,7 +107,7 @@ def _flush(fleet: Fleet, names: list[str]) -> Script[list[str]]:
 
 
 def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
-    """Every engine acknowledges, then the record is written, then the gates open, then the fleet runs."""
+    """Every engine acknowledges, then the record is written, then the gates open and the fleet runs."""
     update = fleet.update
     if update is None:
         raise RuntimeError("commit needs an open update")
@@ -132,11 +132,12 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     if record is not None:
         # Not written: the acknowledgements are the commit, and the record follows when the store can be reached again.
         yield Write(record)
-    synced = yield from sync(fleet)
     if fleet.hold is not None and fleet.hold.by is By.FLEET:
         fleet.enter(Phase.RESUME)
-        yield from resume(fleet, [name for name in fleet.hold.engines if name not in dropped])
+        synced = yield from run(fleet, [name for name in fleet.hold.engines if name not in dropped])
         fleet.hold = None
+    else:
+        synced = yield from sync(fleet)
     fleet.last_update = _last(fleet, version, outcome, reason, cohort)
     particulars = _particulars(fleet, version, {**results, **synced}) | {"outcome": outcome.value}
     if unflushed:
