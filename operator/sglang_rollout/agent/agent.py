@@ -15,7 +15,9 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply
 from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateView
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.wire.models import AgentStatus, ControlReply, EngineState, SyncRequest
+from sglang_rollout.wire.agent import AgentStatus, SyncRequest
+from sglang_rollout.wire.trainer import ControlReply
+from sglang_rollout.wire.weights import EngineState
 
 log = logging.getLogger(__name__)
 

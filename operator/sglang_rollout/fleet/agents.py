@@ -13,7 +13,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 
 from sglang_rollout.fleet.update.events import Body, Result, Send
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import AgentStatus, CheckpointReply, SyncRequest
+from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, SyncRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 
 SYNC_DEADLINE = 2.0

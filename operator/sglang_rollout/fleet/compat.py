@@ -33,7 +33,8 @@ from sglang_rollout.fleet.update.events import (
 )
 from sglang_rollout.fleet.update.memory import TAGS
 from sglang_rollout.fleet.update.versions import LONGEST_LABEL
-from sglang_rollout.wire.models import ControlReply, PauseMode
+from sglang_rollout.wire.policy import PauseMode
+from sglang_rollout.wire.trainer import ControlReply
 
 LONGEST_REASON = 200
 LONGEST_FLUSH = 60.0

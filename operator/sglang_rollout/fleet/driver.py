@@ -35,8 +35,10 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
-from sglang_rollout.wire.models import Intent, LastUpdate, Record, UpdateOutcome, Version
+from sglang_rollout.wire.intent import Intent
+from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.weights import Version
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ from sglang_rollout.trainer.heartbeat import Heartbeat
 from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, Checksums, NamedTensors, Push, PushResult
 from sglang_rollout.trainer.snapshot import Snapshots
 from sglang_rollout.trainer.waiting import Deadline, background
-from sglang_rollout.wire.models import FleetDocument, Version
 from sglang_rollout.wire.ports import FLEET
+from sglang_rollout.wire.trainer import FleetDocument
+from sglang_rollout.wire.weights import Version
 
 if TYPE_CHECKING:
     from sglang_rollout.trainer.group import Group, Rendezvous

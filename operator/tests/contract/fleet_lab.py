@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "properties"))
 from fleet_world import FakeAgent
 
 from sglang_rollout.fleet.cli import Options, serve
-from sglang_rollout.wire.models import Deadlines, Intent, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.intent import Intent, WantedEngine
+from sglang_rollout.wire.policy import Deadlines, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT, DATA_PATHS, TERM_HEADER
 from sglang_rollout.wire.states import FleetMode
 

@@ -30,19 +30,13 @@ from sglang_rollout.fleet.update.lora import LOAD, UNLOAD
 from sglang_rollout.fleet.update.memory import RELEASE, RESUME
 from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.fleet.update.versions import key
-from sglang_rollout.wire.models import (
-    BASE,
-    Adapter,
-    AgentStatus,
-    EngineState,
-    Intent,
-    Record,
-    Version,
-    WantedEngine,
-    WeightsPolicy,
-)
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.intent import Adapter, Intent, WantedEngine
+from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC
+from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetMode, FleetState
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 SNAPSHOTS = "/snapshots"
 MEMORY = ("kv_cache", "weights", "cuda_graph")

@@ -7,8 +7,9 @@ from fleet_world import SNAPSHOTS, World
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import UPDATE_DISK
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import CatchUp, Version, WeightsPolicy
+from sglang_rollout.wire.policy import CatchUp, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+from sglang_rollout.wire.weights import Version
 
 TENSORS = {"names": ["w"]}
 

@@ -11,8 +11,8 @@ from test_fleet_held import tell
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.memory import RELEASE
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import BASE
 from sglang_rollout.wire.states import FleetMode, FleetState
+from sglang_rollout.wire.weights import BASE
 
 VERL = ("kv_cache", "weights")
 """What verl's sleep and wake_up name."""

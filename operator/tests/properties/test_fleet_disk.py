@@ -6,8 +6,9 @@ from fleet_world import World
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import PAUSE, UPDATE_DISK
-from sglang_rollout.wire.models import Version, WeightsPolicy
+from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+from sglang_rollout.wire.weights import Version
 
 ASK = ev.FromDisk("/snapshots/5", "5", {"model_path": "/snapshots/5", "abort_all_requests": True})
 

@@ -8,8 +8,10 @@ from fleet_world import World, group_body, push
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import END, FLUSH, INIT, UPDATE
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import UpdateOutcome, Version, WeightsPolicy
+from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.record import UpdateOutcome
+from sglang_rollout.wire.weights import Version
 
 
 def test_a_push_reaches_every_engine_and_is_served() -> None:

@@ -7,8 +7,9 @@ from fleet_world import SNAPSHOTS, FakeAgent, World, group_body, push
 
 from sglang_rollout.fleet.update import calls
 from sglang_rollout.fleet.update import events as ev
-from sglang_rollout.wire.models import CatchUp, Version
+from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import Version
 
 TENSORS = {"names": ["w"]}
 

@@ -15,8 +15,10 @@ from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.events import Answer, AtEngine
 from sglang_rollout.fleet.update.memory import RELEASE
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import BASE, EngineState, UpdateOutcome, Verify
+from sglang_rollout.wire.policy import Verify
+from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetMode, FleetState
+from sglang_rollout.wire.weights import BASE, EngineState
 
 WEIGHTS, CACHE = ("weights",), ("kv_cache",)
 SLEEP = ("kv_cache", "weights")

@@ -7,7 +7,7 @@ from test_fleet_held import tell
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.lora import LOAD, UNLOAD, rows
-from sglang_rollout.wire.models import Adapter
+from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.states import FleetState
 
 A, B = Adapter(name="a", path="/lora/a"), Adapter(name="b", path="/lora/b")

@@ -9,8 +9,9 @@ from test_fleet_held import make, tell
 from sglang_rollout.fleet.update import calls
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import CatchUp, EngineState, Version
+from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState, Version
 
 V1 = Version(run=1, n=1, label="1")
 

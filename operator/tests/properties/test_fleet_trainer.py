@@ -9,8 +9,10 @@ from fleet_world import World
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.calls import UPDATE
-from sglang_rollout.wire.models import OnLoss, TrainerLease, UpdateOutcome, Version, WeightsPolicy
+from sglang_rollout.wire.policy import OnLoss, TrainerLease, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
+from sglang_rollout.wire.record import UpdateOutcome
+from sglang_rollout.wire.weights import Version
 
 EVERYBODY = frozenset({"e0", "e1"})
 TENSORS = {"names": ["w"]}

@@ -11,9 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.versions import key
-from sglang_rollout.wire.models import CatchUp, EngineState, WantedEngine
+from sglang_rollout.wire.intent import WantedEngine
+from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 ENGINES = ["e0", "e1", "e2"]
 names = st.frozensets(st.sampled_from(ENGINES))

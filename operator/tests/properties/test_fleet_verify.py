@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update.verify import CHECKER, differing
-from sglang_rollout.wire.models import Verify, Version, WeightsPolicy
+from sglang_rollout.wire.policy import Verify, WeightsPolicy
+from sglang_rollout.wire.weights import Version
 
 
 def begun(sizes: list[int], **policy: object) -> World:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from sglang_rollout.fleet.update.events import Answer, Body, Result, Send, Write
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import EngineState, FenceRequest
+from sglang_rollout.wire.agent import FenceRequest
 from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 INIT = "/init_weights_update_group"
 DESTROY = "/destroy_weights_update_group"

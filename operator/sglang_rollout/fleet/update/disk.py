@@ -16,7 +16,7 @@ from sglang_rollout.fleet.update.membership import present
 from sglang_rollout.fleet.update.outcome import close
 from sglang_rollout.fleet.update.state import By, Fleet, OnDisk, Phase, Update
 from sglang_rollout.fleet.update.transaction import hold_all
-from sglang_rollout.wire.models import CheckpointRequest
+from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 
 MARGIN = 5.0

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.wire.models import AgentStatus, Intent, Record
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.intent import Intent
+from sglang_rollout.wire.record import Record
 
 Body = Mapping[str, Any]
 """A JSON object as the trainer sent it."""

@@ -25,7 +25,8 @@ from sglang_rollout.fleet.update.membership import absent_sentence, present
 from sglang_rollout.fleet.update.outcome import abandon, finish
 from sglang_rollout.fleet.update.state import By, Fleet, Group, Phase
 from sglang_rollout.fleet.update.trainer import knock
-from sglang_rollout.wire.models import PreflightRequest, Transport
+from sglang_rollout.wire.agent import PreflightRequest
+from sglang_rollout.wire.policy import Transport
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 MARGIN = 2.0

@@ -30,8 +30,9 @@ from sglang_rollout.fleet.update.membership import some, untold
 from sglang_rollout.fleet.update.outcome import abandon, close, fail, suffice
 from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
 from sglang_rollout.fleet.update.transaction import flush, set_label, tell
-from sglang_rollout.wire.models import EngineState, PauseMode
+from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import BY_HANDLES
+from sglang_rollout.wire.weights import EngineState
 
 _CACHE = "kv_cache"
 AT_ENGINES = "weights come to each engine of this fleet at that engine's own URL (spec.mode: Hybrid), and so does this call."

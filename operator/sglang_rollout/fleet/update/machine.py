@@ -56,7 +56,7 @@ from sglang_rollout.fleet.update.knowledge import Knowledge
 from sglang_rollout.fleet.update.state import Fleet, Phase
 from sglang_rollout.fleet.update.trainer import Trainer, reachable
 from sglang_rollout.fleet.update.upkeep import Upkeep
-from sglang_rollout.wire.models import Record
+from sglang_rollout.wire.record import Record
 
 
 @dataclass(eq=False)

@@ -11,16 +11,11 @@ from typing import Any
 from sglang_rollout.fleet.ranks import RankTable, rank_table
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.versions import history, newest, next_version
-from sglang_rollout.wire.models import (
-    FleetGroup,
-    LastUpdate,
-    Noted,
-    Record,
-    SyncRequest,
-    Version,
-    WeightsPolicy,
-)
+from sglang_rollout.wire.agent import SyncRequest
+from sglang_rollout.wire.policy import WeightsPolicy
+from sglang_rollout.wire.record import FleetGroup, LastUpdate, Noted, Record
 from sglang_rollout.wire.states import LENT, FleetMode, FleetState, held_sentence
+from sglang_rollout.wire.weights import Version
 
 
 class Phase(StrEnum):

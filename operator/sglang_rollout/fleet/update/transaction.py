@@ -26,7 +26,7 @@ from sglang_rollout.fleet.update.outcome import abandon, fail, finish
 from sglang_rollout.fleet.update.state import By, Fleet, Group, Hold, Phase
 from sglang_rollout.fleet.update.state import Update as OpenUpdate
 from sglang_rollout.fleet.update.versions import newest
-from sglang_rollout.wire.models import PauseMode
+from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import held_sentence
 
 

@@ -11,7 +11,7 @@ from sglang_rollout.fleet.update.outcome import abandon, tidy
 from sglang_rollout.fleet.update.state import By, Fleet, Phase
 from sglang_rollout.fleet.update.trainer import Trainer
 from sglang_rollout.fleet.update.transaction import hold_all
-from sglang_rollout.wire.models import OnLoss
+from sglang_rollout.wire.policy import OnLoss
 from sglang_rollout.wire.states import FleetState
 
 STRAY_AFTER = 3.0

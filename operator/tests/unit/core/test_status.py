@@ -32,7 +32,7 @@ from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
-from sglang_rollout.wire.models import AdapterRow
+from sglang_rollout.wire.record import AdapterRow
 from sglang_rollout.wire.states import FleetState
 
 Object = dict[str, Any]

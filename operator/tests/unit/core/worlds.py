@@ -11,7 +11,8 @@ from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.render import render_all
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World, observe_world
-from sglang_rollout.wire.models import BASE, EngineRow, EngineState, LastUpdate, Record, UpdateOutcome, Version
+from sglang_rollout.wire.record import EngineRow, LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
 NOW = "2026-11-21T03:00:00Z"
