@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_rollout.fleet.update import Machine, calls
-from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.events import (
-    Answer,
     Answered,
     Asked,
     Cut,
@@ -16,7 +15,6 @@ from sglang_rollout.fleet.update.events import (
     Event,
     Left,
     Reply,
-    Request,
     Result,
     Save,
     Seen,
@@ -28,6 +26,7 @@ from sglang_rollout.fleet.update.events import (
 )
 from sglang_rollout.fleet.update.lora import LOAD, UNLOAD
 from sglang_rollout.fleet.update.memory import RELEASE, RESUME
+from sglang_rollout.fleet.update.requests import Answer, Request
 from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.agent import AgentStatus
@@ -448,8 +447,8 @@ def group_body(world: World, name: str) -> dict[str, Any]:
 
 
 def push(world: World, label: str | None) -> Version | None:
-    assert world.do(ev.OpenGroup(group_body(world, "g"))).success
-    assert world.do(ev.Begin()).success
-    assert world.do(ev.Update("g", label, {"names": ["w"]})).success
-    assert world.do(ev.End()).success
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", label, {"names": ["w"]})).success
+    assert world.do(rq.End()).success
     return world.machine.fleet.committed

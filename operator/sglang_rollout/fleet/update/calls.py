@@ -10,7 +10,8 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sglang_rollout.fleet.update.events import Answer, Body, Result, Send, Write
+from sglang_rollout.fleet.update.events import Result, Send, Write
+from sglang_rollout.fleet.update.requests import Answer, Body
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.agent import FenceRequest
 from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_SYNC

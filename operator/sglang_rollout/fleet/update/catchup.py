@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from sglang_rollout.fleet.update.calls import FLUSH, PAUSE, UPDATE_DISK, Script, Turn, same, send, sync
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.events import Answer, Body, Result
+from sglang_rollout.fleet.update.events import Result
+from sglang_rollout.fleet.update.requests import Answer, Body
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM, NOT_THERE, Checksums
 from sglang_rollout.fleet.update.versions import key

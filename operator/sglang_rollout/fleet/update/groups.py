@@ -20,9 +20,9 @@ from sglang_rollout.fleet.update.calls import (
     send,
     told,
 )
-from sglang_rollout.fleet.update.events import Answer, Body, CloseGroup, OpenGroup
 from sglang_rollout.fleet.update.membership import absent_sentence, present
 from sglang_rollout.fleet.update.outcome import abandon, finish
+from sglang_rollout.fleet.update.requests import Answer, Body, CloseGroup, OpenGroup
 from sglang_rollout.fleet.update.state import By, Fleet, Group, Phase
 from sglang_rollout.fleet.update.trainer import knock
 from sglang_rollout.wire.agent import PreflightRequest

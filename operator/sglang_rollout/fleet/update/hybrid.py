@@ -12,7 +12,9 @@ from __future__ import annotations
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update import memory
 from sglang_rollout.fleet.update.calls import END, UPDATE_TENSOR, Script, Turn, failures, same, send, sync
-from sglang_rollout.fleet.update.events import (
+from sglang_rollout.fleet.update.membership import some, untold
+from sglang_rollout.fleet.update.outcome import abandon, close, fail, suffice
+from sglang_rollout.fleet.update.requests import (
     Answer,
     Begin,
     Body,
@@ -25,9 +27,7 @@ from sglang_rollout.fleet.update.events import (
     SetLabel,
     Tensors,
 )
-from sglang_rollout.fleet.update.events import Update as Distributed
-from sglang_rollout.fleet.update.membership import some, untold
-from sglang_rollout.fleet.update.outcome import abandon, close, fail, suffice
+from sglang_rollout.fleet.update.requests import Update as Distributed
 from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
 from sglang_rollout.fleet.update.transaction import flush, set_label, tell
 from sglang_rollout.wire.policy import PauseMode

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sglang_rollout.fleet.update import held, lora, memory, sharing
 from sglang_rollout.fleet.update.calls import Script, resume
-from sglang_rollout.fleet.update.events import Answer
 from sglang_rollout.fleet.update.knowledge import Knowledge
 from sglang_rollout.fleet.update.membership import some, untold
 from sglang_rollout.fleet.update.outcome import abandon, tidy
+from sglang_rollout.fleet.update.requests import Answer
 from sglang_rollout.fleet.update.state import By, Fleet, Phase
 from sglang_rollout.fleet.update.trainer import Trainer
 from sglang_rollout.fleet.update.transaction import hold_all
