@@ -22,8 +22,9 @@ from sglang_rollout.fleet.update.calls import (
 )
 from sglang_rollout.fleet.update.membership import absent_sentence, present
 from sglang_rollout.fleet.update.outcome import abandon, finish
+from sglang_rollout.fleet.update.progress import By, Group, Phase
 from sglang_rollout.fleet.update.requests import Answer, Body, CloseGroup, OpenGroup
-from sglang_rollout.fleet.update.state import By, Fleet, Group, Phase
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.trainer import knock
 from sglang_rollout.wire.agent import PreflightRequest
 from sglang_rollout.wire.policy import Transport

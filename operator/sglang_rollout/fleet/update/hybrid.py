@@ -14,6 +14,7 @@ from sglang_rollout.fleet.update import memory
 from sglang_rollout.fleet.update.calls import END, UPDATE_TENSOR, Script, Turn, failures, same, send, sync
 from sglang_rollout.fleet.update.membership import some, untold
 from sglang_rollout.fleet.update.outcome import abandon, close, fail, suffice
+from sglang_rollout.fleet.update.progress import By, Phase, Update
 from sglang_rollout.fleet.update.requests import (
     Answer,
     Begin,
@@ -28,7 +29,7 @@ from sglang_rollout.fleet.update.requests import (
     Tensors,
 )
 from sglang_rollout.fleet.update.requests import Update as Distributed
-from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.transaction import flush, set_label, tell
 from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import BY_HANDLES

@@ -36,8 +36,9 @@ from sglang_rollout.fleet.update.events import (
     Written,
 )
 from sglang_rollout.fleet.update.knowledge import Knowledge
+from sglang_rollout.fleet.update.progress import Phase
 from sglang_rollout.fleet.update.requests import Answer
-from sglang_rollout.fleet.update.state import Fleet, Phase
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.trainer import Trainer, reachable
 from sglang_rollout.fleet.update.upkeep import Upkeep
 from sglang_rollout.wire.record import Record

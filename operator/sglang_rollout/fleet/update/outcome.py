@@ -20,8 +20,9 @@ from sglang_rollout.fleet.update.calls import (
 )
 from sglang_rollout.fleet.update.events import Write
 from sglang_rollout.fleet.update.membership import enough, untold
+from sglang_rollout.fleet.update.progress import By, Phase, Update
 from sglang_rollout.fleet.update.requests import Answer
-from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import due, verify
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_rollout.fleet.update.state import Group
+from sglang_rollout.fleet.update.progress import Group
 from sglang_rollout.fleet.update.versions import key, newest
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import Record
