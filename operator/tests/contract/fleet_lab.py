@@ -16,7 +16,7 @@ from aiohttp import web
 from ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "properties"))
-from fleet_world import FakeAgent
+from fleet_agent import FakeAgent
 
 from sglang_rollout.fleet.cli import Options, serve
 from sglang_rollout.wire.intent import Intent, WantedEngine

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fleet_world import SNAPSHOTS, FakeAgent, World, group_body, push
+from fleet_agent import FakeAgent
+from fleet_world import SNAPSHOTS, World, group_body, push
 
 from sglang_rollout.fleet.update import calls
 from sglang_rollout.fleet.update import requests as rq

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fleet_world import FakeAgent, World, push
+from fleet_agent import FakeAgent
+from fleet_world import World, push
 from test_fleet_held import tell
 
 from sglang_rollout.fleet.update import requests as rq

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fleet_world import MEMORY, SNAPSHOTS, World, group_body, push
+from fleet_agent import MEMORY
+from fleet_world import SNAPSHOTS, World, group_body, push
 from test_fleet_held import make, tell
 
 from sglang_rollout.fleet.update import calls

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fleet_world import MEMORY, SNAPSHOTS, FakeAgent, World, group_body
+from fleet_agent import MEMORY, FakeAgent
+from fleet_world import SNAPSHOTS, World, group_body
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
