@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.wire.models import ControlReply
 from sglang_rollout.wire.ports import DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.trainer import ControlReply
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Model = TypeVar("_Model", bound=BaseModel)

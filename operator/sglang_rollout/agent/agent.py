@@ -12,10 +12,11 @@ from typing import Any
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards, sleep
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply
+from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply, complaint
 from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateLacksError, GateView
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.wire.models import AgentStatus, ControlReply, EngineState, SyncRequest
+from sglang_rollout.wire.agent import AgentStatus, SyncRequest
+from sglang_rollout.wire.weights import EngineState
 
 log = logging.getLogger(__name__)
 
@@ -292,8 +293,3 @@ class Agent:
     def awake(self) -> None:
         """All memory that was released for the spec is back."""
         self.dispatch(ev.Awake())
-
-
-def complaint(status: int, message: str) -> Reply:
-    """A refusal in SGLang's own shape."""
-    return Reply.json(status, ControlReply(success=False, message=message).model_dump(exclude_none=True))

@@ -19,8 +19,8 @@ from sglang_rollout.agent.relay import RELAYED, Relay
 from sglang_rollout.agent.sleep import after_resume
 from sglang_rollout.agent.update import AckError, Fence, acknowledge
 from sglang_rollout.wire import ports
+from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 from sglang_rollout.wire.group import MemberReport
-from sglang_rollout.wire.models import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 
 MAX_BODY = 16 * 1024 * 1024
 _READ_DEADLINE = 5.0

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
 from sglang_rollout.agent.state import BY_SPEC, WEIGHTS_TAG, EngineFacts, Memory, State, gate_may_open
-from sglang_rollout.wire.models import BASE, EngineState, Version
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 
 @dataclass(frozen=True, slots=True)

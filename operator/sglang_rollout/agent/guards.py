@@ -11,8 +11,8 @@ from typing import Any
 
 from sglang_rollout.agent import state as s
 from sglang_rollout.proxy.versions import ADAPTERS_LONGEST, listed
-from sglang_rollout.wire.models import EngineState
 from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.weights import EngineState
 
 DEFAULT_GROUP = "weight_update_group"
 """SGLang's group name when a call names none."""

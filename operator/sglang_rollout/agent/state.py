@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from sglang_rollout.wire.models import AgentStatus, EngineState, Message, Nccl, Version
+from sglang_rollout.wire.agent import AgentStatus, Nccl
+from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.weights import EngineState, Version
 
 BEGIN = "begin_weight_update"
 END = "end_weight_update"

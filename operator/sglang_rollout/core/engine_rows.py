@@ -14,9 +14,10 @@ from sglang_rollout.core.waiting import waits
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
 from sglang_rollout.wire.group import BUDGET_EXHAUSTED, WITH_THE_OTHERS
-from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
 from sglang_rollout.wire.ports import GATE_PORT
+from sglang_rollout.wire.record import EngineRow
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import BASE_LABEL, EngineState, Version
 
 _UNDER_WAY = "A weight update is under way."
 _OLD_NEWS = "The engine holds version "

@@ -10,7 +10,7 @@ from sglang_rollout.core.facts import SEVERITY, Facts
 from sglang_rollout.core.prefetch import prefetch_status
 from sglang_rollout.core.serving import for_trainer, lent
 from sglang_rollout.core.words import LENT, partly, sentence
-from sglang_rollout.wire.models import UpdateOutcome
+from sglang_rollout.wire.record import UpdateOutcome
 
 _NEEDS_A_PERSON = frozenset(
     {

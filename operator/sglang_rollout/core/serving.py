@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sglang_rollout.core import names
 from sglang_rollout.core.world import World
-from sglang_rollout.wire.models import EngineState
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 
 def router_ready(world: World) -> bool:

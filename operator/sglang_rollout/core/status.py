@@ -25,8 +25,9 @@ from sglang_rollout.core.findings import findings, invalid_findings
 from sglang_rollout.core.prefetch import prefetch_status
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World
-from sglang_rollout.wire.models import EngineRow, EngineState, Record, Version
 from sglang_rollout.wire.ports import FLEET, FRONT_PORT
+from sglang_rollout.wire.record import EngineRow, Record
+from sglang_rollout.wire.weights import EngineState, Version
 
 _LONGEST_MESSAGE = 2000
 

@@ -11,9 +11,10 @@ import aiohttp
 from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from sglang_rollout.fleet.update.events import Body, Result, Send
+from sglang_rollout.fleet.update.events import Result, Send
+from sglang_rollout.fleet.update.requests import Body
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import AgentStatus, CheckpointReply, SyncRequest
+from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, SyncRequest
 from sglang_rollout.wire.ports import (
     AGENT_ACK,
     AGENT_CHECKPOINT,

@@ -18,8 +18,8 @@ from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.router import Router
 from sglang_rollout.fleet.smg import Smg
 from sglang_rollout.fleet.update.machine import Machine
-from sglang_rollout.wire.models import ControlReply
 from sglang_rollout.wire.ports import DATA_PATHS
+from sglang_rollout.wire.trainer import ControlReply
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.events import (
+from sglang_rollout.fleet.update.memory import TAGS
+from sglang_rollout.fleet.update.requests import (
     Answer,
     AtEngine,
     Begin,
@@ -31,9 +32,9 @@ from sglang_rollout.fleet.update.events import (
     UnloadAdapter,
     Update,
 )
-from sglang_rollout.fleet.update.memory import TAGS
 from sglang_rollout.fleet.update.versions import LONGEST_LABEL
-from sglang_rollout.wire.models import ControlReply, PauseMode
+from sglang_rollout.wire.policy import PauseMode
+from sglang_rollout.wire.trainer import ControlReply
 
 LONGEST_REASON = 200
 LONGEST_FLUSH = 60.0

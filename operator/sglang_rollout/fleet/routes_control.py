@@ -11,8 +11,9 @@ from aiohttp import web
 from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.app import PARTS, refuse
 from sglang_rollout.fleet.update.calls import UPDATE_TENSOR
-from sglang_rollout.fleet.update.events import NewRun, Request, Send
+from sglang_rollout.fleet.update.events import Send
 from sglang_rollout.fleet.update.hybrid import AT_ENGINES
+from sglang_rollout.fleet.update.requests import NewRun, Request
 from sglang_rollout.wire.ports import FLEET_LEASE, FLEET_RUN, VERSION_HEADER
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.routes_control import abort_request, ask
-from sglang_rollout.fleet.update.events import AtEngine, Call
+from sglang_rollout.fleet.update.requests import AtEngine, Call
 from sglang_rollout.wire.ports import FLEET_ENGINES
 
 _CALLS: dict[str, Callable[[Mapping[str, Any]], Call]] = {

@@ -16,8 +16,9 @@ from typing import Any
 import aiohttp
 from ports import free_port
 
-from sglang_rollout.wire.models import AgentStatus, Version
+from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_GATE, AGENT_HEALTH, AGENT_SYNC, TERM_HEADER
+from sglang_rollout.wire.weights import Version
 
 TOKEN = "secret"
 BASE_WIRE = {"run": 0, "n": 0, "label": "base"}

@@ -15,8 +15,8 @@ from agent_stub import StubEngine, stub_engine
 from ports import free_port
 
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.wire.models import BASE, EngineState, Version
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_METRICS, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 pytestmark = pytest.mark.router
 

@@ -19,8 +19,9 @@ from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
-from sglang_rollout.wire.models import AgentStatus, Version
+from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.weights import Version
 
 V1 = Version(run=1, n=1, label="1").model_dump()
 BASE_WIRE = {"run": 0, "n": 0, "label": "base"}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from fleet_lab import Lab, fleet_lab
 
-from sglang_rollout.wire.models import Intent, Record
+from sglang_rollout.wire.intent import Intent
+from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState, held_sentence
 
 UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g", "weight_version": "1"}

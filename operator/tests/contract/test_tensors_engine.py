@@ -23,7 +23,8 @@ from fleet_lab import FakeSmg
 from ports import free_port
 
 from sglang_rollout.fleet.cli import Options, serve
-from sglang_rollout.wire.models import Intent, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.intent import Intent, WantedEngine
+from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import FLEET
 from sglang_rollout.wire.states import FleetMode
 

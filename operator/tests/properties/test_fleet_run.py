@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fleet_world import FakeAgent, World, group_body, push
 
-from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.calls import CONTINUE, END
 from sglang_rollout.fleet.update.events import Answer
-from sglang_rollout.wire.models import Version
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import Version
 
 V2 = Version(run=1, n=2, label="2")
 
@@ -25,10 +25,10 @@ def make(engines: int = 2, min_committed: int | None = None) -> World:
 
 def second_push(world: World, **broken: str) -> Answer:
     """Version 2; ``broken`` engines fail the call that stands beside their name."""
-    assert world.do(ev.OpenGroup(group_body(world, "h"))).success
-    assert world.do(ev.Begin()).success
-    assert world.do(ev.Update("h", "2", {"names": ["w"]})).success
-    call = world.ask(ev.End())
+    assert world.do(rq.OpenGroup(group_body(world, "h"))).success
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("h", "2", {"names": ["w"]})).success
+    call = world.ask(rq.End())
     while world.pending:
         path = getattr(world.pending[0], "path", "")
         world.complete(broken=frozenset(name for name, fails in broken.items() if fails == path))
@@ -83,17 +83,17 @@ def test_an_engine_that_was_left_behind_hears_what_is_committed_and_does_not_go_
 
 def test_a_commit_does_not_end_the_pause_of_a_trainer() -> None:
     world = make()
-    assert world.do(ev.Pause("abort", {"mode": "abort"})).success
+    assert world.do(rq.Pause("abort", {"mode": "abort"})).success
     assert second_push(world).success
     assert told(world, AGENT_RUN) | told(world, CONTINUE) == set()
     assert all(agent.paused and agent.gate_open for agent in world.agents.values())
-    assert world.do(ev.Continue({})).success
+    assert world.do(rq.Continue({})).success
     assert all(runs(agent) for agent in world.agents.values())
 
 
 def test_an_engine_without_its_cache_takes_weights_and_does_not_go_on() -> None:
     world = make()
-    assert world.do(ev.ReleaseMemory(("kv_cache",))).success
+    assert world.do(rq.ReleaseMemory(("kv_cache",))).success
     assert second_push(world).success
     assert told(world, AGENT_RUN) | told(world, CONTINUE) == set()
     assert all(agent.paused and agent.version == V2 and agent.committed == V2 for agent in world.agents.values())

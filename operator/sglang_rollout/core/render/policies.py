@@ -15,19 +15,8 @@ from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.core import names
 from sglang_rollout.core.ports import engine_ports
 from sglang_rollout.core.render.common import Object, child
-from sglang_rollout.wire.models import (
-    Adapter,
-    CatchUp,
-    Deadlines,
-    Intent,
-    OnLoss,
-    PauseMode,
-    TrainerLease,
-    Transport,
-    Verify,
-    WantedEngine,
-    WeightsPolicy,
-)
+from sglang_rollout.wire.intent import Adapter, Intent, WantedEngine
+from sglang_rollout.wire.policy import CatchUp, Deadlines, OnLoss, PauseMode, TrainerLease, Transport, Verify, WeightsPolicy
 from sglang_rollout.wire.ports import GATE_PORT
 from sglang_rollout.wire.states import FleetMode, FleetState
 

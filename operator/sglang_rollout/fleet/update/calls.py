@@ -10,11 +10,13 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sglang_rollout.fleet.update.events import Answer, Body, Result, Send, Write
+from sglang_rollout.fleet.update.events import Result, Send, Write
+from sglang_rollout.fleet.update.requests import Answer, Body
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import EngineState, FenceRequest
+from sglang_rollout.wire.agent import FenceRequest
 from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 INIT = "/init_weights_update_group"
 DESTROY = "/destroy_weights_update_group"

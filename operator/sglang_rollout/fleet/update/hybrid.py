@@ -12,7 +12,10 @@ from __future__ import annotations
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update import memory
 from sglang_rollout.fleet.update.calls import END, UPDATE_TENSOR, Script, Turn, failures, same, send, sync
-from sglang_rollout.fleet.update.events import (
+from sglang_rollout.fleet.update.membership import some, untold
+from sglang_rollout.fleet.update.outcome import abandon, close, fail, suffice
+from sglang_rollout.fleet.update.progress import By, Phase, Update
+from sglang_rollout.fleet.update.requests import (
     Answer,
     Begin,
     Body,
@@ -25,13 +28,12 @@ from sglang_rollout.fleet.update.events import (
     SetLabel,
     Tensors,
 )
-from sglang_rollout.fleet.update.events import Update as Distributed
-from sglang_rollout.fleet.update.membership import some, untold
-from sglang_rollout.fleet.update.outcome import abandon, close, fail, suffice
-from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
+from sglang_rollout.fleet.update.requests import Update as Distributed
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.transaction import flush, set_label, tell
-from sglang_rollout.wire.models import EngineState, PauseMode
+from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import BY_HANDLES
+from sglang_rollout.wire.weights import EngineState
 
 _CACHE = "kv_cache"
 AT_ENGINES = "weights come to each engine of this fleet at that engine's own URL (spec.mode: Hybrid), and so does this call."

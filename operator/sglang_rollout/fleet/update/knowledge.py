@@ -9,7 +9,9 @@ from sglang_rollout.fleet.update.membership import at_first, enough
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import key
-from sglang_rollout.wire.models import AgentStatus, EngineState, LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.weights import EngineState
 
 PATIENCE = 5.0
 """With a record: how long a new coordinator waits for agents that may prove a newer version than the record says."""

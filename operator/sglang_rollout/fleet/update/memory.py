@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.calls import Results, Script, Turn, failures, same, send, sync, told
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.events import Answer, ReleaseMemory, ResumeMemory
+from sglang_rollout.fleet.update.requests import Answer, ReleaseMemory, ResumeMemory
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM
-from sglang_rollout.wire.models import AckRequest, EngineState, Noted
+from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.record import Noted
 from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
+from sglang_rollout.wire.weights import EngineState
 
 RELEASE = "/release_memory_occupation"
 RESUME = "/resume_memory_occupation"

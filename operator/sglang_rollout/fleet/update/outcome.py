@@ -18,12 +18,16 @@ from sglang_rollout.fleet.update.calls import (
     sync,
     told,
 )
-from sglang_rollout.fleet.update.events import Answer, Write
+from sglang_rollout.fleet.update.events import Write
 from sglang_rollout.fleet.update.membership import enough, untold
-from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
+from sglang_rollout.fleet.update.progress import By, Phase, Update
+from sglang_rollout.fleet.update.requests import Answer
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import due, verify
-from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, UpdateOutcome, Version
+from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
+from sglang_rollout.wire.weights import EngineState, Version
 
 
 def finish(fleet: Fleet) -> Script[Answer]:

@@ -10,7 +10,10 @@ from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update import hybrid, memory
 from sglang_rollout.fleet.update.calls import Script, Turn, failures, send, sync
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.events import (
+from sglang_rollout.fleet.update.events import Write
+from sglang_rollout.fleet.update.memory import WEIGHTS
+from sglang_rollout.fleet.update.outcome import abandon
+from sglang_rollout.fleet.update.requests import (
     Answer,
     AtEngine,
     Begin,
@@ -26,10 +29,7 @@ from sglang_rollout.fleet.update.events import (
     SetLabel,
     Tensors,
     Update,
-    Write,
 )
-from sglang_rollout.fleet.update.memory import WEIGHTS
-from sglang_rollout.fleet.update.outcome import abandon
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.transaction import flush
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode, FleetState

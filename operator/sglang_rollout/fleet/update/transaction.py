@@ -19,14 +19,15 @@ from sglang_rollout.fleet.update.calls import (
     send,
     told,
 )
-from sglang_rollout.fleet.update.events import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
 from sglang_rollout.fleet.update.membership import refuse_asleep
 from sglang_rollout.fleet.update.memory import WEIGHTS
 from sglang_rollout.fleet.update.outcome import abandon, fail, finish
-from sglang_rollout.fleet.update.state import By, Fleet, Group, Hold, Phase
-from sglang_rollout.fleet.update.state import Update as OpenUpdate
+from sglang_rollout.fleet.update.progress import By, Group, Hold, Phase
+from sglang_rollout.fleet.update.progress import Update as OpenUpdate
+from sglang_rollout.fleet.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import newest
-from sglang_rollout.wire.models import PauseMode
+from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import held_sentence
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from sglang_rollout.fleet.update import held, lora, memory, sharing
 from sglang_rollout.fleet.update.calls import Script, resume
-from sglang_rollout.fleet.update.events import Answer
 from sglang_rollout.fleet.update.knowledge import Knowledge
 from sglang_rollout.fleet.update.membership import some, untold
 from sglang_rollout.fleet.update.outcome import abandon, tidy
-from sglang_rollout.fleet.update.state import By, Fleet, Phase
+from sglang_rollout.fleet.update.progress import By, Phase
+from sglang_rollout.fleet.update.requests import Answer
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.trainer import Trainer
 from sglang_rollout.fleet.update.transaction import hold_all
-from sglang_rollout.wire.models import OnLoss
+from sglang_rollout.wire.policy import OnLoss
 from sglang_rollout.wire.states import FleetState
 
 STRAY_AFTER = 3.0

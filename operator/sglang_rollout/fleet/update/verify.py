@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from sglang_rollout.fleet.update.calls import Script, same, send
 from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import Verify
+from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.states import FleetMode
 
 CHECKER = "/weights_checker"

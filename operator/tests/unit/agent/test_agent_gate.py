@@ -16,7 +16,7 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateError
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.state import Memory, State
-from sglang_rollout.wire.models import BASE, EngineState
+from sglang_rollout.wire.weights import BASE, EngineState
 
 ADAPTERS = {f"adapter-{number}": "/a" for number in range(1000)}
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.lease import in_the_middle
-from sglang_rollout.wire.models import BASE, EngineState, Version
 from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 V1, V2 = Version(run=1, n=1, label="1"), Version(run=1, n=2, label="2")
 

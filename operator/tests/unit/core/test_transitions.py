@@ -15,8 +15,9 @@ from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World
-from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version
+from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState, Version
 
 
 def reasons(before: World | None, after: World) -> list[tuple[str, str]]:

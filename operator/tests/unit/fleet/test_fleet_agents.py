@@ -11,8 +11,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from sglang_rollout.fleet.agents import Agents
-from sglang_rollout.wire.models import BASE, AgentStatus, EngineState, SyncRequest, Version
+from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 V1 = Version(run=1, n=1, label="1")
 STATUS = AgentStatus(name="e0", boot_id="b", state=EngineState.CLEAN, version=V1, committed=V1, term=1, gate_open=True)
