@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from tenacity import retry, retry_if_exception_message, stop_after_attempt
+
 from e2e.cluster import archive, nodeconf, nodes
 from e2e.cluster.paths import content_key, lab_root
 from e2e.cluster.say import LabError, say, step, wait_until
@@ -59,9 +61,15 @@ def loaded(node: int) -> dict[str, str]:
         return {}
 
 
-def _import(node: int, image: Image) -> None:
+# An image takes the place of one with the same name, and containerd may collect a layer of that one just when both share it.
+@retry(retry=retry_if_exception_message(match="(?s).*parent snapshot .* does not exist"), stop=stop_after_attempt(3), reraise=True)
+def _unpack(node: int, image: Image) -> str:
     # Through stdin: the node may see something else at the archive's path.
-    printed = _ctr(node, "images", "import", "-", stdin=image.archive)
+    return _ctr(node, "images", "import", "-", stdin=image.archive)
+
+
+def _import(node: int, image: Image) -> None:
+    printed = _unpack(node, image)
     names = re.findall(r"^unpacking (\S+) \(", printed, re.MULTILINE)
     wanted = full_name(image.reference)
     if wanted not in names:

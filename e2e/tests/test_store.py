@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,25 @@ def test_a_node_without_a_record_has_loaded_nothing(monkeypatch: pytest.MonkeyPa
     assert loaded(0) == {}
     (tmp_path / "loaded.json").write_text('{"x:1": "key"}')
     assert loaded(0) == {"x:1": "key"}
+
+
+@pytest.mark.parametrize(("trouble", "tries"), [("parent snapshot sha256:70 does not exist: not found", 2), ("no space left on device", 1)])
+def test_a_layer_that_was_collected_meanwhile_is_imported_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: str, tries: int
+) -> None:
+    image, calls = Image("localhost/x:1", tmp_path / "x.tar", "key"), []
+
+    def ctr(node: int, *words: str, stdin: Path | None = None) -> str:
+        calls.append(words)
+        if len(calls) == 1:
+            raise LabError(f"node0: ctr images import - failed: ctr: failed to prepare extraction snapshot: {trouble}")
+        return "unpacking localhost/x:1 (sha256:00)...done\n"
+
+    monkeypatch.setattr(store, "_ctr", ctr)
+    monkeypatch.setattr(nodeconf, "store_folder", lambda _: tmp_path)
+    with nullcontext() if tries > 1 else pytest.raises(LabError, match=trouble):
+        store._import(0, image)
+    assert len(calls) == tries
 
 
 def test_a_packed_program_is_an_archive_that_docker_load_takes(tmp_path: Path) -> None:
