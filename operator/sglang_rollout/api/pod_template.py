@@ -72,8 +72,8 @@ class OverlayPodSpec(Open):
         json_schema_extra={PRESERVE: True}
         | rules(
             rule(
-                "!has(self.hostNetwork) || !self.hostNetwork",
-                "podTemplate must not set hostNetwork to true: all engines of a node would listen on the same ports. Use"
+                "!has(self.hostNetwork)",
+                "podTemplate must not set hostNetwork: all engines of a node would listen on the same ports. Use"
                 " spec.engine.network.hostNetwork, which gives each engine ports of its own.",
                 field=".hostNetwork",
             )
@@ -102,7 +102,7 @@ class OverlayPodSpec(Open):
     )
     """Volumes to add."""
     host_network: bool | None = None
-    """Not true: `engine.network.hostNetwork` does that."""
+    """Refused: `engine.network.hostNetwork` does that."""
 
 
 class OverlayMetadata(ApiModel):

@@ -87,7 +87,7 @@ class LastUpdate(ApiModel):
     version: str = Field(max_length=256)
     """The version it was about."""
     outcome: str = Field(max_length=32)
-    """`Committed`, `Partial` or `Failed`."""
+    """`Committed`, `Partial`, `Failed` or, of a pause that was given up, `Aborted`."""
     reason: Text = ""
     """Why it failed."""
     finished: str = Field(json_schema_extra={"format": "date-time"})
