@@ -25,7 +25,7 @@ from bench.pusher import pusher
 from e2e.engine import environment
 
 from sglang_rollout.checkpoints.snapshots import latest
-from sglang_rollout.wire.models import CatchUp
+from sglang_rollout.wire.policy import CatchUp
 
 GROUPS = ((1, 4), (50,))
 """Joiners that are measured on one fleet: of whole sets of processes, and with all agents in one process."""

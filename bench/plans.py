@@ -24,7 +24,8 @@ from sglang_rollout.core.render import render_all
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
-from sglang_rollout.wire.models import BASE, EngineRow, EngineState, Record
+from sglang_rollout.wire.record import EngineRow, Record
+from sglang_rollout.wire.weights import BASE, EngineState
 
 ROOT = Path(__file__).parents[1]
 ENGINES = 100

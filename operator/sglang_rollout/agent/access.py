@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.wire.models import ControlReply
 from sglang_rollout.wire.ports import DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.trainer import ControlReply
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -36,12 +36,12 @@ def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> 
     return web.json_response(body, status=status, reason=reason, headers=headers)
 
 
-def check_token(request: web.Request, token: str) -> None:
-    """Raise RefusedError unless the call carries the rollout's token."""
+def check_token(request: web.Request, token: str, hint: str = "") -> None:
+    """Raise RefusedError unless the call carries the rollout's token; ``hint`` is said to who has none."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise RefusedError(
-            401, f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine."
+            401, f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine.{hint}"
         )
     if not hmac.compare_digest(given.strip().encode(), token.encode()):
         raise RefusedError(403, f"{request.path}: this token is not the one of this rollout.")
@@ -50,15 +50,16 @@ def check_token(request: web.Request, token: str) -> None:
 class Access:
     """Checks control calls before anything else is done with them."""
 
-    def __init__(self, agent: Agent, token: str) -> None:
+    def __init__(self, agent: Agent, token: str, hint: str = "") -> None:
         self._agent = agent
         self._token = token
+        self._hint = hint
 
     def protected(self, handler: Handler) -> Handler:
         """Let only the coordinator of the highest term seen through."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            check_token(request, self._token)
+            check_token(request, self._token, self._hint)
             self._check_term(request)
             self._agent.heard_at = time.monotonic()
             return await handler(request)

@@ -12,10 +12,11 @@ from typing import Any
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards, sleep
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply
-from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateView
+from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply, complaint
+from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateLacksError, GateView
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.wire.models import AgentStatus, ControlReply, EngineState, SyncRequest
+from sglang_rollout.wire.agent import AgentStatus, SyncRequest
+from sglang_rollout.wire.weights import EngineState
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +188,8 @@ class Agent:
             self.view = view
 
     async def _name_version(self, pid: int) -> None:
-        """Tell the gate what the engine holds and knows, once per haproxy and version, and before it opens."""
+        """Tell the gate what the engine holds and knows, once per haproxy and version, and before it opens. What an older gate cannot be
+        told is left out; any other error keeps it from opening, and it is told again."""
         version, vocabulary, info = self.state.memory.version, self.engine.vocabulary, self.engine.info
         # Adapters of the command line are known to SGLang alone.
         ours = info.get("enable_lora") and not info.get("lora_paths")
@@ -202,9 +204,7 @@ class Agent:
                 await self.gate.name_vocabulary(vocabulary)
             await self.gate.name_tokenizer(present=tokenizer)
             await self.gate.name_adapters(adapters)
-        except GateAbsentError:
-            raise
-        except GateError as error:  # an older gate has no such map
+        except GateLacksError as error:
             log.warning("Answers will not name their version, or tokens and adapters are not checked: %s.", error)
         self._named = named
 
@@ -293,8 +293,3 @@ class Agent:
     def awake(self) -> None:
         """All memory that was released for the spec is back."""
         self.dispatch(ev.Awake())
-
-
-def complaint(status: int, message: str) -> Reply:
-    """A refusal in SGLang's own shape."""
-    return Reply.json(status, ControlReply(success=False, message=message).model_dump(exclude_none=True))

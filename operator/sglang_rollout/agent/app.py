@@ -15,11 +15,12 @@ from sglang_rollout.agent.leader import Leader
 from sglang_rollout.agent.metrics import Metrics
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.record import RecordError
+from sglang_rollout.agent.relay import RELAYED, Relay
 from sglang_rollout.agent.sleep import after_resume
 from sglang_rollout.agent.update import AckError, Fence, acknowledge
 from sglang_rollout.wire import ports
+from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 from sglang_rollout.wire.group import MemberReport
-from sglang_rollout.wire.models import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 
 MAX_BODY = 16 * 1024 * 1024
 _READ_DEADLINE = 5.0
@@ -86,10 +87,14 @@ class Routes:
 
     async def sync(self, request: web.Request) -> web.StreamResponse:
         """Take over what is committed, move the gate, report."""
-        body = await message(request, SyncRequest)
-        self._agent.lease, self._agent.silent, self._agent.drain = body.lease, body.silent, body.drain
-        self._agent.dispatch(ev.Told(self._agent.state.memory.term, body.committed, tuple(body.tolerated), body.hold))
+        self._take_over(await message(request, SyncRequest))
         return await self._status()
+
+    async def run(self, request: web.Request) -> web.StreamResponse:
+        """A sync that ends the pause of an update. The gate follows what is committed, also of an engine that does not go on."""
+        self._take_over(await message(request, SyncRequest))
+        reply = await self._agent.control(s.CONTINUE, {}, deadline_of(request, _CALL_DEADLINE))
+        return await self._status() if reply.ok else passed_on(reply)
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:
         """Try to reach the trainer."""
@@ -149,14 +154,22 @@ class Routes:
         call = request.path.removeprefix("/")
         return refuse(501, f"{call} is not offered: {guards.NOT_OFFERED[call]}.")
 
+    def _take_over(self, told: SyncRequest) -> None:
+        self._agent.lease, self._agent.silent, self._agent.drain = told.lease, told.silent, told.drain
+        self._agent.dispatch(ev.Told(self._agent.state.memory.term, told.committed, tuple(told.tolerated), told.hold))
+
     async def _status(self) -> web.Response:
         await self._agent.settle_gate()
         return web.json_response(self._agent.status().model_dump(mode="json"))
 
 
-def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None = None, leader: Leader | None = None) -> web.Application:
-    """All routes of an agent. ``model_path``: what the engine was started with, if known; ``leader``: of an engine with several pods."""
-    routes, access = Routes(agent, fence=fence, metrics=Metrics(agent), model_path=model_path, leader=leader), Access(agent, token)
+def make_app(
+    agent: Agent, *, token: str, fence: Fence, model_path: str | None = None, leader: Leader | None = None, relay: Relay | None = None
+) -> web.Application:
+    """All routes of an agent. ``model_path``: what the engine was started with, if known; ``leader``: of an engine with several pods;
+    ``relay``: of an engine on its trainer's GPUs."""
+    routes = Routes(agent, fence=fence, metrics=Metrics(agent), model_path=model_path, leader=leader)
+    access = Access(agent, token, relay.hint if relay is not None else "")
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_sentences])
     opened: dict[str, Handler] = {
         ports.AGENT_HEALTH: routes.health,
@@ -171,6 +184,7 @@ def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None =
     }
     guarded: dict[str, Handler] = {
         ports.AGENT_SYNC: routes.sync,
+        ports.AGENT_RUN: routes.run,
         ports.AGENT_PREFLIGHT: routes.preflight,
         ports.AGENT_CHECKPOINT: routes.checkpoint,
         ports.AGENT_ACK: routes.ack,
@@ -180,11 +194,16 @@ def make_app(agent: Agent, *, token: str, fence: Fence, model_path: str | None =
         **{f"/{call}": routes.not_offered for call in guards.NOT_OFFERED},
     }
     app.add_routes(web.get(path, handler) for path, handler in opened.items())
-    app.add_routes(web.post(path, access.protected(handler)) for path, handler in guarded.items())
+
+    def entrance(path: str, handler: Handler) -> Handler:
+        checked = access.protected(handler)
+        return relay.before(checked) if relay is not None and path.removeprefix("/") in RELAYED else checked
+
+    app.add_routes(web.post(path, entrance(path, handler)) for path, handler in guarded.items())
     if leader is not None:
         app.router.add_post(ports.AGENT_GROUP, _member_route(leader, token))
     # SGLang answers these to GET as well.
-    app.add_routes(web.get(path, access.protected(routes.control)) for path in ("/flush_cache", "/get_weights_by_name", "/weights_checker"))
+    app.add_routes(web.get(path, entrance(path, routes.control)) for path in ("/flush_cache", "/get_weights_by_name", "/weights_checker"))
     return app
 
 

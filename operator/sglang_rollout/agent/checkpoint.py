@@ -20,7 +20,7 @@ from typing import Any
 from sglang_rollout.checkpoints.folder import CONFIG, Model, ProblemsError, limited, read_model
 from sglang_rollout.checkpoints.format import TensorEntry
 from sglang_rollout.checkpoints.snapshots import hold, listed
-from sglang_rollout.wire.models import CheckpointReply, CheckpointRequest
+from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """SGLang copies these into each other: the engine's own type decides."""

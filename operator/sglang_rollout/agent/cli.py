@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from sglang_rollout.agent.hang import Hang
 from sglang_rollout.agent.leader import Leader
 from sglang_rollout.agent.lease import Lease
 from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.agent.relay import Relay
 from sglang_rollout.agent.sleep import Sleep
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.proxy.address import Address
@@ -81,6 +82,9 @@ class _Place:
 @click.option("--leader", type=ADDRESS, help="With --nodes: the gate of pod 0.")
 @click.option("--advertise", type=ADDRESS, help="With --nodes: this pod's own gate, by its IP.")
 @click.option("--model-path", help="What the engine was started with; checkpoints are compared with it [default: what the engine says].")
+@click.option(
+    "--fleet-url", help="Of an engine on its trainer's GPUs: where calls without a token that the trainer makes here are decided."
+)
 def command(
     *,
     name: str,
@@ -96,6 +100,7 @@ def command(
     leader: Address | None,
     advertise: Address | None,
     model_path: str | None,
+    fleet_url: str | None,
 ) -> None:
     """Run the sidecar of one engine."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -109,6 +114,8 @@ def command(
         raise click.UsageError(f"the token file {token_file} is empty: anybody could call")
     if urlsplit(engine_url).scheme != "http" or not urlsplit(engine_url).hostname:
         raise click.BadParameter(f"{engine_url!r} is not an http URL", param_hint="--engine-url")
+    if fleet_url is not None:
+        _check_fleet_url(fleet_url)
     place = _place(nodes, node_rank, leader, advertise, boot_file)
     try:
         if place is not None and place.rank:
@@ -126,10 +133,21 @@ def command(
                 tensor_size=tensor_size,
                 model_path=model_path,
                 place=place,
+                fleet_url=fleet_url,
             )
         )
     except OSError as error:
         raise click.ClickException(f"the agent cannot listen on {address}: {error.strerror or error}") from None
+
+
+def _check_fleet_url(url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        good = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        good = False
+    if not good or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+        raise click.BadParameter(f"{url!r} is not the URL of a fleet: write http://host:port", param_hint="--fleet-url")
 
 
 def _place(nodes: int, rank: int, leader: Address | None, own: Address | None, boot_file: Path | None) -> _Place | None:
@@ -154,9 +172,11 @@ async def _run(
     tensor_size: int | None,
     model_path: str | None,
     place: _Place | None = None,
+    fleet_url: str | None = None,
 ) -> None:
     files = RunFiles(boot_file) if boot_file is not None else None
-    async with Engine(url, boot_file=boot_file) as engine:
+    relaying = Relay(fleet_url, engine=name) if fleet_url is not None else nullcontext()
+    async with Engine(url, boot_file=boot_file) as engine, relaying as relay:
         agent = Agent(name=name, engine=engine, gate=Gate(socket), record=RecordFile(folder), tensor_size=tensor_size)
         fence = Fence(agent, kill_file=files.kill if files else None)
         work = [
@@ -175,7 +195,7 @@ async def _run(
         if files is not None:
             work.append(_every(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, draining)))
             work.append(_every(_INTERVAL, "watching for a hang", Hang(agent, files.kill).watch))
-        app = make_app(agent, token=token, fence=fence, model_path=model_path, leader=leader)
+        app = make_app(agent, token=token, fence=fence, model_path=model_path, leader=leader, relay=relay)
         await _serve(app, listen, work, f"Agent of {name} at {listen}, engine {url}.")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import EngineError
-from sglang_rollout.wire.models import EngineState
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import aiohttp
 
 from sglang_rollout.agent import bandwidth, nccl
 from sglang_rollout.agent.state import BEGIN, END, EngineFacts
+from sglang_rollout.wire.trainer import ControlReply
 
 _POLL_TIMEOUT = 2.0
 _IDENTIFY_TIMEOUT = 10.0
@@ -69,6 +70,11 @@ class Reply:
     def json(cls, status: int, document: object) -> Self:
         """An answer made here."""
         return cls(status=status, body=json.dumps(document).encode(), content_type="application/json")
+
+
+def complaint(status: int, message: str) -> Reply:
+    """A refusal in SGLang's own shape."""
+    return Reply.json(status, ControlReply(success=False, message=message).model_dump(exclude_none=True))
 
 
 class Engine:

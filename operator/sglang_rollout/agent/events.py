@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
 from sglang_rollout.agent.state import BY_SPEC, WEIGHTS_TAG, EngineFacts, Memory, State, gate_may_open
-from sglang_rollout.wire.models import BASE, EngineState, Version
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
     match event.call:
         case "begin_weight_update":
             return _dirty(state, received=0, failed=False, session=True)
-        case "update_weights_from_distributed":
+        case "update_weights_from_distributed" | "update_weights_from_tensor":
             return _dirty(state)
         case "update_weights_from_disk":
             return _dirty(state) if memory.session else _dirty(state, received=0, failed=False)
@@ -220,9 +220,18 @@ def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one
     state = _remember(state, pending="")
     memory = state.memory
     match event.call, event.ok:
-        case (("update_weights_from_distributed" | "update_weights_from_disk"), True):
+        case (("update_weights_from_distributed" | "update_weights_from_tensor" | "update_weights_from_disk"), True):
             return _remember(state, received=memory.received + 1)
-        case (("begin_weight_update" | "end_weight_update" | "update_weights_from_distributed" | "update_weights_from_disk"), False):
+        case (
+            (
+                "begin_weight_update"
+                | "end_weight_update"
+                | "update_weights_from_distributed"
+                | "update_weights_from_tensor"
+                | "update_weights_from_disk"
+            ),
+            False,
+        ):
             return _remember(state, failed=True) if memory.state is EngineState.DIRTY else state
         case "end_weight_update", True:
             return _remember(state, session=False)

@@ -22,8 +22,8 @@ from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.reach import is_cut
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
+from sglang_rollout.wire.agent import CheckpointRequest, PreflightRequest
 from sglang_rollout.wire.group import GroupReply, MemberReport, Verdict
-from sglang_rollout.wire.models import CheckpointRequest, PreflightRequest
 
 log = logging.getLogger(__name__)
 

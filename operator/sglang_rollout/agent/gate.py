@@ -22,6 +22,11 @@ _SERVER = "engine/e"
 _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
 """Bits of ``srv_admin_state`` that keep a server out (haproxy's SRV_ADMF_MAINT). 0x04 only tells that it was configured ``disabled``."""
 
+_QUOTED = 500
+"""Characters of a command that an error quotes: the path of the map and what is set; a list of adapters has up to 15,000."""
+_LACKS = ("Unknown map identifier", "entry not found")
+"""What haproxy answers to ``set map`` for a map or a key that it does not have."""
+
 
 class GateError(Exception):
     """The gate did not do what it was told; the message says why."""
@@ -29,6 +34,10 @@ class GateError(Exception):
 
 class GateAbsentError(GateError):
     """Nothing listens on the gate's socket: haproxy does not run, so nothing passes."""
+
+
+class GateLacksError(GateError):
+    """The gate has no such map or entry: it is older than the agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,8 @@ class Gate:
     async def _tell(self, command: str) -> None:
         answer = (await self._command(command)).strip()
         if answer:
-            raise GateError(f"haproxy at {self.socket} refused '{command}': {answer[:200]}")
+            kind = GateLacksError if answer.startswith(_LACKS) else GateError
+            raise kind(f"haproxy at {self.socket} refused '{_quoted(command)}': {answer[:200]}")
 
     async def _command(self, command: str) -> str:
         try:
@@ -104,6 +114,10 @@ class Gate:
         except (FileNotFoundError, ConnectionRefusedError):
             raise GateAbsentError(f"haproxy does not listen on {self.socket}") from None
         except TimeoutError:
-            raise GateError(f"haproxy at {self.socket} did not answer '{command}' within {self._timeout:g} s") from None
+            raise GateError(f"haproxy at {self.socket} did not answer '{_quoted(command)}' within {self._timeout:g} s") from None
         except OSError as error:
             raise GateError(f"haproxy at {self.socket} cannot be asked: {error.strerror or error}") from None
+
+
+def _quoted(command: str) -> str:
+    return command if len(command) <= _QUOTED else f"{command[:_QUOTED]}…"

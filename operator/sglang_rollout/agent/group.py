@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import Field
 
 from sglang_rollout.wire.group import BUDGET_EXHAUSTED, Verdict
-from sglang_rollout.wire.models import Message
+from sglang_rollout.wire.message import Message
 
 BUDGET = 10
 """So many generations in a row may fail. With the pauses between them that takes an hour."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_rollout.agent import state as s
-from sglang_rollout.wire.models import EngineState
+from sglang_rollout.proxy.versions import ADAPTERS_LONGEST, listed
 from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.weights import EngineState
 
 DEFAULT_GROUP = "weight_update_group"
 """SGLang's group name when a call names none."""
@@ -21,6 +22,7 @@ FORWARDED = frozenset(
         s.BEGIN,
         s.END,
         s.UPDATE,
+        s.TENSORS,
         s.UPDATE_DISK,
         s.INIT_GROUP,
         s.DESTROY_GROUP,
@@ -39,9 +41,8 @@ FORWARDED = frozenset(
 """SGLang's control calls that an agent passes on, one at a time."""
 
 NOT_OFFERED = {
-    "update_weights_from_tensor": "it carries handles of one process's GPU memory; use update_weights_from_distributed",
     "load_lora_adapter_from_tensors": "its tensors belong to the ranks of one engine; use load_lora_adapter with a shared path",
-    "update_weights_from_ipc": "it carries handles of GPU memory of one machine; use update_weights_from_distributed",
+    "update_weights_from_ipc": "it has no session; use update_weights_from_distributed, or update_weights_from_tensor on the same GPUs",
     "init_weights_send_group_for_remote_instance": "a peer that fails can block the serving engine for good",
     "send_weights_to_remote_instance": "with an unknown group it ends the engine's process",
 }
@@ -50,7 +51,9 @@ NOT_OFFERED = {
 
 LOAD_FORMATS = ("auto", "safetensors")
 """How an engine may be told to read a folder. The names of loaders that SGLang does not know, or cannot use here, end its process."""
-_NEED_WEIGHTS = frozenset({s.BEGIN, s.UPDATE, s.UPDATE_DISK, "weights_checker", "get_weights_by_name"})
+_TENSOR_FORMATS = (None, "direct", "flattened_bucket")
+"""The same for tensors in a call."""
+_NEED_WEIGHTS = frozenset({s.BEGIN, s.UPDATE, s.TENSORS, s.UPDATE_DISK, "weights_checker", "get_weights_by_name"})
 """Calls that would read or write memory that is not there."""
 _CHECKER_ACTIONS = ("checksum",)
 """Of the others, one overwrites the weights and one keeps a copy of them in host memory."""
@@ -77,7 +80,7 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
         return Refusal(409, f"{call}: the engine's weights are released; {s.RESUME} comes first.")
     if call == s.CONTINUE and memory.released:
         return Refusal(409, f"{call}: {s.closed_reason(state)} {s.RESUME} comes first.")
-    if call == s.UPDATE and not memory.session:
+    if call in (s.UPDATE, s.TENSORS) and not memory.session:
         return Refusal(409, f"{call} must run between begin_weight_update and end_weight_update, and no session is open.")
     if call == s.UPDATE and group_of(body) not in memory.groups:
         return Refusal(400, f"{call}: this engine is in no group {group_of(body)!r}; its groups: {', '.join(memory.groups) or 'none'}.")
@@ -87,6 +90,10 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
         return _init_refusal(memory, body)
     if call in (s.RELEASE, s.RESUME):
         return _memory_refusal(call, memory, body)
+    if call == s.TENSORS:
+        return _tensors_refusal(state.facts, body)
+    if call == s.LOAD:
+        return _load_refusal(memory, name_of(call, body))
     return _value_refusal(call, body)
 
 
@@ -151,6 +158,30 @@ def _value_refusal(call: str, body: dict[str, Any]) -> Refusal | None:
     if call == "weights_checker" and action not in _CHECKER_ACTIONS:
         return Refusal(400, f"{call}: action {action!r} is not offered, only checksum: others change or copy the weights.")
     return None
+
+
+def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refusal | None:
+    form, payloads, ranks = body.get("load_format"), body.get("serialized_named_tensors"), (facts and facts.tensor_size) or 1
+    if form not in _TENSOR_FORMATS:
+        said = f"load_format {form!r} may end the engine's process: use flattened_bucket or direct, or leave it out."
+        return Refusal(400, f"{s.TENSORS}: {said}")
+    if not isinstance(payloads, list) or len(payloads) < ranks:
+        said = (
+            f"serialized_named_tensors must hold one payload for each of the engine's {ranks} ranks; a rank without one ends its process."
+        )
+        return Refusal(400, f"{s.TENSORS}: {said}")
+    return None
+
+
+def _load_refusal(memory: s.Memory, name: str) -> Refusal | None:
+    """The gate refuses requests for adapters that it was not told of."""
+    if name in memory.adapters or len(listed({*memory.adapters, name})) <= ADAPTERS_LONGEST:
+        return None
+    return Refusal(
+        400,
+        f"{s.LOAD}: {len(memory.adapters)} adapters are loaded, and the names of all of them, URL-encoded, may have {ADAPTERS_LONGEST}"
+        " characters with the commas between them: unload some, or use shorter names.",
+    )
 
 
 def _memory_refusal(call: str, memory: s.Memory, body: dict[str, Any]) -> Refusal | None:

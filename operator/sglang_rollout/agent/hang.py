@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import EngineError
-from sglang_rollout.wire.models import EngineState
+from sglang_rollout.wire.weights import EngineState
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.reach import is_cut
 from sglang_rollout.agent.record import load, save
 from sglang_rollout.proxy.address import Address
+from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest, PreflightReply, PreflightRequest
 from sglang_rollout.wire.group import GroupReply, MemberReport
-from sglang_rollout.wire.models import CheckpointReply, CheckpointRequest, PreflightReply, PreflightRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 
 log = logging.getLogger(__name__)

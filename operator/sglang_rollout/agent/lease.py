@@ -8,8 +8,9 @@ import time
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.update import Fence
-from sglang_rollout.wire.models import EngineState, FenceRequest
+from sglang_rollout.wire.agent import FenceRequest
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 log = logging.getLogger(__name__)
 

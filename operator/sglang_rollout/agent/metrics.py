@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import Reply
 from sglang_rollout.agent.state import gate_may_open
-from sglang_rollout.wire.models import EngineState
+from sglang_rollout.wire.weights import EngineState
 
 
 class Metrics:

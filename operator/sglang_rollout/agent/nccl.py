@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_rollout.wire.models import Nccl
+from sglang_rollout.wire.agent import Nccl
 
 CUMEM = "NCCL_CUMEM_ENABLE"
 

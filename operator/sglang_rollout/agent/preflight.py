@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 
-from sglang_rollout.wire.models import PreflightReply, PreflightRequest
+from sglang_rollout.wire.agent import PreflightReply, PreflightRequest
 
 _ATTEMPT = 2.0
 _FIRST_PAUSE = 0.1

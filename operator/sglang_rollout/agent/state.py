@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from sglang_rollout.wire.models import AgentStatus, EngineState, Message, Nccl, Version
+from sglang_rollout.wire.agent import AgentStatus, Nccl
+from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.weights import EngineState, Version
 
 BEGIN = "begin_weight_update"
 END = "end_weight_update"
 UPDATE = "update_weights_from_distributed"
+TENSORS = "update_weights_from_tensor"
 UPDATE_DISK = "update_weights_from_disk"
 INIT_GROUP = "init_weights_update_group"
 DESTROY_GROUP = "destroy_weights_update_group"

@@ -11,7 +11,8 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import EngineError, Reply
-from sglang_rollout.wire.models import AckRequest, EngineState, FenceRequest
+from sglang_rollout.wire.agent import AckRequest, FenceRequest
+from sglang_rollout.wire.weights import EngineState
 
 log = logging.getLogger(__name__)
 

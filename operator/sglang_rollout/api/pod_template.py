@@ -68,6 +68,18 @@ _MAP_LIST: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list
 class OverlayPodSpec(Open):
     """Fields of a pod's spec."""
 
+    model_config = ConfigDict(
+        json_schema_extra={PRESERVE: True}
+        | rules(
+            rule(
+                "!has(self.hostNetwork)",
+                "podTemplate must not set hostNetwork: all engines of a node would listen on the same ports. Use"
+                " spec.engine.network.hostNetwork, which gives each engine ports of its own.",
+                field=".hostNetwork",
+            )
+        )
+    )
+
     containers: list[OverlayContainer] | None = Field(
         default=None, max_length=16, json_schema_extra=_MAP_LIST | rules(_NOT_OURS, _ENGINE_COMMAND)
     )
@@ -89,6 +101,8 @@ class OverlayPodSpec(Open):
         ),
     )
     """Volumes to add."""
+    host_network: bool | None = None
+    """Refused: `engine.network.hostNetwork` does that."""
 
 
 class OverlayMetadata(ApiModel):

@@ -18,6 +18,7 @@ class Mode(StrEnum):
     """Whose GPUs the engines use, and who sends them weights."""
 
     STANDALONE = "Standalone"
+    HYBRID = "Hybrid"
     COLOCATED = "Colocated"
 
 
@@ -42,46 +43,91 @@ class Sharing(ApiModel):
 
 def rules_of_modes() -> list[dict[str, str]]:
     """Rules of ``spec``: what each mode needs and refuses."""
-    standalone = "self.mode == 'Standalone'"
     return [
         rule(
             "self.mode == oldSelf.mode",
             "mode cannot change: engines that took weights from a trainer would wait for them for ever. Make another object.",
             field=".mode",
         ),
+        *_rules_of_shared_gpus(),
         rule(
-            "(self.mode == 'Colocated') == has(self.sharing)",
-            "sharing belongs to mode Colocated: set both, or neither.",
+            "self.mode != 'Colocated' || self.engine.weightsCpuBackup",
+            "mode Colocated needs engine.weightsCpuBackup: the trainer takes the memory of the engines, and nobody sends them their weights"
+            " again.",
+            field=".engine",
+        ),
+        rule(
+            f"self.mode != 'Colocated' || !has(self.weights) || ({_NO_TRANSPORT} && {_NO_CATCH_UP}"
+            " && !has(self.weights.maxStaleness) && !has(self.weights.minCommitted))",
+            "mode Colocated takes no weights: leave weights.transport, maxStaleness, minCommitted and catchUp.disk out.",
+            field=".weights",
+        ),
+        *_rules_of_pushes_to_each(),
+    ]
+
+
+_NO_TRANSPORT = "(!has(self.weights.transport) || self.weights.transport == 'Distributed')"
+_NO_CATCH_UP = "(!has(self.weights.catchUp) || !has(self.weights.catchUp.disk))"
+
+
+def _rules_of_shared_gpus() -> list[dict[str, str]]:
+    """Of Hybrid and Colocated."""
+    return [
+        rule(
+            "(self.mode != 'Standalone') == has(self.sharing)",
+            "sharing belongs to modes Hybrid and Colocated: set both, or neither.",
             field=".sharing",
         ),
         rule(
-            f"{standalone} || (self.engine.memorySaver && self.engine.weightsCpuBackup)",
-            "mode Colocated needs engine.memorySaver and engine.weightsCpuBackup: the trainer takes the memory of the engines, and nobody"
-            " sends them their weights again.",
+            "self.mode == 'Standalone' || self.engine.memorySaver",
+            "modes Hybrid and Colocated need engine.memorySaver: the trainer takes the memory of the engines, and without it SGLang"
+            " releases nothing.",
             field=".engine",
         ),
         rule(
-            f"{standalone} || self.engine.gpuResource == ''",
-            'mode Colocated needs engine.gpuResource "": the GPUs are the trainer\'s, and an extended resource would take others. Name them'
-            " by sharing.resourceClaimName.",
+            "self.mode == 'Standalone' || self.engine.gpuResource == ''",
+            'modes Hybrid and Colocated need engine.gpuResource "": the GPUs are the trainer\'s, and an extended resource would take'
+            " others. Name them by sharing.resourceClaimName.",
             field=".engine",
         ),
         rule(
-            f"{standalone} || !has(self.engine.nodes) || self.engine.nodes == 1",
-            "mode Colocated needs engines of one pod: leave engine.nodes out.",
+            "self.mode == 'Standalone' || !has(self.engine.nodes) || self.engine.nodes == 1",
+            "modes Hybrid and Colocated need engines of one pod: leave engine.nodes out.",
             field=".engine",
-        ),
-        rule(
-            f"{standalone} || !has(self.weights) || ((!has(self.weights.transport) || self.weights.transport == 'Distributed')"
-            " && !has(self.weights.maxStaleness) && !has(self.weights.minCommitted)"
-            " && (!has(self.weights.catchUp) || !has(self.weights.catchUp.disk)))",
-            "mode Colocated takes no weights: leave weights.transport, maxStaleness, minCommitted and catchUp.disk out.",
-            field=".weights",
         ),
         rule(
             "self.replicas <= 1 || !has(self.sharing) || !has(self.sharing.resourceClaimName)"
             f" || self.sharing.resourceClaimName.contains('{ENGINE_INDEX}')",
             "sharing.resourceClaimName must contain {engine} when there are several engines: else all of them would use the same GPUs.",
             field=".sharing",
+        ),
+    ]
+
+
+def _rules_of_pushes_to_each() -> list[dict[str, str]]:
+    """Of Hybrid: the trainer sends tensors to each engine by itself, after every sleep."""
+    return [
+        rule(
+            f"self.mode != 'Hybrid' || !has(self.weights) || {_NO_TRANSPORT}",
+            "mode Hybrid takes tensors at the engines' own URLs: leave weights.transport out. update_weights_from_disk works all the same.",
+            field=".weights",
+        ),
+        rule(
+            f"self.mode != 'Hybrid' || !has(self.weights) || {_NO_CATCH_UP}",
+            "mode Hybrid needs no weights.catchUp.disk: engines wake without weights before each push, and would load older ones while"
+            " the trainer sends new ones. Leave it out; the next push takes in an engine that restarted.",
+            field=".weights",
+        ),
+        rule(
+            "self.mode != 'Hybrid' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)",
+            "mode Hybrid needs engine.parallelism.pipeline and data 1: SGLang takes handles for the ranks of one tensor-parallel group."
+            " Use more engines (replicas) instead of data, and more tensor ranks instead of pipeline stages.",
+            field=".engine",
+        ),
+        rule(
+            "self.mode != 'Hybrid' || !has(self.elastic) || self.elastic.base >= self.replicas",
+            "mode Hybrid needs all of its engines, because the trainer sends tensors to each by itself: leave elastic out, or set"
+            " elastic.base to replicas.",
+            field=".elastic",
         ),
     ]

@@ -96,7 +96,7 @@ class RolloutSpec(ApiModel):
                 field=".engine",
             ),
             rule(
-                "self.mode == 'Colocated' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
+                "self.mode != 'Standalone' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
                 " || (has(self.weights) && has(self.weights.transport) && self.weights.transport == 'Disk')",
                 "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot take weights over a group"
                 " there. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead of data,"
@@ -142,10 +142,11 @@ class RolloutSpec(ApiModel):
     elastic: Elastic | None = None
     """How many of them are the base, without which the fleet is not whole. Default: all."""
     mode: Mode = Mode.STANDALONE
-    """`Standalone`: the engines have GPUs of their own and take weights from a trainer. `Colocated`: they share the trainer's GPUs, sleep
-    until it wakes them, and keep the weights of `model.path` (docs/modes.md). It cannot change."""
+    """`Standalone`: the engines have GPUs of their own and take weights from a trainer. `Hybrid`: they share the trainer's GPUs, sleep
+    until it wakes them, and take its weights at their own URLs. `Colocated`: they share its GPUs likewise, and keep the weights of
+    `model.path` (docs/modes.md). It cannot change."""
     sharing: Sharing | None = None
-    """How engines come to the trainer's GPUs, with `mode: Colocated`."""
+    """How engines come to the trainer's GPUs, with `mode: Hybrid` or `Colocated`."""
     state: State = State.ACTIVE
     """`Paused`: no engine generates, weight updates are taken. `Asleep`: engines release their memory; needs
     `engine.memorySaver` (docs/states.md). `Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed

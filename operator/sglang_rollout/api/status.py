@@ -75,6 +75,8 @@ class EngineStatus(ApiModel):
     """The nodes of all its pods by rank, if it has several; empty for a pod without one."""
     all_reduce: float | None = Field(default=None, alias="allReduceGBps")
     """GB/s that the ranks of its pod reached before the start (`engine.preflight`); of pod 0 if it has several."""
+    lost: bool | None = None
+    """True from when it did not serve for another reason than an update, a pause, a sleep or the router, until it serves."""
     reason: Text = ""
     """Why it does not serve, as a sentence."""
 
@@ -85,7 +87,7 @@ class LastUpdate(ApiModel):
     version: str = Field(max_length=256)
     """The version it was about."""
     outcome: str = Field(max_length=32)
-    """`Committed`, `Partial` or `Failed`."""
+    """`Committed`, `Partial`, `Failed` or, of a pause that was given up, `Aborted`."""
     reason: Text = ""
     """Why it failed."""
     finished: str = Field(json_schema_extra={"format": "date-time"})

@@ -9,14 +9,15 @@ from sglang_rollout.api.status import EnginePhase, EngineStatus
 from sglang_rollout.core import pods
 from sglang_rollout.core.elastic import comes_later
 from sglang_rollout.core.hashing import revision, revisions
-from sglang_rollout.core.serving import holds_committed, kept_back, router_ready, serves
+from sglang_rollout.core.serving import for_trainer, holds_committed, kept_back, lent, router_ready, serves
 from sglang_rollout.core.waiting import waits
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
 from sglang_rollout.wire.group import BUDGET_EXHAUSTED, WITH_THE_OTHERS
-from sglang_rollout.wire.models import BASE_LABEL, EngineRow, EngineState, Version
 from sglang_rollout.wire.ports import GATE_PORT
+from sglang_rollout.wire.record import EngineRow
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import BASE_LABEL, EngineState, Version
 
 _UNDER_WAY = "A weight update is under way."
 _OLD_NEWS = "The engine holds version "
@@ -24,6 +25,8 @@ _OLD_NEWS = "The engine holds version "
 
 _PHASES = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
 """Of the pods of one engine, the one that comes first here is spoken of."""
+_LOSES_NOTHING = frozenset({Reason.UPDATING_WEIGHTS, Reason.PAUSED, Reason.ASLEEP, Reason.ROUTER_NOT_READY})
+"""Reasons for which an engine does not serve that leave open whether it was lost before."""
 _TROUBLE_REASONS = {"image": Reason.IMAGE_PULL_FAILED, "crash": Reason.ENGINE_CRASHED, "create": Reason.CREATE_FAILED}
 
 
@@ -58,7 +61,8 @@ def engine_views(world: World) -> list[EngineView]:
 
 def _wanted(world: World, name: str, current: str) -> EngineView:
     phase, reason, why = _state(world, name)
-    return EngineView(_row(world, name, current, phase, why), reason)
+    lost = _before(world, name).get("lost") if reason in _LOSES_NOTHING else reason is not None or None
+    return EngineView(_row(world, name, current, phase, why).model_copy(update={"lost": lost}), reason)
 
 
 def _leaving(world: World, name: str, current: str) -> EngineView:
@@ -120,8 +124,13 @@ def _state_of_several(world: World, name: str) -> tuple[EnginePhase, Reason, str
 
 
 def _failed_before(world: World, name: str) -> bool:
-    rows = (world.cr.get("status") or {}).get("engines") or []
-    return any(row.get("name") == name and row.get("phase") == EnginePhase.FAILED for row in rows)
+    return bool(_before(world, name).get("phase") == EnginePhase.FAILED)
+
+
+def _before(world: World, name: str) -> Object:
+    """What status says of an engine so far."""
+    rows: list[Object] = (world.cr.get("status") or {}).get("engines") or []
+    return next((row for row in rows if row.get("name") == name), {})
 
 
 def _not_ready(world: World, pod: Object, failed_before: bool) -> tuple[EnginePhase, Reason, str]:
@@ -160,8 +169,9 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa
         return EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating
     if row.released and world.record is not None and world.record.state is FleetState.ASLEEP:
         return EnginePhase.ASLEEP, Reason.ASLEEP, f"spec.state is Asleep; released: {', '.join(row.released)}."
-    if row.released and world.record is not None and world.record.lent:
-        return EnginePhase.ASLEEP, Reason.ASLEEP, f"the trainer has its memory; released: {', '.join(row.released)}."
+    if row.released and for_trainer(world):
+        why = "the trainer has its memory" if lent(world) else "the trainer wakes it"
+        return EnginePhase.ASLEEP, Reason.ASLEEP, f"{why}; released: {', '.join(row.released)}."
     if kept_back(world, name):
         return EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version."
     if row.state is EngineState.DIRTY:

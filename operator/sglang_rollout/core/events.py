@@ -8,17 +8,22 @@ from typing import Any, Literal
 
 from sglang_rollout.api.conditions import ConditionType, Reason, find
 from sglang_rollout.api.status import EnginePhase
-from sglang_rollout.core.words import partly, sentence
+from sglang_rollout.core.words import LENT, partly, sentence
 
 Status = Mapping[str, Any]
 
 _HELD: Mapping[str, str] = {
     Reason.PAUSED: "Paused by spec.state: engines stop generating, weight updates are taken.",
-    Reason.ASLEEP: "Asleep, by spec.state or by the trainer that shares the GPUs: engines release their memory.",
+    Reason.ASLEEP: "Asleep by spec.state: engines release their memory.",
 }
-"""Said when it begins; how far it has come is in the condition."""
+"""Said when it begins; how far it has come is in the condition. A sleep for the trainer is in the condition only: each step of a
+training brings one."""
 _WOULD_SERVE = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
 """Phases of an engine that serves again by itself; nothing was lost."""
+
+
+_BESIDE_UPDATES = (ConditionType.PROGRESSING, ConditionType.ROUTER_READY, ConditionType.WAITING_FOR_WEIGHTS, ConditionType.DEGRADED)
+"""Aspects that a weight update leaves alone, if nothing else happens."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def _served(status: Status, row: Mapping[str, Any]) -> bool:
     """Whether the engine served, or did when the router was last there to say so, or before the update or the pause that is under
     way: what every step of a training brings is no news."""
     if row.get("phase") in _WOULD_SERVE:
-        return True
+        return not row.get("lost")
     if not _waits_for_router(status, row):
         return row.get("phase") == EnginePhase.SERVING
     return row.get("weights") == "clean" and row.get("version") == (status.get("weights") or {}).get("committedVersion")
@@ -138,10 +143,11 @@ def _nodes(old: Status, new: Status) -> Iterator[EventToPost]:
 def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
     before, after = find(old, ConditionType.READY), find(new, ConditionType.READY)
     same = (before.get("status"), before.get("reason")) == (after.get("status"), after.get("reason"))
-    if same:
+    if (same and _lent(before) == _lent(after)) or _lent(after):
         return
     if after.get("status") == "True":
-        yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
+        if not _only_stepped(old):
+            yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
     elif held := _HELD.get(str(after.get("reason"))):
         yield EventToPost("Normal", str(after["reason"]), held, str(after["reason"]))
     elif after.get("reason") in {
@@ -159,3 +165,17 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
             "Normal" if after.get("reason") == Reason.ROUTER_NOT_READY and before.get("status") == "False" else "Warning"
         )
         yield EventToPost(kind, str(after["reason"]), str(after.get("message")), f"NotReady/{after['reason']}")
+
+
+def _lent(ready: Status) -> bool:
+    """Whether the fleet sleeps for its trainer."""
+    return ready.get("reason") == Reason.ASLEEP and str(ready.get("message")).startswith(LENT)
+
+
+def _only_stepped(status: Status) -> bool:
+    """Whether nothing but what every step of a training brings has kept the fleet from being Ready: a weight update, or a sleep for the
+    trainer. An update also takes in engines that were lost before it: then another aspect has changed since."""
+    ready = find(status, ConditionType.READY)
+    if ready.get("reason") != Reason.UPDATING_WEIGHTS and not _lent(ready):
+        return False
+    return all(find(status, kind).get("lastTransitionTime", "") < ready["lastTransitionTime"] for kind in _BESIDE_UPDATES)

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from sglang_rollout.api.conditions import ConditionType, Finding, Reason
 from sglang_rollout.api.spec import State
-from sglang_rollout.api.status import AvoidedNode, EnginePhase
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
+from sglang_rollout.core.facts import SEVERITY, Facts
 from sglang_rollout.core.prefetch import prefetch_status
-from sglang_rollout.core.serving import router_ready
-from sglang_rollout.core.words import partly, sentence
-from sglang_rollout.core.world import World
-from sglang_rollout.wire.models import UpdateOutcome
-
-SEVERITY = (
-    Reason.IMAGE_PULL_FAILED,
-    Reason.CREATE_FAILED,
-    Reason.ENGINE_CRASHED,
-    Reason.RESTART_BUDGET_EXHAUSTED,
-    Reason.INSUFFICIENT_CAPACITY,
-    Reason.WAITING_FOR_QUEUE,
-    Reason.PODS_NOT_READY,
-    Reason.ROUTER_NOT_READY,
-    Reason.WEIGHTS_DIVERGED,
-    Reason.WAITING_FOR_WEIGHTS,
-    Reason.UPDATING_WEIGHTS,
-    Reason.PAUSED,
-    Reason.ASLEEP,
-)
-"""Of several engines that do not serve, the one that comes first here is spoken of."""
+from sglang_rollout.core.serving import for_trainer, lent
+from sglang_rollout.core.words import LENT, partly, sentence
+from sglang_rollout.wire.record import UpdateOutcome
 
 _NEEDS_A_PERSON = frozenset(
     {
@@ -42,89 +21,8 @@ _NEEDS_A_PERSON = frozenset(
         Reason.INSUFFICIENT_CAPACITY,
     }
 )
-
-
 _HELD = frozenset({Reason.PAUSED, Reason.ASLEEP})
 """By ``spec.state``, or by the trainer whose GPUs a fleet shares."""
-
-_COMES_AND_GOES = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE, Reason.PODS_NOT_READY, Reason.WAITING_FOR_WEIGHTS})
-"""What is as it should be for an engine beyond the base."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an action of the plan could not be carried out."""
-
-    reason: Reason
-    sentence: str
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the conditions are made from."""
-
-    world: World
-    wanted: list[EngineView]
-    leaving: list[EngineView]
-    failure: Failure | None
-    router: bool
-    """The router runs."""
-    avoided: Sequence[AvoidedNode] = ()
-    """Nodes that engines are kept off."""
-
-    @classmethod
-    def of(cls, world: World, views: Sequence[EngineView], failure: Failure | None, avoided: Sequence[AvoidedNode] = ()) -> Facts:
-        """Sort out ``views``."""
-        replicas = world.rollout.spec.engines if world.rollout else 0
-        return cls(world, list(views[:replicas]), list(views[replicas:]), failure, router_ready(world), avoided)
-
-    @property
-    def serving(self) -> int:
-        """How many wanted engines serve."""
-        return sum(view.row.phase is EnginePhase.SERVING for view in self.wanted)
-
-    @property
-    def outdated(self) -> list[EngineView]:
-        """Wanted engines with a pod that was made from an older spec."""
-        return [view for view in self.wanted if not view.row.updated and self.world.pods_of(view.row.name)]
-
-    @property
-    def base(self) -> list[EngineView]:
-        """Wanted engines without which the fleet is not whole."""
-        return self.wanted[: self.world.rollout.spec.base if self.world.rollout else 0]
-
-    @property
-    def away(self) -> list[EngineView]:
-        """Wanted engines that do not serve."""
-        return [view for view in self.wanted if view.reason is not None]
-
-    @property
-    def worst(self) -> EngineView | None:
-        """The engine to speak of if not all serve. One beyond the base comes and goes, and only a failure is worth a word."""
-        away = [view for view in self.away if view in self.base or view.reason not in _COMES_AND_GOES]
-        return min(away, key=lambda view: SEVERITY.index(view.reason) if view.reason in SEVERITY else 99, default=None)
-
-    @property
-    def obstacle(self) -> Failure | None:
-        """What could not be carried out, or what the cluster lacks for an engine that has no node."""
-        cluster = self.world.cluster
-        if self.failure or not any(view.row.phase is EnginePhase.PENDING for view in self.wanted):
-            return self.failure
-        if cluster.queue_problem:
-            return Failure(Reason.QUEUE_NOT_FOUND, cluster.queue_problem)
-        return Failure(Reason.GANG_NOT_POSSIBLE, cluster.gang_problem) if cluster.gang_problem else None
-
-    @property
-    def router_why(self) -> str:
-        """Why the router does not run, as a sentence."""
-        for pod in self.world.router_pods():
-            found = pods.trouble(pod)
-            if found:
-                return sentence(f"Router pod {pod['metadata']['name']}: {found.text}")
-            nowhere = pods.unschedulable(pod)
-            if nowhere:
-                return sentence(f"Router pod {pod['metadata']['name']}: no node can take it: {nowhere}")
-        return "The router is starting."
 
 
 def invalid_findings(why: str) -> list[Finding]:
@@ -171,8 +69,10 @@ def _held(facts: Facts) -> Finding | None:
         reason, message = Reason.ASLEEP, f"Asleep by spec.state: {many} have released their memory. Kept:{_version(facts)}."
     elif state is State.PAUSED:
         reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
-    elif held and facts.world.record is not None and facts.world.record.lent:
-        reason, message = Reason.ASLEEP, f"Asleep: the trainer has the memory of {many}. It wakes them by resume_memory_occupation."
+    elif held and lent(facts.world):
+        reason, message = Reason.ASLEEP, f"{LENT}has the memory of {many}. It wakes them by resume_memory_occupation."
+    elif held and for_trainer(facts.world):
+        reason, message = Reason.ASLEEP, f"{LENT}wakes the engines: {many} have not got all of their memory back yet."
     elif held:
         reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED
         message = f"spec.state is Active again: {many} have not gone on yet."
@@ -211,13 +111,20 @@ def _progressing(facts: Facts) -> Finding:
     kind = ConditionType.PROGRESSING
     if facts.outdated:
         return Finding(kind, "True", Reason.UPDATING, _rolling(facts))
-    missing = [view for view in facts.wanted if view.row.phase in {EnginePhase.PENDING, EnginePhase.STARTING, EnginePhase.STOPPING}]
-    if missing or facts.leaving:
+    waiting, up = facts.waiting, len(facts.coming) - len(facts.waiting)
+    wanted = len(facts.wanted)
+    if up or facts.leaving:
         parts = [
-            f"{len(missing)} of {len(facts.wanted)} engines are on their way up" if missing else "",
+            f"{up} of {wanted} engines are on their way up" if up else "",
             f"{len(facts.leaving)} engines are going away" if facts.leaving else "",
+            f"{len(waiting)} waiting" if waiting else "",
         ]
         return Finding(kind, "True", Reason.SCALING, "; ".join(part for part in parts if part) + ".")
+    if waiting and facts.obstacle:
+        return Finding(kind, "False", facts.obstacle.reason, facts.obstacle.sentence)
+    if waiting:
+        reason = waiting[0].reason or Reason.PODS_NOT_READY
+        return Finding(kind, "False", reason, f"Waiting: {len(waiting)} of {wanted} engines. {_sentence(facts, waiting[0])}")
     return Finding(kind, "False", Reason.SETTLED, "All objects are as the spec says.")
 
 

@@ -37,6 +37,8 @@ def revision(rollout: SGLangRollout, engine: int = 0) -> str:
     scheduling = written.get("scheduling", {})
     if scheduling.pop("avoidNodes", None) is not None and not scheduling:
         del written["scheduling"]
+    # The PodGroup's; the pods are the same.
+    scheduling.get("gang", {}).pop("timeoutSeconds", None)
     if beyond := _beyond(rollout, engine):
         written["beyond"] = beyond
     return digest(written)

@@ -126,8 +126,8 @@ def trouble(pod: Object, *, failed_before: bool = False) -> Trouble | None:
             )
         if reason in CREATE_REASONS:
             return Trouble("create", name, f"container {name} cannot be created: {waiting.get('message') or reason}")
-        ended = _last_end(status)
-        if ended and not status.get("ready") and not status.get("started"):
+        ended = _failed_end(pod, status)
+        if ended:
             return Trouble(_crash_kind(status, failed_before), name, f"container {name} {describe_end(ended)} ({_times(status)})")
     return _pod_failure(pod)
 
@@ -188,6 +188,16 @@ def _statuses(pod: Object) -> Iterator[Object]:
 def _condition(pod: Object, kind: str) -> Object:
     conditions = (pod.get("status") or {}).get("conditions") or []
     return next((one for one in conditions if one.get("type") == kind), {})
+
+
+def _failed_end(pod: Object, status: Object) -> Object | None:
+    """Return how a container ended that has not come up since. An init container comes up by ending well; the kubelet calls it started
+    while it runs. Sidecars are init containers that stay."""
+    name = str(status.get("name"))
+    init = (pod.get("spec") or {}).get("initContainers") or []
+    if any(one.get("name") == name and one.get("restartPolicy") != "Always" for one in init):
+        return last_failure(pod, name)
+    return None if status.get("ready") or status.get("started") else _last_end(status)
 
 
 def _last_end(status: Object) -> Object | None:

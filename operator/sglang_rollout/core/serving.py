@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sglang_rollout.core import names
 from sglang_rollout.core.world import World
-from sglang_rollout.wire.models import EngineState
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 
 def router_ready(world: World) -> bool:
@@ -29,6 +29,16 @@ def kept_back(world: World, engine: str) -> bool:
     """Whether only ``spec.state`` keeps an engine from serving."""
     paused = world.record is not None and world.record.state is FleetState.PAUSED
     return paused and holds_committed(world, engine) and world.whole(engine) and router_ready(world)
+
+
+def for_trainer(world: World) -> bool:
+    """Whether engines that sleep do so for the trainer that shares their GPUs, and not by ``spec.state``."""
+    return world.record is not None and world.record.state is not FleetState.ASLEEP and world.record.lent is not None
+
+
+def lent(world: World) -> bool:
+    """Whether that trainer has their memory. When it does not and engines still sleep, they are waking."""
+    return for_trainer(world) and world.record is not None and world.record.lends
 
 
 def holds_committed(world: World, engine: str) -> bool:

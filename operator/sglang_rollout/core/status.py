@@ -20,12 +20,14 @@ from sglang_rollout.api.status import (
 from sglang_rollout.core import names
 from sglang_rollout.core.avoidance import avoidance
 from sglang_rollout.core.engine_rows import EngineView, engine_views, version_text
-from sglang_rollout.core.findings import Facts, Failure, findings, invalid_findings
+from sglang_rollout.core.facts import Facts, Failure
+from sglang_rollout.core.findings import findings, invalid_findings
 from sglang_rollout.core.prefetch import prefetch_status
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World
-from sglang_rollout.wire.models import EngineRow, EngineState, Record, Version
 from sglang_rollout.wire.ports import FLEET, FRONT_PORT
+from sglang_rollout.wire.record import EngineRow, Record
+from sglang_rollout.wire.weights import EngineState, Version
 
 _LONGEST_MESSAGE = 2000
 

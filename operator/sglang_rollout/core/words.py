@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LENT = "Asleep: the trainer "
+"""How ``Ready`` begins while engines sleep because the trainer that shares their GPUs wants it, and not ``spec.state``."""
+
 
 def sentence(text: str) -> str:
     """Return ``text`` with one full stop at its end; what it quotes (a log line, the scheduler) may have brought its own."""

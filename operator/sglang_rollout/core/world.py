@@ -14,7 +14,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.cluster import Cluster
 from sglang_rollout.core.words import sentence
-from sglang_rollout.wire.models import EngineRow, Record
+from sglang_rollout.wire.record import EngineRow, Record
 
 Object = dict[str, Any]
 Key = tuple[str, str]

@@ -11,17 +11,27 @@ import aiohttp
 from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from sglang_rollout.fleet.update.events import Body, Result, Send
+from sglang_rollout.fleet.update.events import Result, Send
+from sglang_rollout.fleet.update.requests import Body
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import AgentStatus, CheckpointReply, SyncRequest
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, SyncRequest
+from sglang_rollout.wire.ports import (
+    AGENT_ACK,
+    AGENT_CHECKPOINT,
+    AGENT_FENCE,
+    AGENT_PREFLIGHT,
+    AGENT_RUN,
+    AGENT_SYNC,
+    DEADLINE_HEADER,
+    TERM_HEADER,
+)
 
 SYNC_DEADLINE = 2.0
 CONNECT_DEADLINE = 5.0
 READ_DEADLINE = 5.0
 """For GETs of information: a scheduler that is stuck in a collective must not hold up a reader."""
 LONGEST_MESSAGE = 2000
-STATUS_PATHS = (AGENT_SYNC, AGENT_ACK, AGENT_FENCE)
+STATUS_PATHS = (AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE)
 CONFLICT = 409
 
 Address = Callable[[str], str | None]
@@ -122,12 +132,16 @@ class Agents:
 
     async def call(self, name: str, path: str, body: Body, deadline: float) -> Result:
         """POST to one agent."""
-        if path != AGENT_SYNC:
+        if path not in (AGENT_SYNC, AGENT_RUN):
             return await self._post(name, path, body, deadline)
         # A sync that is under way with an older version must not arrive after this one: it would close the gate again.
         lock = self._sync_locks.setdefault(name, asyncio.Lock())
         try:
-            async with asyncio.timeout(deadline), lock:
+            async with asyncio.timeout(deadline):
+                async with lock:
+                    if path == AGENT_SYNC:
+                        return await self._post(name, path, body, deadline)
+                # Without the lock: an engine may take long to continue, and syncs that begin now know this version too.
                 return await self._post(name, path, body, deadline)
         except TimeoutError as error:
             return Result(ok=False, message=_reason(error, deadline))

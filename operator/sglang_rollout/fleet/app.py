@@ -18,8 +18,8 @@ from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.router import Router
 from sglang_rollout.fleet.smg import Smg
 from sglang_rollout.fleet.update.machine import Machine
-from sglang_rollout.wire.models import ControlReply
 from sglang_rollout.wire.ports import DATA_PATHS
+from sglang_rollout.wire.trainer import ControlReply
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +109,12 @@ def _unknown(request: web.Request) -> str:
 def make_app(parts: Parts) -> web.Application:
     """The application with all of its routes."""
     # Imported here: the route modules need what is defined above.
-    from sglang_rollout.fleet import routes_control, routes_data, routes_info  # noqa: PLC0415
+    from sglang_rollout.fleet import routes_control, routes_data, routes_engine, routes_info  # noqa: PLC0415
 
     app = web.Application(middlewares=[guard], client_max_size=LARGEST_BODY)
     app[PARTS] = parts
     app.add_routes(routes_info.routes)
     app.add_routes(routes_control.routes)
+    app.add_routes(routes_engine.routes)
     app.add_routes(routes_data.routes)
     return app

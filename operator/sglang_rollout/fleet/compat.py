@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.events import (
+from sglang_rollout.fleet.update.memory import TAGS
+from sglang_rollout.fleet.update.requests import (
     Answer,
+    AtEngine,
     Begin,
     CloseGroup,
     Continue,
@@ -26,17 +28,20 @@ from sglang_rollout.fleet.update.events import (
     Request,
     ResumeMemory,
     SetLabel,
+    Tensors,
     UnloadAdapter,
     Update,
 )
-from sglang_rollout.fleet.update.memory import TAGS
 from sglang_rollout.fleet.update.versions import LONGEST_LABEL
-from sglang_rollout.wire.models import ControlReply, PauseMode
+from sglang_rollout.wire.policy import PauseMode
+from sglang_rollout.wire.trainer import ControlReply
 
 LONGEST_REASON = 200
 LONGEST_FLUSH = 60.0
 LOAD_FORMATS = ("auto", "safetensors")
 """Of ``/update_weights_from_disk``."""
+TENSOR_FORMATS = (None, "direct", "flattened_bucket")
+"""Of ``/update_weights_from_tensor``. SGLang takes any other for the name of a function to import."""
 Fields = Mapping[str, Any]
 
 
@@ -83,12 +88,12 @@ def resume(body: Fields) -> Request:
     return Continue(body)
 
 
-def begin(body: Fields) -> Request:
+def begin(body: Fields) -> Begin:
     """``/begin_weight_update``."""
     return Begin(body)
 
 
-def end(body: Fields) -> Request:
+def end(body: Fields) -> End:
     """``/end_weight_update``; ``checksums`` is our own field."""
     checksums = body.get("checksums") or {}
     if not isinstance(checksums, dict):
@@ -142,7 +147,18 @@ def from_disk(body: Fields) -> Request:
     return FromDisk(path, _label(body.get("weight_version"), "weight_version"), body)
 
 
-def set_label(body: Fields) -> Request:
+def tensors(body: Fields) -> Tensors:
+    """``/update_weights_from_tensor``: one string for each rank of the engine."""
+    handles = body.get("serialized_named_tensors")
+    if not isinstance(handles, list) or not handles or not all(isinstance(one, str) and one for one in handles):
+        raise Refusal("serialized_named_tensors is missing: it must be a list with one string for each rank of the engine.")
+    form = body.get("load_format")
+    if form not in TENSOR_FORMATS:
+        raise Refusal(f"load_format {_clip(form)} is not offered: use {', '.join(filter(None, TENSOR_FORMATS))}, or leave it out.")
+    return Tensors(_label(body.get("weight_version"), "weight_version"), body)
+
+
+def set_label(body: Fields) -> SetLabel:
     """``/update_weight_version``."""
     label = _label(body.get("new_version"), "new_version")
     if label is None:
@@ -150,7 +166,7 @@ def set_label(body: Fields) -> Request:
     return SetLabel(label)
 
 
-def flush(query: Mapping[str, str]) -> Request:
+def flush(query: Mapping[str, str]) -> Flush:
     """``/flush_cache?timeout=``."""
     text = query.get("timeout")
     if not text:
@@ -164,12 +180,12 @@ def flush(query: Mapping[str, str]) -> Request:
     return Flush(timeout)
 
 
-def release_memory(body: Fields) -> Request:
+def release_memory(body: Fields) -> ReleaseMemory:
     """``/release_memory_occupation``."""
     return ReleaseMemory(_tags(body))
 
 
-def resume_memory(body: Fields) -> Request:
+def resume_memory(body: Fields) -> ResumeMemory:
     """``/resume_memory_occupation``."""
     return ResumeMemory(_tags(body))
 
@@ -201,14 +217,15 @@ def _tags(body: Fields) -> tuple[str, ...]:
 
 def shape(request: Request, answer: Answer) -> dict[str, Any]:
     """The body of an answer, as SGLang's clients expect it."""
+    call = request.call if isinstance(request, AtEngine) else request
     reply = ControlReply(success=answer.success, message=answer.message, fleet=dict(answer.fleet) or None)
     body = reply.model_dump(mode="json", exclude_none=True)
-    if isinstance(request, Pause | Continue):
+    if isinstance(call, Pause | Continue):
         body["status"] = "ok" if answer.success else "error"
-    if isinstance(request, LoadAdapter | UnloadAdapter):
+    if isinstance(call, LoadAdapter | UnloadAdapter):
         body["error_message"] = ""
-    if isinstance(request, SetLabel):
-        body["new_version"] = request.label
+    if isinstance(call, SetLabel):
+        body["new_version"] = call.label
     return body
 
 

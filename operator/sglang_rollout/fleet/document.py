@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update import lora
-from sglang_rollout.wire.models import FleetDocument, FleetMember
+from sglang_rollout.wire.trainer import FleetDocument, FleetMember
 
 if TYPE_CHECKING:
     from sglang_rollout.fleet.app import Parts

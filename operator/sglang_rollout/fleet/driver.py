@@ -18,7 +18,6 @@ from sglang_rollout.fleet.metrics import Metrics
 from sglang_rollout.fleet.store import Keeper, LostError, RecordStore, StoreError
 from sglang_rollout.fleet.update import Machine
 from sglang_rollout.fleet.update.events import (
-    Answer,
     Answered,
     Asked,
     Beat,
@@ -26,7 +25,6 @@ from sglang_rollout.fleet.update.events import (
     Event,
     Left,
     Reply,
-    Request,
     Save,
     Seen,
     Send,
@@ -35,8 +33,11 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
-from sglang_rollout.wire.models import Intent, LastUpdate, Record, UpdateOutcome, Version
+from sglang_rollout.fleet.update.requests import Answer, Request
+from sglang_rollout.wire.intent import Intent
+from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.weights import Version
 
 log = logging.getLogger(__name__)
 

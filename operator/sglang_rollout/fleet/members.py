@@ -11,7 +11,7 @@ from sglang_rollout.runtime.errors import KubeError
 from sglang_rollout.runtime.follow import follow
 from sglang_rollout.runtime.kube import Kube
 from sglang_rollout.runtime.resources import ENDPOINTSLICES, Object
-from sglang_rollout.wire.models import Intent
+from sglang_rollout.wire.intent import Intent
 from sglang_rollout.wire.ports import GATE_PORT
 
 log = logging.getLogger(__name__)

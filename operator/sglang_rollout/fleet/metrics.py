@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.machine import Machine
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import LastUpdate
+from sglang_rollout.wire.record import LastUpdate
 from sglang_rollout.wire.states import FleetState
 
 PREFIX = "sglang_rollout_fleet"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.wire.models import WantedEngine
+from sglang_rollout.wire.intent import WantedEngine
 
 TRAINER_RANKS = 1
 """The trainer's own ranks: it is rank 0, alone."""

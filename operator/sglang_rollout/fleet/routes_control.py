@@ -10,9 +10,12 @@ from aiohttp import web
 
 from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.app import PARTS, refuse
-from sglang_rollout.fleet.update.events import NewRun, Request, Send
+from sglang_rollout.fleet.update.calls import UPDATE_TENSOR
+from sglang_rollout.fleet.update.events import Send
+from sglang_rollout.fleet.update.hybrid import AT_ENGINES
+from sglang_rollout.fleet.update.requests import NewRun, Request
 from sglang_rollout.wire.ports import FLEET_LEASE, FLEET_RUN, VERSION_HEADER
-from sglang_rollout.wire.states import KEEPS_WEIGHTS
+from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode
 
 ABORT_DEADLINE = 10.0
 Parser = Callable[[Mapping[str, Any]], Request]
@@ -23,7 +26,8 @@ ONE_PROCESS = (
 )
 
 
-async def _ask(request: web.Request, wanted: Request) -> web.Response:
+async def ask(request: web.Request, wanted: Request) -> web.Response:
+    """Put a request to the machine, and its answer into SGLang's shape."""
     parts = request.app[PARTS]
     answer = await parts.driver.ask(wanted)
     if not answer.success:
@@ -37,7 +41,7 @@ async def _ask(request: web.Request, wanted: Request) -> web.Response:
 
 def _control(parse: Parser) -> Callable[[web.Request], Any]:
     async def handle(request: web.Request) -> web.Response:
-        return await _ask(request, parse(compat.parse(await request.read())))
+        return await ask(request, parse(compat.parse(await request.read())))
 
     return handle
 
@@ -45,7 +49,7 @@ def _control(parse: Parser) -> Callable[[web.Request], Any]:
 async def flush_cache(request: web.Request) -> web.Response:
     """``GET`` and ``POST /flush_cache``: trainers use both; a POST may carry anything."""
     await request.read()
-    return await _ask(request, compat.flush(request.query))
+    return await ask(request, compat.flush(request.query))
 
 
 async def lease(request: web.Request) -> web.Response:
@@ -62,10 +66,12 @@ async def lease(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """``/abort_request`` on every engine, at once: it must work while an update waits for running requests."""
+    """``/abort_request`` on every engine, or the one that the path names, at once: it must work while an update waits for running
+    requests."""
     body = compat.parse(await request.read())
     parts = request.app[PARTS]
-    names = parts.machine.fleet.up()
+    at = request.match_info.get("engine")
+    names = [name for name in parts.machine.fleet.up() if at is None or name == at]
     send = Send("/abort_request", dict.fromkeys(names, body), ABORT_DEADLINE)
     results = await asyncio.shield(parts.agents.fan_out(send)) if names else {}
     failed = {name: result.message for name, result in results.items() if not result.ok}
@@ -84,8 +90,11 @@ async def add_worker(request: web.Request) -> web.Response:
 
 
 async def _one_process(request: web.Request) -> web.Response:
-    if request.app[PARTS].machine.fleet.colocated:
+    fleet = request.app[PARTS].machine.fleet
+    if fleet.keeps_weights:
         return refuse(400, KEEPS_WEIGHTS)
+    if fleet.mode is FleetMode.HYBRID and request.path == UPDATE_TENSOR:
+        return refuse(400, f"{request.path}: {AT_ENGINES}")
     return refuse(501, ONE_PROCESS.format(path=request.path))
 
 

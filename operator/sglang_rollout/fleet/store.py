@@ -22,7 +22,8 @@ from sglang_rollout.runtime.errors import Conflict, KubeError, NotFound
 from sglang_rollout.runtime.follow import follow
 from sglang_rollout.runtime.kube import Kube
 from sglang_rollout.runtime.resources import CONFIGMAPS, Object
-from sglang_rollout.wire.models import Intent, Record
+from sglang_rollout.wire.intent import Intent
+from sglang_rollout.wire.record import Record
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.wire.models import Intent, WantedEngine, WeightsPolicy
+from sglang_rollout.wire.intent import Intent, WantedEngine
+from sglang_rollout.wire.policy import WeightsPolicy
 
 NAME = "local"
 """Name and namespace of a fleet that no Kubernetes knows."""

@@ -19,6 +19,9 @@ TOKENIZER_KEY = "tokenizer"
 """The entry that is ``no`` for an engine without a tokenizer."""
 ADAPTERS_KEY = "adapters"
 """The entry that lists the adapters that the engine has loaded; ``NO_VERSION`` for an engine that takes none, or whose are not known."""
+ADAPTERS_LONGEST = 15000
+"""Characters of that list. Of a command on the stats socket haproxy reads 15360 bytes (tune.bufsize less tune.maxrewrite); of a longer one
+it reads more at times, and at others it never answers. The path of the map stands before the list."""
 UNSET = "".join(f"{key} {NO_VERSION}\n" for key in (VERSION_KEY, VOCABULARY_KEY, TOKENIZER_KEY, ADAPTERS_KEY))
 """The map's file when haproxy starts."""
 

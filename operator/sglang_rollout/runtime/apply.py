@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import Reason
-from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.plan import Apply, Delete, Plan, stranger
 from sglang_rollout.core.render.policies import token_of, with_token
 from sglang_rollout.runtime.errors import Conflict, NotFound, Refused

@@ -8,19 +8,17 @@ the coordinator.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 import aiohttp
-from kubernetes.aio import client, config
+from kubernetes.aio import client
 
 from sglang_rollout.runtime.calls import Call, as_yaml, call_of, selectors
-from sglang_rollout.runtime.errors import ApiUnavailable, KubeError, NoCredentials, from_status
+from sglang_rollout.runtime.credentials import Credentials, load_configuration, log_in
+from sglang_rollout.runtime.errors import ApiUnavailable, KubeError, from_status
 from sglang_rollout.runtime.resources import Object, Resource, name_of, resource_of
 from sglang_rollout.runtime.stream import Listing, WatchEvent, lines, parse_event, parse_object
 
@@ -34,25 +32,10 @@ WATCH_SECONDS = 300
 WATCH_SILENCE = 75.0
 PAGE = 500
 
-SERVICE_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 UNAUTHORIZED = 401
 
 CallHook = Callable[[str, str, str], None]
 """Called after each request: verb (get, list, watch, apply, patch, create, delete), plural, outcome (ok, error)."""
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """Where the API server is and who we are there."""
-
-    server: str
-    ca_path: str | None
-    insecure: bool
-    token: str | None
-    scheme: str | None
-    certificate_path: str | None
-    private_key_path: str | None
-    proxy: str | None = None
 
 
 class Kube:
@@ -271,42 +254,7 @@ class Kube:
 
     async def log_in(self) -> Credentials:
         """Find credentials anew, for another HTTP client (kopf) that talks to the same server as the same user."""
-        found = await load_configuration(self._kubeconfig)
-        scheme, _, token = str(found.api_key.get("BearerToken", "")).partition(" ")
-        return Credentials(
-            server=found.host,
-            ca_path=found.ssl_ca_cert,
-            insecure=not found.verify_ssl,
-            token=token or None,
-            scheme=scheme.capitalize() if token else None,
-            certificate_path=found.cert_file,
-            private_key_path=found.key_file,
-            proxy=found.proxy or None,
-        )
+        return await log_in(self._kubeconfig)
 
 
-async def load_configuration(kubeconfig: str | None) -> client.Configuration:
-    """Credentials in the order that :meth:`Kube.connect` documents."""
-    found = client.Configuration()
-    try:
-        path = _kubeconfig_path(kubeconfig)
-        if path is None:
-            config.load_incluster_config(client_configuration=found)
-        else:
-            await config.load_kube_config(config_file=path, client_configuration=found, persist_config=False)
-    except (config.ConfigException, OSError, ValueError, TypeError) as error:
-        raise NoCredentials(f"the Kubernetes credentials cannot be used: {error}") from error
-    return found
-
-
-def _kubeconfig_path(explicit: str | None) -> str | None:
-    """The kubeconfig to read; None means the pod's service account."""
-    if explicit is None and SERVICE_TOKEN.exists() and os.environ.get("KUBERNETES_SERVICE_HOST"):
-        return None
-    path = explicit or os.environ.get("KUBECONFIG") or "~/.kube/config"
-    if not any(Path(part).expanduser().exists() for part in path.split(os.pathsep) if part):
-        raise NoCredentials(f"no kubeconfig at {path}, and not in a cluster: name one with --kubeconfig or KUBECONFIG")
-    return path
-
-
-__all__ = ["CallHook", "Credentials", "Kube", "KubeError", "Listing", "WatchEvent", "load_configuration"]
+__all__ = ["CallHook", "Kube", "KubeError", "Listing", "WatchEvent"]

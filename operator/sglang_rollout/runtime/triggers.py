@@ -13,7 +13,7 @@ import kopf
 
 from sglang_rollout.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 from sglang_rollout.core.names import LABEL_ROLLOUT
-from sglang_rollout.runtime.kube import Credentials
+from sglang_rollout.runtime.credentials import Credentials
 from sglang_rollout.runtime.metrics import Key
 from sglang_rollout.runtime.settings import configure, watched_children
 

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from http import HTTPStatus
+from concurrent.futures import wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError
 
 from sglang_rollout.trainer.client import Http
-from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, GroupFailed, PushFailed
+from sglang_rollout.trainer.errors import FleetError, FleetUnreachable, GroupFailed, PushFailed
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.heartbeat import Heartbeat
+from sglang_rollout.trainer.meeting import destroy, meet, own_address
 from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, Checksums, NamedTensors, Push, PushResult
 from sglang_rollout.trainer.snapshot import Snapshots
 from sglang_rollout.trainer.waiting import Deadline, background
-from sglang_rollout.wire.models import FleetDocument, Version
 from sglang_rollout.wire.ports import FLEET
+from sglang_rollout.wire.trainer import FleetDocument
+from sglang_rollout.wire.weights import Version
 
 if TYPE_CHECKING:
-    from sglang_rollout.trainer.group import Group, Rendezvous
+    from sglang_rollout.trainer.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ AGAIN_SECONDS = 2.0
 """Between two attempts to open a group."""
 GOODBYE_SECONDS = 2.0
 """What a failed push waits for the engines to leave its group: they do at once, or are stuck."""
-DESTROY_SECONDS = 30.0
-"""Engines that are well leave a group within milliseconds; nobody should wait longer for the others."""
 
 
 def connect(url: str, *, timeout: float = 300.0, snapshots: Snapshots | None = None) -> Fleet:
@@ -163,7 +161,7 @@ class Fleet:
             device=choices["device"],
             deadline=deadline,
         )
-        process_group = self._meet(meeting, deadline)
+        process_group = meet(self._http, meeting, deadline)
         self._heartbeat = Heartbeat(self._http, meeting.name, lease=document.lease)
         self._fleet_id = document.fleet_id
         members = [member.name for member in document.members if member.rank_offset is not None]
@@ -223,7 +221,7 @@ class Fleet:
         group = self._let_go()
         if group is not None:
             group.close()
-            wait([background(self._destroy, group.name)], timeout=GOODBYE_SECONDS)
+            wait([background(destroy, self._http, group.name)], timeout=GOODBYE_SECONDS)
 
     def close_group(self) -> None:
         """Leave the open group, if there is one, and tell the engines to leave it: a broadcast that waits on them ends
@@ -231,7 +229,7 @@ class Fleet:
         """
         group = self._let_go()
         if group is not None:
-            self._destroy(group.name)
+            destroy(self._http, group.name)
             group.close()
 
     def _let_go(self) -> Group | None:
@@ -266,40 +264,6 @@ class Fleet:
         except GroupFailed as error:
             raise PushFailed(phase="group", reason=str(error), advice="Nothing was sent. Try again.") from error
 
-    def _meet(self, meeting: Rendezvous, deadline: Deadline) -> Any:
-        """Tell the fleet to join while this process joins. The first of both that fails ends the other."""
-        body = {
-            "master_address": meeting.host,
-            "master_port": meeting.port,
-            "rank_offset": 1,
-            "world_size": meeting.world_size,
-            "group_name": meeting.name,
-            "backend": meeting.backend,
-            **meeting.facts(),
-        }
-        told = background(self._http.post, "/init_weights_update_group", body, timeout=deadline.seconds)
-        joined = background(meeting.join)
-        both: list[Future[Any]] = [told, joined]
-        done, pending = wait(both, timeout=deadline.remaining, return_when=FIRST_EXCEPTION)
-        if not pending and not any(future.exception() for future in both):
-            return joined.result()
-        meeting.abort()
-        if told not in done and done:  # our own end failed first; the fleet may know why
-            wait([told], timeout=BLAME_SECONDS)
-        # Engines that joined although the group failed (a reply that got lost) must not keep it.
-        self._destroy(meeting.name)
-        # Our own thread ends now that the store is closed. If the interpreter ended before it, torch would abort the process.
-        wait([joined], timeout=BLAME_SECONDS)
-        raise _no_group(told, joined, meeting, deadline)
-
-    def _destroy(self, name: str) -> None:
-        try:
-            self._http.post("/destroy_weights_update_group", {"group_name": name}, timeout=DESTROY_SECONDS)
-        except FleetRefused as error:  # the fleet dropped it first, with its engines or after a deadline
-            log.debug("group %s was gone already: %s", name, error)
-        except FleetUnreachable as error:
-            log.warning("could not tell the fleet to leave group %s; it will by itself when we are gone: %s", name, error)
-
     def _check_committed(self, label: str) -> Version:
         committed = self.document().committed
         if committed.label != label:
@@ -309,29 +273,3 @@ class Fleet:
                 advice="Does another trainer push to this fleet? Look at lastUpdate in GET /fleet.",
             )
         return committed
-
-
-def own_address(host: str, port: int) -> str:
-    """Our address on the interface that routes to the fleet: what its engines can most likely reach."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # UDP: chooses a route and sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise GroupFailed(
-            f"No route from here to the fleet's host {host}: {error}. Pass host= with an address the engines reach."
-        ) from error
-
-
-def _no_group(told: Future[Any], joined: Future[Any], meeting: Rendezvous, deadline: Deadline) -> GroupFailed:
-    store = f"{meeting.host}:{meeting.port}"
-    where = f"group {meeting.name} (world size {meeting.world_size}, {meeting.backend}, store at {store})"
-    error = told.exception() if told.done() else None
-    if isinstance(error, FleetRefused):
-        return GroupFailed(f"The fleet did not open {where}: {error.reason}", temporary=error.status == HTTPStatus.SERVICE_UNAVAILABLE)
-    error = error or (joined.exception() if joined.done() else None)
-    if error is not None:
-        return GroupFailed(f"Opening {where} failed: {error}")
-    late = f"Not all engines joined {where} within {deadline.seconds:.0f} s."
-    return GroupFailed(f"{late} Can their pods reach this address? Pass host= if not.")

@@ -24,7 +24,7 @@ from sglang_rollout.trainer.errors import SnapshotFailed
 from sglang_rollout.trainer.push import NamedTensors
 from sglang_rollout.trainer.snapshot_files import Job, StagedTensor, write
 from sglang_rollout.trainer.waiting import Deadline, background
-from sglang_rollout.wire.models import Version
+from sglang_rollout.wire.weights import Version
 
 log = logging.getLogger(__name__)
 

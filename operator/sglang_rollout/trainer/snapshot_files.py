@@ -20,7 +20,7 @@ from sglang_rollout.checkpoints.folder import CONFIG, INDEX, SINGLE
 from sglang_rollout.checkpoints.format import build_header
 from sglang_rollout.checkpoints.snapshots import MANIFEST, FileEntry, Manifest, Snapshot, listed, lock
 from sglang_rollout.trainer.errors import SnapshotFailed
-from sglang_rollout.wire.models import Version
+from sglang_rollout.wire.weights import Version
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 """Ends of the names of what belongs to a model beside its weights: config, tokenizer, chat template, the model's own code."""

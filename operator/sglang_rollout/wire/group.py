@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from sglang_rollout.wire.models import Message
+from sglang_rollout.wire.message import Message
 
 BUDGET_EXHAUSTED = "its restart budget is exhausted"
 """In the reason of an engine that is not started again; the operator looks for it."""

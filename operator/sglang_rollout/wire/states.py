@@ -18,18 +18,25 @@ class FleetState(StrEnum):
 class FleetMode(StrEnum):
     """Whose GPUs a fleet uses, if not its own."""
 
+    HYBRID = "hybrid"
+    """The trainer's, which has their memory whenever it wants, and pushes weights to each engine by itself."""
     COLOCATED = "colocated"
-    """The trainer's, which has their memory whenever it wants. The engines keep the weights that they were started with."""
+    """The trainer's likewise. The engines keep the weights that they were started with."""
 
 
 KEEPS_WEIGHTS = (
     "This fleet keeps the weights that it was started with (spec.mode: Colocated): it takes none from a trainer. Call"
-    " /resume_memory_occupation and /release_memory_occupation; a policy that learns needs a fleet with mode Standalone."
+    " /resume_memory_occupation and /release_memory_occupation; a policy that learns needs a fleet with mode Standalone or Hybrid."
 )
 """Why a call about weights is refused."""
+BY_HANDLES = (
+    "This fleet shares its trainer's GPUs (spec.mode: Hybrid): each engine takes weights at its own URL by /update_weights_from_tensor, and"
+    " none over the network. A fleet with mode Standalone opens groups."
+)
+"""Why a call about a group is refused."""
 LENT = (
-    "The fleet is asleep: its trainer has the memory of the engines (spec.mode: Colocated), and nothing generates until the trainer calls"
-    " /resume_memory_occupation."
+    "The fleet is asleep: its trainer, which shares the GPUs (spec.mode), has the memory of the engines, and nothing generates until the"
+    " trainer calls /resume_memory_occupation."
 )
 """Why nothing generates."""
 

@@ -16,8 +16,9 @@ from typing import Any
 import aiohttp
 from ports import free_port
 
-from sglang_rollout.wire.models import AgentStatus, Version
+from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_GATE, AGENT_HEALTH, AGENT_SYNC, TERM_HEADER
+from sglang_rollout.wire.weights import Version
 
 TOKEN = "secret"
 BASE_WIRE = {"run": 0, "n": 0, "label": "base"}
@@ -76,6 +77,8 @@ class Pod:
     gate_port: int = field(default_factory=free_port)
     agent_port: int = field(default_factory=free_port)
     term: int = 1
+    name: str = "e0"
+    fleet_url: str | None = None
 
     def __post_init__(self) -> None:
         (self.folder / "token").write_text(TOKEN)
@@ -86,11 +89,12 @@ class Pod:
             ["proxy", "gate", "--listen", f"127.0.0.1:{self.gate_port}", "--engine", engine, "--agent", agent, "--socket", sock],
             self.folder / "gate.log",
         )
-        boot = ["--boot-file", str(self.boot_file)] if self.with_boot_file else []
+        more = ["--boot-file", str(self.boot_file)] if self.with_boot_file else []
+        more += ["--fleet-url", self.fleet_url] if self.fleet_url else []
         self.agent = Process(
             [
-                *("agent", "--name", "e0", "--engine-url", self.engine_url, "--listen", agent, "--gate-socket", sock),
-                *("--state-dir", str(self.folder / "agent"), "--token-file", str(self.folder / "token"), *boot),
+                *("agent", "--name", self.name, "--engine-url", self.engine_url, "--listen", agent, "--gate-socket", sock),
+                *("--state-dir", str(self.folder / "agent"), "--token-file", str(self.folder / "token"), *more),
             ],
             self.folder / "agent.log",
         )
@@ -186,10 +190,12 @@ class Pod:
 
 
 @asynccontextmanager
-async def pod(folder: Path, engine_url: str, *, with_boot_file: bool = False, start: bool = True) -> AsyncIterator[Pod]:
+async def pod(
+    folder: Path, engine_url: str, *, with_boot_file: bool = False, start: bool = True, name: str = "e0", fleet_url: str | None = None
+) -> AsyncIterator[Pod]:
     """A pod for the length of the block; its processes are gone after it."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
-        made = Pod(folder, engine_url, http, with_boot_file)
+        made = Pod(folder, engine_url, http, with_boot_file, name=name, fleet_url=fleet_url)
         try:
             if start:
                 await made.start()

@@ -12,7 +12,7 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.core import names
 from sglang_rollout.fleet.update.engine import Engine as Member
-from sglang_rollout.wire.models import WantedEngine
+from sglang_rollout.wire.intent import WantedEngine
 
 
 @pytest.mark.parametrize(("written", "told"), [("412.3\n", 412.3), (None, None), ("", None)])

@@ -17,7 +17,7 @@ from agent_lab import BASE_WIRE, Answer, Pod, pod, until
 from e2e.engine import Engine, LabError, environment, start_engine
 from ports import free_port
 
-from sglang_rollout.wire.models import BASE, EngineState, Version
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
 

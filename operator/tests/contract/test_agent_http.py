@@ -15,8 +15,8 @@ from agent_stub import StubEngine, stub_engine
 from ports import free_port
 
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.wire.models import BASE, EngineState, Version
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_METRICS, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 pytestmark = pytest.mark.router
 
@@ -202,7 +202,7 @@ async def test_bad_bodies_and_unknown_paths(lab: Pod, engine: StubEngine) -> Non
     async with lab.http.post(lab.url + "/begin_weight_update", headers=headers) as reply:
         assert reply.status == 200  # no body at all is {} for SGLang
     assert (await lab.control(AGENT_SYNC, {"committed": {"run": -1, "n": 0, "label": "x"}})).status == 400
-    assert (await lab.control("/update_weights_from_tensor")).status == 501
+    assert (await lab.control("/update_weights_from_ipc")).status == 501
     assert (await lab.ask("GET", "/nothing")).status == 404
     assert (await lab.ask("POST", "//generate", {})).status == 404
     assert engine.calls == ["begin_weight_update"]

@@ -19,8 +19,9 @@ from aiohttp import web
 from ports import free_port
 from wire_lab import Server
 
-from sglang_rollout.wire.models import BASE, AgentStatus, EngineState
+from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_SYNC
+from sglang_rollout.wire.weights import BASE, EngineState
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "agent"))
 from agent_model import write_model
 
 from sglang_rollout.checkpoints.folder import read_header
-from sglang_rollout.wire.models import CheckpointReply
+from sglang_rollout.wire.agent import CheckpointReply
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 
 pytestmark = pytest.mark.router

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fleet_lab import Lab, fleet_lab
 
-from sglang_rollout.wire.models import Record
+from sglang_rollout.wire.record import Record
 
 UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["torch.float32"], "shapes": [[2]]}
 

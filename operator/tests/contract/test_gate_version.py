@@ -11,8 +11,8 @@ from agent_lab import BASE_WIRE, Pod, pod, until
 from agent_stub import StubEngine, stub_engine
 from test_agent_http import update
 
-from sglang_rollout.wire.models import Version
 from sglang_rollout.wire.ports import VERSION_HEADER
+from sglang_rollout.wire.weights import Version
 
 pytestmark = pytest.mark.router
 

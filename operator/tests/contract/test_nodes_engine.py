@@ -14,7 +14,7 @@ from nodes_lab import Pair, two_pods
 from ports import free_port
 from test_agent_engine import push
 
-from sglang_rollout.wire.models import Version
+from sglang_rollout.wire.weights import Version
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from fleet_lab import Lab, fleet_lab
 
-from sglang_rollout.wire.models import Intent, Record
+from sglang_rollout.wire.intent import Intent
+from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState, held_sentence
 
 UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g", "weight_version": "1"}
@@ -82,4 +83,4 @@ async def test_a_coordinator_that_starts_anew_keeps_the_hold(lab: Lab) -> None:
 
     await lab.until("the new one says it", adopted)
     assert await all_paused(lab)
-    assert not any(agent.heard("/continue_generation") or agent.heard("/agent/fence") for agent in lab.agents)
+    assert not any(agent.heard("/continue_generation") or agent.heard("/agent/run") or agent.heard("/agent/fence") for agent in lab.agents)

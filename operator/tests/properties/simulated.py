@@ -13,7 +13,8 @@ from sglang_rollout.core.render.policies import with_token
 from sglang_rollout.core.serving import serves
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World, observe_world
-from sglang_rollout.wire.models import BASE, EngineRow, EngineState, Record
+from sglang_rollout.wire.record import EngineRow, Record
+from sglang_rollout.wire.weights import BASE, EngineState
 
 SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
 Object = dict[str, Any]

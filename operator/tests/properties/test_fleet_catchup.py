@@ -5,10 +5,12 @@ from __future__ import annotations
 from fleet_world import SNAPSHOTS, World
 
 from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.calls import UPDATE_DISK
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import CatchUp, Version, WeightsPolicy
+from sglang_rollout.wire.policy import CatchUp, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+from sglang_rollout.wire.weights import Version
 
 TENSORS = {"names": ["w"]}
 
@@ -28,7 +30,7 @@ def make(engines: int = 2, *, parallel: int = 4) -> World:
 def push(world: World, group: str, label: str) -> None:
     size = world.machine.fleet.table.world_size
     body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": group, "world_size": size}
-    for request in (ev.OpenGroup(body), ev.Begin(), ev.Update(group, label, TENSORS), ev.End()):
+    for request in (rq.OpenGroup(body), rq.Begin(), rq.Update(group, label, TENSORS), rq.End()):
         answer = world.do(request)
         assert answer.success, answer.message
 
@@ -137,11 +139,11 @@ def test_in_a_paused_fleet_the_joiner_pauses_too() -> None:
     world = make()
     restart(world, "e1")
     held = world.pending.pop(run_to(world, UPDATE_DISK, "e1"))
-    assert world.do(ev.Pause("retract", {"mode": "retract"})).success
+    assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.pending.append(held)
     world.drain()
     assert all(agent.paused for agent in world.agents.values())
-    assert world.do(ev.Continue()).success
+    assert world.do(rq.Continue()).success
     assert not any(agent.paused for agent in world.agents.values())
     assert all(agent.gate_open for agent in world.agents.values())
 
@@ -157,7 +159,7 @@ def test_without_a_place_nobody_loads_anything() -> None:
 def test_what_the_fleet_loaded_from_disk_is_where_a_restarted_engine_looks() -> None:
     world = World([1, 1])
     world.sync_all()
-    answer = world.do(ev.FromDisk(SNAPSHOTS, "5", {}))
+    answer = world.do(rq.FromDisk(SNAPSHOTS, "5", {}))
     assert answer.success, answer.message
     restart(world, "e1")
     world.drain()

@@ -9,10 +9,11 @@ from fleet_world import World, group_body
 from test_fleet_held import tell
 
 from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.memory import RELEASE
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import BASE
 from sglang_rollout.wire.states import FleetMode, FleetState
+from sglang_rollout.wire.weights import BASE
 
 VERL = ("kv_cache", "weights")
 """What verl's sleep and wake_up name."""
@@ -41,7 +42,7 @@ def serving(world: World) -> list[bool]:
 
 def awake(tags: Iterable[str] = VERL) -> World:
     world = make()
-    assert world.do(ev.ResumeMemory(tuple(tags))).success
+    assert world.do(rq.ResumeMemory(tuple(tags))).success
     return world
 
 
@@ -49,7 +50,7 @@ def test_it_sleeps_from_the_start_until_it_is_woken_and_serves_when_that_is_answ
     world = make()
     assert released(world) == [VERL] * 2
     assert serving(world) == [False] * 2
-    answer = world.do(ev.ResumeMemory(VERL))
+    answer = world.do(rq.ResumeMemory(VERL))
     assert answer.success, answer
     assert serving(world) == [True] * 2, "verl generates at once"
     assert {agent.version for agent in world.agents.values()} == {BASE}
@@ -59,31 +60,31 @@ def test_it_sleeps_from_the_start_until_it_is_woken_and_serves_when_that_is_answ
 
 def test_memory_may_come_back_in_parts() -> None:
     world = make()
-    assert world.do(ev.ResumeMemory(("weights",))).success
+    assert world.do(rq.ResumeMemory(("weights",))).success
     settle(world)
     assert released(world) == [("kv_cache",)] * 2
-    assert world.do(ev.ResumeMemory(("kv_cache",))).success
+    assert world.do(rq.ResumeMemory(("kv_cache",))).success
     assert serving(world) == [True] * 2
 
 
 def test_a_trainer_puts_it_to_sleep_and_wakes_it_again_and_again() -> None:
     world = awake()
     for tags in (VERL, (), VERL):
-        assert world.do(ev.ReleaseMemory(tags)).success
+        assert world.do(rq.ReleaseMemory(tags)).success
         settle(world)
         assert serving(world) == [False] * 2
-        assert world.do(ev.ResumeMemory(tags)).success
+        assert world.do(rq.ResumeMemory(tags)).success
         settle(world)
         assert serving(world) == [True] * 2
 
 
 def test_an_engine_that_restarts_while_the_trainer_has_the_memory_gives_it_back() -> None:
     world = awake()
-    assert world.do(ev.ReleaseMemory()).success
+    assert world.do(rq.ReleaseMemory()).success
     world.agents["e1"].restart()
     settle(world)
     assert set(released(world)[1]) == {"kv_cache", "weights", "cuda_graph"}
-    assert world.do(ev.ResumeMemory()).success
+    assert world.do(rq.ResumeMemory()).success
     assert serving(world) == [True] * 2
 
 
@@ -98,18 +99,18 @@ def test_an_engine_that_restarts_while_the_fleet_is_awake_serves() -> None:
 def test_a_new_coordinator_knows_who_has_the_memory(asleep: bool) -> None:
     world = awake()
     if asleep:
-        assert world.do(ev.ReleaseMemory(VERL)).success
+        assert world.do(rq.ReleaseMemory(VERL)).success
     world.start()
     settle(world)
     assert serving(world) == [not asleep] * 2
     if asleep:
-        assert world.do(ev.ResumeMemory(VERL)).success
+        assert world.do(rq.ResumeMemory(VERL)).success
         assert serving(world) == [True] * 2, "the record has the checksums"
 
 
 def test_a_coordinator_that_dies_before_any_engine_heard_does_what_it_had_written() -> None:
     world = awake()
-    world.ask(ev.ReleaseMemory(VERL))
+    world.ask(rq.ReleaseMemory(VERL))
     written = False
     while not any(isinstance(effect, ev.Send) and effect.path == RELEASE for effect in world.pending):
         written = written or isinstance(world.pending[0], ev.Write)
@@ -138,8 +139,8 @@ def test_an_engine_that_refuses_to_sleep_is_asked_again() -> None:
 def test_an_engine_that_comes_back_with_other_bytes_is_named_and_serves_nobody() -> None:
     world = awake()
     world.agents["e1"].backup = False
-    assert world.do(ev.ReleaseMemory(VERL)).success
-    answer = world.do(ev.ResumeMemory(VERL))
+    assert world.do(rq.ReleaseMemory(VERL)).success
+    answer = world.do(rq.ResumeMemory(VERL))
     assert (answer.status, answer.fleet["unproved"], "restart it" in answer.message) == (502, ["e1"], True)
     settle(world)
     assert serving(world) == [True, False]
@@ -152,7 +153,7 @@ def test_weights_that_nobody_could_recognise_later_are_not_released() -> None:
     world.tick(0.5)
     world.sync_all()
     settle_with(world, broken=CHECKER)
-    call = world.ask(ev.ReleaseMemory())
+    call = world.ask(rq.ReleaseMemory())
     settle_with(world, broken=CHECKER)
     assert (world.answers[call].status, "Nothing was released" in world.answers[call].message) == (502, True)
     assert released(world) == [()]
@@ -160,14 +161,14 @@ def test_weights_that_nobody_could_recognise_later_are_not_released() -> None:
 
 def test_an_engine_that_comes_back_from_another_image_is_compared_with_itself() -> None:
     world = awake()
-    assert world.do(ev.ReleaseMemory(VERL)).success
+    assert world.do(rq.ReleaseMemory(VERL)).success
     world.agents["e1"].restart()
     world.agents["e1"].checksum = "of another image"
     settle(world)
     assert released(world) == [VERL] * 2
     world.start()
     settle(world)
-    assert world.do(ev.ResumeMemory(VERL)).success
+    assert world.do(rq.ResumeMemory(VERL)).success
     assert serving(world) == [True] * 2
 
 
@@ -182,21 +183,21 @@ def settle_with(world: World, *, broken: str) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        ev.Begin(),
-        ev.Update("g", "2", {"names": ["w"]}),
-        ev.End(),
-        ev.FromDisk("/x", None, {}),
-        ev.SetLabel("2"),
-        ev.NewRun(),
-        ev.CloseGroup("g"),
+        rq.Begin(),
+        rq.Update("g", "2", {"names": ["w"]}),
+        rq.End(),
+        rq.FromDisk("/x", None, {}),
+        rq.SetLabel("2"),
+        rq.NewRun(),
+        rq.CloseGroup("g"),
     ],
     ids=lambda request: type(request).__name__,
 )
 @pytest.mark.parametrize("woken", [True, False], ids=["awake", "asleep"])
-def test_a_call_about_weights_is_refused_with_the_reason_and_reaches_no_engine(request_: ev.Request, woken: bool) -> None:
+def test_a_call_about_weights_is_refused_with_the_reason_and_reaches_no_engine(request_: rq.Request, woken: bool) -> None:
     world = awake() if woken else make()
     before = len(world.sent)
-    for request in (request_, ev.OpenGroup(group_body(world, "g"))):
+    for request in (request_, rq.OpenGroup(group_body(world, "g"))):
         answer = world.do(request)
         assert (answer.status, "spec.mode: Colocated" in answer.message) == (400, True), answer
     assert len(world.sent) == before
@@ -204,15 +205,15 @@ def test_a_call_about_weights_is_refused_with_the_reason_and_reaches_no_engine(r
 
 def test_a_trainer_may_pause_and_go_on() -> None:
     world = awake()
-    assert world.do(ev.Pause("abort", {"mode": "abort"})).success
-    assert world.do(ev.Continue()).success
+    assert world.do(rq.Pause("abort", {"mode": "abort"})).success
+    assert world.do(rq.Continue()).success
     settle(world)
     assert serving(world) == [True] * 2
 
 
 def test_a_sleep_by_the_spec_ends_in_what_the_trainer_wants() -> None:
     world = awake()
-    for last, wanted in ((None, True), (ev.ReleaseMemory(VERL), False)):
+    for last, wanted in ((None, True), (rq.ReleaseMemory(VERL), False)):
         world.set_state(FleetState.ASLEEP)
         world.drain()
         settle(world)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fleet_world import World
 
-from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.calls import PAUSE, UPDATE_DISK
-from sglang_rollout.wire.models import Version, WeightsPolicy
+from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+from sglang_rollout.wire.weights import Version
 
-ASK = ev.FromDisk("/snapshots/5", "5", {"model_path": "/snapshots/5", "abort_all_requests": True})
+ASK = rq.FromDisk("/snapshots/5", "5", {"model_path": "/snapshots/5", "abort_all_requests": True})
 
 
 def make(**policy: object) -> World:
@@ -21,7 +22,7 @@ def make(**policy: object) -> World:
     return world
 
 
-def finish(world: World, call: int, path: str, broken: frozenset[str]) -> ev.Answer:
+def finish(world: World, call: int, path: str, broken: frozenset[str]) -> rq.Answer:
     """Let everything end well but one call on some engines."""
     while world.pending:
         at = getattr(world.pending[0], "path", "")
@@ -79,8 +80,8 @@ def test_with_min_committed_it_is_fenced_alone() -> None:
 def test_inside_an_open_update_it_is_refused() -> None:
     world = make()
     body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": "g", "world_size": 4}
-    assert world.do(ev.OpenGroup(body)).success
-    assert world.do(ev.Begin()).success
+    assert world.do(rq.OpenGroup(body)).success
+    assert world.do(rq.Begin()).success
     assert world.do(ASK).status == 409
-    assert world.do(ev.Update("g", "1", {"names": ["w"]})).success
-    assert world.do(ev.End()).success
+    assert world.do(rq.Update("g", "1", {"names": ["w"]})).success
+    assert world.do(rq.End()).success

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from fleet_world import World, group_body, push
 
-from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.calls import END, FLUSH, INIT, UPDATE
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import UpdateOutcome, Version, WeightsPolicy
+from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.record import UpdateOutcome
+from sglang_rollout.wire.weights import Version
 
 
 def test_a_push_reaches_every_engine_and_is_served() -> None:
@@ -27,10 +29,10 @@ def test_caches_are_flushed_before_the_commit_unless_the_last_tensors_did(last: 
     world.sync_all()
     push(world, "1")
     world.sent.clear()
-    assert world.do(ev.Begin()).success
-    assert world.do(ev.Update("g", "2", {"names": ["v"], "flush_cache": True})).success
-    assert world.do(ev.Update("g", "2", {"names": ["w"], **last})).success
-    assert world.do(ev.End()).success
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", "2", {"names": ["v"], "flush_cache": True})).success
+    assert world.do(rq.Update("g", "2", {"names": ["w"], **last})).success
+    assert world.do(rq.End()).success
     assert sum(len(send.bodies) for send in world.sent if send.path == FLUSH) == flushes
 
 
@@ -38,9 +40,9 @@ def test_one_missing_acknowledgement_means_no_commit() -> None:
     world = World([1, 1])
     world.sync_all()
     push(world, "1")
-    assert world.do(ev.Begin()).success
-    assert world.do(ev.Update("g", "2", {"names": ["w"]})).success
-    call = world.ask(ev.End())
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", "2", {"names": ["w"]})).success
+    call = world.ask(rq.End())
     while world.pending:
         path = getattr(world.pending[0], "path", "")
         world.complete(broken=frozenset({"e1"} if path == AGENT_ACK else ()))
@@ -86,7 +88,7 @@ def test_engines_that_say_the_same_again_make_no_work_and_what_changed_is_record
 def test_what_an_engine_says_in_the_middle_of_a_call_is_recorded_within_a_tick() -> None:
     world = World([1, 1])
     world.sync_all()
-    world.ask(ev.Pause("abort", {"mode": "abort"}))
+    world.ask(rq.Pause("abort", {"mode": "abort"}))
     world.agents["e1"].restart()
     world.sync("e1")
     world.tick(1.0)
@@ -97,8 +99,8 @@ def test_what_an_engine_says_in_the_middle_of_a_call_is_recorded_within_a_tick()
 def test_a_client_that_leaves_before_its_turn_changes_nothing() -> None:
     world = World([1])
     world.sync_all()
-    first = world.ask(ev.Pause("abort", {"mode": "abort"}))
-    second = world.ask(ev.Continue())
+    first = world.ask(rq.Pause("abort", {"mode": "abort"}))
+    second = world.ask(rq.Continue())
     world.leave(second)
     world.drain()
     assert world.answers[first].success
@@ -110,9 +112,9 @@ def test_with_min_committed_a_failing_engine_is_fenced_alone() -> None:
     world = World([1, 1, 1], min_committed="60%")
     world.sync_all()
     push(world, "1")
-    assert world.do(ev.Begin()).success
-    assert world.do(ev.Update("g", "2", {"names": ["w"]})).success
-    call = world.ask(ev.End())
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", "2", {"names": ["w"]})).success
+    call = world.ask(rq.End())
     while world.pending:
         path = getattr(world.pending[0], "path", "")
         world.complete(broken=frozenset({"e1"} if path == END else ()))
@@ -133,9 +135,9 @@ def test_fewer_than_min_committed_is_no_commit() -> None:
     world = World([1, 1, 1], min_committed=2)
     world.sync_all()
     push(world, "1")
-    assert world.do(ev.Begin()).success
-    assert world.do(ev.Update("g", "2", {"names": ["w"]})).success
-    call = world.ask(ev.End())
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", "2", {"names": ["w"]})).success
+    call = world.ask(rq.End())
     while world.pending:
         path = getattr(world.pending[0], "path", "")
         world.complete(broken=frozenset({"e1", "e2"} if path == END else ()))
@@ -149,14 +151,14 @@ def test_a_fleet_that_never_took_weights_waits_until_it_is_complete() -> None:
     world = World([1, 1])
     world.agents["e1"].up = False
     world.sync_all()
-    refused = world.do(ev.OpenGroup(group_body(world, "g")))
+    refused = world.do(rq.OpenGroup(group_body(world, "g")))
     assert refused.status == 503
     assert "1 of 2 engines are up" in refused.message
     assert "e1" in refused.message
     assert not any(send.path == INIT for send in world.sent)
     world.agents["e1"].restart()
     world.sync_all()
-    assert world.do(ev.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
 
 
 def test_min_committed_lets_a_fleet_begin_with_fewer() -> None:
@@ -174,7 +176,7 @@ def test_a_fleet_that_never_took_weights_waits_for_as_many_as_its_base(base: int
     world.want()
     world.agents["e2"].up = False
     world.sync_all()
-    opened = world.do(ev.OpenGroup(group_body(world, "g")))
+    opened = world.do(rq.OpenGroup(group_body(world, "g")))
     assert opened.success is begins
     if not begins:
         assert "at least 3 must be" in opened.message
@@ -189,12 +191,12 @@ def test_a_base_that_was_complete_once_goes_on_with_the_engines_that_are_there()
     world.want()
     world.agents["e1"].up = world.agents["e2"].up = False
     world.sync_all()
-    assert "at least 2 must be" in world.do(ev.OpenGroup(group_body(world, "g"))).message
+    assert "at least 2 must be" in world.do(rq.OpenGroup(group_body(world, "g"))).message
     world.agents["e1"].up = True
     world.sync_all()
     world.agents["e1"].up = False
     world.sync_all()
-    assert world.do(ev.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
 
 
 def test_an_engine_that_is_away_does_not_hold_up_a_fleet_that_has_weights() -> None:
@@ -222,11 +224,11 @@ def test_an_engine_that_is_silent_for_a_moment_is_not_counted_out() -> None:
     world.agents["e1"].answers = False
     for _ in range(4):
         world.sync_all()
-    refused = world.do(ev.OpenGroup(group_body(world, "h")))
+    refused = world.do(rq.OpenGroup(group_body(world, "h")))
     assert refused.status == 503
     assert "engine e1 has not answered" in refused.message
     world.tick(11)
-    assert world.do(ev.OpenGroup(group_body(world, "h"))).success
+    assert world.do(rq.OpenGroup(group_body(world, "h"))).success
 
 
 def test_an_engine_that_drains_takes_no_new_update() -> None:
@@ -235,7 +237,7 @@ def test_an_engine_that_drains_takes_no_new_update() -> None:
     push(world, "1")
     world.agents["e1"].draining = True
     world.sync_all()
-    refused = world.do(ev.Begin())
+    refused = world.do(rq.Begin())
     assert refused.status == 503
     assert "engine e1 cannot take an update now: it is being drained" in refused.message
     assert world.agents["e0"].gate_open, "nothing was begun"
@@ -285,7 +287,7 @@ def test_a_new_run_on_demand() -> None:
     world = World([1])
     world.sync_all()
     push(world, "7")
-    assert world.do(ev.NewRun()).fleet["next_run"] == 2
+    assert world.do(rq.NewRun()).fleet["next_run"] == 2
     world.start()
     world.sync_all()
     assert push(world, "8") == Version(run=2, n=8, label="8"), "8 follows 7, and yet it is another run"

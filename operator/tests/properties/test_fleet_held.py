@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from fleet_world import SNAPSHOTS, FakeAgent, World, group_body, push
+from fleet_agent import FakeAgent
+from fleet_world import SNAPSHOTS, World, group_body, push
 
 from sglang_rollout.fleet.update import calls
-from sglang_rollout.fleet.update import events as ev
-from sglang_rollout.wire.models import CatchUp, Version
+from sglang_rollout.fleet.update import requests as rq
+from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import Version
 
 TENSORS = {"names": ["w"]}
 
@@ -61,7 +63,7 @@ def test_gates_close_before_engines_pause() -> None:
 
 def test_a_continue_is_answered_as_sglang_does_and_ends_nothing() -> None:
     world = make()
-    answer = world.do(ev.Continue())
+    answer = world.do(rq.Continue())
     assert answer.status == 200
     assert answer.message == (
         "Generation stays paused. The fleet is paused by its spec (spec.state: Paused): no engine generates until that is Active."
@@ -74,12 +76,12 @@ def test_a_continue_is_answered_as_sglang_does_and_ends_nothing() -> None:
 @pytest.mark.parametrize("session", [True, False], ids=["session", "no session"])
 def test_weights_are_taken_while_paused_and_the_commit_opens_no_gate(pauses: bool, session: bool) -> None:
     world = make()
-    asked: list[ev.Request] = [ev.OpenGroup(group_body(world, "h"))]
-    asked += [ev.Pause("abort", {"mode": "abort"})] if pauses else []
-    asked += [ev.Begin()] if session else []
-    asked += [ev.Update("h", "2", TENSORS)]
-    asked += [ev.End()] if session else []
-    asked += [ev.Continue()] if pauses or not session else []
+    asked: list[rq.Request] = [rq.OpenGroup(group_body(world, "h"))]
+    asked += [rq.Pause("abort", {"mode": "abort"})] if pauses else []
+    asked += [rq.Begin()] if session else []
+    asked += [rq.Update("h", "2", TENSORS)]
+    asked += [rq.End()] if session else []
+    asked += [rq.Continue()] if pauses or not session else []
     for request in asked:
         answer = world.do(request)
         assert answer.success, answer.message
@@ -144,17 +146,17 @@ def test_a_hold_that_ended_while_no_coordinator_was_there_is_let_go() -> None:
 
 def test_a_trainers_own_pause_outlasts_the_hold_and_keeps_its_lease() -> None:
     world = make()
-    assert world.do(ev.Pause("retract", {"mode": "retract"})).success
+    assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.set_state(FleetState.ACTIVE)
     world.drain()
     assert [agent.paused for agent in world.agents.values()] == [True, True]
-    assert world.do(ev.Continue()).message == "Generation continued successfully."
+    assert world.do(rq.Continue()).message == "Generation continued successfully."
     assert everybody(world) == [(False, True)] * 2
 
 
 def test_a_trainer_that_dies_in_a_held_fleet_loses_its_pause_and_the_fleet_stays_paused() -> None:
     world = make()
-    assert world.do(ev.Pause("retract", {"mode": "retract"})).success
+    assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.tick(world.policy.deadlines.idle + 1)
     world.drain()
     assert world.machine.fleet.hold is None

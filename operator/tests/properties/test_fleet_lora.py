@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fleet_world import FakeAgent, World, push
+from fleet_agent import FakeAgent
+from fleet_world import World, push
 from test_fleet_held import tell
 
-from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.lora import LOAD, UNLOAD, rows
-from sglang_rollout.wire.models import Adapter
+from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.states import FleetState
 
 A, B = Adapter(name="a", path="/lora/a"), Adapter(name="b", path="/lora/b")
@@ -98,9 +99,9 @@ def test_an_adapter_that_does_not_load_is_told_and_tried_again_later() -> None:
 
 def test_a_trainers_adapter_is_loaded_on_all_or_on_none() -> None:
     world = make()
-    assert world.do(ev.LoadAdapter("t", "/t", {})).success
+    assert world.do(rq.LoadAdapter("t", "/t", {})).success
     assert held(world) == [{"t": "/t"}] * 2
-    call = world.ask(ev.LoadAdapter("u", "/u", {}))
+    call = world.ask(rq.LoadAdapter("u", "/u", {}))
     world.complete(broken=frozenset({"e1"}))
     world.drain()
     answer = world.answers[call]
@@ -111,16 +112,16 @@ def test_a_trainers_adapter_is_loaded_on_all_or_on_none() -> None:
     world.start()
     settled(world)
     assert held(world) == [{"t": "/t"}] * 2, "joiners and new coordinators know of it"
-    assert world.do(ev.UnloadAdapter("t")).success
+    assert world.do(rq.UnloadAdapter("t")).success
     settled(world)
     assert held(world) == [{}] * 2
-    refused = world.do(ev.UnloadAdapter("t"))
+    refused = world.do(rq.UnloadAdapter("t"))
     assert (refused.status, "t is not loaded. Loaded are: none." in refused.message) == (400, True)
 
 
 def test_the_specs_adapters_are_the_specs_alone() -> None:
     world = make(A)
-    for request in (ev.LoadAdapter("a", "/other", {}), ev.UnloadAdapter("a")):
+    for request in (rq.LoadAdapter("a", "/other", {}), rq.UnloadAdapter("a")):
         answer = world.do(request)
         assert (answer.status, "belongs to the spec (engine.lora.adapters)" in answer.message) == (409, True)
     assert held(world) == [{"a": "/lora/a"}] * 2

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from fleet_world import MEMORY, SNAPSHOTS, World, group_body, push
+from fleet_agent import MEMORY
+from fleet_world import SNAPSHOTS, World, group_body, push
 from test_fleet_held import make, tell
 
 from sglang_rollout.fleet.update import calls
-from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.models import CatchUp, EngineState, Version
+from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState, Version
 
 V1 = Version(run=1, n=1, label="1")
 
@@ -75,25 +77,31 @@ def test_a_fleet_that_wakes_into_a_pause_is_proved_and_stays_paused() -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [ev.Pause("abort", {"mode": "abort"}), ev.Begin(), ev.FromDisk("/x", None, {}), ev.ResumeMemory(("weights",)), ev.Update("g", "2", {})],
+    [
+        rq.Pause("abort", {"mode": "abort"}),
+        rq.Begin(),
+        rq.FromDisk("/x", None, {}),
+        rq.ResumeMemory(("weights",)),
+        rq.Update("g", "2", {}),
+    ],
     ids=lambda request: type(request).__name__,
 )
-def test_a_trainers_call_that_a_sleeping_fleet_cannot_take_is_refused_with_the_reason(request_: ev.Request) -> None:
+def test_a_trainers_call_that_a_sleeping_fleet_cannot_take_is_refused_with_the_reason(request_: rq.Request) -> None:
     world = make(FleetState.ASLEEP)
     settled(world)
     answer = world.do(request_)
     assert (answer.status, "spec.state: Asleep" in answer.message) == (409, True), answer
-    group = world.do(ev.OpenGroup(group_body(world, "h")))
+    group = world.do(rq.OpenGroup(group_body(world, "h")))
     assert (group.status, "spec.state: Asleep" in group.message) == (409, True), group
-    assert world.do(ev.Continue()).success, "said in a finally, after all else was refused"
-    assert world.do(ev.ReleaseMemory()).success, "there is nothing left to do"
+    assert world.do(rq.Continue()).success, "said in a finally, after all else was refused"
+    assert world.do(rq.ReleaseMemory()).success, "there is nothing left to do"
 
 
 def test_falling_asleep_ends_a_trainers_pause() -> None:
     world = World([1, 1])
     world.sync_all()
     push(world, "1")
-    assert world.do(ev.Pause("retract", {"mode": "retract"})).success
+    assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.set_state(FleetState.ASLEEP)
     world.drain()
     settled(world)
@@ -109,28 +117,28 @@ def test_a_trainer_releases_updates_and_resumes() -> None:
     push(world, "1")
     for agent in world.agents.values():
         agent.backup = False
-    assert world.do(ev.ReleaseMemory()).success
+    assert world.do(rq.ReleaseMemory()).success
     settled(world)
-    refused = world.do(ev.Begin())
+    refused = world.do(rq.Begin())
     assert (refused.status, "resume_memory_occupation first" in refused.message) == (409, True)
-    assert world.do(ev.ResumeMemory(("weights",))).success
+    assert world.do(rq.ResumeMemory(("weights",))).success
     settled(world)
     assert push(world, "2") == Version(run=1, n=2, label="2")
     settled(world)
     assert not any(agent.gate_open for agent in world.agents.values()), "without a cache nothing generates"
-    assert world.do(ev.ResumeMemory(("kv_cache", "cuda_graph"))).success
+    assert world.do(rq.ResumeMemory(("kv_cache", "cuda_graph"))).success
     settled(world)
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
-    assert world.do(ev.ResumeMemory()).success, "nothing to do is no error: the engines would end"
+    assert world.do(rq.ResumeMemory()).success, "nothing to do is no error: the engines would end"
 
 
 def test_a_release_that_one_engine_refuses_is_told_and_can_go_on() -> None:
     world = World([1, 1])
     world.sync_all()
-    call = world.ask(ev.ReleaseMemory())
+    call = world.ask(rq.ReleaseMemory())
     world.complete(broken=frozenset({"e1"}))
     world.drain()
     answer = world.answers[call]
     assert (answer.status, "engine e1 did not release its memory" in answer.message, "Done on: e0" in answer.message) == (502, True, True)
-    assert world.do(ev.ReleaseMemory()).success
+    assert world.do(rq.ReleaseMemory()).success
     assert calls.CONTINUE not in [effect.path for effect in world.sent]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_rollout.fleet.ranks import Refusal, check_group, rank_table
-from sglang_rollout.wire.models import WantedEngine
+from sglang_rollout.wire.intent import WantedEngine
 
 sizes = st.lists(st.integers(1, 16), min_size=1, max_size=64)
 json_values = st.recursive(

@@ -8,9 +8,12 @@ import pytest
 from fleet_world import World
 
 from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.calls import UPDATE
-from sglang_rollout.wire.models import OnLoss, TrainerLease, UpdateOutcome, Version, WeightsPolicy
+from sglang_rollout.wire.policy import OnLoss, TrainerLease, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
+from sglang_rollout.wire.record import UpdateOutcome
+from sglang_rollout.wire.weights import Version
 
 EVERYBODY = frozenset({"e0", "e1"})
 TENSORS = {"names": ["w"]}
@@ -24,10 +27,10 @@ def make(**policy: Any) -> World:
     world.sync_all()
     size = world.machine.fleet.table.world_size
     body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": "g", "world_size": size}
-    assert world.do(ev.OpenGroup(body)).success
-    assert world.do(ev.Begin()).success
-    assert world.do(ev.Update("g", "1", TENSORS)).success
-    assert world.do(ev.End()).success
+    assert world.do(rq.OpenGroup(body)).success
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", "1", TENSORS)).success
+    assert world.do(rq.End()).success
     return world
 
 
@@ -44,8 +47,8 @@ def probing(world: World) -> bool:
 def transfer() -> tuple[World, int]:
     """A bucket is under way: all engines wait for the trainer's broadcast."""
     world = make()
-    assert world.do(ev.Begin()).success
-    call = world.ask(ev.Update("g", "2", TENSORS))
+    assert world.do(rq.Begin()).success
+    call = world.ask(rq.Update("g", "2", TENSORS))
     assert [getattr(effect, "path", "") for effect in world.pending] == [UPDATE]
     return world, call
 
@@ -92,10 +95,10 @@ def test_heartbeats_spare_the_question(transfer: tuple[World, int]) -> None:
 
 def test_a_call_during_the_question_speaks_for_the_trainer() -> None:
     world = make()
-    assert world.do(ev.Pause("retract", {})).success
+    assert world.do(rq.Pause("retract", {})).success
     world.tick(21)
     index = probe(world)
-    call = world.ask(ev.Flush())
+    call = world.ask(rq.Flush())
     world.complete(index, broken=EVERYBODY)
     world.drain()
     assert world.answers[call].success
@@ -104,7 +107,7 @@ def test_a_call_during_the_question_speaks_for_the_trainer() -> None:
 
 def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> None:
     world = make()
-    assert world.do(ev.Pause("retract", {})).success
+    assert world.do(rq.Pause("retract", {})).success
     for _ in range(11):
         world.tick(10)
         world.drain()
@@ -121,7 +124,7 @@ def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> 
 
 def test_heartbeats_do_not_hold_a_pause_for_ever() -> None:
     world = make()
-    assert world.do(ev.Pause("retract", {})).success
+    assert world.do(rq.Pause("retract", {})).success
     for _ in range(179):
         world.tick(10)
         world.feed(ev.Beat(world.now))
@@ -148,16 +151,16 @@ def test_on_loss_pause_ends_with_the_next_trainer() -> None:
         world.tick(100)
         world.drain()
     assert all(agent.paused for agent in world.agents.values()), "the policy's pause has no lease"
-    assert world.do(ev.Flush()).success
+    assert world.do(rq.Flush()).success
     assert not any(agent.paused for agent in world.agents.values())
 
 
 def test_a_trainer_that_dies_after_its_last_call_costs_nothing() -> None:
     """The commit does not need it any more; and an idle fleet without a trainer keeps serving."""
     world = make()
-    assert world.do(ev.Begin()).success
-    assert world.do(ev.Update("g", "2", TENSORS)).success
-    call = world.ask(ev.End())
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", "2", TENSORS)).success
+    call = world.ask(rq.End())
     world.leave(call)
     index = probe(world)
     world.complete(index, broken=EVERYBODY)
@@ -173,7 +176,7 @@ def test_groups_of_dead_trainers_are_closed_when_the_next_one_opens_its_own() ->
     world = make()
     size = world.machine.fleet.table.world_size
     body = {"master_address": "10.0.0.9", "master_port": 8, "rank_offset": 1, "group_name": "h", "world_size": size}
-    call = world.ask(ev.OpenGroup(body))
+    call = world.ask(rq.OpenGroup(body))
     world.complete(probe(world))  # the new trainer's store answers
     world.complete(probe(world), broken=EVERYBODY)  # that of the one before does not
     world.drain()

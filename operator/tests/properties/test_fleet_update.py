@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fleet_world import MEMORY, SNAPSHOTS, FakeAgent, World, group_body
+from fleet_agent import MEMORY, FakeAgent
+from fleet_world import SNAPSHOTS, World, group_body
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.versions import key
-from sglang_rollout.wire.models import CatchUp, EngineState, WantedEngine
+from sglang_rollout.wire.intent import WantedEngine
+from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 ENGINES = ["e0", "e1", "e2"]
 names = st.frozensets(st.sampled_from(ENGINES))
@@ -40,7 +44,7 @@ class Fence(RuleBasedStateMachine):
         self.world.sync_all()
         self.contents = self.world.contents
 
-    def ask(self, request: ev.Request) -> None:
+    def ask(self, request: rq.Request) -> None:
         self.world.ask(request)
 
     @rule(name=groups, port=st.integers(1000, 2000))
@@ -49,15 +53,15 @@ class Fence(RuleBasedStateMachine):
         body = {
             "master_address": "10.0.0.9", "master_port": port, "rank_offset": 1, "world_size": world_size, "group_name": name,
         }  # fmt: skip
-        self.ask(ev.OpenGroup(body))
+        self.ask(rq.OpenGroup(body))
 
     @rule(name=st.one_of(st.none(), groups))
     def close_group(self, name: str | None) -> None:
-        self.ask(ev.CloseGroup(name))
+        self.ask(rq.CloseGroup(name))
 
     @rule(mode=st.sampled_from(["abort", "retract", "in_place"]))
     def pause(self, mode: str) -> None:
-        self.ask(ev.Pause(mode, {"mode": mode}))
+        self.ask(rq.Pause(mode, {"mode": mode}))
 
     @rule()
     def beat(self) -> None:
@@ -65,35 +69,35 @@ class Fence(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        self.ask(ev.Continue())
+        self.ask(rq.Continue())
 
     @rule()
     def begin_update(self) -> None:
-        self.ask(ev.Begin())
+        self.ask(rq.Begin())
 
     @rule(name=st.one_of(st.none(), groups), label=labels)
     def update(self, name: str | None, label: str | None) -> None:
-        self.ask(ev.Update(name, label, {"names": ["w"]}))
+        self.ask(rq.Update(name, label, {"names": ["w"]}))
 
     @rule(label=labels)
     def from_disk(self, label: str | None) -> None:
-        self.ask(ev.FromDisk("/snapshots/1", label, {}))
+        self.ask(rq.FromDisk("/snapshots/1", label, {}))
 
     @rule()
     def new_run(self) -> None:
-        self.ask(ev.NewRun())
+        self.ask(rq.NewRun())
 
     @rule()
     def end(self) -> None:
-        self.ask(ev.End())
+        self.ask(rq.End())
 
     @rule()
     def flush(self) -> None:
-        self.ask(ev.Flush())
+        self.ask(rq.Flush())
 
     @rule(label=st.sampled_from(["3", "x"]))
     def set_label(self, label: str) -> None:
-        self.ask(ev.SetLabel(label))
+        self.ask(rq.SetLabel(label))
 
     @precondition(lambda self: self.world.pending)
     @rule(index=st.integers(0, 9), broken=rarely, lost=rarely)
@@ -113,7 +117,7 @@ class Fence(RuleBasedStateMachine):
         self.world.drain()
         self.open_group("g", 1500)
         self.world.drain()
-        for request in (ev.Begin(), ev.Update("g", None, {"names": ["w"]}), ev.End()):
+        for request in (rq.Begin(), rq.Update("g", None, {"names": ["w"]}), rq.End()):
             self.ask(request)
             self.world.drain()
 
@@ -169,11 +173,11 @@ class Fence(RuleBasedStateMachine):
 
     @rule(tags=st.sampled_from([(), ("kv_cache",), ("weights",)]))
     def release(self, tags: tuple[str, ...]) -> None:
-        self.ask(ev.ReleaseMemory(tags))
+        self.ask(rq.ReleaseMemory(tags))
 
     @rule(tags=st.sampled_from([(), ("kv_cache",), ("weights",)]))
     def take_back(self, tags: tuple[str, ...]) -> None:
-        self.ask(ev.ResumeMemory(tags))
+        self.ask(rq.ResumeMemory(tags))
 
     @rule(count=st.integers(1, 3))
     def scale(self, count: int) -> None:
@@ -248,10 +252,10 @@ class Fence(RuleBasedStateMachine):
         """No lease has ended the hold, all are paused, and a whole push commits and opens nothing."""
         world = self.world
         assert all(agent.paused and not agent.session and not agent.gate_open for agent in members)
-        assert world.do(ev.OpenGroup(group_body(world, "held"))).success
-        for request in (ev.Begin(), ev.Update("held", None, {"names": ["w"]}), ev.End()):
+        assert world.do(rq.OpenGroup(group_body(world, "held"))).success
+        for request in (rq.Begin(), rq.Update("held", None, {"names": ["w"]}), rq.End()):
             assert world.do(request).success
-        answer = world.do(ev.Continue())
+        answer = world.do(rq.Continue())
         assert (answer.success, "spec.state: Paused" in answer.message) == (True, True)
         world.sync_all()
         world.drain()
@@ -273,7 +277,7 @@ class Fence(RuleBasedStateMachine):
             assert all(set(agent.released) == set(MEMORY) and not agent.gate_open for agent in members)
             world.set_state(FleetState.PAUSED)
             self.settle()
-        world.do(ev.ResumeMemory())
+        world.do(rq.ResumeMemory())
         self.settle()
         assert not any(agent.released for agent in members)
         if world.state is not FleetState.ACTIVE:
@@ -289,9 +293,9 @@ class Fence(RuleBasedStateMachine):
             "master_address": "10.0.0.9", "master_port": 1, "rank_offset": 1, "group_name": "last",
             "world_size": world.machine.fleet.table.world_size,
         }  # fmt: skip
-        assert world.do(ev.OpenGroup(body)).success
-        assert world.do(ev.Update("last", None, {"names": ["w"]})).success
-        assert world.do(ev.Continue()).success
+        assert world.do(rq.OpenGroup(body)).success
+        assert world.do(rq.Update("last", None, {"names": ["w"]})).success
+        assert world.do(rq.Continue()).success
         assert all(agent.gate_open for agent in members)
         assert len({agent.content for agent in members}) == 1
         self.only_committed_weights_are_served()

@@ -7,9 +7,10 @@ from fleet_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.verify import CHECKER, differing
-from sglang_rollout.wire.models import Verify, Version, WeightsPolicy
+from sglang_rollout.wire.policy import Verify, WeightsPolicy
+from sglang_rollout.wire.weights import Version
 
 
 def begun(sizes: list[int], **policy: object) -> World:
@@ -25,14 +26,14 @@ def begun(sizes: list[int], **policy: object) -> World:
 def again(world: World) -> None:
     size = world.machine.fleet.table.world_size
     body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": "g", "world_size": size}
-    for request in (ev.OpenGroup(body), ev.Begin(), ev.Update("g", None, {"names": ["w"]})):
+    for request in (rq.OpenGroup(body), rq.Begin(), rq.Update("g", None, {"names": ["w"]})):
         assert world.do(request).success
 
 
 def test_an_engine_that_differs_is_named_and_nothing_is_committed() -> None:
     world = begun([1, 1, 1])
     world.agents["e1"].checksum = "other"
-    answer = world.do(ev.End())
+    answer = world.do(rq.End())
     assert answer.status == 400
     assert "engine e1 holds other weights than 2 engines of its shape (rank 0)" in answer.message
     assert answer.fleet["engine"] == "e1"
@@ -43,7 +44,7 @@ def test_an_engine_that_differs_is_named_and_nothing_is_committed() -> None:
 def test_with_min_committed_it_is_fenced_alone() -> None:
     world = begun([1, 1, 1], min_committed=2)
     world.agents["e1"].checksum = "other"
-    answer = world.do(ev.End())
+    answer = world.do(rq.End())
     assert (answer.status, answer.fleet["outcome"]) == (200, "Partial")
     assert [agent.gate_open for agent in world.agents.values()] == [True, False, True]
 
@@ -52,7 +53,7 @@ def test_what_the_trainer_says_counts_whatever_most_engines_hold_and_whatever_th
     world = begun([1, 1, 1], min_committed=1, verify=Verify.OFF)
     for name, checksum in {"e0": "wrong", "e1": "right", "e2": "wrong"}.items():
         world.agents[name].checksum = checksum
-    answer = world.do(ev.End({1: ("right",)}))
+    answer = world.do(rq.End({1: ("right",)}))
     assert (answer.status, answer.fleet["outcome"]) == (200, "Partial")
     assert "engine e0 holds other weights than the trainer says (rank 0 has wrong, not right)" in answer.message
     assert [agent.gate_open for agent in world.agents.values()] == [False, True, False]
@@ -61,19 +62,19 @@ def test_what_the_trainer_says_counts_whatever_most_engines_hold_and_whatever_th
 def test_engines_of_a_shape_of_which_the_trainer_says_nothing_are_compared_with_each_other() -> None:
     world = begun([2, 1], verify=Verify.OFF)
     world.agents["e1"].checksum = "right"
-    assert world.do(ev.End({1: ("right",)})).success
+    assert world.do(rq.End({1: ("right",)})).success
 
 
 def test_engines_of_different_shape_are_not_compared() -> None:
     world = begun([1, 2])
     world.agents["e1"].checksum = "sharded otherwise"
-    assert world.do(ev.End()).success
+    assert world.do(rq.End()).success
 
 
 def test_without_a_majority_nobody_is_trusted() -> None:
     world = begun([1, 1], min_committed=1)
     world.agents["e1"].checksum = "other"
-    answer = world.do(ev.End())
+    answer = world.do(rq.End())
     assert answer.status == 400
     assert "no majority" in answer.message
 
@@ -81,10 +82,10 @@ def test_without_a_majority_nobody_is_trusted() -> None:
 @pytest.mark.parametrize(("verify", "expected"), [(Verify.ALWAYS, 5), (Verify.EVERY_N, 2), (Verify.OFF, 0)])
 def test_how_often_is_a_policy(verify: Verify, expected: int) -> None:
     world = begun([1], verify=verify, verify_every=4)
-    assert world.do(ev.End()).success
+    assert world.do(rq.End()).success
     for _ in range(4):
         again(world)
-        assert world.do(ev.End()).success
+        assert world.do(rq.End()).success
     assert sum(send.path == CHECKER for send in world.sent) == expected
 
 

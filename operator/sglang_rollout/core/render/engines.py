@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, GATE_CONTAINER
+from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
 from sglang_rollout.core.hashing import revisions
@@ -47,7 +48,7 @@ from sglang_rollout.core.render.server_args import server_args
 from sglang_rollout.core.render.start import DRAIN_SCRIPT, DRAIN_SECONDS
 from sglang_rollout.core.render.storage import downloads, mounts, volumes
 from sglang_rollout.core.settings import Settings
-from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH
+from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, FRONT_PORT
 
 START_SECONDS = 1800
 """How long an engine may take from its start until it is up: a large model comes over the network at first."""
@@ -175,6 +176,7 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
             *("--tensor-size", str(rollout.spec.engine.parallelism.tensor)),
             *("--model-path", rollout.spec.model.path),
             *agent_ranks(rollout, name, ports),
+            *_fleet_url(rollout),
         ],
         "env": [HOME_ENV, *agent_env(rollout)],
         **({"ports": container_ports(ports, agent=ports.agent)} if ports.on_node else {}),
@@ -185,6 +187,13 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [RUN_MOUNT, TMP_MOUNT, CONTROL_MOUNT],
     }
+
+
+def _fleet_url(rollout: SGLangRollout) -> list[str]:
+    """A trainer that shares the engines' GPUs calls each engine by itself; the agent hands such calls to the coordinator."""
+    if rollout.spec.mode is Mode.STANDALONE:
+        return []
+    return ["--fleet-url", names.public_url(rollout.name, rollout.namespace, FRONT_PORT)]
 
 
 def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:

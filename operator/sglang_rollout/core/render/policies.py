@@ -15,19 +15,8 @@ from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.core import names
 from sglang_rollout.core.ports import engine_ports
 from sglang_rollout.core.render.common import Object, child
-from sglang_rollout.wire.models import (
-    Adapter,
-    CatchUp,
-    Deadlines,
-    Intent,
-    OnLoss,
-    PauseMode,
-    TrainerLease,
-    Transport,
-    Verify,
-    WantedEngine,
-    WeightsPolicy,
-)
+from sglang_rollout.wire.intent import Adapter, Intent, WantedEngine
+from sglang_rollout.wire.policy import CatchUp, Deadlines, OnLoss, PauseMode, TrainerLease, Transport, Verify, WeightsPolicy
 from sglang_rollout.wire.ports import GATE_PORT
 from sglang_rollout.wire.states import FleetMode, FleetState
 
@@ -45,7 +34,7 @@ _STATES = {
     State.SUSPENDED: FleetState.ACTIVE,
 }
 """A suspended fleet has no engines that could be held."""
-_MODES = {Mode.STANDALONE: None, Mode.COLOCATED: FleetMode.COLOCATED}
+_MODES = {Mode.STANDALONE: None, Mode.HYBRID: FleetMode.HYBRID, Mode.COLOCATED: FleetMode.COLOCATED}
 _ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
 
 

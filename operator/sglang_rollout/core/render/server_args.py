@@ -8,7 +8,7 @@ from enum import StrEnum
 from sglang_rollout.api.engine_knobs import FLAGS, EngineKnobs
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.ports import OF_POD, EnginePorts
-from sglang_rollout.wire.models import BASE_LABEL
+from sglang_rollout.wire.weights import BASE_LABEL
 
 
 def server_args(rollout: SGLangRollout, ranks: Sequence[str] = (), ports: EnginePorts = OF_POD) -> list[str]:

@@ -10,17 +10,20 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sglang_rollout.fleet.update.events import Answer, Body, Result, Send, Write
+from sglang_rollout.fleet.update.events import Result, Send, Write
+from sglang_rollout.fleet.update.requests import Answer, Body
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import EngineState, FenceRequest
-from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_SYNC
+from sglang_rollout.wire.agent import FenceRequest
+from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 INIT = "/init_weights_update_group"
 DESTROY = "/destroy_weights_update_group"
 BEGIN = "/begin_weight_update"
 UPDATE = "/update_weights_from_distributed"
 UPDATE_DISK = "/update_weights_from_disk"
+UPDATE_TENSOR = "/update_weights_from_tensor"
 END = "/end_weight_update"
 PAUSE = "/pause_generation"
 CONTINUE = "/continue_generation"
@@ -32,6 +35,7 @@ FENCE_DEADLINE = 15.0
 """A fence answers as soon as the agent has closed the gate; a scheduler that is stuck in a collective cannot be helped
 over HTTP, and nobody should wait for it."""
 SYNC_DEADLINE = 5.0
+NOT_FOUND = 404
 GRACE = 2.0
 """After one engine failed, how long the others may still take until the trainer is told."""
 
@@ -98,23 +102,43 @@ def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Script[Results]:
 
 
 def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Script[Results]:
-    """Let engines generate again: continue what is clean, fence what is not or does not answer.
+    """Let engines generate again: continue what is clean, fence what is not or does not answer."""
+    clean, dirty = _apart(fleet, names)
+    results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause)))
+    results |= yield from _leave_behind(fleet, [*dirty, *failures(results)])
+    return results
+
+
+def run(fleet: Fleet, names: Iterable[str]) -> Script[Results]:
+    """Tell all agents what is committed, and let these engines generate again: :func:`sync` and :func:`resume`, in one call to each."""
+    clean, dirty = _apart(fleet, names)
+    body = fleet.sync_request().model_dump(mode="json")
+    results = dict((yield from send(AGENT_RUN, same(clean, body), fleet.policy.deadlines.pause)))
+    failed = failures(results)
+    # While the operator is upgraded an agent may be of the release before: it knows the two calls, not the one.
+    older = [name for name, result in failed.items() if result.status == NOT_FOUND]
+    results |= yield from sync(fleet, [name for name in fleet.engines if name not in clean or name in older])
+    yield from resume(fleet, older)
+    yield from _leave_behind(fleet, [*dirty, *(name for name in failed if name not in older)])
+    return results
+
+
+def _apart(fleet: Fleet, names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Who may generate again, and who must be fenced.
 
     A dirty engine never gets a plain continue: its held requests would be answered from a mixture. In a fleet that its spec holds
     the clean ones stay paused.
     """
     clean: list[str] = []
-    rest: list[str] = []
+    dirty: list[str] = []
     for name in names:
         engine = fleet.engines.get(name)
         status = engine.status if engine is not None else None
         if status is not None and status.released:
             continue  # nothing can run on it; it goes on when it has its memory back
-        (rest if status is not None and status.state is EngineState.DIRTY else clean).append(name)
-    if fleet.kept is not FleetState.ACTIVE:
-        clean = []
-    results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause)))
-    rest += failures(results)
-    if rest:
-        results |= yield from fence(fleet, rest, "the fleet resumed and this engine did not or must not")
-    return results
+        (dirty if status is not None and status.state is EngineState.DIRTY else clean).append(name)
+    return (clean if fleet.kept is FleetState.ACTIVE else []), dirty
+
+
+def _leave_behind(fleet: Fleet, names: list[str]) -> Script[Results]:
+    return (yield from fence(fleet, names, "the fleet resumed and this engine did not or must not"))

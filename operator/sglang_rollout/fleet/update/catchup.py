@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 from sglang_rollout.fleet.update.calls import FLUSH, PAUSE, UPDATE_DISK, Script, Turn, same, send, sync
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.events import Answer, Body, Result
+from sglang_rollout.fleet.update.events import Result
+from sglang_rollout.fleet.update.requests import Answer, Body
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM, NOT_THERE, Checksums
 from sglang_rollout.fleet.update.versions import key
-from sglang_rollout.wire.models import AckRequest, CheckpointRequest, EngineState, Version
+from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState, Version
 
 PLACE = "{version}"
 """In ``weights.catchUp.disk``: stands for the version's label."""

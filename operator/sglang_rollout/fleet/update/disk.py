@@ -11,12 +11,13 @@ from collections.abc import Mapping
 
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.calls import UPDATE_DISK, Script, Turn, failures, same, send, told
-from sglang_rollout.fleet.update.events import Answer, Body, FromDisk
 from sglang_rollout.fleet.update.membership import present
 from sglang_rollout.fleet.update.outcome import close
-from sglang_rollout.fleet.update.state import By, Fleet, OnDisk, Phase, Update
+from sglang_rollout.fleet.update.progress import By, OnDisk, Phase, Update
+from sglang_rollout.fleet.update.requests import Answer, Body, FromDisk
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.transaction import hold_all
-from sglang_rollout.wire.models import CheckpointRequest
+from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 
 MARGIN = 5.0

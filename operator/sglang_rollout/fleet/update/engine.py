@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_rollout.wire.models import AgentStatus, EngineRow, EngineState, Version, WantedEngine
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.intent import WantedEngine
+from sglang_rollout.wire.record import EngineRow
+from sglang_rollout.wire.weights import EngineState, Version
 
 MISSES = 3
 """An agent that left so many syncs in a row unanswered counts as away."""

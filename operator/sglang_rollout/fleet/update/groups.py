@@ -20,12 +20,14 @@ from sglang_rollout.fleet.update.calls import (
     send,
     told,
 )
-from sglang_rollout.fleet.update.events import Answer, Body, CloseGroup, OpenGroup
 from sglang_rollout.fleet.update.membership import absent_sentence, present
 from sglang_rollout.fleet.update.outcome import abandon, finish
-from sglang_rollout.fleet.update.state import By, Fleet, Group, Phase
+from sglang_rollout.fleet.update.progress import By, Group, Phase
+from sglang_rollout.fleet.update.requests import Answer, Body, CloseGroup, OpenGroup
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.trainer import knock
-from sglang_rollout.wire.models import PreflightRequest, Transport
+from sglang_rollout.wire.agent import PreflightRequest
+from sglang_rollout.wire.policy import Transport
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 MARGIN = 2.0

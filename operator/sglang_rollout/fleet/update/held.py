@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from sglang_rollout.fleet.update.calls import PAUSE, Script, failures, resume, same, send, sync
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.events import Answer
 from sglang_rollout.fleet.update.memory import note_checksums
 from sglang_rollout.fleet.update.outcome import abandon
-from sglang_rollout.fleet.update.state import By, Fleet, Phase
+from sglang_rollout.fleet.update.progress import By, Phase
+from sglang_rollout.fleet.update.requests import Answer
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.states import FleetState, held_sentence
 
 AGAIN = 10.0

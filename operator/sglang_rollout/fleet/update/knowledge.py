@@ -9,8 +9,9 @@ from sglang_rollout.fleet.update.membership import at_first, enough
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import key
-from sglang_rollout.wire.models import AgentStatus, EngineState, LastUpdate, Record, UpdateOutcome
-from sglang_rollout.wire.states import FleetMode
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.weights import EngineState
 
 PATIENCE = 5.0
 """With a record: how long a new coordinator waits for agents that may prove a newer version than the record says."""
@@ -67,7 +68,7 @@ class Knowledge:
         adapters = event.intent.adapters
         fleet.adapters = None if adapters is None else {adapter.name: adapter.path for adapter in adapters}
         fleet.wish, fleet.drain = event.intent.state, event.intent.drain
-        fleet.colocated = event.intent.mode is FleetMode.COLOCATED
+        fleet.mode = event.intent.mode
         fleet.engines = {}
         for wanted in event.intent.engines:
             engine = known.get(wanted.name) or Engine(wanted)
@@ -131,6 +132,7 @@ class Knowledge:
             fleet.id = self._record.fleet_id or fleet.id
             fleet.noted = dict(self._record.noted)
             fleet.lent = fleet.lent if self._record.lent is None else tuple(self._record.lent)
+            fleet.lent_apart = {name: tuple(tags) for name, tags in self._record.lent_apart.items()}
             fleet.history = [version for version in self._record.history if key(version) < key(proved.committed)]
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:

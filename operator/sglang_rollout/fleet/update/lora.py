@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.calls import Results, Script, Turn, failures, same, send, told
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.events import Answer, Body, LoadAdapter, UnloadAdapter
 from sglang_rollout.fleet.update.membership import refuse_asleep
+from sglang_rollout.fleet.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import AdapterRow
+from sglang_rollout.wire.record import AdapterRow
 from sglang_rollout.wire.states import FleetState
 
 LOAD = "/load_lora_adapter"

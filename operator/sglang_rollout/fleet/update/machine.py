@@ -1,8 +1,9 @@
 """The state machine: events in, effects out.
 
-Scripts (``groups``, ``transaction``, ``outcome``) say what happens in which order; this module runs them. One script
-at a time holds the *turn* and may change the fleet; the others wait in the order in which they came. That is also the
-one global order in which groups are opened on all engines, without which several groups deadlock.
+Scripts (``groups``, ``transaction``, ``outcome``) say what happens in which order, and ``dispatch`` which of them answers
+a request; this module runs them. One script at a time holds the *turn* and may change the fleet; the others wait in the
+order in which they came. That is also the one global order in which groups are opened on all engines, without which
+several groups deadlock.
 
 No I/O, no clock: the same events always make the same effects.
 """
@@ -11,52 +12,36 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update import colocated, disk, groups, lora, memory, transaction
+from sglang_rollout.fleet.update import dispatch, lora
 from sglang_rollout.fleet.update.calls import COLLECTIVE, Results, Say, Script, Turn
 from sglang_rollout.fleet.update.catchup import catch_up, next_joiner, source
 from sglang_rollout.fleet.update.events import (
-    Answer,
     Answered,
     Asked,
     Beat,
-    Begin,
-    CloseGroup,
-    Continue,
     Cut,
     Effect,
-    End,
     Event,
-    Flush,
-    FromDisk,
     Left,
-    LoadAdapter,
-    NewRun,
-    OpenGroup,
-    Pause,
-    ReleaseMemory,
     Reply,
-    Request,
     Result,
-    ResumeMemory,
     Save,
     Seen,
-    SetLabel,
     Tick,
-    UnloadAdapter,
-    Update,
     Wanted,
     Write,
     Written,
 )
 from sglang_rollout.fleet.update.knowledge import Knowledge
-from sglang_rollout.fleet.update.state import Fleet, Phase
+from sglang_rollout.fleet.update.progress import Phase
+from sglang_rollout.fleet.update.requests import Answer
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.trainer import Trainer, reachable
 from sglang_rollout.fleet.update.upkeep import Upkeep
-from sglang_rollout.wire.models import Record
+from sglang_rollout.wire.record import Record
 
 
 @dataclass(eq=False)
@@ -143,7 +128,7 @@ class Machine:
             )
             self._out.append(Reply(event.call, Answer(503, message)))
             return
-        self._start(_Running(_script(self.fleet, event.request), event.call))
+        self._start(_Running(dispatch.script(self.fleet, event.request), event.call))
 
     def _left(self, call: int) -> None:
         """Drop what has not begun; what has begun goes on to its end: engines cannot be called back."""
@@ -290,26 +275,3 @@ class Machine:
 def _with_turn(script: Script[Answer]) -> Script[Answer]:
     yield Turn()
     return (yield from script)
-
-
-def _script(fleet: Fleet, request: Request) -> Script[Answer]:
-    return colocated.script(fleet, request) or _SCRIPTS[type(request)](fleet, request)
-
-
-_SCRIPTS: dict[type[Request], Callable[..., Script[Answer]]] = {
-    OpenGroup: groups.open_group,
-    CloseGroup: groups.close_group,
-    Pause: transaction.pause,
-    Continue: transaction.resume_all,
-    Begin: transaction.begin,
-    Update: transaction.update,
-    End: transaction.end,
-    Flush: transaction.flush,
-    SetLabel: transaction.set_label,
-    NewRun: transaction.new_run,
-    FromDisk: disk.from_disk,
-    LoadAdapter: lora.load,
-    UnloadAdapter: lora.unload,
-    ReleaseMemory: memory.release,
-    ResumeMemory: memory.resume,
-}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
 
 if TYPE_CHECKING:
     from sglang_rollout.fleet.update.engine import Engine
@@ -98,3 +98,17 @@ def absent_sentence(fleet: Fleet, limit: int = 4) -> str:
     shown = "; ".join(f"{name}: {why}" for name, why in list(away.items())[:limit])
     more = f"; and {len(away) - limit} more" if len(away) > limit else ""
     return f"Absent: {shown.rstrip('.')}{more}."
+
+
+def untold(fleet: Fleet) -> list[str]:
+    """Engines that have not got all of their tensors, in an update that comes to each engine by itself."""
+    update = fleet.update
+    if update is None or fleet.mode is not FleetMode.HYBRID:
+        return []
+    return [name for name in {**update.boots, **fleet.members()} if name not in update.ended and name not in update.dropped]
+
+
+def some(names: list[str]) -> str:
+    """The first of these engines, in words."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"engine{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{more}"

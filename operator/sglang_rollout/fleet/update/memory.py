@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.calls import Results, Script, Turn, failures, same, send, sync, told
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.events import Answer, ReleaseMemory, ResumeMemory
+from sglang_rollout.fleet.update.requests import Answer, ReleaseMemory, ResumeMemory
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM
-from sglang_rollout.wire.models import AckRequest, EngineState, Noted
+from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
-from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.record import Noted
+from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
+from sglang_rollout.wire.weights import EngineState
 
 RELEASE = "/release_memory_occupation"
 RESUME = "/resume_memory_occupation"
@@ -24,17 +26,20 @@ TAGS = ("kv_cache", WEIGHTS, "cuda_graph")
 """What SGLang can release."""
 
 
-def release(fleet: Fleet, ask: ReleaseMemory) -> Script[Answer]:
-    """Every engine gives back these kinds of memory. What an engine has released is not brought back because another refused:
-    its weights would be lost all the same. Calling again goes on where it stopped."""
+def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> Script[Answer]:
+    """Every engine gives back these kinds of memory, or the one ``at`` whose own URL this was asked.
+
+    What an engine has released is not brought back because another refused: its weights would be lost all the same. Calling again goes
+    on where it stopped.
+    """
     yield Turn()
     if fleet.kept is FleetState.ASLEEP:
         return Answer(200, f"Memory is released already. {held_sentence(fleet.kept)}")
     if fleet.update is not None:
         raise Refusal("a weight update is open: end it before memory is released.", status=409, fleet=fleet.advice())
-    names = fleet.up()
+    names = _called(fleet, at)
     if not names:
-        raise Refusal("No engine of this fleet is up, so there is no memory to release. Try again.", status=503)
+        raise Refusal(_nobody(fleet, at, "release"), status=503)
     tags = ask.tags or TAGS
     results = yield from send(RELEASE, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
     for name in names:
@@ -43,13 +48,16 @@ def release(fleet: Fleet, ask: ReleaseMemory) -> Script[Answer]:
     return _reported(results, "release its memory", "Memory released on all engines.")
 
 
-def resume(fleet: Fleet, ask: ResumeMemory) -> Script[Answer]:
-    """Every engine takes back what it has released of these. SGLang ends when it is told to take back anything else."""
+def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Script[Answer]:
+    """Every engine, or the one ``at``, takes back what it has released of these. SGLang ends when told to take back anything else."""
     yield Turn()
     if fleet.kept is FleetState.ASLEEP:
         raise Refusal(f"Memory stays released. {held_sentence(fleet.kept)}", status=409)
     bodies = {}
-    for name in fleet.up():
+    names = _called(fleet, at)
+    if at is not None and not names:
+        raise Refusal(_nobody(fleet, at, "take back"), status=503)
+    for name in names:
         tags = [tag for tag in _released(fleet.engines[name]) if not ask.tags or tag in ask.tags]
         if tags:
             bodies[name] = {"tags": tags}
@@ -60,6 +68,16 @@ def resume(fleet: Fleet, ask: ResumeMemory) -> Script[Answer]:
         if results[name].ok:
             note_released(fleet.engines[name], [tag for tag in _released(fleet.engines[name]) if tag not in body["tags"]])
     return _reported(results, "take its memory back", "Memory is back on all engines that had released it.")
+
+
+def _called(fleet: Fleet, at: str | None) -> list[str]:
+    return [name for name in fleet.up() if at is None or name == at]
+
+
+def _nobody(fleet: Fleet, at: str | None, what: str) -> str:
+    if at is None:
+        return f"No engine of this fleet is up, so there is no memory to {what}. Try again."
+    return f"Engine {at} has no memory to {what} now: {fleet.engines[at].why_absent().rstrip('.')}. Try again."
 
 
 def _released(engine: Engine) -> list[str]:
@@ -91,17 +109,19 @@ def note_checksums(fleet: Fleet) -> Script[None]:
         if found is None:
             continue
         fleet.checksums[fleet.engines[name].wanted.tensor_size] = found
-        if fleet.colocated:
+        if fleet.keeps_weights:
             fleet.noted[name] = Noted(boot_id=boot, checksums=found)
 
 
 def unnoted(fleet: Fleet) -> list[str]:
     """Engines to be asked before a sleep: one of each shape, for a trainer gave all of them the same. Without a trainer every one in
     each of its lives: another image or another file of the model makes other bytes of the same version."""
+    if fleet.mode is FleetMode.HYBRID:
+        return []  # its trainer sends weights after every sleep
     committed = fleet.committed
     holding = [name for name in fleet.up() if committed is not None and fleet.engines[name].holds(committed)]
     asked = [name for name in holding if not fleet.engines[name].released]
-    if fleet.colocated:
+    if fleet.keeps_weights:
         return [name for name in asked if _own(fleet, name) is None]
     peers = {fleet.engines[name].wanted.tensor_size: name for name in reversed(asked)}
     return [name for size, name in peers.items() if size not in fleet.checksums]
@@ -119,6 +139,8 @@ def woken(fleet: Fleet) -> list[str]:
         status = engine.status
         if status is None or WEIGHTS in status.released:
             engine.compared = None
+        elif fleet.mode is FleetMode.HYBRID and status.released:
+            continue  # its trainer sends weights before it gives the rest of the memory back
         elif engine.member and status.woken and status.state is EngineState.UNKNOWN and engine.compared != engine.boot:
             found.append(name)
     return found if fleet.update is None and fleet.kept is not FleetState.ASLEEP else []

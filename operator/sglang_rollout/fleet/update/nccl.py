@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import Nccl
+from sglang_rollout.wire.agent import Nccl
 
 FIELD = "nccl"
 """Of ``/init_weights_update_group``: what our client says of itself. Other trainers say nothing and are not compared."""

@@ -12,18 +12,22 @@ from sglang_rollout.fleet.update.calls import (
     Script,
     failures,
     fence,
-    resume,
+    run,
     same,
     send,
     sync,
     told,
 )
-from sglang_rollout.fleet.update.events import Answer, Write
-from sglang_rollout.fleet.update.membership import enough
-from sglang_rollout.fleet.update.state import By, Fleet, Phase, Update
+from sglang_rollout.fleet.update.events import Write
+from sglang_rollout.fleet.update.membership import enough, untold
+from sglang_rollout.fleet.update.progress import By, Phase, Update
+from sglang_rollout.fleet.update.requests import Answer
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import due, verify
-from sglang_rollout.wire.models import AckRequest, EngineState, LastUpdate, UpdateOutcome, Version
+from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
+from sglang_rollout.wire.weights import EngineState, Version
 
 
 def finish(fleet: Fleet) -> Script[Answer]:
@@ -35,6 +39,9 @@ def finish(fleet: Fleet) -> Script[Answer]:
     update = fleet.update
     if update is None:
         raise RuntimeError("finish needs an open update")
+    rest = [name for name in untold(fleet) if name not in update.fed]
+    if rest:
+        return (yield from fail(fleet, f"engine {rest[0]} had got no tensors of the update when it ended", engine=rest[0]))
     missing = _missing_stages(fleet, update)
     if missing:
         reason = f"group {missing[0]} brought no tensors, although it belonged to the update before"
@@ -55,19 +62,22 @@ def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
 
 def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
     """All tensors are where they should be: verify and commit on those that still stand, if they suffice."""
-    if _suffice(fleet, update) and due(fleet):
+    if suffice(fleet, update) and due(fleet):
         update.dropped |= yield from verify(fleet, update.standing())
-    if not _suffice(fleet, update):
+    if not suffice(fleet, update):
         return (yield from _fail_for(fleet, update, results))
-    unflushed = yield from _flush(fleet, [name for name in update.standing() if name not in update.flushed])
+    # One whose memory is released has no cache, and computed nothing since.
+    stale = [name for name in update.standing() if name not in update.flushed and not fleet.engines[name].released]
+    unflushed = yield from _flush(fleet, stale)
     return (yield from _commit(fleet, unflushed))
 
 
 def _end_session(fleet: Fleet, update: Update) -> Script[Results]:
     """End the session on those that still stand, and drop those that cannot, or that got no tensors."""
-    if not _suffice(fleet, update):
+    if not suffice(fleet, update):
         return {}
-    results = yield from send(END, same(update.standing()), fleet.policy.deadlines.update)
+    inside = [name for name in update.standing() if name not in update.ended]
+    results = yield from send(END, same(inside), fleet.policy.deadlines.update)
     for name, result in failures(results).items():
         update.dropped[name] = f"could not end the session: {result.message}"
     for name in update.standing():
@@ -76,8 +86,10 @@ def _end_session(fleet: Fleet, update: Update) -> Script[Results]:
     return results
 
 
-def _suffice(fleet: Fleet, update: Update) -> bool:
-    return not update.dropped or enough(fleet, len(update.standing()), len(update.boots))
+def suffice(fleet: Fleet, update: Update) -> bool:
+    """Whether the engines that may still commit are as many as the policy asks for."""
+    coming = len([name for name in untold(fleet) if name not in update.boots])
+    return not update.dropped or enough(fleet, len(update.standing()) + coming, len(update.boots) + coming)
 
 
 def _fail_for(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
@@ -99,14 +111,14 @@ def _flush(fleet: Fleet, names: list[str]) -> Script[list[str]]:
 
 
 def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
-    """Every engine acknowledges, then the record is written, then the gates open, then the fleet runs."""
+    """Every engine acknowledges, then the record is written, then the gates open and the fleet runs."""
     update = fleet.update
     if update is None:
         raise RuntimeError("commit needs an open update")
     fleet.enter(Phase.COMMIT)
     version = fleet.target()
     results = yield from _acknowledge(fleet, update, version)
-    if not _suffice(fleet, update):
+    if not suffice(fleet, update):
         # Some engine may hold this version now and say so later: the pair (run, n) must never name other weights.
         fleet.burn([version])
         return (yield from _fail_for(fleet, update, results))
@@ -124,11 +136,12 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     if record is not None:
         # Not written: the acknowledgements are the commit, and the record follows when the store can be reached again.
         yield Write(record)
-    synced = yield from sync(fleet)
     if fleet.hold is not None and fleet.hold.by is By.FLEET:
         fleet.enter(Phase.RESUME)
-        yield from resume(fleet, [name for name in fleet.hold.engines if name not in dropped])
+        synced = yield from run(fleet, [name for name in fleet.hold.engines if name not in dropped])
         fleet.hold = None
+    else:
+        synced = yield from sync(fleet)
     fleet.last_update = _last(fleet, version, outcome, reason, cohort)
     particulars = _particulars(fleet, version, {**results, **synced}) | {"outcome": outcome.value}
     if unflushed:

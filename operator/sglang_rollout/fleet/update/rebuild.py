@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_rollout.fleet.update.state import Group
+from sglang_rollout.fleet.update.progress import Group
 from sglang_rollout.fleet.update.versions import key, newest
-from sglang_rollout.wire.models import BASE, AgentStatus, EngineState, Record, Version
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 
 @dataclass(frozen=True)

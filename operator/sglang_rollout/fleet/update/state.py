@@ -1,114 +1,21 @@
-"""What the coordinator knows: engines, groups, the pause, the open update. Facts only; scripts change them."""
+"""What the coordinator knows of its fleet. Facts only; scripts change them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import Any
 
 from sglang_rollout.fleet.ranks import RankTable, rank_table
 from sglang_rollout.fleet.update.engine import Engine
+from sglang_rollout.fleet.update.progress import Group, Hold, OnDisk, Phase, Update
 from sglang_rollout.fleet.update.versions import history, newest, next_version
-from sglang_rollout.wire.models import (
-    FleetGroup,
-    LastUpdate,
-    Noted,
-    Record,
-    SyncRequest,
-    Version,
-    WeightsPolicy,
-)
-from sglang_rollout.wire.states import LENT, FleetState, held_sentence
-
-
-class Phase(StrEnum):
-    """Where the transaction stands."""
-
-    IDLE = "idle"
-    PREPARE = "prepare"
-    """A group is being opened: everything is checked before any engine hears of it."""
-    PAUSE = "pause"
-    OPEN = "open"
-    TRANSFER = "transfer"
-    VERIFY = "verify"
-    COMMIT = "commit"
-    RESUME = "resume"
-
-
-class By(StrEnum):
-    """Who asked for a pause or a session: what the trainer opened, only the trainer closes."""
-
-    TRAINER = "trainer"
-    FLEET = "fleet"
-    LOSS = "loss"
-    """The policy: the trainer was lost (weights.trainerLease.onLoss). Ends when a trainer calls."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """A weight-update group that engines have joined."""
-
-    name: str
-    epoch: int
-    world_size: int
-    master: str
-    backend: str
-    boots: Mapping[str, str]
-    """Members, in rank order, and the life of each that joined: a new process of the same engine is no member."""
-
-    def row(self) -> FleetGroup:
-        """The group in the record and in the discovery document."""
-        return FleetGroup(
-            name=self.name, epoch=self.epoch, world_size=self.world_size, master=self.master, backend=self.backend,
-            members=list(self.boots),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OnDisk:
-    """A version that the fleet loaded from a shared volume."""
-
-    version: Version
-    path: str
-    digest: str | None
-
-
-@dataclass
-class Hold:
-    """A pause of the fleet."""
-
-    by: By
-    mode: str | None
-    engines: tuple[str, ...]
-    since: float = 0.0
-    """When it began."""
-
-
-@dataclass
-class Update:
-    """An update whose boundary has been crossed: engines have been told and are dirty until it is complete."""
-
-    boots: dict[str, str]
-    """The engines that were told, and in which life."""
-    session: By
-    started: float
-    data: set[str] = field(default_factory=set)
-    """Groups that have brought tensors."""
-    fed: set[str] = field(default_factory=set)
-    """Engines that have taken tensors."""
-    flushed: set[str] = field(default_factory=set)
-    """Engines that flushed their cache with the last tensors: paused since, they have computed nothing."""
-    label: str | None = None
-    checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """What the trainer says that its weights are, if it does: by the number of an engine's ranks."""
-    dropped: dict[str, str] = field(default_factory=dict)
-    """Engines that will not hold the version, and why: they are fenced."""
-
-    def standing(self) -> list[str]:
-        """Engines that were told and may still commit."""
-        return [name for name in self.boots if name not in self.dropped]
+from sglang_rollout.wire.agent import SyncRequest
+from sglang_rollout.wire.policy import WeightsPolicy
+from sglang_rollout.wire.record import LastUpdate, Noted, Record
+from sglang_rollout.wire.states import LENT, FleetMode, FleetState, held_sentence
+from sglang_rollout.wire.weights import Version
 
 
 @dataclass
@@ -153,12 +60,15 @@ class Fleet:
     """Adapters that trainers have loaded."""
     kept: FleetState = FleetState.ACTIVE
     """What of it is in effect. No trainer's call and no lease ends it."""
-    colocated: bool = False
-    """It shares its trainer's GPUs and takes no weights."""
+    mode: FleetMode | None = None
+    """Whose GPUs it uses; None: its own."""
     lent: tuple[str, ...] = ("kv_cache", "weights")
-    """Memory that the trainer of a colocated fleet has. Before its first call, what verl's own sleep releases: asleep until woken."""
+    """Memory that a trainer has who shares its GPUs with the fleet. Before its first call, what verl's own sleep releases: asleep until
+    woken."""
+    lent_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same of engines at whose own URL it has said something else since."""
     noted: dict[str, Noted] = field(default_factory=dict)
-    """What each engine of a colocated fleet holds."""
+    """What each engine holds of a fleet that keeps its weights."""
     update: Update | None = None
     sources: frozenset[str] = frozenset()
     """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
@@ -182,7 +92,17 @@ class Fleet:
     @property
     def held(self) -> str:
         """What keeps all engines from generating until somebody lets them, as a sentence; empty if nothing does."""
-        return held_sentence(self.kept) or (LENT if self.colocated and self.lent else "")
+        asleep = self.mode is not None and all(self.lent_of(name) for name in self.engines)
+        return held_sentence(self.kept) or (LENT if asleep else "")
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether it serves what it was started with, and nobody sends it weights."""
+        return self.mode is FleetMode.COLOCATED
+
+    def lent_of(self, name: str) -> tuple[str, ...]:
+        """Memory of this engine that the trainer has."""
+        return self.lent_apart.get(name, self.lent) if self.mode is not None else ()
 
     @property
     def table(self) -> RankTable:
@@ -298,6 +218,7 @@ class Fleet:
             world_size=self.table.world_size,
             state=self.kept,
             checksums=self.checksums,
-            lent=list(self.lent) if self.colocated else None,
+            lent=list(self.lent) if self.mode is not None else None,
+            lent_apart={name: list(tags) for name, tags in self.lent_apart.items() if name in self.engines},
             noted={name: noted for name, noted in self.noted.items() if name in self.engines},
         )

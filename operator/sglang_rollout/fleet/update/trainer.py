@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_rollout.fleet.update.calls import Script, same, send
-from sglang_rollout.fleet.update.state import By, Fleet
-from sglang_rollout.wire.models import OnLoss, PreflightRequest
+from sglang_rollout.fleet.update.progress import By
+from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.wire.agent import PreflightRequest
+from sglang_rollout.wire.policy import OnLoss
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 PROBE = 2.0

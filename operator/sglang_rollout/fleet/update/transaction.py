@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.calls import (
@@ -19,14 +19,15 @@ from sglang_rollout.fleet.update.calls import (
     send,
     told,
 )
-from sglang_rollout.fleet.update.events import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
 from sglang_rollout.fleet.update.membership import refuse_asleep
 from sglang_rollout.fleet.update.memory import WEIGHTS
 from sglang_rollout.fleet.update.outcome import abandon, fail, finish
-from sglang_rollout.fleet.update.state import By, Fleet, Group, Hold, Phase
-from sglang_rollout.fleet.update.state import Update as OpenUpdate
+from sglang_rollout.fleet.update.progress import By, Group, Hold, Phase
+from sglang_rollout.fleet.update.progress import Update as OpenUpdate
+from sglang_rollout.fleet.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import newest
-from sglang_rollout.wire.models import PauseMode
+from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import held_sentence
 
 
@@ -47,7 +48,9 @@ def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answe
     if not names:
         raise Refusal("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
     fleet.enter(Phase.PAUSE)
-    results = yield from send(PAUSE, same(names, body), fleet.policy.deadlines.pause)
+    # Those whose memory is released are paused already.
+    running = [name for name in names if not fleet.engines[name].released]
+    results = yield from send(PAUSE, same(running, body), fleet.policy.deadlines.pause)
     failed = failures(results)
     if not failed:
         fleet.hold = Hold(by, mode, tuple(names), fleet.now)
@@ -93,7 +96,7 @@ def begin(fleet: Fleet, ask: Begin) -> Script[Answer]:
     yield Turn()
     if fleet.update is not None:
         yield from abandon(fleet, "the trainer began again without ending its update")
-    failed = yield from _tell(fleet, _members(fleet), By.TRAINER, ask.body)
+    failed = yield from tell(fleet, _members(fleet), By.TRAINER, ask.body)
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 
 
@@ -103,7 +106,7 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
     group = _group(fleet, ask.group)
     _check_live(fleet, group)
     session = {key: ask.body[key] for key in ("selector",) if key in ask.body}
-    failed = yield from _tell(fleet, group.boots, By.FLEET, session)
+    failed = yield from tell(fleet, group.boots, By.FLEET, session)
     if failed is not None:
         return failed
     fleet.enter(Phase.TRANSFER)
@@ -129,7 +132,7 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
     return Answer(200, message, {"engines": told(results), "version": str(fleet.target())})
 
 
-def _tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[Answer | None]:
+def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[Answer | None]:
     """Cross the boundary on these engines, pausing first: SGLang would wait for every running request otherwise."""
     open_update = fleet.update
     missing = {name: boot for name, boot in boots.items() if open_update is None or name not in open_update.boots}
@@ -178,17 +181,17 @@ def end(fleet: Fleet, ask: End) -> Script[Answer]:
     return (yield from finish(fleet))
 
 
-def flush(fleet: Fleet, ask: Flush) -> Script[Answer]:
-    """Flush every engine's cache; for a trainer that neither pauses nor opens a session this is the commit."""
+def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -> Script[Answer]:
+    """Flush every engine's cache, or those of ``only`` these; for a trainer that neither pauses nor opens a session this is the commit."""
     yield Turn()
     state, hold = fleet.update, fleet.hold
-    if state is not None and state.session is By.FLEET and hold is not None and hold.by is By.FLEET:
+    if only is None and state is not None and state.session is By.FLEET and hold is not None and hold.by is By.FLEET:
         committed = yield from finish(fleet)
         if not committed.success:
             return committed
         # The commit has flushed, while nothing ran. Held requests run now, and an engine that runs any refuses to flush.
         return Answer(200, "Cache flushed on all engines.", committed.fleet)
-    names = fleet.up()
+    names = [name for name in fleet.up() if only is None or name in only]
     if not names:
         raise Refusal("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
     path = FLUSH if ask.timeout is None else f"{FLUSH}?timeout={ask.timeout:g}"

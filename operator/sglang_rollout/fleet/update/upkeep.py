@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from sglang_rollout.fleet.update import colocated, held, lora, memory
+from sglang_rollout.fleet.update import held, lora, memory, sharing
 from sglang_rollout.fleet.update.calls import Script, resume
-from sglang_rollout.fleet.update.events import Answer
 from sglang_rollout.fleet.update.knowledge import Knowledge
+from sglang_rollout.fleet.update.membership import some, untold
 from sglang_rollout.fleet.update.outcome import abandon, tidy
-from sglang_rollout.fleet.update.state import By, Fleet, Phase
+from sglang_rollout.fleet.update.progress import By, Phase
+from sglang_rollout.fleet.update.requests import Answer
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.trainer import Trainer
 from sglang_rollout.fleet.update.transaction import hold_all
-from sglang_rollout.wire.models import OnLoss
+from sglang_rollout.wire.policy import OnLoss
 from sglang_rollout.wire.states import FleetState
 
 STRAY_AFTER = 3.0
@@ -40,7 +42,8 @@ class Upkeep:
             reason = trainer.gone or trainer.overdue(fleet)
             if reason:
                 trainer.gone = ""
-                return abandon(fleet, reason, close_groups=True)
+                rest = untold(fleet)
+                return abandon(fleet, f"{reason}, and {some(rest)} had not got all of their tensors" if rest else reason, close_groups=True)
         elif fleet.hold is not None:
             return _go_on(fleet) if trainer.heard > fleet.hold.since else None
         elif trainer.gone:
@@ -54,9 +57,9 @@ class Upkeep:
         strays = self._strays()
         if strays:
             return tidy(self._fleet, strays)
-        sleepless = colocated.due(self._fleet)
+        sleepless = sharing.due(self._fleet)
         if sleepless:
-            return colocated.put_to_sleep(self._fleet, sleepless)
+            return sharing.put_to_sleep(self._fleet, sleepless)
         awake = memory.woken(self._fleet)
         if awake:
             return memory.prove(self._fleet, awake)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from sglang_rollout.fleet.update.calls import Script, same, send
 from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import Verify
+from sglang_rollout.wire.policy import Verify
+from sglang_rollout.wire.states import FleetMode
 
 CHECKER = "/weights_checker"
 CHECKSUM = {"action": "checksum"}
@@ -24,9 +25,10 @@ Checksums = tuple[str, ...]
 
 
 def due(fleet: Fleet) -> bool:
-    """Whether the update that ends now is verified: always where the trainer says what its weights are."""
-    policy = fleet.policy
-    if fleet.update is not None and fleet.update.checksums:
+    """Whether the update that ends now is verified: always where the trainer says what its weights are, and where nothing else tells
+    that what engines got by themselves was one push."""
+    policy, update = fleet.policy, fleet.update
+    if update is not None and (update.checksums or (fleet.mode is FleetMode.HYBRID and update.label is None)):
         return True
     if policy.verify is Verify.EVERY_N:
         return fleet.commits % policy.verify_every == 0

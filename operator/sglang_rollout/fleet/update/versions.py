@@ -6,7 +6,7 @@ resumed from an older checkpoint, or a new experiment begins) opens a new run.
 
 from __future__ import annotations
 
-from sglang_rollout.wire.models import Version
+from sglang_rollout.wire.weights import Version
 
 LONGEST_LABEL = 256
 HIGHEST_N = 10**15

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
 from sglang_rollout.trainer.testing import adapters, infos, samples, updates
 from sglang_rollout.trainer.testing.faults import Phase
-from sglang_rollout.trainer.testing.life import Life, Unavailable
+from sglang_rollout.trainer.testing.life import Life
+from sglang_rollout.trainer.testing.web import Handler, Invalid, always, body_of, errors, json_reply, while_connected
 
 _FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
@@ -25,7 +26,6 @@ _ALL_TAGS = ("kv_cache", "weights", "cuda_graph")
 _HEALTH_STEP_SECONDS = 1.0
 """SGLang looks for an answer of its scheduler every so often, first after a whole step: a healthy /health_generate takes a second."""
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Control = Callable[[Life, Mapping[str, Any]], Awaitable[updates.Outcome]]
 
 
@@ -37,7 +37,7 @@ class App:
 
     def make(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(middlewares=[self._counted, _errors], client_max_size=1 << 30)
+        app = web.Application(middlewares=[self._counted, errors], client_max_size=1 << 30)
         app.add_routes(
             [
                 *self._info_routes(),
@@ -73,19 +73,19 @@ class App:
     def _info_routes(self) -> list[web.RouteDef]:
         life = self._life
         routes = [
-            web.get("/model_info", _always(lambda: infos.model_info(life))),
-            web.get("/get_model_info", _always(lambda: infos.model_info(life))),
+            web.get("/model_info", always(lambda: infos.model_info(life))),
+            web.get("/get_model_info", always(lambda: infos.model_info(life))),
             web.get("/server_info", self._server_info),
             web.get("/get_server_info", self._server_info),
-            web.get("/v1/models", _always(lambda: infos.models(life))),
-            web.get("/v1/loads", _always(lambda: infos.loads(life))),
+            web.get("/v1/models", always(lambda: infos.models(life))),
+            web.get("/v1/loads", always(lambda: infos.loads(life))),
             web.get("/health", self._health),
             web.get("/health_generate", self._health_generate),
             web.get("/ready", self._ready),
             web.get("/ping", self._ping),
         ]
         if not life.setup.sessions:
-            routes.append(web.get("/get_load", _always(lambda: infos.old_load(life))))
+            routes.append(web.get("/get_load", always(lambda: infos.old_load(life))))
         return routes
 
     def _control_routes(self) -> list[web.RouteDef]:
@@ -106,27 +106,27 @@ class App:
 
     def _control(self, call: Control, *needed: str) -> Handler:
         async def handle(request: web.Request) -> web.Response:
-            success, message = await call(self._life, await _body(request, *needed))
-            return _json({"success": success, "message": message}, 200 if success else 400)
+            success, message = await call(self._life, await body_of(request, *needed))
+            return json_reply({"success": success, "message": message}, 200 if success else 400)
 
         return handle
 
     def _adapter(self, call: Callable[[Life, Mapping[str, Any]], dict[str, Any]], *needed: str) -> Handler:
         async def handle(request: web.Request) -> web.Response:
-            body = await _body(request, *needed)
+            body = await body_of(request, *needed)
             async with self._life.scheduler():
                 reply = call(self._life, body)
-            return _json(reply, 200 if reply["success"] else 400)
+            return json_reply(reply, 200 if reply["success"] else 400)
 
         return handle
 
     async def _from_disk(self, request: web.Request) -> web.Response:
-        success, message = await updates.from_disk(self._life, await _body(request, "model_path"))
-        return _json({"success": success, "message": message, "num_paused_requests": 0}, 200 if success else 400)
+        success, message = await updates.from_disk(self._life, await body_of(request, "model_path"))
+        return json_reply({"success": success, "message": message, "num_paused_requests": 0}, 200 if success else 400)
 
     async def _server_info(self, _: web.Request) -> web.Response:
         async with self._life.scheduler():  # it asks the scheduler, and so it hangs with it
-            return _json(infos.server_info(self._life))
+            return json_reply(infos.server_info(self._life))
 
     async def _health(self, _: web.Request) -> web.Response:
         """As with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false: 200 while the HTTP server lives."""
@@ -155,9 +155,9 @@ class App:
         try:
             timeout = float(request.query.get("timeout", 0))
         except ValueError:
-            raise _Invalid("float_parsing", ("query", "timeout")) from None
+            raise Invalid("float_parsing", ("query", "timeout")) from None
         if timeout < 0:
-            raise _Invalid("greater_than_equal", ("query", "timeout"))
+            raise Invalid("greater_than_equal", ("query", "timeout"))
         end = time.monotonic() + timeout
         async with self._life.scheduler():
             await self._life.reach(Phase.FLUSH)
@@ -166,20 +166,20 @@ class App:
         return web.Response(text=_FLUSHED) if flushed else web.Response(text="Flush cache failed.\n", status=400)
 
     async def _pause(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request)
         mode = body.get("mode", "abort")
         if mode not in _MODES:
-            raise _Invalid("literal_error", ("body", "mode"))
+            raise Invalid("literal_error", ("body", "mode"))
         await self._life.pause(mode)
-        return _json({"message": "Generation paused successfully.", "status": "ok"})
+        return json_reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.Response:
-        await _body(request)
+        await body_of(request)
         await self._life.resume()
-        return _json({"message": "Generation continued successfully.", "status": "ok"})
+        return json_reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _abort(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request)
         if body.get("abort_all"):
             self._life.abort(None)
         elif body.get("rid"):
@@ -187,10 +187,10 @@ class App:
         return web.Response()
 
     async def _set_version(self, request: web.Request) -> web.Response:
-        body = await _body(request, "new_version")
+        body = await body_of(request, "new_version")
         await updates.set_version(self._life, body)
         new = body["new_version"]
-        return _json({"success": True, "message": f"Weight version updated to {new}", "new_version": new})
+        return json_reply({"success": True, "message": f"Weight version updated to {new}", "new_version": new})
 
     async def _check(self, request: web.Request) -> web.Response:
         raw = await request.read()
@@ -198,42 +198,42 @@ class App:
         async with self._life.scheduler():
             await self._life.reach(Phase.CHECK)
             if action != "checksum":
-                return _json({"success": False, "message": f"Unsupported {action=}"}, 400)
-            return _json(infos.checksums(self._life))
+                return json_reply({"success": False, "message": f"Unsupported {action=}"}, 400)
+            return json_reply(infos.checksums(self._life))
 
     async def _release(self, request: web.Request) -> web.Response:
-        tags = (await _body(request)).get("tags") or _ALL_TAGS
+        tags = (await body_of(request)).get("tags") or _ALL_TAGS
         async with self._life.scheduler():
             if not self._life.flush():
                 await self._life.died("release_memory_occupation should be called only when server is idle")
             self._life.released.update(tags)
-        return _json(None)
+        return json_reply(None)
 
     async def _resume_memory(self, request: web.Request) -> web.Response:
-        tags = (await _body(request)).get("tags") or _ALL_TAGS
+        tags = (await body_of(request)).get("tags") or _ALL_TAGS
         async with self._life.scheduler():
             if not self._life.released.issuperset(tags):
                 await self._life.died("resume_memory_occupation of a tag that is not released")
             self._life.released.difference_update(tags)
             if "weights" in tags and self._life.setup.memory_saver and not self._life.setup.weights_backup:
                 self._life.weights.lose()
-        return _json(None)
+        return json_reply(None)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
+        body = await body_of(request)
         try:
             wanted = samples.parse(self._life, body)
         except samples.BadRequest as error:
-            return _json(error.body, 400)
+            return json_reply(error.body, 400)
         await self._life.reach(Phase.GENERATE)
         if wanted.stream:
             return await self._stream(request, wanted)
         replies = await asyncio.gather(*(self._last(request, prompt) for prompt in wanted.prompts))
-        return _json(replies[0] if wanted.single else replies)
+        return json_reply(replies[0] if wanted.single else replies)
 
     async def _last(self, request: web.Request, prompt: samples.Prompt) -> dict[str, Any]:
         last: dict[str, Any] = {}
-        async for reply in _while_connected(request, samples.produce(self._life, prompt)):
+        async for reply in while_connected(request, samples.produce(self._life, prompt)):
             last = reply
         return last
 
@@ -242,69 +242,10 @@ class App:
         await reply.prepare(request)
 
         async def send(number: int, prompt: samples.Prompt) -> None:
-            async for part in _while_connected(request, samples.produce(self._life, prompt)):
+            async for part in while_connected(request, samples.produce(self._life, prompt)):
                 numbered = part if wanted.single else {**part, "index": number}
                 await reply.write(b"data: " + json.dumps(numbered).encode() + b"\n\n")
 
         await asyncio.gather(*(send(number, prompt) for number, prompt in enumerate(wanted.prompts)))
         await reply.write(b"data: [DONE]\n\n")
         return reply
-
-
-class _Invalid(Exception):
-    """A body or query that SGLang's validation refuses; the sentence is shorter than SGLang's, the shape is the same."""
-
-    def __init__(self, kind: str, *places: tuple[object, ...]) -> None:
-        found = "\n".join(f"  {{'type': '{kind}', 'loc': {place}}}" for place in places)
-        super().__init__(f"{len(places)} validation error{'s' if len(places) > 1 else ''}:\n{found}")
-
-
-async def _body(request: web.Request, *needed: str) -> dict[str, Any]:
-    """The JSON object of a request; a missing body or field is refused."""
-    raw = await request.read()
-    if not raw:
-        raise _Invalid("missing", ("body",))
-    try:
-        body = json.loads(raw)
-    except ValueError:
-        raise _Invalid("json_invalid", ("body", 0)) from None
-    if not isinstance(body, dict):
-        raise _Invalid("model_attributes_type", ("body",))
-    missing = [("body", name) for name in needed if name not in body]
-    if missing:
-        raise _Invalid("missing", *missing)
-    return body
-
-
-async def _while_connected(request: web.Request, parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    """A client that is gone ends its requests; control calls go on without their client."""
-    async for part in parts:
-        if request.transport is None or request.transport.is_closing():
-            return
-        yield part
-
-
-def _always(document: Callable[[], Any]) -> Handler:
-    async def handle(_: web.Request) -> web.Response:
-        return _json(document())
-
-    return handle
-
-
-def _json(document: Any, status: int = 200) -> web.Response:
-    # SGLang's content type has no charset.
-    return web.Response(body=json.dumps(document).encode(), status=status, content_type="application/json")
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except _Invalid as error:
-        return _json({"object": "error", "message": str(error), "type": "Bad Request", "param": None, "code": 400}, 400)
-    except Unavailable:
-        return _json({"error": {"message": "The request queue is full."}}, 503)
-    except web.HTTPNotFound:
-        return _json({"detail": "Not Found"}, 404)
-    except web.HTTPMethodNotAllowed:
-        return _json({"detail": "Method Not Allowed"}, 405)

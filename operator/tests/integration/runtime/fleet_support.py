@@ -22,7 +22,8 @@ from sglang_rollout.runtime.errors import NotFound
 from sglang_rollout.runtime.kube import Kube
 from sglang_rollout.runtime.observe import CHILDREN
 from sglang_rollout.runtime.resources import CONFIGMAPS, PODS, ROLLOUTS, Object, Resource
-from sglang_rollout.wire.models import BASE, EngineRow, EngineState, Record
+from sglang_rollout.wire.record import EngineRow, Record
+from sglang_rollout.wire.weights import BASE, EngineState
 
 DEADLINE = 30.0
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.agent.checkpoint import CheckpointCheck, check
 from sglang_rollout.checkpoints.format import build_header, parse_header
-from sglang_rollout.wire.models import CheckpointRequest
+from sglang_rollout.wire.agent import CheckpointRequest
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import time
 from ports import free_port
 
 from sglang_rollout.agent.preflight import preflight
-from sglang_rollout.wire.models import PreflightRequest
+from sglang_rollout.wire.agent import PreflightRequest
 
 
 async def _nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_rollout.agent.record import RecordError, RecordFile
 from sglang_rollout.agent.state import Memory
-from sglang_rollout.wire.models import BASE, EngineState
+from sglang_rollout.wire.weights import BASE, EngineState
 
 MEMORY = Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", cohort=["e0"], committed=BASE, term=7, groups=["g"])
 

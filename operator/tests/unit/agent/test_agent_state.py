@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.lease import in_the_middle
-from sglang_rollout.wire.models import BASE, EngineState, Version
 from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 V1, V2 = Version(run=1, n=1, label="1"), Version(run=1, n=2, label="2")
 
@@ -47,16 +47,19 @@ def test_an_engine_that_was_changed_before_we_saw_it_is_unknown() -> None:
     assert not s.gate_may_open(state)
 
 
-def test_a_complete_update_opens_the_gate_after_ack_and_commit() -> None:
-    assert UPDATED.memory.state is EngineState.DIRTY
-    assert s.ack_refusal(UPDATED, "a", V1) == ""
-    acked = run(UPDATED, ev.Acknowledged(V1, ("e0",)))
+@pytest.mark.parametrize("update", [s.UPDATE, s.TENSORS])
+def test_a_complete_update_opens_the_gate_after_ack_and_commit(update: str) -> None:
+    updated = run(SERVING, *call(s.BEGIN), *call(update), *call(s.END))
+    assert updated.memory.state is EngineState.DIRTY
+    assert s.ack_refusal(updated, "a", V1) == ""
+    acked = run(updated, ev.Acknowledged(V1, ("e0",)))
     assert not s.gate_may_open(acked)
     assert s.gate_may_open(run(acked, ev.Told(1, V1)))
 
 
-def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call() -> None:
-    state, effects = ev.step(SERVING, ev.CallBegan(s.BEGIN))
+@pytest.mark.parametrize("began", [s.BEGIN, s.TENSORS])
+def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call(began: str) -> None:
+    state, effects = ev.step(SERVING, ev.CallBegan(began))
     assert [type(effect) for effect in effects] == [ev.Save, ev.SetGate]
     assert isinstance(effects[0], ev.Save)
     assert effects[0].memory.state is EngineState.DIRTY
@@ -70,6 +73,7 @@ def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call() -
         (call(s.BEGIN), "session is still open"),
         ((*call(s.BEGIN), *call(s.END)), "received no weights"),
         ((*call(s.BEGIN), *call(s.UPDATE), *call(s.UPDATE, ok=False), *call(s.END)), "failed"),
+        ((*call(s.BEGIN), *call(s.TENSORS), *call(s.TENSORS, ok=False), *call(s.END)), "failed"),
         ((*call(s.BEGIN), *call(s.UPDATE), *call(s.END, ok=False)), "still open"),
         ((*call(s.BEGIN), *call(s.UPDATE), ev.CallBegan(s.END)), "not answered end_weight_update"),
         ((*call(s.BEGIN), *call(s.UPDATE), *call(s.END), ev.GivenUp()), "failed"),
@@ -201,7 +205,9 @@ def test_status_speaks_of_the_engine_only_while_it_is_up() -> None:
 
 
 _versions = st.sampled_from([BASE, V1, V2])
-_calls = st.sampled_from([s.BEGIN, s.END, s.UPDATE, s.UPDATE_DISK, s.PAUSE, s.CONTINUE, s.RELEASE, s.RESUME, s.SET_VERSION, "flush_cache"])
+_calls = st.sampled_from(
+    [s.BEGIN, s.END, s.UPDATE, s.TENSORS, s.UPDATE_DISK, s.PAUSE, s.CONTINUE, s.RELEASE, s.RESUME, s.SET_VERSION, "flush_cache"]
+)
 _boots = st.sampled_from(["a", "b", "c"])
 _labels = st.sampled_from(["base", "1", "2"])
 _tags = st.sampled_from([(), ("weights",), ("kv_cache",)])
@@ -235,7 +241,7 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
         match event:
             case ev.Identified(seen) if seen.boot_id != before.memory.boot_id:
                 truth = BASE if seen.live_label == seen.launch_label else None
-            case ev.CallBegan(s.BEGIN | s.UPDATE | s.UPDATE_DISK):
+            case ev.CallBegan(s.BEGIN | s.UPDATE | s.TENSORS | s.UPDATE_DISK):
                 truth = None
             case ev.CallBegan(s.RELEASE, tags=tags) if "weights" in tags:
                 truth = None

@@ -139,6 +139,9 @@ def test_the_revision_is_about_what_the_user_wrote() -> None:
     assert revision(rollout(engine={**engine, "args": ["--x"]})) != first
     assert revision(rollout(model={"path": "/models/other"})) != first
     assert revision(rollout(podTemplate={"spec": {"nodeSelector": {"a": "b"}}})) != first
+    ganged = revision(rollout(scheduling={"gang": {}}))
+    assert revision(rollout(scheduling={"gang": {"timeoutSeconds": 600}})) == ganged, "the PodGroup's alone"
+    assert revision(rollout(scheduling={"gang": {"scheduler": "other", "timeoutSeconds": 600}})) != ganged != first
 
 
 def test_the_longest_name_fits_every_label() -> None:

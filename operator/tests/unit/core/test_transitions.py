@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from worlds import NOW, SETTINGS, V1, V2, cr, crashed, opening, partial, pod, record, row, under_way, world
+import pytest
+from worlds import BASE, NOW, SETTINGS, V1, V2, cr, crashed, opening, partial, pod, record, row, under_way, world
 
 from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.events import transitions
-from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.facts import Failure
+from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World
-from sglang_rollout.wire.models import EngineState, UpdateOutcome, Version
+from sglang_rollout.wire.record import UpdateOutcome
+from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState, Version
 
 
 def reasons(before: World | None, after: World) -> list[tuple[str, str]]:
     old = None if before is None else build_status(before, SETTINGS, NOW)
     return [(event.type, event.reason) for event in transitions(old, build_status(after, SETTINGS, NOW))]
+
+
+def history(*seen: World) -> list[list[str]]:
+    """What each step from one world to the next tells, a minute apart, with the status of each written into the next."""
+    told, old = [], None
+    for minute, one in enumerate(seen):
+        new = build_status(replace(one, cr={**one.cr, "status": old}), SETTINGS, f"2026-11-21T03:{minute:02}:00Z")
+        told.append([event.reason for event in transitions(old, new)])
+        old = new
+    return told[1:]
 
 
 HEALTHY = world([pod(0), pod(1)], written=record(row(0), row(1)))
@@ -80,11 +96,48 @@ def test_an_update_loses_no_engine() -> None:
     during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1)))
     committed = world([pod(0), pod(1)], written=record(opening(0, V1), opening(1, V1), committed=V1))
     served = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
-    assert reasons(HEALTHY, during) == []
-    assert reasons(during, committed) == [("Normal", "WeightsCommitted")]
-    assert reasons(committed, served) == [("Normal", "Ready")]
+    assert history(HEALTHY, during, committed, served) == [[], ["WeightsCommitted"], []], "every step of a training brings that"
     mixture = row(1, None, gate=False, state=EngineState.DIRTY, reason="The engine holds a mixture of weights after an update that failed.")
     assert ("Warning", "EngineLost") in reasons(during, world([pod(0), pod(1)], written=record(row(0), mixture)))
+
+
+@pytest.mark.parametrize("mode", ["Colocated", "Hybrid"])
+def test_a_sleep_that_the_trainer_asked_for_is_no_news_and_one_by_the_spec_is(mode: str) -> None:
+    tags = ["kv_cache", "weights"]
+    engine = {"image": "example.org/engine:1", "gpuResource": "", "memorySaver": True, "weightsCpuBackup": mode == "Colocated"}
+    custom = cr(mode=mode, sharing={"resourceClaimName": "gpus-{engine}"}, engine=engine)
+    current = revision(SGLangRollout.model_validate(custom))
+
+    def seen(*released: str, lent: tuple[str, ...] = (), state: FleetState = FleetState.ACTIVE) -> World:
+        rows = [row(index, gate=not released).model_copy(update={"released": list(released)}) for index in range(2)]
+        spec = {**custom["spec"], "state": "Asleep" if state is FleetState.ASLEEP else "Active"}
+        written = record(*rows).model_copy(update={"lent": list(lent), "state": state})
+        return world([pod(0, current=current), pod(1, current=current)], written=written, custom={**custom, "spec": spec})
+
+    awake, asleep, waking = seen(), seen(*tags, lent=("kv_cache", "weights")), seen(*tags)
+    by_spec = seen(*tags, state=FleetState.ASLEEP)
+    assert history(awake, asleep, waking, awake, asleep) == [[], [], [], []], "each step brings one"
+    assert history(awake, by_spec, awake) == [["Asleep"], ["Ready"]]
+    assert history(awake, asleep, by_spec, asleep, waking, awake) == [[], ["Asleep"], [], [], []]
+    lost = world([pod(0, current=current), pod(1, ready=False, current=current)], written=record(row(0)), custom=custom)
+    assert history(lost, asleep, awake) == [[], ["EngineServing", "Ready"]], "more engines serve than before the sleep"
+
+
+def test_an_update_after_which_more_engines_serve_than_before_is_told() -> None:
+    lost = world([pod(0), pod(1, ready=False)], written=record(row(0, V1), committed=V1))
+    back = world([pod(0), pod(1)], written=record(row(0, V1), row(1, BASE, gate=False), committed=V1))
+    during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V1))
+    served = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
+    whole = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
+    told = ["EngineServing", "WeightsCommitted", "Ready"]
+    assert history(whole, lost, back, during, served) == [["EngineLost"], [], [], told]
+    opened = world([pod(0), pod(1)], written=record(opening(0, V2), opening(1, V2), committed=V2))
+    failed = world([pod(0), pod(1)], written=record(row(0, V1), row(1, BASE, gate=False), committed=V1))
+    next_one = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V2))
+    again = [during, failed, during, opened, served, next_one, served]
+    assert history(whole, lost, *again) == [["EngineLost"], [], [], [], ["WeightsCommitted"], ["EngineServing", "Ready"], [], []], "once"
+    away = replace(served, children=world([pod(0), pod(1)], router=False).children)
+    assert "EngineServing" not in history(whole, away, during, served)[-1], "only the router was away"
 
 
 def test_a_partial_commit_names_who_was_left_behind() -> None:

@@ -55,6 +55,28 @@ def test_an_engine_in_a_queue_is_waited_for_and_nothing_is_wrong() -> None:
     assert build_status(gated, SETTINGS, NOW)["engines"][1]["phase"] == "Pending"
 
 
+def test_a_fleet_that_only_waits_for_room_or_quota_does_not_progress() -> None:
+    full = homeless(1, status=unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu"))
+    assert said(seen(pod(0), full), "Progressing") == (
+        "False",
+        "InsufficientCapacity",
+        "Waiting: 1 of 2 engines. Engine demo-engine-1: no node can take its pod: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+    )
+    gated = [homeless(index, gate="kueue.x-k8s.io/admission", status=GATED) for index in range(2)]
+    assert said(seen(*gated, queueName="rollouts"), "Progressing") == (
+        "False",
+        "WaitingForQueue",
+        "Waiting: 2 of 2 engines. Engine demo-engine-0: it waits in queue rollouts until there is quota for all of its pods."
+        " (1 more engine for the same reason.)",
+    )
+    assert said(seen(pod(0, ready=False), gated[1], queueName="rollouts"), "Progressing") == (
+        "True",
+        "Scaling",
+        "1 of 2 engines are on their way up; 1 waiting.",
+    )
+    assert said(seen(pod(0), homeless(1)), "Progressing")[:2] == ("True", "Scaling"), "the scheduler has not looked at it yet"
+
+
 def test_a_queue_that_admits_nobody_is_told_in_kueues_words() -> None:
     local = {"status": {"conditions": [{"type": "Active", "status": "False", "message": "ClusterQueue team doesn't exist"}]}}
     cluster = Cluster(queue_stopped=queue_stopped(local))
@@ -74,6 +96,7 @@ def test_a_queue_that_is_none_needs_a_person(installed: bool) -> None:
     waiting = seen(pod(0), homeless(1), cluster=Cluster(queue_problem=problem), queueName="rollouts")
     assert said(waiting) == ("False", "QueueNotFound", problem)
     assert said(waiting, "Degraded") == ("True", "QueueNotFound", problem)
+    assert said(waiting, "Progressing") == ("False", "QueueNotFound", problem)
     assert plan(waiting, SETTINGS).requeue_after is not None, "nothing else tells when the queue is made"
 
 

@@ -1,4 +1,4 @@
-"""Small worlds for tests of status: a rollout, its objects as if applied, and pods as a test wants them."""
+"""Small worlds for tests of status (a rollout, its objects as if applied, pods as a test wants them), and what is read of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 from sglang_rollout.agent.state import Memory, State, closed_reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
+from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.render import render_all
 from sglang_rollout.core.settings import Settings
+from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
-from sglang_rollout.wire.models import BASE, EngineRow, EngineState, LastUpdate, Record, UpdateOutcome, Version
+from sglang_rollout.wire.record import EngineRow, LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
 NOW = "2026-11-21T03:00:00Z"
@@ -120,3 +123,16 @@ def world(
         if written and child["metadata"]["name"] == "demo-weights":
             child["data"] = {names.WEIGHTS_KEY: written.model_dump_json()}
     return observe_world(custom, [*children, *extra], pods)
+
+
+def status_of(seen: World, failure: Failure | None = None) -> Object:
+    return build_status(seen, SETTINGS, NOW, failure)
+
+
+def condition(status: Object, kind: str) -> Object:
+    return next(one for one in status["conditions"] if one["type"] == kind)
+
+
+def ready(seen: World, failure: Failure | None = None) -> tuple[str, str, str]:
+    found = condition(status_of(seen, failure), "Ready")
+    return found["status"], found["reason"], found["message"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.events import Answer, CloseGroup, Continue, End, Flush, Pause, SetLabel, Update
+from sglang_rollout.fleet.update.requests import Answer, CloseGroup, Continue, End, Flush, Pause, SetLabel, Update
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_rollout.fleet.members import Members
 from sglang_rollout.runtime.kube import Listing
-from sglang_rollout.wire.models import Intent, WantedEngine
+from sglang_rollout.wire.intent import Intent, WantedEngine
 
 
 class Intents:

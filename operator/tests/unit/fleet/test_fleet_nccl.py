@@ -10,7 +10,9 @@ from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.nccl import check
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import AgentStatus, EngineState, Nccl, WantedEngine
+from sglang_rollout.wire.agent import AgentStatus, Nccl
+from sglang_rollout.wire.intent import WantedEngine
+from sglang_rollout.wire.weights import EngineState
 
 
 def fleet(*engines: Nccl | None) -> Fleet:

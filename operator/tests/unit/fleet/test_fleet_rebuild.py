@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_rollout.fleet.update.rebuild import complete, complete_cohorts, rebuild
-from sglang_rollout.wire.models import (
-    BASE,
-    AgentStatus,
-    EngineRow,
-    EngineState,
-    FleetGroup,
-    Record,
-    Version,
-)
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.record import EngineRow, FleetGroup, Record
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 OLD, NEW = Version(run=1, n=4, label="4"), Version(run=1, n=5, label="5")
 BOTH = ["a", "b"]

@@ -13,7 +13,9 @@ from sglang_rollout.fleet.members import gate_url, hostnames
 from sglang_rollout.fleet.router import plan
 from sglang_rollout.fleet.store import ConfigMapRecord, FileIntent, FileRecord, Keeper, LostError, StoreError
 from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, NotFound
-from sglang_rollout.wire.models import Intent, Record, Version
+from sglang_rollout.wire.intent import Intent
+from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.weights import Version
 
 
 def record(n: int, term: int = 1) -> Record:

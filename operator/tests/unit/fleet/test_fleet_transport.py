@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.events import OpenGroup
 from sglang_rollout.fleet.update.groups import open_group
+from sglang_rollout.fleet.update.requests import OpenGroup
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.models import Transport, WeightsPolicy
+from sglang_rollout.wire.policy import Transport, WeightsPolicy
 
 
 @pytest.mark.parametrize(("transport", "said"), [(Transport.DISK, "call /update_weights_from_disk"), (None, "has no engines")])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_rollout.fleet.update.versions import history, key, newest, next_version
-from sglang_rollout.wire.models import BASE, Version
+from sglang_rollout.wire.weights import BASE, Version
 
 
 def version(run: int, n: int, label: str | None = None) -> Version:

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_rollout.local.plan import Folders, Plan, parse_engine, ports_needed
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.wire.models import WeightsPolicy
+from sglang_rollout.wire.policy import WeightsPolicy
 
 ENGINES = (parse_engine("http://127.0.0.1:1001", 1), parse_engine("127.0.0.1:1002,tp=2", 1))
 PLAN = Plan(

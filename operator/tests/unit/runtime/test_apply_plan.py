@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.conditions import Reason
-from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.names import LABEL_ROLLOUT
 from sglang_rollout.core.plan import Apply, Delete, Plan
 from sglang_rollout.runtime.apply import Outcome, execute

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.core.events import EventToPost
-from sglang_rollout.core.findings import Failure
+from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.plan import Plan
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import World

@@ -9,7 +9,7 @@ import kopf
 import pytest
 
 from sglang_rollout.core.names import LABEL_ROLLOUT
-from sglang_rollout.runtime.kube import Credentials
+from sglang_rollout.runtime.credentials import Credentials
 from sglang_rollout.runtime.settings import Patience, _Outages, configure, watched_children
 from sglang_rollout.runtime.triggers import build_registry, owner_of
 

@@ -23,7 +23,7 @@ from sglang_rollout.checkpoints.snapshots import hold, latest, listed, verify
 from sglang_rollout.trainer import Fleet, PushFailed, SnapshotFailed, Snapshots, connect, snapshot_files
 from sglang_rollout.trainer.push import UPDATE
 from sglang_rollout.trainer.snapshot_files import Job, StagedTensor, folder_name, write
-from sglang_rollout.wire.models import Version
+from sglang_rollout.wire.weights import Version
 
 
 def nothing() -> None:

@@ -1,0 +1,100 @@
+"""What is under way on a fleet: its open groups, a pause, the open update, and where the transaction stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from sglang_rollout.wire.record import FleetGroup
+from sglang_rollout.wire.weights import Version
+
+
+class Phase(StrEnum):
+    """Where the transaction stands."""
+
+    IDLE = "idle"
+    PREPARE = "prepare"
+    """A group is being opened: everything is checked before any engine hears of it."""
+    PAUSE = "pause"
+    OPEN = "open"
+    TRANSFER = "transfer"
+    VERIFY = "verify"
+    COMMIT = "commit"
+    RESUME = "resume"
+
+
+class By(StrEnum):
+    """Who asked for a pause or a session: what the trainer opened, only the trainer closes."""
+
+    TRAINER = "trainer"
+    FLEET = "fleet"
+    LOSS = "loss"
+    """The policy: the trainer was lost (weights.trainerLease.onLoss). Ends when a trainer calls."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A weight-update group that engines have joined."""
+
+    name: str
+    epoch: int
+    world_size: int
+    master: str
+    backend: str
+    boots: Mapping[str, str]
+    """Members, in rank order, and the life of each that joined: a new process of the same engine is no member."""
+
+    def row(self) -> FleetGroup:
+        """The group in the record and in the discovery document."""
+        return FleetGroup(
+            name=self.name, epoch=self.epoch, world_size=self.world_size, master=self.master, backend=self.backend,
+            members=list(self.boots),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """A version that the fleet loaded from a shared volume."""
+
+    version: Version
+    path: str
+    digest: str | None
+
+
+@dataclass
+class Hold:
+    """A pause of the fleet."""
+
+    by: By
+    mode: str | None
+    engines: tuple[str, ...]
+    since: float = 0.0
+    """When it began."""
+
+
+@dataclass
+class Update:
+    """An update whose boundary has been crossed: engines have been told and are dirty until it is complete."""
+
+    boots: dict[str, str]
+    """The engines that were told, and in which life."""
+    session: By
+    started: float
+    data: set[str] = field(default_factory=set)
+    """Groups that have brought tensors."""
+    fed: set[str] = field(default_factory=set)
+    """Engines that have taken tensors."""
+    flushed: set[str] = field(default_factory=set)
+    """Engines that flushed their cache with the last tensors: paused since, they have computed nothing."""
+    ended: set[str] = field(default_factory=set)
+    """Engines whose session has ended before those of the others: their trainer has brought all that it has for them."""
+    label: str | None = None
+    checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the trainer says that its weights are, if it does: by the number of an engine's ranks."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Engines that will not hold the version, and why: they are fenced."""
+
+    def standing(self) -> list[str]:
+        """Engines that were told and may still commit."""
+        return [name for name in self.boots if name not in self.dropped]

@@ -1,0 +1,175 @@
+"""What a trainer asks of the fleet, and what it is told. Data only: a request becomes an event when it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Body = Mapping[str, Any]
+"""A JSON object as the trainer sent it."""
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """``/init_weights_update_group``: the body is checked against the engines when its turn comes."""
+
+    body: Body
+
+
+@dataclass(frozen=True)
+class CloseGroup:
+    """``/destroy_weights_update_group``. ``name`` None: the only open one."""
+
+    name: str | None
+
+
+@dataclass(frozen=True)
+class Pause:
+    """``/pause_generation``. ``mode`` None: the trainer named none, SGLang's own default (abort) applies."""
+
+    mode: str | None
+    body: Body = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Continue:
+    """``/continue_generation``: also the commit point of trainers that use no session."""
+
+    body: Body = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """``/begin_weight_update``."""
+
+    body: Body = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Update:
+    """``/update_weights_from_distributed``. ``group`` None: the only open one."""
+
+    group: str | None
+    label: str | None
+    body: Body
+
+
+@dataclass(frozen=True)
+class End:
+    """``/end_weight_update``: the commit point of a session."""
+
+    checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the trainer says that its weights are: by the number of an engine's ranks, one checksum per rank."""
+
+
+@dataclass(frozen=True)
+class Flush:
+    """``/flush_cache``: the commit point of trainers that neither pause nor use a session."""
+
+    timeout: float | None = None
+
+
+@dataclass(frozen=True)
+class SetLabel:
+    """``/update_weight_version``: the trainer's name for the version of the open update."""
+
+    label: str
+
+
+@dataclass(frozen=True)
+class FromDisk:
+    """``/update_weights_from_disk``."""
+
+    path: str
+    label: str | None
+    body: Body
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """``/fleet/run``: the next update begins a new run, whatever it is called."""
+
+
+@dataclass(frozen=True)
+class ReleaseMemory:
+    """``/release_memory_occupation``. No tags: all kinds."""
+
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ResumeMemory:
+    """``/resume_memory_occupation``. No tags: all that is released."""
+
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """``/update_weights_from_tensor``: handles of memory that only a process on the engine's node can open."""
+
+    label: str | None
+    body: Body
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """``/load_lora_adapter``."""
+
+    name: str
+    path: str
+    body: Body
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    """``/unload_lora_adapter``."""
+
+    name: str
+
+
+Call = (
+    OpenGroup
+    | CloseGroup
+    | Pause
+    | Continue
+    | Begin
+    | Update
+    | End
+    | Flush
+    | SetLabel
+    | NewRun
+    | FromDisk
+    | ReleaseMemory
+    | ResumeMemory
+    | Tensors
+    | LoadAdapter
+    | UnloadAdapter
+)
+
+
+@dataclass(frozen=True)
+class AtEngine:
+    """A call at one engine's own URL, by a trainer that shares its GPUs."""
+
+    engine: str
+    call: Call
+
+
+Request = Call | AtEngine
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the trainer is told."""
+
+    status: int
+    message: str
+    fleet: Mapping[str, Any] = field(default_factory=dict)
+    """Particulars beside SGLang's shape: per-engine results, and on refusals what would be right."""
+
+    @property
+    def success(self) -> bool:
+        """Whether the call did what it was asked to."""
+        return self.status < 300

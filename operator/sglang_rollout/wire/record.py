@@ -1,0 +1,127 @@
+"""Coordinator → its next life, and the operator: what is persisted of a fleet."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from sglang_rollout.wire.intent import Adapter
+from sglang_rollout.wire.message import Message
+from sglang_rollout.wire.ports import WIRE_VERSION
+from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState, Version
+
+
+class EngineRow(Message):
+    """One engine in the record and in the discovery document."""
+
+    name: str
+    state: EngineState
+    version: Version | None
+    boot_id: str | None
+    gate_open: bool
+    reason: str = ""
+    catch_up: str = ""
+    """How it gets the committed version without the trainer, as a sentence; empty while it does not try."""
+    released: list[str] = Field(default_factory=list)
+    """Memory that it has given back: ``weights``, ``kv_cache``, ``cuda_graph``."""
+    all_reduce: float | None = None
+    """GB/s that its ranks reached before the start; None: not measured."""
+
+
+class AdapterRow(Adapter):
+    """One adapter in the record."""
+
+    by_spec: bool
+    """Not loaded by a trainer's call."""
+    loaded: int
+    """Engines that hold it."""
+    wanted: int
+    """Engines that should."""
+    reason: str = ""
+    """What an engine said that could not load or unload it."""
+
+
+class UpdateOutcome(StrEnum):
+    """How the last weight update ended."""
+
+    COMMITTED = "Committed"
+    PARTIAL = "Partial"
+    """Some engines hold the new version, the others are fenced."""
+    FAILED = "Failed"
+    """No engine holds the new version; the old one stays committed."""
+    ABORTED = "Aborted"
+    """It was given up before any engine was told, while the fleet was paused: nothing has changed."""
+
+
+class LastUpdate(Message):
+    """The last weight update that ended."""
+
+    version: Version
+    outcome: UpdateOutcome
+    reason: str = ""
+    finished: str
+    """RFC 3339, UTC."""
+    phases_ms: dict[str, int] = Field(default_factory=dict)
+    """Milliseconds per phase: pause, transfer, commit, resume, total."""
+    engines: list[str] = Field(default_factory=list)
+    """The engines that committed."""
+
+
+class Noted(Message):
+    """What one life of an engine was started with."""
+
+    boot_id: str
+    checksums: tuple[str, ...]
+    """Of its ranks."""
+
+
+class FleetGroup(Message):
+    """A weight-update group that is open now."""
+
+    name: str
+    epoch: int
+    world_size: int
+    master: str
+    backend: str
+    members: list[str]
+
+
+class Record(Message):
+    """What the coordinator persists: ConfigMap ``<name>-weights``, key ``weights.json``. One writer: the coordinator."""
+
+    wire: int = WIRE_VERSION
+    term: int
+    epoch: int
+    committed: Version
+    intent_generation: int = 0
+    """Generation of the intent that has been acted on: the coordinator's acknowledgement."""
+    engines: list[EngineRow] = Field(default_factory=list)
+    groups: list[FleetGroup] = Field(default_factory=list)
+    """Groups that are open, so that a restarted coordinator can go on with those whose members all still live."""
+    last_update: LastUpdate | None = None
+    history: list[Version] = Field(default_factory=list)
+    """Versions of this run, oldest first, that may be served: the committed one and those that the policy tolerates."""
+    next_run: int = 0
+    """The run that the next update opens, if somebody asked for a new one."""
+    fleet_id: str = ""
+    """Made once with the first record: versions of a fleet made anew under the old name are other versions."""
+    world_size: int = 0
+    """Of a group opened now."""
+    state: FleetState = FleetState.ACTIVE
+    """What of the intent's state is in effect."""
+    checksums: dict[int, tuple[str, ...]] = Field(default_factory=dict)
+    """Of the committed version, by the number of an engine's ranks, as far as they are known."""
+    adapters: list[AdapterRow] = Field(default_factory=list)
+    lent: list[str] | None = None
+    """Memory of the engines that the trainer has; None: the engines share their GPUs with nobody."""
+    lent_apart: dict[str, list[str]] = Field(default_factory=dict)
+    """The same of engines at whose own URL the trainer has said something else since."""
+    noted: dict[str, Noted] = Field(default_factory=dict)
+    """Where nobody sends weights: what each engine holds, as it said before its first sleep."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether the trainer has memory of any engine."""
+        return bool(self.lent) or any(self.lent_apart.values())

@@ -1,0 +1,250 @@
+"""One engine and its agent as the coordinator's contract describes them. No I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_rollout.fleet.update import calls
+from sglang_rollout.fleet.update.events import Result
+from sglang_rollout.fleet.update.lora import LOAD, UNLOAD
+from sglang_rollout.fleet.update.memory import RELEASE, RESUME
+from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import BASE, EngineState, Version
+
+MEMORY = ("kv_cache", "weights", "cuda_graph")
+NEED_WEIGHTS = frozenset({CHECKER, calls.BEGIN, calls.UPDATE, calls.UPDATE_TENSOR, calls.UPDATE_DISK})
+
+
+@dataclass
+class FakeAgent:
+    """One engine and its agent: the semantics that the coordinator relies on."""
+
+    name: str
+    life: int = 1
+    up: bool = True
+    answers: bool = True
+    state: EngineState = EngineState.CLEAN
+    version: Version | None = BASE
+    content: object = "base"
+    """What the weights really are: one token per completed update, or a mixture."""
+    cohort: list[str] = field(default_factory=list)
+    committed: Version | None = None
+    tolerated: list[Version] = field(default_factory=list)
+    term: int = 0
+    hold: FleetState = FleetState.ACTIVE
+    paused: bool = False
+    session: bool = False
+    fed: int = 0
+    failed: bool = False
+    groups: list[str] = field(default_factory=list)
+    draining: bool = False
+    released: list[str] = field(default_factory=list)
+    asleep: bool = False
+    adapters: dict[str, str] = field(default_factory=dict)
+    lost: bool = False
+    """The weights were released in this life, and nobody has proved since what they are."""
+    backup: bool = True
+    """Released weights come back as they were."""
+    checksum: str = "same"
+    digest: str = "same"
+    stocked: bool = False
+    """Snapshots of all committed versions lie on the shared volume."""
+    handles: list[str] = field(default_factory=list)
+    """What ``/update_weights_from_tensor`` brought since its session was opened."""
+    loaded: str | None = None
+    """The folder that it was told to load."""
+    older: bool = False
+    """Its agent is of the release before ``/agent/run``."""
+
+    @property
+    def boot(self) -> str:
+        return f"{self.name}#{self.life}"
+
+    @property
+    def gate_open(self) -> bool:
+        clean = self.up and not self.released and not self.draining and self.state is EngineState.CLEAN and self.hold is FleetState.ACTIVE
+        return clean and self.version is not None and self.version in [self.committed, *self.tolerated]
+
+    def restart(self) -> None:
+        self.life += 1
+        self.up, self.state, self.version, self.content, self.cohort = True, EngineState.CLEAN, BASE, "base", []
+        self.committed, self.paused, self.session, self.fed, self.failed, self.groups = None, False, False, 0, False, []
+        self.draining = self.asleep = self.lost = False
+        self.released, self.adapters, self.handles = [], {}, []
+
+    def follow_the_spec(self) -> None:
+        """What the agent does by itself: it falls asleep and wakes."""
+        if not self.up or (self.state is EngineState.DIRTY and not self.failed):
+            return
+        if self.hold is FleetState.ASLEEP and not self.asleep:
+            assert not self.session, "an engine in the middle of an update was told to sleep"
+            self.asleep = self.paused = True
+            self._release([*MEMORY])
+        elif self.hold is not FleetState.ASLEEP and self.asleep:
+            self.asleep, self.released = False, []
+            self.paused = self.hold is FleetState.PAUSED
+
+    def _release(self, tags: list[str]) -> None:
+        self.released = [*self.released, *(tag for tag in tags if tag not in self.released)]
+        if "weights" in tags:
+            self.state, self.version, self.cohort, self.lost = EngineState.UNKNOWN, None, [], True
+            self.content = self.content if self.backup else "whatever was there"
+
+    def status(self) -> AgentStatus:
+        return AgentStatus(
+            name=self.name, boot_id=self.boot if self.up else None,
+            state=self.state if self.up else EngineState.UNKNOWN, version=self.version if self.up else None,
+            cohort=self.cohort, committed=self.committed, term=self.term, gate_open=self.gate_open, paused=self.paused,
+            session=self.session, groups=self.groups, draining=self.draining, released=self.released, adapters=self.adapters,
+            woken=self.lost and "weights" not in self.released,
+        )  # fmt: skip
+
+    def soil(self) -> None:
+        self.loaded = None
+        if self.state is not EngineState.DIRTY:
+            self.state, self.version, self.fed, self.failed, self.content = EngineState.DIRTY, None, 0, False, "mixture"
+
+    def call(self, path: str, body: dict[str, Any], token: object, works: bool) -> Result:
+        """Answer one call. ``works``: the engine does what it is told."""
+        path = path.partition("?")[0]
+        if not self.answers:
+            return Result(ok=False, message="no answer within 60 s.")
+        if path == AGENT_RUN and self.older:
+            return Result(ok=False, status=404, message="An engine's agent offers no /agent/run.")
+        if path in (AGENT_SYNC, AGENT_RUN):
+            self._told(body)
+            going_on = self.call(calls.CONTINUE, {}, token, works) if path == AGENT_RUN else None
+            return Result(ok=True, status=200, agent=self.status()) if going_on is None or going_on.ok else going_on
+        if path == AGENT_FENCE:
+            self.session = False
+            held = self.released or (self.hold is not FleetState.ACTIVE and self.state is not EngineState.DIRTY)
+            self.paused = self.paused and bool(held)
+            self.failed = self.failed or self.state is EngineState.DIRTY
+            return Result(ok=True, status=200, agent=self.status())
+        if not self.up:
+            return Result(ok=False, status=503, message="the engine is not up.")
+        if path == AGENT_PREFLIGHT:
+            return Result(ok=works, status=200, message="" if works else "connection refused.")
+        if path == AGENT_CHECKPOINT:
+            found = works and (self.stocked or not body.get("snapshot"))
+            return Result(
+                ok=found, status=200, message="" if found else "model.safetensors is cut off.", digest=self.digest, path=body["path"]
+            )
+        return self._control(path, body, token, works)
+
+    def _told(self, body: dict[str, Any]) -> None:
+        committed = body.get("committed")
+        if committed is not None:
+            self.committed = Version.model_validate(committed)
+            self.tolerated = [Version.model_validate(version) for version in body.get("tolerated", [])]
+        if body.get("hold"):
+            self.hold = FleetState(body["hold"])
+        self.follow_the_spec()
+
+    def _load(self, works: bool) -> Result:
+        """Without a session; the tensors need no trainer."""
+        if self.state is not EngineState.DIRTY or not self.session:
+            self.state, self.version, self.fed, self.failed, self.content = EngineState.DIRTY, None, 0, False, "mixture"
+        if not works:
+            self.failed = True
+            return Result(ok=False, status=400, message="no such file.")
+        self.fed += 1
+        return Result(ok=True, status=200, message="Success")
+
+    def _control(self, path: str, body: dict[str, Any], token: object, works: bool) -> Result:
+        refused = Result(ok=False, status=400, message="the engine failed.")
+        done = Result(ok=True, status=200, message="Success")
+        if "weights" in self.released and path in NEED_WEIGHTS:
+            return refused
+        if path == AGENT_ACK:
+            version = Version.model_validate(body["version"])
+            if not works or body["boot_id"] != self.boot or self.session:
+                return refused
+            if self.state is EngineState.CLEAN:
+                return Result(ok=True, status=200, agent=self.status()) if self.version == version else refused
+            if body["verified"] and self.lost and self.state is EngineState.UNKNOWN:
+                self.state, self.version, self.cohort, self.lost = EngineState.CLEAN, version, body["cohort"], False
+                return Result(ok=True, status=200, agent=self.status())
+            if not self.fed or self.failed:
+                return refused
+            self.state, self.version, self.cohort, self.content = EngineState.CLEAN, version, body["cohort"], token
+            self.lost = False
+            return Result(ok=True, status=200, agent=self.status())
+        if path == calls.UPDATE_DISK:
+            self.loaded = body["model_path"]
+            return self._load(works)
+        if path == CHECKER:
+            told = self.checksum if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
+            return Result(ok=True, status=200, checksums=("".join([told, *self.handles]),)) if works else refused
+        if path == calls.CONTINUE:
+            if self.state is EngineState.DIRTY or self.released or not works:
+                return refused
+            self.paused = False
+            return done
+        if path == calls.BEGIN:
+            self.soil()
+            if not works or self.session:
+                return refused
+            # A new update begins from nothing: what an abandoned one brought or broke does not count.
+            self.handles = []
+            self.session, self.fed, self.failed = True, 0, False
+            return done
+        if path == calls.UPDATE:
+            self.soil()
+            if not works or not self.session or body["group_name"] not in self.groups:
+                self.failed = True
+                return refused
+            self.fed += 1
+            return done
+        if path == calls.UPDATE_TENSOR:
+            self.soil()
+            if not works or not self.session:
+                self.failed = True
+                return refused
+            self.fed += 1
+            self.handles = [*self.handles, *body["serialized_named_tensors"]]
+            return done
+        if path == calls.END:
+            if not works or not self.session:
+                return refused
+            self.session = False
+            return done
+        if path == LOAD:
+            if not works or body["lora_name"] in self.adapters:
+                return refused
+            self.adapters = {**self.adapters, body["lora_name"]: body["lora_path"]}
+            return done
+        if path == UNLOAD:
+            if not works or body["lora_name"] not in self.adapters:
+                return refused
+            self.adapters = {name: where for name, where in self.adapters.items() if name != body["lora_name"]}
+            return done
+        if path == RELEASE:
+            if not works or self.session:
+                return refused
+            self.paused = True
+            self._release(body["tags"])
+            return done
+        if path == RESUME:
+            if not works or self.asleep or not set(body["tags"]) <= set(self.released):
+                return refused
+            self.released = [tag for tag in self.released if tag not in body["tags"]]
+            self.paused = self.paused and bool(self.released)
+            return done
+        if path == calls.PAUSE:
+            self.paused = True
+            return done if works else refused
+        if path == calls.INIT:
+            if not works:
+                return refused
+            self.groups = [*self.groups, body["group_name"]]
+            return done
+        if path == calls.DESTROY:
+            known = body["group_name"] in self.groups
+            self.groups = [name for name in self.groups if name != body["group_name"]]
+            return done if known else Result(ok=False, status=400, message="The group to be destroyed does not exist.")
+        return done if works else refused

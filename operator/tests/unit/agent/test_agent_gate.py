@@ -1,0 +1,103 @@
+"""What the agent tells its gate, and what it does when that does not take it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.gate import Gate, GateError
+from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.agent.state import Memory, State
+from sglang_rollout.wire.weights import BASE, EngineState
+
+ADAPTERS = {f"adapter-{number}": "/a" for number in range(1000)}
+
+
+class Haproxy:
+    """Stands in for haproxy's stats socket. ``answers``: what it says to a ``set map`` of a key; None: nothing, ever."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, str] = {}
+        self.answers: dict[str, str | None] = {}
+        self.heard: list[str] = []
+        self.is_open = False
+        self.ended: list[asyncio.Event] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.ended.append(ended := asyncio.Event())
+        command = (await reader.readline()).decode().strip()
+        self.heard.append(command.split()[3] if command.startswith("set map") else command)
+        answer = self._answer(command)
+        if answer is None:
+            await reader.read()
+        else:
+            writer.write(answer.encode() + b"\n")
+        writer.close()
+        ended.set()
+
+    def _answer(self, command: str) -> str | None:
+        if command.startswith("show info"):
+            return f"Pid: 7\n1\n2 engine 1 e 127.0.0.1 2 {0 if self.is_open else 1} 1 1\n"
+        if command.startswith("set server"):
+            self.is_open = command.endswith("ready")
+            return ""
+        _, _, _, key, value = command.split()
+        if key in self.answers:
+            return self.answers[key]
+        self.entries[key] = value
+        return ""
+
+
+@asynccontextmanager
+async def agent_of(haproxy: Haproxy, folder: Path, *, timeout: float = 30) -> AsyncIterator[Agent]:
+    async with await asyncio.start_unix_server(haproxy.serve, folder / "gate.sock"):
+        engine: Any = SimpleNamespace(vocabulary=100, info={"enable_lora": True}, container_boot=lambda: None)
+        gate = Gate(folder / "gate.sock", timeout=timeout)
+        agent = Agent(name="e0", engine=cast("Engine", engine), gate=gate, record=RecordFile(folder))
+        memory = Memory(state=EngineState.CLEAN, version=BASE, committed=BASE, adapters=dict(ADAPTERS))
+        agent.state = State(memory=memory, up=True, informed=True)
+        yield agent
+        for ended in haproxy.ended:
+            await ended.wait()
+
+
+async def test_a_gate_that_was_too_slow_is_told_again(tmp_path: Path) -> None:
+    haproxy = Haproxy()
+    haproxy.answers["adapters"] = None
+    async with agent_of(haproxy, tmp_path, timeout=1) as agent:
+        await agent.settle_gate()
+        assert not haproxy.is_open, "it would refuse by an older list"
+        haproxy.answers.clear()
+        agent.gate = Gate(agent.gate.socket, timeout=30)
+        await agent.settle_gate()
+    assert "adapter-7" in haproxy.entries["adapters"]
+    assert haproxy.is_open
+
+
+@pytest.mark.parametrize("answer", ["Unknown map identifier. Please use #<id> or <file>.\n", "entry not found.\n"])
+async def test_an_older_gate_without_the_map_is_opened_and_told_once(tmp_path: Path, answer: str) -> None:
+    haproxy = Haproxy()
+    haproxy.answers["adapters"] = answer
+    async with agent_of(haproxy, tmp_path) as agent:
+        await agent.settle_gate()
+        await agent.settle_gate()
+    assert haproxy.is_open
+    assert haproxy.heard.count("adapters") == 1
+
+
+@pytest.mark.parametrize("answer", [None, "Out of memory.\n"])
+async def test_an_error_quotes_the_beginning_of_a_long_command(tmp_path: Path, answer: str | None) -> None:
+    haproxy = Haproxy()
+    haproxy.answers["adapters"] = answer
+    async with agent_of(haproxy, tmp_path, timeout=1) as agent:
+        with pytest.raises(GateError, match=r"set map .* adapters ,adapter") as raised:
+            await agent.gate.name_adapters(ADAPTERS)
+    assert len(str(raised.value)) < 2000

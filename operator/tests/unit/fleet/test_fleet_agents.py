@@ -1,0 +1,95 @@
+"""The order in which an agent hears what is committed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from sglang_rollout.fleet.agents import Agents
+from sglang_rollout.wire.agent import AgentStatus, SyncRequest
+from sglang_rollout.wire.ports import AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.weights import BASE, EngineState, Version
+
+V1 = Version(run=1, n=1, label="1")
+STATUS = AgentStatus(name="e0", boot_id="b", state=EngineState.CLEAN, version=V1, committed=V1, term=1, gate_open=True)
+
+
+class SlowAgent:
+    """Notes what it hears, and answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.news = asyncio.Condition()
+        self.answers = {AGENT_SYNC: asyncio.Event(), AGENT_RUN: asyncio.Event()}
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        async with self.news:
+            self.heard.append((request.path, body["committed"]["n"]))
+            self.news.notify_all()
+        await self.answers[request.path].wait()
+        return web.json_response(STATUS.model_dump(mode="json"))
+
+    async def until_heard(self, number: int) -> None:
+        async with asyncio.timeout(30), self.news:
+            await self.news.wait_for(lambda: len(self.heard) >= number)
+
+
+@pytest.fixture
+async def agent() -> SlowAgent:
+    return SlowAgent()
+
+
+@pytest.fixture
+async def agents(agent: SlowAgent) -> AsyncIterator[Agents]:
+    app = web.Application()
+    app.router.add_post("/{tail:.*}", agent.handle)
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        client = Agents(address=lambda _: url, token=lambda: "t", term=lambda: 1)
+        await client.start()
+        yield client
+        for event in agent.answers.values():
+            event.set()
+        await client.close()
+
+
+def body(version: Version) -> dict[str, Any]:
+    return SyncRequest(committed=version).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("path", [AGENT_SYNC, AGENT_RUN])
+async def test_a_commit_waits_for_a_sync_under_way_with_the_version_before(agents: Agents, agent: SlowAgent, path: str) -> None:
+    before = asyncio.create_task(agents.call("e0", AGENT_SYNC, body(BASE), 60))
+    await agent.until_heard(1)
+    commit = asyncio.create_task(agents.call("e0", path, body(V1), 60))
+    other = asyncio.create_task(agents.call("e1", path, body(V1), 60))
+    await agent.until_heard(2)  # of the other engine: nobody waits for this one
+    assert agent.heard == [(AGENT_SYNC, 0), (path, 1)]
+    for event in agent.answers.values():
+        event.set()
+    results = await asyncio.gather(before, commit, other)
+    assert agent.heard == [(AGENT_SYNC, 0), (path, 1), (path, 1)]
+    assert [result.agent for result in results] == [STATUS] * 3
+
+
+async def test_a_commit_gives_up_behind_a_sync_that_is_never_answered(agents: Agents, agent: SlowAgent) -> None:
+    before = asyncio.create_task(agents.call("e0", AGENT_SYNC, body(BASE), 60))
+    await agent.until_heard(1)
+    result = await agents.call("e0", AGENT_RUN, body(V1), 0.2)
+    assert (result.ok, result.status) == (False, 0)
+    assert agent.heard == [(AGENT_SYNC, 0)]
+    before.cancel()
+
+
+async def test_an_engine_that_takes_long_to_continue_is_asked_meanwhile_how_it_is(agents: Agents, agent: SlowAgent) -> None:
+    agent.answers[AGENT_SYNC].set()
+    commit = asyncio.create_task(agents.call("e0", AGENT_RUN, body(V1), 60))
+    await agent.until_heard(1)
+    assert await agents.sync("e0", SyncRequest(committed=V1)) == STATUS
+    assert not commit.done()
