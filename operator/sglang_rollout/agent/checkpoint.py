@@ -125,7 +125,7 @@ def resolve(request: CheckpointRequest) -> Path:
     raise ProblemsError([f"{request.path} holds no snapshot of version {wanted.label!r}; {newest}."])
 
 
-def check(path: str, engine_model: str | None, *, end: float = float("inf")) -> CheckpointReply:
+def check(path: str, engine_model: str | None, *, end: float = float("inf"), names: bool = False) -> CheckpointReply:
     """Compare ``path`` with the model of the engine. Blocks; gives up at ``end`` (monotonic seconds)."""
 
     def alive() -> None:
@@ -145,7 +145,9 @@ def check(path: str, engine_model: str | None, *, end: float = float("inf")) -> 
         return CheckpointReply(ok=False, reason=str(error))
     except OSError as error:
         return CheckpointReply(ok=False, reason=f"{path} cannot be read here: {error.strerror or error}.")
-    return CheckpointReply(ok=True, tensors=len(found.tensors), bytes=found.bytes, digest=digest, compared=own is not None)
+    tied = bool(found.config.get("tie_word_embeddings"))
+    told = [name for name in found.tensors if not _optional(name, tied=tied)] if names else None
+    return CheckpointReply(ok=True, tensors=len(found.tensors), bytes=found.bytes, digest=digest, names=told, compared=own is not None)
 
 
 def differences(found: Model, own: Model) -> list[str]:
@@ -220,7 +222,7 @@ def _digest(model: Model, alive: Any) -> str:
 def _guarded(request: CheckpointRequest, engine_model: str | None, end: float) -> CheckpointReply:
     try:
         folder = resolve(request)
-        return check(str(folder), engine_model, end=end).model_copy(update={"path": str(folder)})
+        return check(str(folder), engine_model, end=end, names=request.names).model_copy(update={"path": str(folder)})
     except ProblemsError as error:
         return CheckpointReply(ok=False, reason=str(error))
     except _LateError:

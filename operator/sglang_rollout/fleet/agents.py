@@ -214,7 +214,8 @@ def _checkpoint(status: int, fields: Mapping[str, Any]) -> Result:
         return Result(
             ok=False, status=status, message=f"its agent's answer about the checkpoint cannot be read: {error.errors()[0]['msg']}."
         )
-    return Result(ok=reply.ok, status=status, message=reply.reason, digest=reply.digest, path=reply.path)
+    names = None if reply.names is None else frozenset(reply.names)
+    return Result(ok=reply.ok, status=status, message=reply.reason, digest=reply.digest, path=reply.path, names=names)
 
 
 def _checksums(fields: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -127,6 +127,8 @@ class CheckpointRequest(Message):
     """The model to compare with. None: the one that the engine runs."""
     snapshot: Version | None = None
     """``path`` is a directory of snapshots: find the one of this version."""
+    names: bool = False
+    """Tell the tensors' names, too: asked of one engine only, they are many."""
     fleet_id: str = ""
     """With ``snapshot``: of the fleet that committed it. Another fleet's version of the same number is something else."""
     deadline: float = Field(default=60.0, gt=0)
@@ -143,6 +145,8 @@ class CheckpointReply(Message):
     """Bytes of all tensors."""
     digest: str | None = None
     """Names, headers and samples of the files' content, hashed: agents that see the same files say the same."""
+    names: list[str] | None = None
+    """If they were asked for: the tensors that a complete checkpoint must have."""
     compared: bool = False
     """Whether the engine's own model could be read here, so that architecture, names, types and shapes were compared."""
     path: str | None = None

@@ -88,6 +88,14 @@ class FleetGroup(Message):
     members: list[str]
 
 
+class Tensors(Message):
+    """A set of tensors, without their names: a model may have 50,000."""
+
+    count: int
+    digest: str
+    """SHA-256 of the sorted names, one a line."""
+
+
 class Record(Message):
     """What the coordinator persists: ConfigMap ``<name>-weights``, key ``weights.json``. One writer: the coordinator."""
 
@@ -114,6 +122,8 @@ class Record(Message):
     checksums: dict[int, tuple[str, ...]] = Field(default_factory=dict)
     """Of the committed version, by the number of an engine's ranks, as far as they are known."""
     adapters: list[AdapterRow] = Field(default_factory=list)
+    tensors: Tensors | None = None
+    """What updates have brought since ``model.path``; None: written by a release before, or nothing yet."""
     lent: list[str] | None = None
     """Memory of the engines that the trainer has; None: the engines share their GPUs with nobody."""
     lent_apart: dict[str, list[str]] = Field(default_factory=dict)

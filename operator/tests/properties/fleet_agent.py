@@ -16,6 +16,8 @@ from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 MEMORY = ("kv_cache", "weights", "cuda_graph")
+NAMES = ("u", "v", "w")
+"""The tensors of the model."""
 NEED_WEIGHTS = frozenset({CHECKER, calls.BEGIN, calls.UPDATE, calls.UPDATE_TENSOR, calls.UPDATE_DISK})
 
 
@@ -31,6 +33,12 @@ class FakeAgent:
     version: Version | None = BASE
     content: object = "base"
     """What the weights really are: one token per completed update, or a mixture."""
+    tensors: dict[str, object] = field(default_factory=lambda: dict.fromkeys(NAMES, "base"))
+    """What was written to each tensor last."""
+    snapshots: dict[tuple[int, int], dict[str, object]] = field(default_factory=dict)
+    """The tensors of committed versions, as a shared volume has them."""
+    chosen: tuple[int, int] | None = None
+    """The snapshot that the last check found."""
     cohort: list[str] = field(default_factory=list)
     committed: Version | None = None
     tolerated: list[Version] = field(default_factory=list)
@@ -75,6 +83,7 @@ class FakeAgent:
         self.committed, self.paused, self.session, self.fed, self.failed, self.groups = None, False, False, 0, False, []
         self.draining = self.asleep = self.lost = False
         self.released, self.adapters, self.handles = [], {}, []
+        self.tensors = dict.fromkeys(NAMES, "base")
 
     def follow_the_spec(self) -> None:
         """What the agent does by itself: it falls asleep and wakes."""
@@ -131,9 +140,9 @@ class FakeAgent:
             return Result(ok=works, status=200, message="" if works else "connection refused.")
         if path == AGENT_CHECKPOINT:
             found = works and (self.stocked or not body.get("snapshot"))
-            return Result(
-                ok=found, status=200, message="" if found else "model.safetensors is cut off.", digest=self.digest, path=body["path"]
-            )
+            self.chosen = (body["snapshot"]["run"], body["snapshot"]["n"]) if body.get("snapshot") else None
+            message, names = "" if found else "model.safetensors is cut off.", frozenset(NAMES) if body.get("names") else None
+            return Result(ok=found, status=200, message=message, digest=self.digest, path=body["path"], names=names)
         return self._control(path, body, token, works)
 
     def _told(self, body: dict[str, Any]) -> None:
@@ -149,9 +158,13 @@ class FakeAgent:
         """Without a session; the tensors need no trainer."""
         if self.state is not EngineState.DIRTY or not self.session:
             self.state, self.version, self.fed, self.failed, self.content = EngineState.DIRTY, None, 0, False, "mixture"
+        there = self.snapshots.get(self.chosen) if self.chosen is not None else None
+        written = there if there is not None else dict.fromkeys(NAMES, ("disk", self.loaded))
         if not works:
             self.failed = True
+            self.tensors = {**self.tensors, NAMES[0]: written[NAMES[0]]}
             return Result(ok=False, status=400, message="no such file.")
+        self.tensors = dict(written)
         self.fed += 1
         return Result(ok=True, status=200, message="Success")
 
@@ -199,6 +212,7 @@ class FakeAgent:
                 self.failed = True
                 return refused
             self.fed += 1
+            self.tensors = {**self.tensors, **dict.fromkeys(body["names"], token)}
             return done
         if path == calls.UPDATE_TENSOR:
             self.soil()

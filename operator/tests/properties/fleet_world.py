@@ -55,6 +55,8 @@ class World:
         self.committed_contents: dict[tuple[int, int], object] = {}
         self.contents: dict[tuple[int, int], object] = {}
         """What was served under each version."""
+        self.tensors: dict[tuple[int, int], dict[str, object]] = {}
+        """What the first engine held that acknowledged a version, tensor by tensor."""
         self.sent: list[Send] = []
         self.history: list[Version] = []
         self.generation = 1
@@ -117,6 +119,7 @@ class World:
             if self.history and key(committed) < key(self.history[-1]) and not self._witnesses(self.history[-1]):
                 self.history.clear()
                 self.contents.clear()
+                self.tensors.clear()
         if committed is not None and (not self.history or self.history[-1] != committed):
             self.history.append(committed)
 
@@ -179,10 +182,12 @@ class World:
                 results[name] = Result(ok=False, message="it has no address.")
                 continue
             content = self._content(agent.loaded, body["version"], token) if effect.path == AGENT_ACK and agent.loaded else token
+            agent.snapshots = self.tensors
             result = agent.call(effect.path, dict(body), content, name not in broken)
             if effect.path == AGENT_ACK and result.ok:
                 version = Version.model_validate(body["version"])
                 self.acked.setdefault((key(version), tuple(body["cohort"])), set()).add(name)
+                self.tensors.setdefault(key(version), dict(agent.tensors))
             if effect.path == AGENT_ACK and result.ok and not agent.loaded:
                 self.committed_contents[key(Version.model_validate(body["version"]))] = agent.content
             results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")
@@ -220,9 +225,9 @@ def group_body(world: World, name: str) -> dict[str, Any]:
     return {"master_address": "10.0.0.9", "master_port": 1, "rank_offset": 1, "group_name": name, "world_size": world_size}
 
 
-def push(world: World, label: str | None) -> Version | None:
+def push(world: World, label: str | None, names: tuple[str, ...] = ("w",)) -> Version | None:
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
-    assert world.do(rq.Update("g", label, {"names": ["w"]})).success
+    assert world.do(rq.Update("g", label, {"names": list(names)})).success
     assert world.do(rq.End()).success
     return world.machine.fleet.committed

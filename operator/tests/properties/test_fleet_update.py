@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fleet_agent import MEMORY, FakeAgent
+from fleet_agent import MEMORY, NAMES, FakeAgent
 from fleet_world import SNAPSHOTS, World, group_body
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update import requests as rq
+from sglang_rollout.fleet.update.tensors import digest
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.intent import WantedEngine
 from sglang_rollout.wire.policy import CatchUp
@@ -24,6 +25,7 @@ names = st.frozensets(st.sampled_from(ENGINES))
 rarely = st.one_of(st.just(frozenset()), st.just(frozenset()), names)
 groups = st.sampled_from(["g", "h"])
 labels = st.sampled_from([None, "1", "2", "7", "step-a"])
+parts = st.sampled_from([("w",), ("v",), ("u", "v"), NAMES])
 
 
 class Fence(RuleBasedStateMachine):
@@ -43,6 +45,7 @@ class Fence(RuleBasedStateMachine):
                 agent.stocked = True
         self.world.sync_all()
         self.contents = self.world.contents
+        self.restarted = False
 
     def ask(self, request: rq.Request) -> None:
         self.world.ask(request)
@@ -75,9 +78,13 @@ class Fence(RuleBasedStateMachine):
     def begin_update(self) -> None:
         self.ask(rq.Begin())
 
-    @rule(name=st.one_of(st.none(), groups), label=labels)
-    def update(self, name: str | None, label: str | None) -> None:
-        self.ask(rq.Update(name, label, {"names": ["w"]}))
+    @rule(name=st.one_of(st.none(), groups), label=labels, part=parts)
+    def update(self, name: str | None, label: str | None, part: tuple[str, ...]) -> None:
+        self.ask(rq.Update(name, label, {"names": list(part if self.remembers() else NAMES)}))
+
+    def remembers(self) -> bool:
+        """A coordinator that finds no record of what was brought takes the next update for complete: then it must be."""
+        return not self.restarted or self.world.machine.fleet.brought.row == digest(NAMES)
 
     @rule(label=labels)
     def from_disk(self, label: str | None) -> None:
@@ -112,12 +119,17 @@ class Fence(RuleBasedStateMachine):
     @rule()
     def push(self) -> None:
         """A whole push that nothing disturbs: so that deep states are reached."""
+        self.push_some(NAMES)
+
+    @rule(part=parts)
+    def push_some(self, part: tuple[str, ...]) -> None:
         self.world.drain()
         self.world.sync_all()
         self.world.drain()
         self.open_group("g", 1500)
         self.world.drain()
-        for request in (rq.Begin(), rq.Update("g", None, {"names": ["w"]}), rq.End()):
+        brought = list(part if self.remembers() else NAMES)
+        for request in (rq.Begin(), rq.Update("g", None, {"names": brought}), rq.End()):
             self.ask(request)
             self.world.drain()
 
@@ -165,6 +177,7 @@ class Fence(RuleBasedStateMachine):
     def restart_coordinator(self, keep_record: bool) -> None:
         if not keep_record:
             self.world.record = None
+        self.restarted = True
         self.world.start()
 
     @rule(state=st.sampled_from(FleetState))
@@ -200,6 +213,8 @@ class Fence(RuleBasedStateMachine):
                 assert agent.content != "mixture"
                 known = self.contents.setdefault(key(agent.version), agent.content)
                 assert known == agent.content, "two contents under one version"
+                if not agent.version.is_base:
+                    assert agent.tensors == self.world.tensors.setdefault(key(agent.version), dict(agent.tensors)), "a mixture is served"
 
     @invariant()
     def versions_never_go_back(self) -> None:
@@ -253,7 +268,7 @@ class Fence(RuleBasedStateMachine):
         world = self.world
         assert all(agent.paused and not agent.session and not agent.gate_open for agent in members)
         assert world.do(rq.OpenGroup(group_body(world, "held"))).success
-        for request in (rq.Begin(), rq.Update("held", None, {"names": ["w"]}), rq.End()):
+        for request in (rq.Begin(), rq.Update("held", None, {"names": list(NAMES)}), rq.End()):
             assert world.do(request).success
         answer = world.do(rq.Continue())
         assert (answer.success, "spec.state: Paused" in answer.message) == (True, True)
@@ -294,7 +309,7 @@ class Fence(RuleBasedStateMachine):
             "world_size": world.machine.fleet.table.world_size,
         }  # fmt: skip
         assert world.do(rq.OpenGroup(body)).success
-        assert world.do(rq.Update("last", None, {"names": ["w"]})).success
+        assert world.do(rq.Update("last", None, {"names": list(NAMES)})).success
         assert world.do(rq.Continue()).success
         assert all(agent.gate_open for agent in members)
         assert len({agent.content for agent in members}) == 1

@@ -27,7 +27,7 @@ MARGIN = 5.0
 def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     """Check the checkpoint from every pod, then load it on every engine and commit."""
     boots = present(fleet)
-    digest = yield from _check(fleet, ask.path, boots)
+    digest, names = yield from _check(fleet, ask.path, boots)
     yield Turn()
     if fleet.update is not None:
         raise Refusal("a weight update is open: end it before one from disk.", status=409, fleet=fleet.advice())
@@ -43,6 +43,8 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
             return failed
     fleet.enter(Phase.TRANSFER)
     update = fleet.update = Update(boots=dict(boots), session=By.FLEET, started=fleet.now, label=ask.label or fleet.label)
+    update.opaque, update.checkpoint = True, names
+    fleet.tried |= names or frozenset()
     for name in boots:
         fleet.engines[name].soil()
     results = yield from send(UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update)
@@ -64,10 +66,12 @@ def _body(ask: FromDisk) -> Body:
     return {**kept, **ours}
 
 
-def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[str | None]:
+def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[tuple[str | None, frozenset[str] | None]]:
     limit = fleet.policy.deadlines.update
     body = CheckpointRequest(path=path, deadline=limit).model_dump(mode="json")
-    results = yield from send(AGENT_CHECKPOINT, same(boots, body), limit + MARGIN, idempotent=True)
+    bodies, first = same(boots, body), next(iter(boots))
+    bodies[first] = {**body, "names": True}
+    results = yield from send(AGENT_CHECKPOINT, bodies, limit + MARGIN, idempotent=True)
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))
@@ -81,4 +85,4 @@ def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[str | No
             f"{path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine was told.",
             fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
         )
-    return contents.pop()
+    return contents.pop(), results[first].names

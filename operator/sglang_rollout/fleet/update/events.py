@@ -28,6 +28,8 @@ class Result:
     """Set when the reply was one of ``/weights_checker``: one checksum per rank."""
     digest: str | None = None
     """Set when the reply was about a checkpoint: what tells its contents from others."""
+    names: frozenset[str] | None = None
+    """Set when the reply was about a checkpoint and names were asked for: its tensors."""
     path: str | None = None
     """Set when the reply was about a checkpoint: its folder."""
 

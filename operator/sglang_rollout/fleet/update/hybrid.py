@@ -94,6 +94,7 @@ def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Script[Answer]:
     if not result.ok:
         return (yield from fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name))
     update.fed.add(name)
+    update.opaque = True
     status = fleet.engines[name].status
     # What it has not released by now its trainer does not have, whatever was said or refused before.
     fleet.lent_apart[name] = tuple(tag for tag in fleet.lent_of(name) if status is not None and tag in status.released)

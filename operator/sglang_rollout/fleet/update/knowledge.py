@@ -8,6 +8,7 @@ from sglang_rollout.fleet.update.events import Seen, Wanted
 from sglang_rollout.fleet.update.membership import at_first, enough
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
 from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.fleet.update.tensors import recalled
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
@@ -131,6 +132,7 @@ class Knowledge:
             fleet.called = {row.name: row.path for row in self._record.adapters if not row.by_spec}
             fleet.id = self._record.fleet_id or fleet.id
             fleet.noted = dict(self._record.noted)
+            fleet.brought = recalled(self._record.tensors)
             fleet.lent = fleet.lent if self._record.lent is None else tuple(self._record.lent)
             fleet.lent_apart = {name: tuple(tags) for name, tags in self._record.lent_apart.items()}
             fleet.history = [version for version in self._record.history if key(version) < key(proved.committed)]

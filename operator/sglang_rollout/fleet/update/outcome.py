@@ -24,6 +24,7 @@ from sglang_rollout.fleet.update.progress import By, Phase, Update
 from sglang_rollout.fleet.update.requests import Answer
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import due, verify
+from sglang_rollout.fleet.update.whole import committed, incomplete
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
@@ -62,6 +63,7 @@ def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
 
 def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
     """All tensors are where they should be: verify and commit on those that still stand, if they suffice."""
+    update.dropped |= incomplete(fleet, update)
     if suffice(fleet, update) and due(fleet):
         update.dropped |= yield from verify(fleet, update.standing())
     if not suffice(fleet, update):
@@ -125,7 +127,7 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     cohort, dropped = update.standing(), dict(update.dropped)
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
     reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
-    fleet.commit(version)
+    committed(fleet, update, version)
     fleet.sources = frozenset(update.data) or fleet.sources
     fleet.update, fleet.label = None, None
     fleet.commits += 1

@@ -92,6 +92,16 @@ class Update:
     label: str | None = None
     checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """What the trainer says that its weights are, if it does: by the number of an engine's ranks."""
+    trusted: set[str] = field(default_factory=set)
+    """Engines that held the committed version when they were told."""
+    from_base: set[str] = field(default_factory=set)
+    """Engines that held what ``model.path`` holds when they were told."""
+    tensors: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
+    """Names of the tensors that came, by the engines that took them."""
+    opaque: bool = False
+    """Nobody knows which tensors come: they come as handles, or all of them from a checkpoint."""
+    checkpoint: frozenset[str] | None = None
+    """The tensors of the checkpoint that is loaded, if they are known."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Engines that will not hold the version, and why: they are fenced."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_rollout.fleet.ranks import RankTable, rank_table
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.progress import Group, Hold, OnDisk, Phase, Update
+from sglang_rollout.fleet.update.tensors import Brought
 from sglang_rollout.fleet.update.versions import history, newest, next_version
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.policy import WeightsPolicy
@@ -72,6 +73,10 @@ class Fleet:
     update: Update | None = None
     sources: frozenset[str] = frozenset()
     """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
+    brought: Brought = field(default_factory=Brought)
+    """The tensors that make the committed version, over what ``model.path`` holds."""
+    tried: frozenset[str] = frozenset()
+    """Tensors that engines may hold from updates that failed."""
     commits: int = 0
     """Updates that this coordinator has committed."""
     label: str | None = None
@@ -218,6 +223,7 @@ class Fleet:
             world_size=self.table.world_size,
             state=self.kept,
             checksums=self.checksums,
+            tensors=self.brought.row,
             lent=list(self.lent) if self.mode is not None else None,
             lent_apart={name: list(tags) for name, tags in self.lent_apart.items() if name in self.engines},
             noted={name: noted for name, noted in self.noted.items() if name in self.engines},

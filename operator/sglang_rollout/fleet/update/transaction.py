@@ -27,6 +27,7 @@ from sglang_rollout.fleet.update.progress import Update as OpenUpdate
 from sglang_rollout.fleet.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import newest
+from sglang_rollout.fleet.update.whole import names_of, note_call, note_trust
 from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import held_sentence
 
@@ -117,6 +118,8 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
         # In this mode requests keep their cache: SGLang would write the tensors and then answer 400 for the flush.
         body["flush_cache"] = False
     results = yield from send(UPDATE, same(group.boots, body), fleet.policy.deadlines.update, grace=GRACE)
+    if fleet.update is not None:
+        note_call(fleet, fleet.update, names_of(ask.body), results)
     broken = failures(results)
     if broken:
         name, result = next(iter(broken.items()))
@@ -157,6 +160,7 @@ def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[A
         fleet.update = OpenUpdate(boots={}, session=by, started=fleet.now, label=fleet.label)
     # Noted before the call: an engine that was told and whose answer is lost is dirty too.
     fleet.update.boots.update(missing)
+    note_trust(fleet, fleet.update, missing)
     for name in missing:
         fleet.engines[name].soil()
     results = yield from send(BEGIN, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
