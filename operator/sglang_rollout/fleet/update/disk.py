@@ -44,7 +44,7 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     fleet.enter(Phase.TRANSFER)
     update = fleet.update = Update(boots=dict(boots), session=By.FLEET, started=fleet.now, label=ask.label or fleet.label)
     update.opaque, update.checkpoint = True, names
-    fleet.tried |= names or frozenset()
+    fleet.tried |= names or set()
     for name in boots:
         fleet.engines[name].soil()
     results = yield from send(UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update)

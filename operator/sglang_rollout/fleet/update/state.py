@@ -75,7 +75,7 @@ class Fleet:
     """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
     brought: Brought = field(default_factory=Brought)
     """The tensors that make the committed version, over what ``model.path`` holds."""
-    tried: frozenset[str] = frozenset()
+    tried: set[str] = field(default_factory=set)
     """Tensors that engines may hold from updates that failed."""
     commits: int = 0
     """Updates that this coordinator has committed."""

@@ -90,5 +90,5 @@ def committed(fleet: Fleet, update: Update, version: Version) -> None:
         before = Brought() if anew(fleet, update) else fleet.brought
         fleet.brought = before.plus(frozenset[str]().union(*update.tensors.values()))
     if set(update.standing()) >= set(fleet.engines):
-        fleet.tried = frozenset()
+        fleet.tried = set()
     fleet.commit(version)
