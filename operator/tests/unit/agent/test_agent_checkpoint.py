@@ -201,6 +201,15 @@ def test_a_tied_head_may_be_left_out_and_an_untied_one_not(tmp_path: Path) -> No
         assert (verdict(write_model(tmp_path / f"new-{tied}", without, tie_word_embeddings=tied), own) == "") == fits
 
 
+def test_names_are_told_if_asked_for_without_a_tied_head_that_no_trainer_needs_to_push(tmp_path: Path) -> None:
+    for tied in (True, False):
+        folder = write_model(tmp_path / str(tied), tie_word_embeddings=tied)
+        told = check(str(folder), None, names=True).names
+        assert told is not None
+        assert ("lm_head.weight" in told, "model.embed_tokens.weight" in told) == (not tied, True)
+        assert check(str(folder), None).names is None
+
+
 def test_a_wrong_model_is_told_in_a_few_sentences(tmp_path: Path, own: Path) -> None:
     many = {f"layer.{number}": ("F32", (1,)) for number in range(500)}
     reason = verdict(write_model(tmp_path / "new", many), own)
