@@ -7,6 +7,7 @@ from sglang_rollout.fleet.update.calls import (
     END,
     FENCE_DEADLINE,
     FLUSH,
+    PATIENCE,
     Results,
     Say,
     Script,
@@ -81,7 +82,7 @@ def _end_session(fleet: Fleet, update: Update) -> Script[Results]:
     if not suffice(fleet, update):
         return {}
     inside = [name for name in update.standing() if name not in update.ended]
-    results = yield from send(END, same(inside), fleet.policy.deadlines.update)
+    results = yield from send(END, same(inside), fleet.policy.deadlines.update, patience=PATIENCE)
     for name, result in failures(results).items():
         update.dropped[name] = f"could not end the session: {result.message}"
     for name in update.standing():
@@ -171,7 +172,7 @@ def _acknowledge(fleet: Fleet, update: Update, version: Version) -> Script[Resul
     """Every engine that still stands records that it holds the version; drop those that do not say so."""
     cohort = update.standing()
     bodies = {name: AckRequest(version=version, boot_id=update.boots[name], cohort=cohort).model_dump(mode="json") for name in cohort}
-    results = yield from send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, idempotent=True)
+    results = yield from send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, patience=PATIENCE, idempotent=True)
     for name in cohort:
         if not _acknowledged(results, name, version):
             said = results[name].message if name in results else "no answer"
