@@ -39,9 +39,8 @@ NOT_FOUND = 404
 GRACE = 2.0
 """After one engine failed, how long the others may still take until the trainer is told."""
 PATIENCE = 10.0
-"""How much later than half of the others an engine may answer a call that is no work for the scheduler: its end of a session takes
-milliseconds, or seconds where weights are quantized anew. More than a hiccup of the network; else the trainer would wait
-for ``deadlines.update``."""
+"""How much later than half of the engines another may answer a call that is the same work for all: more than a hiccup of the network, and
+a trainer learns within seconds who is silent, not after ``deadlines.update``."""
 
 
 @dataclass(frozen=True)
