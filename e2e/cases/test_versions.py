@@ -39,7 +39,7 @@ def test_latest_only_keeps_an_older_version_away_and_says_how_it_comes_back(stan
     assert document(stand.url)["serving"] == 2
     eventually("the engine waits for weights", lambda: stand.condition("WaitingForWeights")["status"] == "True", within=15)
     message = stand.condition("WaitingForWeights")["message"]
-    for part in (stand.engine(2), f"holds version {old}", f"serves {new}", "waits for a new group"):
+    for part in (stand.engine(2), f"holds version {old}", f"serves {new}", "needs a new group"):
         assert part in message, message
     eventually("the column STALE counts it", lambda: columns(stand)["STALE"] == "1", within=15)
     assert (columns(stand)["READY"], columns(stand)["SKEW"], columns(stand)["VERSION"]) == ("2/3", "0", new)

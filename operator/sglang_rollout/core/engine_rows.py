@@ -197,5 +197,5 @@ def _way_back(world: World, name: str) -> str:
     """How an engine with older weights comes to serve again."""
     groups = world.record.groups if world.record else []
     if groups and not any(name in group.members for group in groups):
-        return "it came after the trainer's group was opened, and waits for a new group."
+        return "it joined after the trainer's group was opened; it needs a new group, or a snapshot on disk (weights.catchUp.disk)."
     return "it waits for the trainer's next weight update."

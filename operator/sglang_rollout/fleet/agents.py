@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ READ_DEADLINE = 5.0
 LONGEST_MESSAGE = 2000
 STATUS_PATHS = (AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE)
 CONFLICT = 409
+_SLOWER = 10
+"""An engine on one GPU has eight times the tensors of one on eight to look through."""
 
 Address = Callable[[str], str | None]
 """The base URL of an engine's gate; None: it has no address (now)."""
@@ -71,11 +74,14 @@ class Agents:
             for name, body in effect.bodies.items()
         }
         results: dict[str, Result] = {}
-        limit: float | None = None
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        end, why = math.inf, ""
         waiting = set(tasks)
         try:
             while waiting:
                 ends: set[asyncio.Future[Any]] = {*waiting, *([cut] if cut is not None else [])}
+                limit = None if end == math.inf else max(0.0, end - loop.time())
                 done, _ = await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
                 ended = waiting & done
                 waiting -= ended
@@ -83,9 +89,11 @@ class Agents:
                     results[tasks[task]] = task.result()
                 if not done or (cut is not None and cut.done()):
                     break
-                if limit is None and effect.grace is not None and any(not result.ok for result in results.values()):
-                    limit = effect.grace
-            why = cut.result() if cut is not None and cut.done() else "not waited for, because another engine failed."
+                seconds, reason = _limit(effect, results, loop.time() - began)
+                if loop.time() + seconds < end:
+                    end, why = loop.time() + seconds, reason
+            if cut is not None and cut.done():
+                why = cut.result()
             for task in waiting:
                 results[tasks[task]] = Result(ok=False, message=why)
         finally:
@@ -197,6 +205,16 @@ class Agents:
 
 class _NoAnswerError(Exception):
     """The call did not reach the agent, or its answer did not reach us."""
+
+
+def _limit(effect: Send, results: Mapping[str, Result], took: float) -> tuple[float, str]:
+    """How many seconds to wait for those that have not answered yet, and what is said of them then."""
+    if effect.grace is not None and any(not result.ok for result in results.values()):
+        return effect.grace, "not waited for, because another engine failed."
+    if effect.patience is not None and 2 * len(results) >= len(effect.bodies):
+        seconds = max(effect.patience, _SLOWER * took)
+        return seconds, f"no answer for {seconds:g} s after {len(results)} of {len(effect.bodies)} engines had answered."
+    return math.inf, ""
 
 
 def _status(status: int, fields: Mapping[str, Any]) -> Result:

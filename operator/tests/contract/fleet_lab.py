@@ -165,6 +165,8 @@ class Lab:
     session: aiohttp.ClientSession
     deadlines: Deadlines = QUICK
     mode: FleetMode | None = None
+    policy: dict[str, Any] = field(default_factory=dict)
+    """More of the weights policy."""
     coordinator: asyncio.Task[None] | None = None
     generation: int = 0
 
@@ -183,7 +185,7 @@ class Lab:
         ]
         intent = Intent(
             generation=self.generation, name="demo", namespace="default", engines=engines,
-            weights=WeightsPolicy(backend="gloo", deadlines=self.deadlines), mode=self.mode,
+            weights=WeightsPolicy(backend="gloo", deadlines=self.deadlines, **self.policy), mode=self.mode,
         )  # fmt: skip
         (self.folder / "intent.json").write_text(intent.model_dump_json())
 
@@ -246,7 +248,9 @@ class Lab:
 
 
 @asynccontextmanager
-async def fleet_lab(folder: Path, engines: int = 2, deadlines: Deadlines = QUICK, mode: FleetMode | None = None) -> AsyncIterator[Lab]:
+async def fleet_lab(
+    folder: Path, engines: int = 2, deadlines: Deadlines = QUICK, mode: FleetMode | None = None, **policy: Any
+) -> AsyncIterator[Lab]:
     """A coordinator over fake agents, serving; in the mode colocated it falls asleep."""
     async with AsyncExitStack() as stack:
         agents = [HttpAgent(FakeAgent(f"e{index}")) for index in range(engines)]
@@ -257,7 +261,7 @@ async def fleet_lab(folder: Path, engines: int = 2, deadlines: Deadlines = QUICK
         await smg.start()
         stack.push_async_callback(smg.stop)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
-        lab = Lab(folder, agents, smg, free_port(), session, deadlines, mode)
+        lab = Lab(folder, agents, smg, free_port(), session, deadlines, mode, policy)
         (folder / "token").write_text(TOKEN)
         lab.want()
         lab.start()

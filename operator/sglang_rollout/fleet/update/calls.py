@@ -38,6 +38,9 @@ SYNC_DEADLINE = 5.0
 NOT_FOUND = 404
 GRACE = 2.0
 """After one engine failed, how long the others may still take until the trainer is told."""
+PATIENCE = 10.0
+"""How much later than half of the engines another may answer a call that is the same work for all: more than a hiccup of the network, and
+a trainer learns within seconds who is silent, not after ``deadlines.update``."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,13 @@ def send(
     deadline: float,
     *,
     grace: float | None = None,
+    patience: float | None = None,
     idempotent: bool = False,
 ) -> Script[Results]:
     """Call engines, all at once. No engines: no call."""
     if not bodies:
         return {}
-    return (yield Send(path, bodies, deadline, grace=grace, idempotent=idempotent))
+    return (yield Send(path, bodies, deadline, grace=grace, patience=patience, idempotent=idempotent))
 
 
 def same(names: Iterable[str], body: Body | None = None) -> dict[str, Body]:

@@ -121,6 +121,9 @@ class Send:
     grace: float | None = None
     """After the first failure wait only so much longer for the others: whoever pushes must learn it soon, and engines
     that are blocked in a collective come free only when the trainer has been told."""
+    patience: float | None = None
+    """Where all have the same to do: once half of the engines have answered, the others may take ten times as long as those
+    did, and at least so many seconds."""
     idempotent: bool = False
     """A lost connection may be tried again within the deadline."""
     id: int = 0

@@ -7,6 +7,7 @@ from sglang_rollout.fleet.update.calls import (
     END,
     FENCE_DEADLINE,
     FLUSH,
+    PATIENCE,
     Results,
     Say,
     Script,
@@ -30,12 +31,15 @@ from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
 
+FENCED = "fenced"
+"""In an answer: the engines that a commit left behind, each with the reason."""
 
-def finish(fleet: Fleet) -> Script[Answer]:
+
+def finish(fleet: Fleet, *, tell: bool = True) -> Script[Answer]:
     """End the session on every engine and commit. Answers only after the gates are open.
 
     An engine that fails here is fenced alone if ``weights.minCommitted`` lets the others commit; else the whole update
-    is given up.
+    is given up. Not ``tell``: the caller has more to do before the trainer may hear of a commit, and then calls :func:`leave_behind`.
     """
     update = fleet.update
     if update is None:
@@ -51,7 +55,7 @@ def finish(fleet: Fleet) -> Script[Answer]:
     for name in fleet.changed(update.boots):
         update.dropped[name] = "was restarted or lost in the middle of the update"
     results = dict((yield from _end_session(fleet, update)))
-    return (yield from close(fleet, update, results))
+    return (yield from close(fleet, update, results, tell=tell))
 
 
 def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
@@ -61,7 +65,7 @@ def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
     return [name for name in sorted(fleet.sources - update.data) if name in fleet.groups and fleet.is_live(fleet.groups[name])]
 
 
-def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
+def close(fleet: Fleet, update: Update, results: Results, *, tell: bool = True) -> Script[Answer]:
     """All tensors are where they should be: verify and commit on those that still stand, if they suffice."""
     update.dropped |= incomplete(fleet, update)
     if suffice(fleet, update) and due(fleet):
@@ -71,7 +75,8 @@ def close(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
     # One whose memory is released has no cache, and computed nothing since.
     stale = [name for name in update.standing() if name not in update.flushed and not fleet.engines[name].released]
     unflushed = yield from _flush(fleet, stale)
-    return (yield from _commit(fleet, unflushed))
+    answer = yield from _commit(fleet, unflushed)
+    return (yield from leave_behind(fleet, answer)) if tell else answer
 
 
 def _end_session(fleet: Fleet, update: Update) -> Script[Results]:
@@ -79,7 +84,7 @@ def _end_session(fleet: Fleet, update: Update) -> Script[Results]:
     if not suffice(fleet, update):
         return {}
     inside = [name for name in update.standing() if name not in update.ended]
-    results = yield from send(END, same(inside), fleet.policy.deadlines.update)
+    results = yield from send(END, same(inside), fleet.policy.deadlines.update, patience=PATIENCE)
     for name, result in failures(results).items():
         update.dropped[name] = f"could not end the session: {result.message}"
     for name in update.standing():
@@ -152,9 +157,16 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
         return Answer(200, "Success", particulars)
     fenced = f"the others serve nobody until a complete update: {reason}"
     message = f"Success: {len(cohort)} of {len(update.boots)} engines hold version {version}; {fenced}"
-    answer = Answer(200, message, {**particulars, "fenced": dropped})
-    yield Say(answer)
-    yield from fence(fleet, [name for name in dropped if _callable(fleet, name)], reason)
+    return Answer(200, message, {**particulars, FENCED: dropped})
+
+
+def leave_behind(fleet: Fleet, answer: Answer) -> Script[Answer]:
+    """Tell the trainer, then fence the engines that its commit left behind, if any: one that hangs must not hold the answer up."""
+    dropped = answer.fleet.get(FENCED, {})
+    if dropped:
+        yield Say(answer)
+        reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
+        yield from fence(fleet, [name for name in dropped if _callable(fleet, name)], reason)
     return answer
 
 
@@ -162,7 +174,7 @@ def _acknowledge(fleet: Fleet, update: Update, version: Version) -> Script[Resul
     """Every engine that still stands records that it holds the version; drop those that do not say so."""
     cohort = update.standing()
     bodies = {name: AckRequest(version=version, boot_id=update.boots[name], cohort=cohort).model_dump(mode="json") for name in cohort}
-    results = yield from send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, idempotent=True)
+    results = yield from send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, patience=PATIENCE, idempotent=True)
     for name in cohort:
         if not _acknowledged(results, name, version):
             said = results[name].message if name in results else "no answer"

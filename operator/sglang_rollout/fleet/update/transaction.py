@@ -21,7 +21,7 @@ from sglang_rollout.fleet.update.calls import (
 )
 from sglang_rollout.fleet.update.membership import refuse_asleep
 from sglang_rollout.fleet.update.memory import WEIGHTS
-from sglang_rollout.fleet.update.outcome import abandon, fail, finish
+from sglang_rollout.fleet.update.outcome import FENCED, abandon, fail, finish, leave_behind
 from sglang_rollout.fleet.update.progress import By, Group, Hold, Phase
 from sglang_rollout.fleet.update.progress import Update as OpenUpdate
 from sglang_rollout.fleet.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
@@ -75,7 +75,7 @@ def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
         if update.session is By.TRAINER:
             reason = "continue_generation came before end_weight_update"
             return (yield from fail(fleet, reason))
-        committed = yield from finish(fleet)
+        committed = yield from finish(fleet, tell=False)
         if not committed.success:
             return committed
     fleet.enter(Phase.RESUME)
@@ -84,12 +84,16 @@ def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
     names = fleet.up()
     if not names:
         raise Refusal("No engine of this fleet is up, so nothing generates. Try again.", status=503)
-    results = yield from resume(fleet, names, ask.body)
     particulars = dict(committed.fleet) if committed is not None else {}
+    behind = particulars.get(FENCED, {})
+    results = yield from resume(fleet, [name for name in names if name not in behind], ask.body)
     # Success all the same: the trainer's own pause has ended, and unmodified trainers take anything else for a failed update.
     held = held_sentence(fleet.kept)
     message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
-    return Answer(200, message, {**particulars, "resumed": told(results), "state": fleet.kept.value})
+    if committed is not None and behind:
+        message = f"{message} {committed.message.removeprefix('Success: ')}"
+    answer = Answer(200, message, {**particulars, "resumed": told(results), "state": fleet.kept.value})
+    return (yield from leave_behind(fleet, answer))
 
 
 def begin(fleet: Fleet, ask: Begin) -> Script[Answer]:

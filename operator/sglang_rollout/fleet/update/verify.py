@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from sglang_rollout.fleet.update.calls import Script, same, send
+from sglang_rollout.fleet.update.calls import PATIENCE, Script, same, send
 from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.policy import Verify
@@ -39,7 +39,7 @@ def verify(fleet: Fleet, names: list[str]) -> Script[dict[str, str]]:
     """Compare these engines; returns those that differ or could not be asked, and why. An SGLang that knows no checksums
     is not compared."""
     expected = fleet.update.checksums if fleet.update is not None else {}
-    results = yield from send(CHECKER, same(names, CHECKSUM), fleet.policy.deadlines.update)
+    results = yield from send(CHECKER, same(names, CHECKSUM), fleet.policy.deadlines.update, patience=PATIENCE)
     wrong = {
         name: f"could not be verified: {result.message or 'no checksum in its answer'}"
         for name, result in results.items()

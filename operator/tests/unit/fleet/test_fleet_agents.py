@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from sglang_rollout.fleet.agents import Agents
+from sglang_rollout.fleet.update.events import Result, Send
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.weights import BASE, EngineState, Version
@@ -93,3 +94,18 @@ async def test_an_engine_that_takes_long_to_continue_is_asked_meanwhile_how_it_i
     await agent.until_heard(1)
     assert await agents.sync("e0", SyncRequest(committed=V1)) == STATUS
     assert not commit.done()
+
+
+@pytest.mark.parametrize(("slow", "answered"), [(0.2, True), (60.0, False)])
+async def test_others_may_take_longer_than_half_of_the_engines_and_not_for_ever(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch, slow: float, answered: bool
+) -> None:
+    async def call(name: str, *_: object) -> Result:
+        await asyncio.sleep(slow if name == "e1" else 0.1)
+        return Result(ok=True, status=200)
+
+    monkeypatch.setattr(agents, "call", call)
+    async with asyncio.timeout(30):
+        results = await agents.fan_out(Send("/end_weight_update", {"e0": {}, "e1": {}}, 60, patience=0.05))
+    assert (results["e0"].ok, results["e1"].ok) == (True, answered)
+    assert answered or "after 1 of 2 engines had answered" in results["e1"].message

@@ -1,0 +1,59 @@
+"""Over HTTP: an engine that falls silent at the end of an update, where nothing but a deadline of minutes would end the wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_lab import QUICK, Lab, fleet_lab
+
+from sglang_rollout.fleet.update import outcome, verify
+from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.wire.policy import Verify
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE
+
+MINUTES = 300.0
+SLOW = QUICK.model_copy(update={"update": MINUTES, "pause": MINUTES, "idle": MINUTES})
+UPDATE = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g", "weight_version": 1}
+STEPS = {"/end_weight_update": "could not end the session", CHECKER: "could not be verified", AGENT_ACK: "did not acknowledge version 1/1"}
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (outcome, verify):
+        monkeypatch.setattr(module, "PATIENCE", 0.5)
+
+
+async def push(lab: Lab) -> tuple[int, str, Any]:
+    """The client of the lab waits 30 s for each answer, no minutes."""
+    assert (await lab.open_group())[0] == 200
+    assert (await lab.post("/begin_weight_update", {}))[0] == 200
+    assert (await lab.post("/update_weights_from_distributed", UPDATE))[0] == 200
+    return await lab.post("/end_weight_update", {})
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_who_has_enough_engines_commits_without_the_silent_one(tmp_path: Path, step: str) -> None:
+    async with fleet_lab(tmp_path, 3, SLOW, verify=Verify.ALWAYS, min_committed=2) as lab:
+        lab.agents[1].slow[step] = MINUTES
+        status, _, body = await push(lab)
+        assert (status, body["fleet"]["outcome"], list(body["fleet"]["fenced"])) == (200, "Partial", ["e1"])
+        assert STEPS[step] in body["message"]
+        assert "no answer for 0.5 s after 2 of 3 engines had answered" in body["message"]
+        await lab.serving(2)
+
+        async def fenced() -> bool:
+            return bool(lab.agents[1].heard(AGENT_FENCE))
+
+        await lab.until("e1 is fenced", fenced)
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_who_needs_all_engines_hears_which_one_is_silent(tmp_path: Path, step: str) -> None:
+    async with fleet_lab(tmp_path, 2, SLOW, verify=Verify.ALWAYS) as lab:
+        lab.agents[1].slow[step] = MINUTES
+        status, reason, body = await push(lab)
+        assert (status, body["fleet"]["engine"]) == (400, "e1")
+        assert f"engine e1 {STEPS[step]}" in reason
+        assert (await lab.document())["committed"]["n"] == 0

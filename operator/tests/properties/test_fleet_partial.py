@@ -1,0 +1,63 @@
+"""What a trainer is told when only a part of the engines commits, at each call that commits."""
+
+from __future__ import annotations
+
+import pytest
+from fleet_world import World, group_body
+
+from sglang_rollout.fleet.update import requests as rq
+from sglang_rollout.fleet.update.calls import END
+from sglang_rollout.wire.weights import Version
+
+COMMITS = {"end": rq.End(), "continue": rq.Continue({}), "flush": rq.Flush(), "destroy": rq.CloseGroup("g")}
+"""The calls that commit, by who makes them: a session's end; after a pause; without either; when the group is closed."""
+
+
+def ready(commit: str, min_committed: int = 2) -> World:
+    """Three engines have the tensors of version 1; only the call that commits is missing."""
+    world = World([1, 1, 1], min_committed)
+    world.sync_all()
+    before = {"end": [rq.Begin()], "continue": [rq.Pause("abort", {"mode": "abort"})]}.get(commit, [])
+    for request in (rq.OpenGroup(group_body(world, "g")), *before, rq.Update("g", "1", {"names": ["w"]})):
+        assert world.do(request).success
+    return world
+
+
+def until_answered(world: World, call: int, *broken: str) -> rq.Answer:
+    """Complete what is pending until the trainer hears; these engines cannot end their session."""
+    while call not in world.answers:
+        path = getattr(world.pending[0], "path", "")
+        world.complete(broken=frozenset(broken if path == END else ()))
+    return world.answers[call]
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_partial_commit_is_a_success_that_counts_the_engines_and_names_who_was_left_behind(commit: str) -> None:
+    world = ready(commit)
+    answer = until_answered(world, world.ask(COMMITS[commit]), "e1")
+    assert (answer.status, answer.fleet["outcome"], list(answer.fleet["fenced"])) == (200, "Partial", ["e1"])
+    assert "2 of 3 engines hold version 1/1" in answer.message
+    assert "engine e1 could not end the session: the engine failed." in answer.message
+    others = [world.agents[name] for name in ("e0", "e2")]
+    assert all(agent.gate_open and not agent.paused for agent in others), "what the trainer is told is true already"
+    world.drain()
+    assert (world.agents["e1"].gate_open, world.agents["e1"].session) == (False, False)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_too_few_engines_are_an_error_with_the_first_reason(commit: str) -> None:
+    world = ready(commit)
+    answer = until_answered(world, world.ask(COMMITS[commit]), "e1", "e2")
+    assert (answer.status, answer.fleet["engine"], answer.fleet["phase"]) == (400, "e1", "verify")
+    assert "engine e1 could not end the session: the engine failed" in answer.message
+    assert "Open a new group with world_size=4 and push again." in answer.message
+    world.drain()
+    assert world.machine.fleet.committed == Version(run=0, n=0, label="base")
+    assert not any(agent.gate_open for agent in world.agents.values())
+
+
+def test_continue_says_that_it_has_continued_too() -> None:
+    world = ready("continue")
+    answer = until_answered(world, world.ask(COMMITS["continue"]), "e1")
+    assert answer.message.startswith("Generation continued successfully. 2 of 3 engines hold version 1/1")
+    assert list(answer.fleet["resumed"]) == ["e0", "e2"]
