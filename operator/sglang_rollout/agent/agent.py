@@ -73,6 +73,8 @@ class Agent:
     def dispatch(self, event: ev.Event, *, durable: bool = True) -> None:
         """Apply an event. If its record cannot be written, nothing changes and RecordError is raised, unless not ``durable``."""
         new, effects = ev.step(self.state, event)
+        if new is self.state:
+            return
         for effect in effects:
             match effect:
                 case ev.Save(memory):

@@ -20,6 +20,9 @@ from sglang_rollout.wire.trainer import ControlReply
 _POLL_TIMEOUT = 2.0
 _IDENTIFY_TIMEOUT = 10.0
 _LONGEST_CALL = 4 * 3600.0
+_KEPT = 1.0
+"""Seconds for which an idle connection is used again. SGLang closes its own after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE): a call never meets one
+that is closing."""
 _HEALTH_TIMEOUT = 25.0
 """SGLang's own limit on a health check that generates is 20 s."""
 _OLDEST = (0, 5, 20)
@@ -91,8 +94,7 @@ class Engine:
         """How many tokens the model knows; None if the engine did not tell."""
 
     async def __aenter__(self) -> Self:
-        # uvicorn closes kept connections after 5 s; a fresh one each time never meets one that is closing.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=_KEPT, limit=0))
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -120,8 +120,11 @@ def restored(memory: Memory) -> State:
 
 
 def step(state: State, event: Event) -> tuple[State, list[Effect]]:
-    """Apply one event. The record comes first among the effects: it is on disk before the gate moves or the engine is called."""
+    """Apply one event. The record comes first among the effects: it is on disk before the gate moves or the engine is called.
+    Most events bring nothing new; then the same state comes back."""
     new = _apply(state, event)
+    if new is state:
+        return state, []
     effects: list[Effect] = []
     if new.memory != state.memory:
         effects.append(Save(new.memory))
@@ -142,7 +145,8 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911, PLR0912 - one
             state = _remember(state, term=max(term, state.memory.term), hold=state.memory.hold if hold is None else hold)
             if committed is None:
                 return state
-            return replace(_remember(state, committed=committed, tolerated=list(tolerated)), informed=True)
+            state = _remember(state, committed=committed, tolerated=list(tolerated))
+            return state if state.informed else replace(state, informed=True)
         case Unchallenged():
             return replace(state, informed=state.informed or state.memory.committed is not None)
         case CallBegan():
@@ -261,7 +265,10 @@ def _lost(state: State) -> State:
 
 
 def _remember(state: State, /, **changes: object) -> State:
-    return replace(state, memory=state.memory.model_copy(update=changes))
+    memory = state.memory
+    if all(getattr(memory, name) == value for name, value in changes.items()):
+        return state
+    return replace(state, memory=memory.model_copy(update=changes))
 
 
 def _with(present: list[str], more: list[str] | tuple[str, ...]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,6 +51,7 @@ class Agents:
         self._term = term
         self._session: aiohttp.ClientSession | None = None
         self._sync_locks: dict[str, asyncio.Lock] = {}
+        self._heard: dict[str, float] = {}
         self.outranked: Callable[[int], None] = lambda term: None
 
     async def start(self) -> None:
@@ -104,6 +106,10 @@ class Agents:
     async def sync(self, name: str, request: SyncRequest) -> AgentStatus | None:
         """Tell an agent what is committed and hear how it is; None: no answer."""
         return (await self.call(name, AGENT_SYNC, request.model_dump(mode="json"), SYNC_DEADLINE)).agent
+
+    def silence(self, name: str) -> float:
+        """Seconds since the agent last answered a call, whatever it said."""
+        return time.monotonic() - self._heard.get(name, -math.inf)
 
     async def get(self, name: str, path: str, deadline: float = READ_DEADLINE) -> tuple[int, Any]:
         """GET a JSON document from an agent: status and body; status 0 and a sentence when there is no answer."""
@@ -165,6 +171,7 @@ class Agents:
             ):
                 data = await reply.read()
                 self._check_term(reply)
+                self._heard[name] = time.monotonic()
                 return self._result(path, reply.status, _json(data))
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return Result(ok=False, message=_reason(error, deadline))

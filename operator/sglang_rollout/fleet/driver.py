@@ -42,6 +42,8 @@ from sglang_rollout.wire.weights import Version
 log = logging.getLogger(__name__)
 
 SYNC_EVERY = 0.5
+SYNC_AT_LEAST = 2.0
+"""Also in the middle of an update: a restart of the engine must not wait for the end of its buckets."""
 TICK_EVERY = 1.0
 READ_AGAIN = 2.0
 RELEASE_DEADLINE = 2.0
@@ -69,6 +71,7 @@ class Driver:
         self._kept = FleetState.ACTIVE
         self._reported: tuple[Version, UpdateOutcome, str] | None = None
         self._syncing: dict[str, asyncio.Task[None]] = {}
+        self._synced: dict[str, float] = {}
 
     @property
     def machine(self) -> Machine | None:
@@ -254,16 +257,24 @@ class Driver:
             names = list(machine.fleet.engines) if machine is not None else []
             for name in names:
                 running = self._syncing.get(name)
-                if running is None or running.done():
+                if (running is None or running.done()) and not self._busy(name):
                     self._syncing[name] = asyncio.create_task(self._sync(name), name=f"sync {name}")
             for name in [name for name in self._syncing if name not in names]:
                 self._syncing.pop(name).cancel()
             await asyncio.sleep(SYNC_EVERY)
 
+    def _busy(self, name: str) -> bool:
+        """Whether the update under way has just heard from the agent. In a large fleet the calls of an update and as many syncs
+        would take turns on the coordinator's one core."""
+        machine = self._machine
+        updating = machine is not None and machine.fleet.update is not None
+        return updating and self._agents.silence(name) < SYNC_EVERY and time.monotonic() - self._synced.get(name, 0.0) < SYNC_AT_LEAST
+
     async def _sync(self, name: str) -> None:
         machine = self._machine
         if machine is None:
             return
+        self._synced[name] = time.monotonic()
         try:
             status = await self._agents.sync(name, machine.fleet.sync_request())
             self.feed(Seen(name, status, time.monotonic()))

@@ -57,7 +57,8 @@ class FakeAgent:
     """The weights were released in this life, and nobody has proved since what they are."""
     backup: bool = True
     """Released weights come back as they were."""
-    checksum: str = "same"
+    checksum: str | None = "same"
+    """None: its SGLang knows no /weights_checker."""
     digest: str = "same"
     stocked: bool = False
     """Snapshots of all committed versions lie on the shared volume."""
@@ -190,6 +191,8 @@ class FakeAgent:
         if path == calls.UPDATE_DISK:
             self.loaded = body["model_path"]
             return self._load(works)
+        if path == CHECKER and self.checksum is None:
+            return Result(ok=False, status=404, message="Not Found")
         if path == CHECKER:
             told = self.checksum if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
             return Result(ok=True, status=200, checksums=("".join([told, *self.handles]),)) if works else refused

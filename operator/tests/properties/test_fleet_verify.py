@@ -49,6 +49,18 @@ def test_with_min_committed_it_is_fenced_alone() -> None:
     assert [agent.gate_open for agent in world.agents.values()] == [True, False, True]
 
 
+@pytest.mark.parametrize(("verify", "opened"), [(Verify.ALWAYS, [True, False]), (Verify.OFF, [True, True])])
+def test_an_engine_that_cannot_tell_what_it_holds_is_not_taken_on_trust_but_by_policy(verify: Verify, opened: list[bool]) -> None:
+    world = begun([1, 1], min_committed=1, verify=verify)
+    world.agents["e1"].checksum = None
+    answer = world.do(rq.End())
+    assert answer.status == 200
+    assert [agent.gate_open for agent in world.agents.values()] == opened
+    assert ("engine e1 could not be verified: Not Found (weights.verify Off commits without)" in answer.message) is (
+        verify is Verify.ALWAYS
+    )
+
+
 def test_what_the_trainer_says_counts_whatever_most_engines_hold_and_whatever_the_policy() -> None:
     world = begun([1, 1, 1], min_committed=1, verify=Verify.OFF)
     for name, checksum in {"e0": "wrong", "e1": "right", "e2": "wrong"}.items():

@@ -14,9 +14,10 @@ from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.requests import Answer, Body
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM, NOT_THERE, Checksums
+from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM, Checksums
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
+from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version
@@ -126,22 +127,22 @@ def _compare(fleet: Fleet, joiner: Engine, version: Version) -> Script[None]:
     name, size = joiner.wanted.name, joiner.wanted.tensor_size
     peer = next((other for other, engine in fleet.engines.items() if engine.wanted.tensor_size == size and engine.holds(version)), None)
     right = fleet.checksums.get(size)
-    if right is None and peer is not None:
+    if right is None and peer is not None and fleet.policy.verify is not Verify.OFF:
         yield Turn()  # one asks for all: an engine takes one control call at a time
         right = fleet.checksums.get(size) or (yield from _ask_peer(fleet, peer, size, version))
     if right is None:
         return
     mine = yield from _one(name, CHECKER, CHECKSUM, fleet.policy.deadlines.update)
-    if mine.checksums != right and mine.status not in NOT_THERE:
+    if mine.checksums != right:
         raise _FailedError("it then held other weights than the engines that got them from the trainer")
 
 
-def _ask_peer(fleet: Fleet, peer: str, size: int, version: Version) -> Script[Checksums | None]:
-    """What an engine holds that has the version; None if its SGLang cannot say."""
+def _ask_peer(fleet: Fleet, peer: str, size: int, version: Version) -> Script[Checksums]:
+    """What an engine holds that has the version."""
     said = yield from _one(peer, CHECKER, CHECKSUM, fleet.policy.deadlines.update)
-    if said.checksums is None and said.status not in NOT_THERE:
+    if said.checksums is None:
         raise _FailedError(f"engine {peer}, with which it was to be compared, did not say what it holds: {said.message.rstrip('.')}")
-    if said.checksums is not None and fleet.committed == version:
+    if fleet.committed == version:
         fleet.checksums[size] = said.checksums
     return said.checksums
 

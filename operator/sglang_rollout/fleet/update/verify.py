@@ -17,9 +17,6 @@ from sglang_rollout.wire.states import FleetMode
 
 CHECKER = "/weights_checker"
 CHECKSUM = {"action": "checksum"}
-NOT_THERE = frozenset({404, 405})
-"""What an SGLang without the call answers."""
-
 Checksums = tuple[str, ...]
 """One checksum per rank, in rank order."""
 
@@ -36,14 +33,14 @@ def due(fleet: Fleet) -> bool:
 
 
 def verify(fleet: Fleet, names: list[str]) -> Script[dict[str, str]]:
-    """Compare these engines; returns those that differ or could not be asked, and why. An SGLang that knows no checksums
-    is not compared."""
+    """Compare these engines; returns those that differ or could not be asked, and why. Every SGLang that can be driven knows the
+    call; a build of somebody's own without it is not taken on trust."""
     expected = fleet.update.checksums if fleet.update is not None else {}
     results = yield from send(CHECKER, same(names, CHECKSUM), fleet.policy.deadlines.update, patience=PATIENCE)
     wrong = {
-        name: f"could not be verified: {result.message or 'no checksum in its answer'}"
+        name: f"could not be verified: {result.message or 'no checksum in its answer'} (weights.verify Off commits without)"
         for name, result in results.items()
-        if result.checksums is None and (result.status not in NOT_THERE or _size(fleet, name) in expected)
+        if result.checksums is None
     }
     by_shape: dict[int, dict[str, Checksums]] = {}
     for name, checksums in _known(results).items():
