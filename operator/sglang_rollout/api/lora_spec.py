@@ -26,6 +26,8 @@ class Adapter(ApiModel):
 class Lora(ApiModel):
     """Adapters beside the model, all for the same base weights."""
 
+    enabled: bool = True
+    """False: engines start without adapters and load none; the list is kept for later. Changing it rolls the engines."""
     max_rank: int = Field(ge=1, le=1024)
     """Largest rank of an adapter (`--max-lora-rank`). Memory is set aside for it at the start."""
     target_modules: list[Module] = Field(min_length=1, max_length=32)
@@ -43,6 +45,8 @@ class Lora(ApiModel):
 
     def arguments(self) -> list[str]:
         """The flags at the start of an engine."""
+        if not self.enabled:
+            return []
         args = ["--enable-lora", "--max-lora-rank", str(self.max_rank), "--lora-target-modules", *self.target_modules]
         if self.max_per_batch is not None:
             args += ["--max-loras-per-batch", str(self.max_per_batch)]
