@@ -53,6 +53,14 @@ class Lora(ApiModel):
         return [*args, "--lora-backend", self.backend] if self.backend is not None else args
 
 
+def with_copies() -> dict[str, str]:
+    """The rule: SGLang loads no adapter while it runs when it has several copies of the model."""
+    message = (
+        "engine.lora needs engine.parallelism.data of 1: with more SGLang loads no adapter while it runs. Use more engines (replicas)."
+    )
+    return rule("!has(self.lora) || !self.lora.enabled || self.parallelism.data == 1", message, field=".lora")
+
+
 def said_in_args() -> dict[str, str]:
     """The rule: the field and arguments must not say the same. argparse takes an abbreviation for the flag, too."""
     in_args = f"self.args.exists(a, a.size() > 2 && a.startsWith('--') && {list(FLAGS)}.exists(f, f.startsWith(a.split('=')[0])))"
