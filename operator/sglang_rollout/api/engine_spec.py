@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
-from sglang_rollout.api.lora_spec import Lora, said_in_args
+from sglang_rollout.api.lora_spec import Lora, said_in_args, with_copies
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, ports_of_one_engine, variable_said_twice
 from sglang_rollout.api.preflight_spec import Preflight
 from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, rule, rules
@@ -46,10 +46,11 @@ ENGINE_FLAGS = (
     "--grpc-mode",
     "--smg-grpc-mode",
     "--weight-cache-mode",
+    "--config",
 )
 """Flags of ``sglang.launch_server`` that the operator sets itself, or that would break the fence or weight updates: with
 several tokenizer workers (measured with 0.5.23) only the one that took an update knows the new version, and
-``/model_info`` says the old one every other time."""
+``/model_info`` says the old one every other time. The file of ``--config`` may hold any flag."""
 
 NODE_RANK_ENV = "SGLANG_ROLLOUT_NODE_RANK"
 """Environment variable with a pod's place in its engine, where an engine has several pods."""
@@ -91,6 +92,12 @@ class Parallelism(ApiModel):
                 "engine.parallelism.attentionData must divide tensor: the tensor-parallel ranks are split into so many groups. Use"
                 " a divisor of tensor.",
                 field=".attentionData",
+            ),
+            rule(
+                "!has(self.tensor) || self.data == 1 || self.attentionData == 1",
+                "engine.parallelism.data and attentionData must not both be above 1: SGLang ends at its start. Use more engines"
+                " (replicas) instead of data.",
+                field=".data",
             ),
         )
     )
@@ -220,6 +227,7 @@ class Engine(EngineKnobs):
             *variable_said_twice(),
             *ports_of_one_engine(),
             said_in_args(),
+            with_copies(),
         )
     )
 

@@ -26,6 +26,8 @@ class Adapter(ApiModel):
 class Lora(ApiModel):
     """Adapters beside the model, all for the same base weights."""
 
+    enabled: bool = True
+    """False: engines start without adapters and load none; the list is kept for later. Changing it rolls the engines."""
     max_rank: int = Field(ge=1, le=1024)
     """Largest rank of an adapter (`--max-lora-rank`). Memory is set aside for it at the start."""
     target_modules: list[Module] = Field(min_length=1, max_length=32)
@@ -43,10 +45,20 @@ class Lora(ApiModel):
 
     def arguments(self) -> list[str]:
         """The flags at the start of an engine."""
+        if not self.enabled:
+            return []
         args = ["--enable-lora", "--max-lora-rank", str(self.max_rank), "--lora-target-modules", *self.target_modules]
         if self.max_per_batch is not None:
             args += ["--max-loras-per-batch", str(self.max_per_batch)]
         return [*args, "--lora-backend", self.backend] if self.backend is not None else args
+
+
+def with_copies() -> dict[str, str]:
+    """The rule: SGLang loads no adapter while it runs when it has several copies of the model."""
+    message = (
+        "engine.lora needs engine.parallelism.data of 1: with more SGLang loads no adapter while it runs. Use more engines (replicas)."
+    )
+    return rule("!has(self.lora) || !self.lora.enabled || self.parallelism.data == 1", message, field=".lora")
 
 
 def said_in_args() -> dict[str, str]:

@@ -29,8 +29,10 @@ def revision(rollout: SGLangRollout, engine: int = 0) -> str:
     restarts no engine: not one that brings a new field, and not one that changes how a pod looks.
     """
     written = rollout.spec.model_dump(mode="json", by_alias=True, include=_OF_ENGINES, exclude_defaults=True)
-    # Adapters come and go while engines run.
+    # Adapters come and go while engines run; what is switched off is in no engine.
     written.get("engine", {}).get("lora", {}).pop("adapters", None)
+    if rollout.spec.engine.lora is not None and not rollout.spec.engine.lora.enabled:
+        del written["engine"]["lora"]
     # Brings files to nodes; engines themselves do not change.
     written.get("model", {}).pop("prefetch", None)
     # Says when to move engines that fail, not how engines are made.

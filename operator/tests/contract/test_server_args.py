@@ -17,7 +17,11 @@ from e2e.engine import Engine, environment
 from ports import free_port
 
 from sglang_rollout.api.engine_knobs import FLAGS
+from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core import names
+from sglang_rollout.core.ports import engine_ports
+from sglang_rollout.core.render.ranks import server_ranks
 from sglang_rollout.core.render.server_args import server_args
 
 pytestmark = pytest.mark.engine
@@ -29,6 +33,27 @@ parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 found = [vars(parser.parse_args(args)) for args in json.load(sys.stdin)]
 print("\\n" + json.dumps(found, default=str))
+"""
+JUDGE = """
+import argparse, json, sys
+from sglang.srt.arg_groups.lora_hook import check_lora_server_args
+from sglang.srt.arg_groups.parallel_hook import handle_data_parallelism
+from sglang.srt.arg_groups.validation_hook import check_server_args
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+
+def verdict(args):
+    for check in (handle_data_parallelism, check_lora_server_args, check_server_args):
+        try:
+            check(ServerArgs.from_cli_args(parser.parse_args(args)))
+        except (AssertionError, ValueError) as error:
+            return f"{check.__name__}: {error}"
+        except (TypeError, AttributeError):
+            pass  # past the sizes they look at settings that SGLang fills in from the model and the GPUs, and that are None here
+    return ""
+
+print("\\n" + json.dumps([verdict(args) for args in json.load(sys.stdin)]))
 """
 EVERY_SETTING = {
     "enable_memory_saver": True,
@@ -70,10 +95,15 @@ def python() -> str:
 def parsed(python: str) -> dict[str, dict[str, Any]]:
     """What the pinned SGLang's own parser makes of the arguments of every golden input, by the input's name."""
     paths = sorted(GOLDEN.glob("*.yaml"))
-    asked = json.dumps([server_args(rollout(path.read_text())) for path in paths])
+    answers = asked_of(python, PARSE, [server_args(rollout(path.read_text())) for path in paths])
+    return dict(zip([path.stem for path in paths], answers, strict=True))
+
+
+def asked_of(python: str, program: str, every: list[list[str]]) -> list[Any]:
+    """What a program in the engine's environment says of each list of arguments."""
     done = subprocess.run(
-        [python, "-c", PARSE],
-        input=asked,
+        [python, "-c", program],
+        input=json.dumps(every),
         capture_output=True,
         text=True,
         timeout=110,
@@ -81,7 +111,44 @@ def parsed(python: str) -> dict[str, dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip([path.stem for path in paths], json.loads(done.stdout.splitlines()[-1]), strict=True))
+    answers: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def of_pods(made: SGLangRollout) -> list[list[str]]:
+    """The arguments of every pod of engine 1, as Kubernetes hands them on."""
+    engine, ports = names.engine_name(made.name, 1), engine_ports(made, 1)
+    args = server_args(made, server_ranks(made, engine, ports), ports)
+    return [[word.replace(f"$({NODE_RANK_ENV})", str(rank)) for word in args] for rank in range(made.spec.engine.pods)]
+
+
+def test_every_pod_of_every_engine_says_where_its_ranks_are(python: str) -> None:
+    made = {path.stem: rollout(path.read_text()) for path in sorted(GOLDEN.glob("*.yaml"))}
+    every = [(name, rank, args) for name, one in made.items() for rank, args in enumerate(of_pods(one))]
+    found = asked_of(python, PARSE, [args for _, _, args in every])
+    for (name, rank, _), told in zip(every, found, strict=True):
+        pods = made[name].spec.engine.pods
+        assert (told["nnodes"], told["node_rank"]) == (pods, rank), name
+        assert (told["dist_init_addr"] or "").startswith(f"{made[name].name}-engine-1-0.") is (pods > 1), name
+    assert any(rank > 0 for _, rank, _ in every), "no golden file with several pods"
+
+
+def test_sglang_accepts_the_sizes_of_every_golden_file(python: str) -> None:
+    # SGLang sets the flag itself where it has stages, from what it knows of the model.
+    every = [[*args, "--disable-overlap-schedule"] for path in sorted(GOLDEN.glob("*.yaml")) for args in of_pods(rollout(path.read_text()))]
+    assert set(asked_of(python, JUDGE, every)) == {""}
+
+
+def test_sizes_that_the_definition_refuses_are_refused_by_sglang_too(python: str) -> None:
+    """Two are not: SGLang 0.5.23 looks at ``--ep-size`` and at stages over nodes only when ranks start, on GPUs."""
+    refused = {
+        "--tp-size 4 --attn-dp-size 3": "handle_data_parallelism",
+        "--tp-size 2 --dp-size 2 --attn-dp-size 2": "data-parallel replicas combined with attention data parallelism",
+        "--tp-size 3 --nnodes 2": "tp_size must be divisible by number of nodes",
+        "--tp-size 2 --dp-size 2 --nnodes 2": "multi-node data-parallel replicas are not supported",
+    }
+    said = asked_of(python, JUDGE, [["--model-path", "m", *words.split()] for words in refused])
+    assert [expected in sentence for expected, sentence in zip(refused.values(), said, strict=True)] == [True] * len(refused), said
 
 
 def rollout(text: str) -> SGLangRollout:

@@ -53,6 +53,10 @@ class FakeAgent:
     released: list[str] = field(default_factory=list)
     asleep: bool = False
     adapters: dict[str, str] = field(default_factory=dict)
+    folders: dict[str, str] = field(default_factory=dict)
+    """What lies under an adapter's path; empty: nothing that can be loaded. A path not named here holds itself."""
+    read: dict[str, str] = field(default_factory=dict)
+    """What the engine has read for each adapter that it holds."""
     lost: bool = False
     """The weights were released in this life, and nobody has proved since what they are."""
     backup: bool = True
@@ -85,6 +89,7 @@ class FakeAgent:
         self.draining = self.asleep = self.lost = False
         self.released, self.adapters, self.handles = [], {}, []
         self.tensors = dict.fromkeys(NAMES, "base")
+        self.released, self.adapters, self.handles, self.read = [], {}, [], {}
 
     def follow_the_spec(self) -> None:
         """What the agent does by itself: it falls asleep and wakes."""
@@ -231,14 +236,17 @@ class FakeAgent:
             self.session = False
             return done
         if path == LOAD:
-            if not works or body["lora_name"] in self.adapters:
+            found = self.folders.get(body["lora_path"], body["lora_path"])
+            if not works or not found or body["lora_name"] in self.adapters:
                 return refused
+            self.read = {**self.read, body["lora_name"]: found}
             self.adapters = {**self.adapters, body["lora_name"]: body["lora_path"]}
             return done
         if path == UNLOAD:
             if not works or body["lora_name"] not in self.adapters:
                 return refused
             self.adapters = {name: where for name, where in self.adapters.items() if name != body["lora_name"]}
+            self.read = {name: what for name, what in self.read.items() if name != body["lora_name"]}
             return done
         if path == RELEASE:
             if not works or self.session:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from fleet_agent import FakeAgent
 from fleet_world import World, push
+from hypothesis import given
+from hypothesis import strategies as st
 from test_fleet_held import tell
 
 from sglang_rollout.fleet.update import requests as rq
@@ -136,3 +139,115 @@ def test_nothing_is_loaded_while_the_fleet_sleeps_and_all_of_it_after() -> None:
     world.set_state(FleetState.ACTIVE)
     settled(world)
     assert held(world) == [{"a": "/lora/a"}] * 2
+
+
+def read(world: World) -> list[str | None]:
+    """What each engine answers from when a request names adapter t."""
+    return [agent.read.get("t") for agent in world.agents.values()]
+
+
+def write(world: World, path: str, contents: str) -> None:
+    """A trainer saves an adapter where every engine finds it."""
+    for agent in world.agents.values():
+        agent.folders[path] = contents
+
+
+@pytest.mark.parametrize("path", ["/t", "/t2"])
+def test_a_trainer_replaces_an_adapter_also_under_the_same_path(path: str) -> None:
+    world = make()
+    write(world, "/t", "step 1")
+    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    write(world, path, "step 2")
+    assert world.do(rq.LoadAdapter("t", path, {})).success
+    assert read(world) == ["step 2"] * 2
+    done = asked(world, LOAD)
+    settled(world)
+    assert (held(world), asked(world, LOAD)) == ([{"t": path}] * 2, done), "nobody loads it once more"
+
+
+def test_an_engine_that_was_away_while_an_adapter_was_overwritten_reads_it_again() -> None:
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    away = world.agents["e1"]
+    away.answers = False
+    settled(world)
+    write(world, "/t", "step 2")
+    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    assert read(world) == ["step 2", "/t"]
+    away.answers = True
+    settled(world)
+    assert read(world) == ["step 2"] * 2
+    done = asked(world, LOAD)
+    settled(world)
+    assert asked(world, LOAD) == done
+
+
+def replace_and_fail(world: World, path: str, step: str) -> str:
+    """Adapter t was loaded from /t; engine e1 fails at a step of loading it from ``path``. The sentence that the trainer gets."""
+    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    call = world.ask(rq.LoadAdapter("t", path, {}))
+    if step == "load":
+        world.complete()
+    world.complete(broken=frozenset({"e1"}))
+    world.drain()
+    assert world.answers[call].status == 400
+    return world.answers[call].message
+
+
+@pytest.mark.parametrize("step", ["load", "unload"])
+def test_a_replacement_that_fails_leaves_the_old_adapter_where_it_is(step: str) -> None:
+    world = make()
+    said = replace_and_fail(world, "/t2", step)
+    assert said == f"engine e1 did not {step} t: the engine failed. It is /t as before."
+    assert read(world) == ["/t"] * 2
+    settled(world)
+    assert [(row.path, row.loaded, row.reason) for row in rows(world.machine.fleet)] == [("/t", 2, "")]
+
+
+def test_an_overwritten_adapter_that_does_not_load_is_on_no_engine() -> None:
+    world = make()
+    assert replace_and_fail(world, "/t", "load") == "engine e1 did not load t: the engine failed. It is loaded on no engine."
+    assert (read(world), rows(world.machine.fleet)) == ([None] * 2, [])
+    world = make()
+    assert replace_and_fail(world, "/t", "unload") == "engine e1 did not unload t: the engine failed. Still loaded on: e1."
+    settled(world)
+    assert read(world) == [None] * 2, "the old contents are not left on the one that failed"
+
+
+def test_an_old_adapter_that_is_gone_from_its_path_is_told_as_not_loaded() -> None:
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    world.agents["e0"].folders["/t"] = ""
+    call = world.ask(rq.LoadAdapter("t", "/t2", {}))
+    world.complete()
+    world.complete(broken=frozenset({"e1"}))
+    world.drain()
+    assert world.answers[call].message.endswith("/t was to be loaded again and is not on: e0. It is tried again.")
+    settled(world)
+    (row,) = rows(world.machine.fleet)
+    assert (row.loaded, row.wanted, row.reason) == (1, 2, "engine e0: the engine failed.")
+
+
+LOADS = st.lists(
+    st.tuples(st.sampled_from(["/t", "/t2"]), st.sets(st.sampled_from(["unload", "load", "back"])), st.sampled_from(["e0", "e1"])),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(LOADS)
+def test_all_engines_answer_from_the_same_contents_whatever_fails(loads: list[tuple[str, set[str], str]]) -> None:
+    world = make()
+    for number, (path, wrong, engine) in enumerate(loads):
+        write(world, path, f"step {number}")
+        call, steps = world.ask(rq.LoadAdapter("t", path, {})), 0
+        while world.pending:
+            stage = "unload" if world.sent[-1].path == UNLOAD else "load" if steps < 2 else "back"
+            world.complete(broken=frozenset({engine}) if stage in wrong else frozenset())
+            steps += 1
+        if world.answers[call].success:
+            assert read(world) == [f"step {number}"] * 2
+        world.tick(31)
+        settled(world)
+        first, second = read(world)
+        assert first == second, "two engines answer one name from different contents"

@@ -99,7 +99,7 @@ def _other_port(port: int) -> int | None:
 
 def _adapters(rollout: SGLangRollout) -> list[Adapter] | None:
     lora = rollout.spec.engine.lora
-    return None if lora is None else [Adapter(name=adapter.name, path=adapter.path) for adapter in lora.adapters]
+    return None if lora is None or not lora.enabled else [Adapter(name=adapter.name, path=adapter.path) for adapter in lora.adapters]
 
 
 def weights(rollout: SGLangRollout) -> Object:

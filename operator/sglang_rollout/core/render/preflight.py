@@ -31,7 +31,7 @@ def preflight(rollout: SGLangRollout, resources: Object, ports: EnginePorts = OF
     if gpus:
         checks.append(_shm(engine.shm, root))
     if engine.rdma:
-        checks.append(_memlock(root))
+        checks += [_memlock(root), _verbs(root)]
     return "".join(checks)
 
 
@@ -71,6 +71,15 @@ size=$(second $(df -Pk {root}/dev/shm | tail -n 1))
 test "$size" -ge {kibibytes} ||
   fail "/dev/shm has $size KiB, engine.shm asks for {wanted}: the pod's memory limit or the node's memory is smaller"
 """  # noqa: S108 - the engine's own volume
+
+
+def _verbs(root: str) -> str:
+    """Without them NCCL goes over TCP, or not at all, and says so in its debug log only."""
+    return f"""\
+verbs() {{ test -e "$1"; }}
+verbs {root}/dev/infiniband/uverbs* ||
+  fail "engine.rdma is set, and no device /dev/infiniband/uverbs* is here: look at the node's RDMA device plugin"
+"""
 
 
 def _memlock(root: str) -> str:

@@ -39,6 +39,8 @@ class Engine:
     """By the adapter's name: when it may be tried again, after it could not be loaded or unloaded."""
     adapter_trouble: dict[str, str] = field(default_factory=dict)
     """By the adapter's name: what it said when it could not."""
+    overwritten: dict[str, str | None] = field(default_factory=dict)
+    """By the adapter's name: the life in which it was away while the others loaded the name anew."""
     compared: str | None = None
     """The life in which its weights were compared after they had been released."""
     note: str = ""
@@ -78,6 +80,17 @@ class Engine:
         """Whether it says that all of its tensors belong to this version."""
         seen = self.status
         return seen is not None and seen.state is EngineState.CLEAN and seen.version == version
+
+    def changed(self, adapter: str, path: str | None) -> None:
+        """Know already what its agent will say when an adapter has been loaded from a path, or unloaded."""
+        if self.status is not None:
+            others = {name: at for name, at in self.status.adapters.items() if name != adapter}
+            adapters = others if path is None else {**others, adapter: path}
+            self.status = self.status.model_copy(update={"adapters": adapters})
+
+    def outdated(self, adapter: str) -> bool:
+        """Whether it holds, under an adapter's name, what the others have replaced."""
+        return self.boot is not None and self.overwritten.get(adapter) == self.boot
 
     def soil(self) -> None:
         """Know already what its agent will say when it has been told of an update: dirty, and serving nobody."""

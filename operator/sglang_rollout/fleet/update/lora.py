@@ -1,7 +1,8 @@
 """Adapters: those of the spec and those that trainers load, the same on every engine. Pure.
 
 Agents know what their engine has loaded in this life; what differs from what is wanted is loaded and unloaded, engine by engine, also on
-those that come later. Other contents under an old name are another path: unload, then load.
+those that come later. SGLang loads no name that it holds: other contents under an old name are unload, then load. In the spec they have
+another path; a trainer says that they are others by loading the name again, also from the same path.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.calls import Results, Script, Turn, failures, same, send, told
 from sglang_rollout.fleet.update.engine import Engine
+from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.membership import refuse_asleep
 from sglang_rollout.fleet.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
 from sglang_rollout.fleet.update.state import Fleet
@@ -53,7 +55,8 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
             continue
         there = _loaded(engine)
         later = {other for other, at in engine.adapters_at.items() if fleet.now < at}
-        extra = next((other for other, path in there.items() if goal.get(other) != path and other not in later), None)
+        wrong = [other for other, path in there.items() if goal.get(other) != path or engine.outdated(other)]
+        extra = next((other for other in wrong if other not in later), None)
         missing = next((other for other in goal if other not in there and other not in later), None)
         if extra is not None:
             unload[name] = {"lora_name": extra}
@@ -66,28 +69,51 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
 
 def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Script[Answer]:
     """Make the call; what fails is said in the adapter's row and tried again later."""
-    results = yield from send(path, bodies, fleet.policy.deadlines.update)
+    results = yield from _tell(fleet, path, bodies)
     for name, result in results.items():
-        engine, adapter = fleet.engines[name], str(bodies[name]["lora_name"])
-        engine.adapter_trouble.pop(adapter, None)
+        adapter = str(bodies[name]["lora_name"])
+        fleet.engines[name].adapter_trouble.pop(adapter, None)
         if not result.ok:
-            engine.adapters_at[adapter] = fleet.now + AGAIN
-            engine.adapter_trouble[adapter] = f"engine {name}: {result.message}"
+            _put_off(fleet, name, adapter, result)
     return Answer(200, f"{path} on {len(results)} engines, {len(failures(results))} refused.")
 
 
 def load(fleet: Fleet, ask: LoadAdapter) -> Script[Answer]:
-    """Load on every engine, or on none."""
+    """Load on every engine, or on none. What engines hold under the name goes first: while it is gone gates refuse requests for it."""
     yield Turn()
     _refuse(fleet, ask.name, "loaded")
-    names = [name for name in fleet.up() if _loaded(fleet.engines[name]).get(ask.name) != ask.path]
-    results = yield from send(LOAD, same(names, {**ask.body, "lora_name": ask.name, "lora_path": ask.path}), fleet.policy.deadlines.update)
+    names = fleet.up()
+    held = [name for name in names if ask.name in _loaded(fleet.engines[name])]
+    unloaded = yield from _tell(fleet, UNLOAD, same(held, {"lora_name": ask.name}))
+    if failures(unloaded):
+        return (yield from _give_up(fleet, ask, unloaded, unloaded, {}))
+    results = yield from _tell(fleet, LOAD, same(names, {**ask.body, "lora_name": ask.name, "lora_path": ask.path}))
     if failures(results):
-        done = [name for name, result in results.items() if result.ok]
-        undone = yield from send(UNLOAD, same(done, {"lora_name": ask.name}), fleet.policy.deadlines.update)
-        return _failed(results, undone, "load", ask.name)
+        return (yield from _give_up(fleet, ask, results, unloaded, results))
+    for name, engine in fleet.engines.items():
+        engine.adapter_trouble.pop(ask.name, None)
+        if name not in names:  # should it come back with what it holds, that is no longer what the path holds
+            engine.overwritten[ask.name] = engine.boot
     fleet.called[ask.name] = ask.path
     return Answer(200, "", {"engines": told(results)})
+
+
+def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results, loaded: Results) -> Script[Answer]:
+    """End a load that failed on an engine with what there was before; or with none, when that lay under the same path."""
+    before = fleet.called.get(ask.name)
+    what = "load" if loaded else "unload"
+    undone = yield from _tell(fleet, UNLOAD, same(_done(loaded), {"lora_name": ask.name}))
+    if before is None or before == ask.path:
+        fleet.called.pop(ask.name, None)
+        stuck = ", ".join(failures(undone if loaded else unloaded))
+        return _failed(failed, what, ask.name, f"Still loaded on: {stuck}." if stuck else "It is loaded on no engine.")
+    empty = [name for name in _done(unloaded) if name not in failures(undone)]
+    back = failures((yield from _tell(fleet, LOAD, same(empty, {"lora_name": ask.name, "lora_path": before}))))
+    for name, result in back.items():
+        _put_off(fleet, name, ask.name, result)
+    lack = ", ".join({**back, **failures(undone)})
+    after = f"{before} was to be loaded again and is not on: {lack}. It is tried again." if lack else f"It is {before} as before."
+    return _failed(failed, what, ask.name, after)
 
 
 def unload(fleet: Fleet, ask: UnloadAdapter) -> Script[Answer]:
@@ -98,8 +124,10 @@ def unload(fleet: Fleet, ask: UnloadAdapter) -> Script[Answer]:
     if not names and ask.name not in fleet.called:
         raise Refusal(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted(fleet)) or 'none'}.")
     fleet.called.pop(ask.name, None)
-    results = yield from send(UNLOAD, same(names, {"lora_name": ask.name}), fleet.policy.deadlines.update)
-    return _failed(results, {}, "unload", ask.name) if failures(results) else Answer(200, "", {"engines": told(results)})
+    results = yield from _tell(fleet, UNLOAD, same(names, {"lora_name": ask.name}))
+    if failures(results):
+        return _failed(results, "unload", ask.name, "It is tried again.")
+    return Answer(200, "", {"engines": told(results)})
 
 
 def _refuse(fleet: Fleet, name: str, what: str) -> None:
@@ -116,13 +144,31 @@ def _refuse(fleet: Fleet, name: str, what: str) -> None:
         raise Refusal("No engine of this fleet is up. Try again.", status=503)
 
 
-def _failed(results: Results, undone: Results, what: str, adapter: str) -> Answer:
+def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Script[Results]:
+    """Make the call, and know already what agents will say of the adapters that their engines hold."""
+    results = yield from send(path, bodies, fleet.policy.deadlines.update)
+    for name in _done(results):
+        adapter, engine = str(bodies[name]["lora_name"]), fleet.engines.get(name)
+        if engine is not None:
+            engine.overwritten.pop(adapter, None)
+            engine.changed(adapter, str(bodies[name]["lora_path"]) if path == LOAD else None)
+    return results
+
+
+def _put_off(fleet: Fleet, name: str, adapter: str, result: Result) -> None:
+    engine = fleet.engines[name]
+    engine.adapters_at[adapter] = fleet.now + AGAIN
+    engine.adapter_trouble[adapter] = f"engine {name}: {result.message}"
+
+
+def _done(results: Results) -> list[str]:
+    return [name for name, result in results.items() if result.ok]
+
+
+def _failed(results: Results, what: str, adapter: str, after: str) -> Answer:
     name, result = next(iter(failures(results).items()))
-    stuck = ", ".join(failures(undone))
-    after = f" Still loaded on: {stuck}." if stuck else " It is loaded on no engine." if what == "load" else " It is tried again."
-    return Answer(
-        400, f"engine {name} did not {what} {adapter}: {result.message.rstrip('.')}.{after}", {"engine": name, "engines": told(results)}
-    )
+    sentence = f"engine {name} did not {what} {adapter}: {result.message.rstrip('.')}. {after}"
+    return Answer(400, sentence, {"engine": name, "engines": told(results)})
 
 
 def _loaded(engine: Engine) -> dict[str, str]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
 from worlds import SETTINGS, cr
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import quantity
+from sglang_rollout.core import names, quantity
 from sglang_rollout.core.drift import difference, stamped
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.render import render_all
 from sglang_rollout.core.render.overlay import merge
+from sglang_rollout.core.render.policies import intent
+from sglang_rollout.core.render.server_args import server_args
 
 Object = dict[str, Any]
 
@@ -139,9 +142,20 @@ def test_the_revision_is_about_what_the_user_wrote() -> None:
     assert revision(rollout(engine={**engine, "args": ["--x"]})) != first
     assert revision(rollout(model={"path": "/models/other"})) != first
     assert revision(rollout(podTemplate={"spec": {"nodeSelector": {"a": "b"}}})) != first
+    lora = {"maxRank": 8, "targetModules": ["all"]}
+    assert revision(rollout(engine={**engine, "lora": lora})) != first
+    assert revision(rollout(engine={**engine, "lora": {**lora, "enabled": False}})) == first, "what is switched off"
     ganged = revision(rollout(scheduling={"gang": {}}))
     assert revision(rollout(scheduling={"gang": {"timeoutSeconds": 600}})) == ganged, "the PodGroup's alone"
     assert revision(rollout(scheduling={"gang": {"scheduler": "other", "timeoutSeconds": 600}})) != ganged != first
+
+
+@pytest.mark.parametrize(("enabled", "told"), [(True, [{"name": "a", "path": "/a"}]), (False, None)])
+def test_adapters_that_are_switched_off_are_listed_and_wanted_by_nobody(enabled: bool, told: object) -> None:
+    lora = {"enabled": enabled, "maxRank": 8, "targetModules": ["all"], "adapters": [{"name": "a", "path": "/a"}]}
+    custom = rollout(engine={"image": "e:1", "lora": lora})
+    assert json.loads(intent(custom, {})["data"][names.INTENT_KEY]).get("adapters") == told
+    assert ("--enable-lora" in server_args(custom)) is enabled
 
 
 def test_the_longest_name_fits_every_label() -> None:

@@ -25,11 +25,11 @@ WITH_IPC_LOCK, WITHOUT = "00000000a80465fb", "00000000a80425fb"
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A container of an engine on 8 GPUs in which everything is right."""
-    for folder in ("dev/shm", "proc/net", "proc/self"):
+    for folder in ("dev/shm", "dev/infiniband", "proc/net", "proc/self"):
         (tmp_path / folder).mkdir(parents=True)
     for name in ("tcp", "tcp6"):
         (tmp_path / "proc/net" / name).write_text(CONNECTED)
-    for name in (*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm"):
+    for name in (*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm", "infiniband/uverbs0"):
         (tmp_path / "dev" / name).touch()
     (tmp_path / "proc/self/status").write_text(f"Name:\tsh\nCapEff:\t{WITH_IPC_LOCK}\nSeccomp:\t2\n")
     return tmp_path
@@ -110,6 +110,13 @@ def test_rdma_needs_memory_that_may_be_pinned(root: Path) -> None:
     assert run(root)[0] == 0
     code, said = run(root, rdma={"resource": "rdma/hca"})
     assert (code, "may lock 64 KiB only" in said) == (FAILED, True)
+
+
+def test_rdma_needs_its_devices(root: Path) -> None:
+    (root / "dev/infiniband/uverbs0").unlink()
+    assert run(root)[0] == 0
+    code, said = run(root, rdma={"resource": "rdma/hca"})
+    assert (code, "no device /dev/infiniband/uverbs*" in said) == (FAILED, True)
 
 
 def test_the_engine_of_every_golden_input_is_checked_before_it_starts() -> None:
