@@ -87,7 +87,6 @@ class FakeAgent:
         self.up, self.state, self.version, self.content, self.cohort = True, EngineState.CLEAN, BASE, "base", []
         self.committed, self.paused, self.session, self.fed, self.failed, self.groups = None, False, False, 0, False, []
         self.draining = self.asleep = self.lost = False
-        self.released, self.adapters, self.handles = [], {}, []
         self.tensors = dict.fromkeys(NAMES, "base")
         self.released, self.adapters, self.handles, self.read = [], {}, [], {}
 

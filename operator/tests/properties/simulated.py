@@ -100,8 +100,13 @@ class Cluster:
         for (kind, name), child in self.objects.items():
             if kind in {"StatefulSet", "Deployment"}:
                 child["status"] = {"observedGeneration": child["metadata"]["generation"], "readyReplicas": 1}
-            for index in range(child["spec"].get("replicas", 1) if kind == "StatefulSet" else 0):
-                self._make_pod(names.engine_pod(name, index), child)
+            if kind == "StatefulSet":
+                wanted = [names.engine_pod(name, index) for index in range(child["spec"].get("replicas", 1))]
+                for pod in wanted:
+                    self._make_pod(pod, child)
+                # Pods of a StatefulSet before it, which was larger, are adopted and scaled away.
+                for pod in [pod for pod in self.pods if pod.rpartition("-")[0] == name and pod not in wanted]:
+                    del self.pods[pod]
 
     def _make_pod(self, name: str, statefulset: Object) -> None:
         if name in self.pods:

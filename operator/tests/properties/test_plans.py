@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated import SETTINGS, Cluster, rollout
 
@@ -53,6 +53,11 @@ def damage(cluster: Cluster, seed: list[int]) -> None:
             cluster.objects[key]["metadata"]["generation"] += 1
 
 
+@example(
+    first={**HEALTHY, "engine": engine("example.org/engine:1", 2), "router": {"policy": "Random"}},
+    then={**HEALTHY, "replicas": 2, "router": {"policy": "Random"}},
+    harm=[75, 0, 0, 188],
+)  # a StatefulSet of two pods is deleted, its pods stay, and the next one has one pod
 @given(first=specs, then=specs, harm=st.lists(st.integers(0, 1000), max_size=6))
 @settings(deadline=None, max_examples=30)
 def test_any_world_converges_and_a_second_pass_plans_nothing(first: Any, then: Any, harm: list[int]) -> None:
