@@ -15,7 +15,7 @@ from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.membership import why_incomplete
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_METRICS, VERSION_HEADER
 
-LOADS_DEADLINE = 2.0
+LOADS_DEADLINE = 5.0
 
 
 async def fleet_health(request: web.Request) -> web.Response:
@@ -127,7 +127,7 @@ async def _loads(parts: Parts) -> list[dict[str, Any]]:
     for name, (status, body) in zip(names, replies, strict=True):
         if status != 200 or not isinstance(body, dict) or not isinstance(body.get("loads"), list):
             reason = body if isinstance(body, str) else f"HTTP {status}"
-            raise Refusal(f"engine {name} does not say its load: {reason}. It may be busy; try again.", status=503)
+            raise Refusal(f"engine {name} does not say its load: {reason.rstrip('.')}. It may be busy; try again.", status=503)
         loads += [{**load, "dp_rank": len(loads) + index, "engine": name} for index, load in enumerate(body["loads"])]
     return loads
 

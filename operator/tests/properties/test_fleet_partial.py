@@ -6,7 +6,7 @@ import pytest
 from fleet_world import World, group_body
 
 from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.calls import END
+from sglang_rollout.fleet.update.calls import END, FLUSH
 from sglang_rollout.wire.weights import Version
 
 COMMITS = {"end": rq.End(), "continue": rq.Continue({}), "flush": rq.Flush(), "destroy": rq.CloseGroup("g")}
@@ -61,3 +61,16 @@ def test_continue_says_that_it_has_continued_too() -> None:
     answer = until_answered(world, world.ask(COMMITS["continue"]), "e1")
     assert answer.message.startswith("Generation continued successfully. 2 of 3 engines hold version 1/1")
     assert list(answer.fleet["resumed"]) == ["e0", "e2"]
+
+
+def test_an_engine_that_does_not_answer_the_flush_is_left_behind() -> None:
+    """It may have prompts cached from the old weights."""
+    world = ready("continue")
+    assert world.do(rq.Update("g", "1", {"names": ["w"], "flush_cache": False})).success
+    call = world.ask(COMMITS["continue"])
+    while getattr(world.pending[0], "path", "") != FLUSH:
+        world.complete()
+    world.agents["e1"].answers = False
+    answer = until_answered(world, call)
+    assert (answer.status, list(answer.fleet["fenced"])) == (200, ["e1"])
+    assert "engine e1 did not flush its cache: no answer" in answer.message

@@ -74,8 +74,10 @@ def close(fleet: Fleet, update: Update, results: Results, *, tell: bool = True) 
         return (yield from _fail_for(fleet, update, results))
     # One whose memory is released has no cache, and computed nothing since.
     stale = [name for name in update.standing() if name not in update.flushed and not fleet.engines[name].released]
-    unflushed = yield from _flush(fleet, stale)
-    answer = yield from _commit(fleet, unflushed)
+    unflushed = yield from _flush(fleet, update, stale)
+    if not suffice(fleet, update):
+        return (yield from _fail_for(fleet, update, results))
+    answer = yield from _commit(fleet, [name for name in unflushed if name not in update.dropped])
     return (yield from leave_behind(fleet, answer)) if tell else answer
 
 
@@ -104,8 +106,8 @@ def _fail_for(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
     return (yield from fail(fleet, f"engine {name} {why}", results, engine=name))
 
 
-def _flush(fleet: Fleet, names: list[str]) -> Script[list[str]]:
-    """Drop what was computed with the old weights; returns the engines that could not.
+def _flush(fleet: Fleet, update: Update, names: list[str]) -> Script[list[str]]:
+    """Drop what was computed with the old weights; returns the engines that could not. One that is silent commits nothing.
 
     Several trainers send ``flush_cache: false`` with every bucket. A prompt that was seen before would then be continued
     from keys and values of the old weights, under the new version's name. In the mode in_place an engine that has running
@@ -113,8 +115,10 @@ def _flush(fleet: Fleet, names: list[str]) -> Script[list[str]]:
     """
     if not names:
         return []
-    results = yield from send(FLUSH, same(names), fleet.policy.deadlines.pause)
-    return list(failures(results))
+    results = yield from send(FLUSH, same(names), fleet.policy.deadlines.pause, patience=PATIENCE)
+    failed = failures(results)
+    update.dropped |= {name: f"did not flush its cache: {result.message}" for name, result in failed.items() if result.status == 0}
+    return list(failed)
 
 
 def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
