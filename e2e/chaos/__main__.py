@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from e2e.chaos import lab_faults
+from e2e.chaos.ground import Ground
 from e2e.chaos.lab import LabStack
-from e2e.chaos.matrix import FAULTS, PHASES, Cell, Fault, Ground, Matrix
+from e2e.chaos.matrix import FAULTS, PHASES, Cell, Fault, Matrix
 from e2e.chaos.stack import Stack
 from e2e.chaos.watch import Watch
 
@@ -79,6 +80,9 @@ def show(cells: list[Cell], watch: Watch) -> None:
         f"{len(cells)} cells, {hit} hit, {skipped} skipped, {len(failed)} failed; "
         f"{watch.answers} answers judged, {len(watch.violations)} wrong, {watch.errors} requests without an answer"
     )
+    slowest = max((cell for cell in cells if cell.released_seconds is not None), key=lambda cell: cell.released_seconds or 0, default=None)
+    if slowest is not None:
+        print(f"pauses ended by themselves within {slowest.released_seconds:.1f} s ({slowest.fault} in {slowest.phase})")
     for cell in failed:
         print(f"{cell.fault} in {cell.phase}: {cell.problem}")
 

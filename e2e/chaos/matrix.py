@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import requests
 
+from e2e.chaos.ground import Ground
 from e2e.chaos.stack import ENGINES, Stack
-from e2e.chaos.talk import Trainer
 from e2e.chaos.watch import Watch
 
 SLOW = {
@@ -32,6 +32,8 @@ TOLD_WITHIN = 30.0
 """The trainer learns what happened within so many seconds."""
 HEALED_WITHIN = 60.0
 TRUTH_WITHIN = 5.0
+RELEASED_WITHIN = 30.0
+"""The lease, what an engine that hangs may take to be restarted, and a margin: then no pause or session is left, without a new push."""
 Sleep = Callable[[float], None]
 
 
@@ -48,6 +50,8 @@ class Cell:
     told_seconds: float | None = None
     without_seconds: float | None = None
     """Until a push succeeded while the fault lasted, on whatever it spares."""
+    released_seconds: float | None = None
+    """Until nobody was paused or in a session any more, before anybody pushed again."""
     healed_seconds: float | None = None
     problem: str = ""
     skipped: str = ""
@@ -76,40 +80,6 @@ class Fault:
     spares: Callable[[Any], int] | None = None
     """So many engines are well while it lasts, and take a push."""
     heals_within: float = HEALED_WITHIN
-
-
-class Ground(Protocol):
-    """What faults are done to."""
-
-    trainer: Trainer | None
-
-    @property
-    def url(self) -> str:
-        """The fleet's one URL."""
-
-    def new_trainer(self) -> Trainer:
-        """End the trainer there is and start another."""
-
-    def document(self) -> dict[str, Any]:
-        """``GET /fleet``; empty while nobody answers."""
-
-    def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
-        """Let one call of a phase take longer on some engines."""
-
-    def calm(self) -> None:
-        """Disarm what did not land."""
-
-    def paused(self) -> list[int]:
-        """Engines that say they are paused or in a session."""
-
-    def rest(self) -> None:
-        """Return when what the cell before has set going has come to its end."""
-
-    def is_told(self) -> bool:
-        """Whether the status says what the fleet says, where there is one."""
-
-    def until(self, what: str, check: Any, within: float) -> float:
-        """Wait for something; returns the seconds it took. Raises AssertionError with what is the case instead."""
 
 
 def _kill_engine(stack: Stack) -> None:
@@ -224,6 +194,8 @@ class Matrix:
     def _heal(self, cell: Cell, fault: Fault) -> None:
         stack = self._stack
         stack.calm()
+        if fault.undo is None:
+            cell.released_seconds = stack.until("pauses and sessions have ended by themselves", lambda: not stack.paused(), RELEASED_WITHIN)
         if fault.kills_trainer:
             stack.new_trainer()
         if fault.spares is not None:
@@ -234,7 +206,7 @@ class Matrix:
         self._until_served(ENGINES, fault.heals_within)
         stack.until("nobody is paused", lambda: not stack.paused(), TRUTH_WITHIN)
         cell.healed_seconds = time.monotonic() - began
-        stack.until("the status says what the fleet says", stack.is_told, TRUTH_WITHIN)
+        stack.until("what is published is the case", stack.is_told, TRUTH_WITHIN)
 
     def _until_served(self, engines: int, within: float) -> float:
         """Push until so many engines serve; returns the seconds it took."""

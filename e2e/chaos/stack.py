@@ -16,6 +16,7 @@ from typing import Any
 import requests
 
 from e2e.chaos.talk import Trainer, local_trainer
+from e2e.chaos.trainer_protocol import PROMPT
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment
 
@@ -117,7 +118,14 @@ class Stack:
         """Nothing here goes on after a cell has healed."""
 
     def is_told(self) -> bool:
-        """There is no status here."""
+        """Whether each gate lets through what ``GET /fleet`` says of it, and answers name the version that it says."""
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        for member in self.document()["members"]:
+            reply = requests.post(f"{member['url']}/generate", json=body, timeout=5)
+            if reply.ok is not member["gate_open"]:
+                return False
+            if reply.ok and reply.json()["meta_info"]["weight_version"] != member["version"]["label"]:
+                return False
         return True
 
     def pids(self, part: str, index: int = 0) -> list[int]:
