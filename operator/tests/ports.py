@@ -6,6 +6,20 @@ import itertools
 import os
 import socket
 
+import pytest
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6: nothing can listen on ::1")
+
 _FIRST, _COUNT = 24200, 700
 _turns = itertools.count(os.getpid() * 97)
 

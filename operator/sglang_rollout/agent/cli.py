@@ -189,9 +189,10 @@ async def _run(
         ]
         leader, draining = None, _nobody
         if place is not None:
-            leader = Leader(agent, Barrier(place.files), size=place.nodes, folder=folder, token=token)
+            leader = Leader(agent, Barrier(place.files), size=place.nodes, own=place.leader, folder=folder, token=token)
             agent.why_down, draining = leader.why_down, leader.draining
             work.append(_every(_INTERVAL, "watching the pods of the engine", leader.watch))
+            work.append(_every(_RESOLVE_INTERVAL, "asking the pods that are silent", leader.inquire))
         if files is not None:
             work.append(_every(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, draining)))
             work.append(_every(_INTERVAL, "watching for a hang", Hang(agent, files.kill).watch))

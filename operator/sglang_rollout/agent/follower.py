@@ -23,7 +23,7 @@ from sglang_rollout.agent.reach import is_cut
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import CheckpointRequest, PreflightRequest
-from sglang_rollout.wire.group import GroupReply, MemberReport, Verdict
+from sglang_rollout.wire.group import GroupReply, MemberHealth, MemberReport, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +41,16 @@ class Follower:
         self.up = False
         """This pod's part of SGLang has finished loading."""
         self.down_reason = "it has not answered yet"
+        self.unheard = ""
+        """Why pod 0 does not hear this one; empty while it does."""
         self._engine = engine
         self._barrier = barrier
         self._own = own
         self._headers = {"Authorization": f"Bearer {token}"}
         self._address = leader if _is_ip(leader.host) else None
         """Of pod 0, as an IP: a name server that is away must not look like a pod that is away."""
+        self._nameless = ""
+        """Why its name could not be resolved when that was tried last."""
         self._link = Link()
 
     async def resolve(self) -> None:
@@ -56,8 +60,10 @@ class Follower:
         try:
             async with asyncio.timeout(_NAME_SECONDS):
                 found = await asyncio.get_running_loop().getaddrinfo(self.leader.host, self.leader.port, type=socket.SOCK_STREAM)
-        except OSError:  # of which TimeoutError is one
+        except OSError as error:  # of which TimeoutError is one
+            self._nameless = f"{self.leader.host}: {error.strerror or f'no name server answers within {_NAME_SECONDS:g} s'}"
             return
+        self._nameless = ""
         self._address = Address(str(found[0][4][0]), self.leader.port)
 
     async def observe(self) -> None:
@@ -91,6 +97,7 @@ class Follower:
 
     async def _said(self, report: MemberReport) -> GroupReply | None:
         if self._address is None:
+            self._heard(self._nameless)
             return None
         limit = aiohttp.ClientTimeout(total=_REPORT_SECONDS)
         try:
@@ -98,9 +105,25 @@ class Follower:
                 aiohttp.ClientSession(timeout=limit, headers=self._headers) as http,
                 http.post(self._address.url + ports.AGENT_GROUP, json=report.model_dump(mode="json")) as answer,
             ):
-                return GroupReply.model_validate(await answer.json(content_type=None)) if answer.status == 200 else None
-        except (aiohttp.ClientError, OSError, ValueError, ValidationError):
-            return None
+                if answer.status == 200:
+                    reply = GroupReply.model_validate(await answer.json(content_type=None))
+                    self._heard("")
+                    return reply
+                why = f"it answers HTTP {answer.status}"
+        except (aiohttp.ClientError, OSError, ValueError, ValidationError) as error:
+            why = (str(error) or f"no answer within {_REPORT_SECONDS:g} s").splitlines()[0]
+        name = f" ({self._nameless})" if self._nameless else ""
+        self._heard(f"{self._address}: {why}{name}")
+        return None
+
+    def _heard(self, why_not: str) -> None:
+        """Say it once, however often it is tried."""
+        unheard = f"it cannot reach pod 0: {why_not}" if why_not else ""
+        if unheard and unheard != self.unheard:
+            log.warning("Pod %d of the engine: %s.", self.rank, unheard)
+        if self.unheard and not unheard and self._address is not None:
+            log.info("Pod 0 hears this pod.")
+        self.unheard = unheard
 
 
 def follower_app(follower: Follower, *, name: str, token: str, model_path: str | None) -> web.Application:
@@ -110,10 +133,13 @@ def follower_app(follower: Follower, *, name: str, token: str, model_path: str |
     up = Gauge("sglang_rollout_agent_engine_up", "1 while this pod's part of the engine has loaded.", registry=registry)
 
     async def health(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok"})
+        return web.json_response(MemberHealth(unheard=follower.unheard).model_dump(mode="json"))
 
     async def engine(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok"}) if follower.up else refuse(503, f"SGLang is not up in this pod: {follower.down_reason}.")
+        if follower.up:
+            return web.json_response({"status": "ok"})
+        why = "; ".join(filter(None, (follower.down_reason, follower.unheard)))
+        return refuse(503, f"SGLang is not up in this pod: {why}.")
 
     async def metrics(_: web.Request) -> web.StreamResponse:
         up.set(follower.up)

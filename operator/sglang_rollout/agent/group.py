@@ -98,6 +98,8 @@ class Group:
     memory: GroupMemory = field(default_factory=GroupMemory)
     members: Mapping[int, Member] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
+    unheard: Mapping[int, str] = field(default_factory=dict)
+    """Why ranks do not speak, as far as they could be asked."""
 
     @property
     def lives(self) -> bool:
@@ -119,7 +121,7 @@ class Group:
 
 def heard(group: Group, rank: int, member: Member) -> Group:
     """A rank has spoken, so the way to it is there."""
-    return replace(group, members={**group.members, rank: member}, links={**group.links, rank: Link()})
+    return replace(group, members={**group.members, rank: member}, links={**group.links, rank: Link()}, unheard={**group.unheard, rank: ""})
 
 
 def tried(group: Group, rank: int, now: float, *, cut: bool) -> Group:
@@ -129,10 +131,17 @@ def tried(group: Group, rank: int, now: float, *, cut: bool) -> Group:
 
 def silent(group: Group, now: float) -> dict[int, str]:
     """Ranks of the living generation whose agents have not spoken for a while (or not to this life of pod 0's agent): where they are."""
-    if not group.lives:
-        return {}
-    spoke = {rank for rank, member in group.members.items() if now - member.at < FRESH_SECONDS}
-    return {rank: group.memory.addresses[rank] for rank in range(1, group.size) if rank not in spoke}
+    return {rank: group.memory.addresses[rank] for rank in _quiet(group, now)} if group.lives else {}
+
+
+def awaited(group: Group, now: float) -> list[int]:
+    """Ranks whose agents do not speak and without which there is no next generation: they may be asked why."""
+    return [] if group.lives else _quiet(group, now)
+
+
+def asked(group: Group, rank: int, why: str) -> Group:
+    """A rank that does not speak was asked why; empty: it did not say."""
+    return replace(group, unheard={**group.unheard, rank: why})
 
 
 def verdict(group: Group, rank: int, boot: str | None, *, released: bool) -> Verdict:
@@ -175,7 +184,7 @@ def why_down(group: Group, now: float) -> str:
         )
     missing = _missing(group, now)
     if missing:
-        pods = ", ".join(map(group.pod, missing))
+        pods = ", ".join(group.pod(rank) + (f" ({why})" if (why := group.unheard.get(rank)) else "") for rank in missing)
         after = f"; it ended because {memory.lost}" if memory.lost else ""
         return f"it waits until all {group.size} pods can start together, now for {pods}{after}"
     if now < memory.not_before:
@@ -208,6 +217,12 @@ def _loss(group: Group, now: float) -> str:
 def _lost(memory: GroupMemory, why: str, now: float) -> GroupMemory:
     failures = memory.failures + 1 if now - memory.went < QUICK_SECONDS else 0
     return memory.model_copy(update={"lost": why, "failures": failures, "not_before": now + pause(failures)})
+
+
+def _quiet(group: Group, now: float) -> list[int]:
+    """Ranks other than 0 whose agents have not spoken for a while."""
+    spoke = {rank for rank, member in group.members.items() if now - member.at < FRESH_SECONDS}
+    return [rank for rank in range(1, group.size) if rank not in spoke]
 
 
 def _missing(group: Group, now: float) -> list[int]:

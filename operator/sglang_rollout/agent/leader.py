@@ -19,13 +19,14 @@ from sglang_rollout.agent.reach import is_cut
 from sglang_rollout.agent.record import load, save
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest, PreflightReply, PreflightRequest
-from sglang_rollout.wire.group import GroupReply, MemberReport
-from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
+from sglang_rollout.wire.group import GroupReply, MemberHealth, MemberReport
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_HEALTH, AGENT_PREFLIGHT
 
 log = logging.getLogger(__name__)
 
 _Asking = PreflightRequest | CheckpointRequest
 _Reply = TypeVar("_Reply", PreflightReply, CheckpointReply)
+_HEALTH_SECONDS = 3.0
 _MARGIN = 2.0
 """What another pod's answer may take beyond the time it is told to try."""
 
@@ -33,9 +34,10 @@ _MARGIN = 2.0
 class Leader:
     """The agent of pod 0, in its role towards the other pods."""
 
-    def __init__(self, agent: Agent, barrier: Barrier, *, size: int, folder: Path, token: str) -> None:
+    def __init__(self, agent: Agent, barrier: Barrier, *, size: int, own: Address, folder: Path, token: str) -> None:
         self._agent = agent
         self._barrier = barrier
+        self._own = own
         self._token = token
         self._record = folder / "group.json"
         memory, why = load(self._record, g.GroupMemory)
@@ -66,6 +68,18 @@ class Leader:
         cut = await asyncio.gather(*(is_cut(Address.parse(address)) for address in silent.values()))
         for rank, is_so in zip(silent, cut, strict=True):
             self.group = g.tried(self.group, rank, time.monotonic(), cut=is_so)
+
+    async def inquire(self) -> None:
+        """Ask the pods that this one does not hear why they are silent: nobody else would learn it."""
+        wanted = [(rank, where) for rank in g.awaited(self.group, time.monotonic()) if (where := self._gate_of(rank))]
+        for (rank, _), why in zip(wanted, await asyncio.gather(*(_why_silent(where) for _, where in wanted)), strict=True):
+            if rank in g.awaited(self.group, time.monotonic()):
+                self.group = g.asked(self.group, rank, why)
+
+    def _gate_of(self, rank: int) -> Address | None:
+        """By its name, which differs from this pod's own in the number: a pod that was never heard has told no address."""
+        pod, dot, domain = self._own.host.partition(".")
+        return Address(f"{self.group.pod(rank)}.{domain}", self._own.port) if dot and pod == self.group.pod(0) else None
 
     def why_down(self) -> str:
         """Why the engine is not up, if that has to do with its pods."""
@@ -130,3 +144,17 @@ class Leader:
 
     def _reason(self) -> str:
         return f"{self.group.memory.lost or 'pod 0 was made anew'}."
+
+
+async def _why_silent(gate: Address) -> str:
+    """What the pod behind this gate says of it; empty if it says nothing."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_SECONDS)) as http,
+            http.get(gate.url + AGENT_HEALTH) as answer,
+        ):
+            return MemberHealth.model_validate(await answer.json(content_type=None)).unheard if answer.status == 200 else ""
+    except aiohttp.ClientConnectorDNSError as error:
+        return f"pod 0 does not find {gate.host}: {error.os_error.strerror or error.os_error}"
+    except (aiohttp.ClientError, OSError, ValueError, ValidationError):
+        return ""

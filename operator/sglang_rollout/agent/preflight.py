@@ -35,7 +35,8 @@ async def _attempt(host: str, port: int, timeout: float) -> str | None:
     """One try. None if it worked, else what did not."""
     try:
         async with asyncio.timeout(timeout):
-            _, writer = await asyncio.open_connection(host, port)
+            # SGLang takes an IPv6 address with brackets, too; here they would be part of a name.
+            _, writer = await asyncio.open_connection(host.removeprefix("[").removesuffix("]"), port)
     except TimeoutError:
         return f"{host} port {port} did not answer within {timeout:.1f} s: is a firewall or a NetworkPolicy in between?"
     except socket.gaierror as error:

@@ -136,7 +136,7 @@ def _host(body: Mapping[str, Any]) -> str:
     host = body.get("master_address")
     if not isinstance(host, str) or not host.strip():
         raise Refusal("master_address is missing: name the host on which the trainer's rank 0 listens.")
-    if host in {"0.0.0.0", "::"}:  # noqa: S104 - compared with, not bound
+    if host in {"0.0.0.0", "::", "[::]"}:  # noqa: S104 - compared with, not bound
         raise Refusal(f"master_address {host} is no address to connect to: use the trainer's own IP or name.")
     return host
 

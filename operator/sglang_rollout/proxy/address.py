@@ -19,7 +19,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``host:port`` or ``[v6]:port``. Raises ValueError with a sentence."""
+        """Read ``host:port`` or ``[v6]:port``; brackets around anything else are taken off. Raises ValueError with a sentence."""
         host, colon, port = text.strip().rpartition(":")
         if not colon or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
             raise ValueError(f"{text!r} is not an address: write host:port with a port from 1 to 65535, for example 127.0.0.1:30000")

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from socket import has_dualstack_ipv6
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -77,9 +78,7 @@ def command() -> None:
 
 
 @command.command(short_help="In front of one engine (haproxy); closed until the agent opens it.")
-@click.option(
-    "--listen", type=ADDRESS, default=f"0.0.0.0:{ports.GATE_PORT}", show_default=True, help="Where the engine is reached by others."
-)
+@click.option("--listen", type=ADDRESS, default=f"[::]:{ports.GATE_PORT}", show_default=True, help="Where the engine is reached by others.")
 @click.option("--engine", type=ADDRESS, default=f"127.0.0.1:{ports.ENGINE_PORT}", show_default=True, help="The SGLang server.")
 @click.option("--agent", type=ADDRESS, default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="The engine's agent.")
 @click.option("--socket", required=True, metavar="PATH", help="haproxy's stats socket, through which the agent opens and closes the gate.")
@@ -91,7 +90,8 @@ def gate(
 ) -> None:
     """The gate: haproxy in front of one engine. Requests for tokens pass only while the engine's agent has opened it; every other call
     goes to the agent."""
-    params = GateParams(listen=listen, engine=engine, agent=agent, socket=socket, maxconn=_connections(maxconn, only_print))
+    where, most = _listening(listen, only_print), _connections(maxconn, only_print)
+    params = GateParams(listen=where, engine=engine, agent=agent, socket=socket, maxconn=most)
     try:
         text = gate_config(params)
     except ValueError as error:
@@ -100,7 +100,7 @@ def gate(
 
 
 @command.command(short_help="The fleet's one URL (haproxy): generating goes to smg, the rest to the coordinator.")
-@click.option("--listen", type=ADDRESS, default=f"0.0.0.0:{ports.FRONT_PORT}", show_default=True, help="The fleet's one URL.")
+@click.option("--listen", type=ADDRESS, default=f"[::]:{ports.FRONT_PORT}", show_default=True, help="The fleet's one URL.")
 @click.option("--smg", type=ADDRESS, default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, help="The SGLang router.")
 @click.option("--coordinator", type=ADDRESS, default=f"127.0.0.1:{ports.COORDINATOR_PORT}", show_default=True, help="The coordinator.")
 @_runtime_dir("the system's folder for temporary files")
@@ -111,9 +111,8 @@ def front(
     *, listen: Address, smg: Address, coordinator: Address, runtime_dir: Path | None, maxconn: int, threads: int, only_print: bool
 ) -> None:
     """The front: haproxy that owns the fleet's one URL. Requests for tokens go to smg, every other call to the coordinator."""
-    text = front_config(
-        FrontParams(listen=listen, smg=smg, coordinator=coordinator, maxconn=_connections(maxconn, only_print), threads=threads)
-    )
+    where, most = _listening(listen, only_print), _connections(maxconn, only_print)
+    text = front_config(FrontParams(listen=where, smg=smg, coordinator=coordinator, maxconn=most, threads=threads))
     _print_or_become("front", text, runtime_dir or Path(tempfile.gettempdir()), only_print)
 
 
@@ -149,6 +148,14 @@ def smg(*, listen: str, metrics_listen: str, policy: str, served_name: str | Non
 def find_haproxy() -> str | None:
     """Path of haproxy, also when it lies in a folder that only root has in PATH."""
     return shutil.which("haproxy") or shutil.which("haproxy", path=_SYSTEM_FOLDERS)
+
+
+def _listening(wanted: Address, only_print: bool) -> Address:
+    """``::`` means the addresses of both families, and those of IPv4 where the kernel has no IPv6: haproxy would not start. Not looked at
+    if the text is for another machine."""
+    if wanted.host != "::" or only_print or has_dualstack_ipv6():
+        return wanted
+    return Address("0.0.0.0", wanted.port)  # noqa: S104 - what was asked for
 
 
 def _connections(wanted: int, only_print: bool) -> int:

@@ -124,7 +124,7 @@ def gate_config(params: GateParams) -> str:
         bind=_bind(params.listen),
         engine=_server(params.engine),
         agent=_server(params.agent),
-        agent_host=params.agent.host,
+        agent_host=f"[{params.agent.host}]" if params.agent.is_v6 else params.agent.host,
         agent_port=params.agent.port,
         socket=params.socket,
         check_path=AGENT_GATE,
@@ -192,6 +192,7 @@ def _regex(pattern: str) -> str:
 
 
 def _bind(address: Address) -> str:
+    """Where haproxy listens; without ``v4v6`` the system's setting decides whether ``::`` takes IPv4, too."""
     return f"{address} v4v6" if address.host == "::" else str(address)
 
 

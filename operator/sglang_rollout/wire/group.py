@@ -43,6 +43,14 @@ class MemberReport(Message):
     """The pod is going away."""
 
 
+class MemberHealth(Message):
+    """What the agent of another pod answers at ``AGENT_HEALTH``."""
+
+    status: str = "ok"
+    unheard: str = ""
+    """Why pod 0 does not hear it, if it does not: it can tell only those who ask."""
+
+
 class GroupReply(Message):
     """What pod 0 answers."""
 

@@ -71,3 +71,14 @@ def test_a_fleet_without_engines_says_try_again() -> None:
     with pytest.raises(Refusal) as caught:
         check_group(body(1), rank_table([]))
     assert caught.value.status == 503
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7", "[fd00::7]", "trainer.demo"])
+def test_the_trainers_address_goes_on_as_it_came(host: str) -> None:
+    assert check_group(body(4, master_address=host), rank_table(engines([1, 2]))).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
+def test_an_address_that_means_all_of_a_machine_is_refused(host: str) -> None:
+    with pytest.raises(Refusal, match="is no address to connect to"):
+        check_group(body(4, master_address=host), rank_table(engines([1, 2])))

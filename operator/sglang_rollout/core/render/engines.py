@@ -140,7 +140,7 @@ def _gate(settings: Settings, ports: EnginePorts) -> Object:
         "restartPolicy": "Always",
         "command": [*INIT, "sglang-rollout", "proxy", "gate"],
         "args": [
-            *("--listen", f"0.0.0.0:{ports.gate}"),
+            *("--listen", f"[::]:{ports.gate}"),
             *("--engine", f"127.0.0.1:{ports.engine}"),
             *("--agent", f"127.0.0.1:{ports.agent}"),
             *("--socket", names.GATE_SOCKET),

@@ -5,6 +5,8 @@ A check that fails ends the container with one line, which the operator shows in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import quantity
 from sglang_rollout.core.ports import OF_POD, EnginePorts
@@ -14,6 +16,8 @@ NVIDIA = "nvidia.com/gpu"
 """The one GPU resource whose devices are known by name. Slices (MIG) and other vendors are not counted."""
 FAILED = 78
 """Exit code of a failed check (EX_CONFIG of sysexits.h)."""
+_OPEN_FILES = 65535
+"""What SGLang (``set_ulimit``) asks for at its start."""
 _IPC_LOCK = 14
 """Its number among the capabilities."""
 
@@ -24,7 +28,8 @@ def preflight(rollout: SGLangRollout, resources: Object, ports: EnginePorts = OF
     gpus = int((resources.get("limits") or {}).get(engine.gpu_resource, 0))
     checks = [
         f'fail() {{ echo "preflight failed: $1" >&2; exit {FAILED}; }}\n',
-        _ports_of_node(ports, root) if ports.on_node else _port(ports.engine, root),
+        _free(ports.of_sglang if ports.on_node or engine.pods > 1 else (ports.engine,), root, on_node=ports.on_node),
+        _files(),
     ]
     if gpus and engine.gpu_resource == NVIDIA:
         checks.append(_devices(gpus, root))
@@ -35,21 +40,28 @@ def preflight(rollout: SGLangRollout, resources: Object, ports: EnginePorts = OF
     return "".join(checks)
 
 
-def _port(port: int, root: str) -> str:
-    """0A is the state LISTEN."""
+def _free(wanted: Iterable[int], root: str, *, on_node: bool) -> str:
+    """0A is the state LISTEN. On a node the scheduler keeps pods apart, but knows nothing of other programs."""
+    of, by = (
+        (" of the node", "another program: choose another engine.network.basePort") if on_node else ("", "another container of this pod")
+    )
     return f"""\
-! grep -Eqs ':{port:04X} [0-9A-F]+:0000 0A' {root}/proc/net/tcp {root}/proc/net/tcp6 ||
-  fail 'port {port}, which the engine needs, is taken by another container of this pod'
+for port in {" ".join(f"{port:04X}" for port in wanted)}; do
+  ! grep -Eqs ":$port [0-9A-F]+:0000 0A" {root}/proc/net/tcp {root}/proc/net/tcp6 ||
+    fail "port $((0x$port)){of}, which the engine needs, is taken by {by}"
+done
 """
 
 
-def _ports_of_node(ports: EnginePorts, root: str) -> str:
-    """The scheduler keeps pods apart, but knows nothing of other programs of the node."""
+def _files() -> str:
+    """Told, not refused: an engine with few connections runs well with less. SGLang asks for its number or nothing at all, so under a lower
+    hard limit it would stay at the soft one, often 1024; it is given what there is."""
     return f"""\
-for port in {" ".join(f"{port:04X}" for port in ports.of_sglang)}; do
-  ! grep -Eqs ":$port [0-9A-F]+:0000 0A" {root}/proc/net/tcp {root}/proc/net/tcp6 ||
-    fail "port $((0x$port)) of the node, which the engine needs, is taken by another program: choose another engine.network.basePort"
-done
+files=$(ulimit -Hn)
+test "$files" = unlimited || test "$files" -ge {_OPEN_FILES} || {{
+  ulimit -Sn "$files"
+  echo "preflight: this container may open $files files, SGLang asks for {_OPEN_FILES}: raise the container runtime's nofile limit" >&2
+}}
 """
 
 

@@ -13,6 +13,7 @@ from sglang_rollout.core.render.start import GROUP_START_SCRIPT, HANDLER, START_
 _RANK = f"$({NODE_RANK_ENV})"
 """Kubernetes puts the variable's value in."""
 _IP_ENV = "POD_IP"
+"""In brackets where a port follows: it may be an IPv6 address, and around one of IPv4 they do no harm."""
 
 WAIT_SECONDS = 24 * 3600
 """How long a pod may wait for the others of its engine: one of them may pull its image for hours, or wait for a node. How long the engine
@@ -43,7 +44,7 @@ def agent_ranks(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list
     if pods == 1:
         return []
     leader = f"{leader_host(rollout, engine)}:{ports.gate}"
-    return ["--nodes", str(pods), "--node-rank", _RANK, "--leader", leader, "--advertise", f"$({_IP_ENV}):{ports.gate}"]
+    return ["--nodes", str(pods), "--node-rank", _RANK, "--leader", leader, "--advertise", f"[$({_IP_ENV})]:{ports.gate}"]
 
 
 def rank_env(rollout: SGLangRollout) -> list[Object]:

@@ -75,7 +75,7 @@ def _front(settings: Settings) -> Object:
         "imagePullPolicy": settings.image_pull_policy,
         "command": [*INIT, "sglang-rollout", "proxy", "front"],
         "args": [
-            *("--listen", f"0.0.0.0:{FRONT_PORT}"),
+            *("--listen", f"[::]:{FRONT_PORT}"),
             *("--smg", f"127.0.0.1:{SMG_PORT}"),
             *("--coordinator", f"127.0.0.1:{COORDINATOR_PORT}"),
             # The folder for temporary files is shared by the containers of this pod.

@@ -3,7 +3,8 @@
 import asyncio
 import time
 
-from ports import free_port
+import pytest
+from ports import free_port, needs_ipv6
 
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.wire.agent import PreflightRequest
@@ -18,6 +19,15 @@ async def test_a_listening_store_is_reached() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         assert (await preflight(PreflightRequest(host="localhost", port=port, deadline=5))).ok
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_a_store_at_an_ipv6_address_is_reached(host: str) -> None:
+    server = await asyncio.start_server(_nothing, "::1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        assert (await preflight(PreflightRequest(host=host, port=port, deadline=5))).ok
 
 
 async def test_a_store_that_listens_late_is_reached() -> None:

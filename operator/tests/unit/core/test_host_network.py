@@ -60,7 +60,7 @@ def test_pods_of_one_engine_find_each_other_on_its_ports() -> None:
         "--listen": "127.0.0.1:4022",
         "--engine-url": "http://127.0.0.1:4021",
         "--leader": "demo-engine-1-0.demo-engines:4020",
-        "--advertise": "$(POD_IP):4020",
+        "--advertise": "[$(POD_IP)]:4020",
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import pods
 from sglang_rollout.core.ports import engine_ports
 from sglang_rollout.core.render.preflight import FAILED, preflight
-from sglang_rollout.wire.ports import ENGINE_PORT
+from sglang_rollout.wire.ports import ENGINE_PORT, RENDEZVOUS_PORT
 
 LISTENS = f"  0: 0100007F:{ENGINE_PORT:04X} 00000000:0000 0A 00000000:00000000\n"
 CONNECTED = f"  0: 0100007F:{ENGINE_PORT:04X} 0100007F:C350 01 00000000:00000000\n"
@@ -35,18 +36,20 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def low_limit() -> None:
+def low_limits() -> None:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, 4096))
 
 
-def run(root: Path, *, gpus: int = 8, **engine: Any) -> tuple[int, str]:
-    """Exit code and what is said; the start goes on after the checks."""
+def run(root: Path, *, gpus: int = 8, start: Sequence[str] = ("echo", "started"), files: str = "65535", **engine: Any) -> tuple[int, str]:
+    """Exit code and what is said; the start goes on after the checks. ``files``: the limit that is played; empty: the real one."""
     spec = {"image": "e:1", "parallelism": {"tensor": 8}, "shm": "1Mi", **engine}
     rollout = SGLangRollout.model_validate(cr(engine=spec))
     limits = {"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {}
     script = preflight(rollout, limits, engine_ports(rollout, 0), root=str(root)) + 'exec "$@"'
-    command = ["/bin/sh", "-c", script, "engine", "echo", "started"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30, preexec_fn=low_limit)
+    played = f'ulimit() {{ test "$1" = -Hn && echo {files} || command ulimit "$@"; }}\n' if files else ""
+    command = ["/bin/sh", "-c", played + script, "engine", *start]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30, preexec_fn=low_limits)
     assert not done.returncode or "started" not in done.stdout
     return done.returncode, done.stdout.strip() + done.stderr.strip()
 
@@ -91,6 +94,27 @@ def test_a_port_that_another_container_of_the_pod_listens_on(root: Path) -> None
     (root / "proc/net/tcp6").write_text(LISTENS)
     code, said = run(root, gpuResource="", gpus=0)
     assert (code, f"port {ENGINE_PORT}" in said) == (FAILED, True)
+
+
+@pytest.mark.parametrize("port", [ENGINE_PORT, RENDEZVOUS_PORT, RENDEZVOUS_PORT + 13])
+def test_the_ports_on_which_the_ranks_of_several_pods_meet(root: Path, port: int) -> None:
+    cpu = {"gpuResource": "", "gpus": 0}
+    (root / "proc/net/tcp").write_text(LISTENS.replace(f"{ENGINE_PORT:04X}", f"{port:04X}"))
+    code, said = run(root, nodes=2, **cpu)
+    assert (code, f"port {port}, which the engine needs, is taken by another container of this pod" in said) == (FAILED, True)
+    assert run(root, **cpu)[0] == (FAILED if port == ENGINE_PORT else 0), "an engine of one pod needs no more than its own"
+
+
+def test_a_low_limit_on_open_files_is_told_and_used_up(root: Path) -> None:
+    """SGLang leaves the soft limit where it is when it cannot have 65535."""
+    code, said = run(root, files="", start=("/bin/sh", "-c", "ulimit -Sn"))
+    assert code == 0
+    assert said.startswith("4096preflight: this container may open 4096 files, SGLang asks for 65535")
+
+
+@pytest.mark.parametrize("files", ["65535", "1048576", "unlimited"])
+def test_a_limit_on_open_files_that_is_high_enough_is_left_to_sglang(root: Path, files: str) -> None:
+    assert run(root, files=files) == (0, "started")
 
 
 @pytest.mark.parametrize("port", [20001, 20003, 20004, 20010, 20017])

@@ -140,3 +140,11 @@ def applied(seen: World) -> World:
 
 def rolled(seen: World) -> set[str]:
     return {one.name for one in plan(applied(seen), SETTINGS).actions if isinstance(one, Delete)}
+
+
+def test_status_names_the_pod_that_does_not_find_pod_0() -> None:
+    words = "demo-engine-1-1 (it cannot reach pod 0: demo-engine-1-0.demo-engines: Name or service not known)"
+    said = f"it waits until all 2 pods can start together, now for {words}"
+    starting = [pod(1, rank, ready=False) for rank in range(2)]
+    shown = engines(fleet(pod(0, 0), pod(0, 1), *starting, gates=(True, False), reason=said))[1]
+    assert shown["reason"].endswith(f"now for {words}.")

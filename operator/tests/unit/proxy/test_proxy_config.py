@@ -14,8 +14,8 @@ from sglang_rollout.proxy.versions import UNSET
 
 GOLDEN = Path(__file__).parent / "golden"
 LOOPBACK = Address("127.0.0.1", 30001)
-GATE = GateParams(Address("0.0.0.0", 30000), LOOPBACK, Address("127.0.0.1", 30002), "/run/rollout/gate/gate.sock")
-FRONT = FrontParams(Address("0.0.0.0", 30000), Address("127.0.0.1", 30010), Address("127.0.0.1", 30020))
+GATE = GateParams(Address("::", 30000), LOOPBACK, Address("127.0.0.1", 30002), "/run/rollout/gate/gate.sock")
+FRONT = FrontParams(Address("::", 30000), Address("127.0.0.1", 30010), Address("127.0.0.1", 30020))
 TEXTS = {"gate": gate_config(GATE), "front": front_config(FRONT)}
 
 
@@ -71,6 +71,14 @@ def test_sockets_that_would_break_the_configuration_are_refused(socket: str) -> 
 def test_addresses(text: str, host: str, port: int) -> None:
     assert Address.parse(text) == Address(host, port)
     assert str(Address.parse(text)) == text
+
+
+@pytest.mark.parametrize("ip", ["10.0.0.7", "fd00::7"])
+def test_brackets_may_be_around_any_ip(ip: str) -> None:
+    """A pod's own gate is written so: which family its IP has, nobody knows before it runs."""
+    assert Address.parse(f"[{ip}]:30000") == Address(ip, 30000)
+    assert Address.parse(str(Address(ip, 30000))) == Address(ip, 30000)
+    assert Address("fd00::7", 30000).url == "http://[fd00::7]:30000"
 
 
 @pytest.mark.parametrize("text", ["", "80", "host:", ":80", "host:0", "host:65536", "host:8o", "ho st:80", "::1:80x", "a\n:80", "-x:80"])

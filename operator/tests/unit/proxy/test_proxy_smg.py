@@ -45,7 +45,7 @@ def test_smg_knows_every_flag() -> None:
 def test_print_shows_what_would_run() -> None:
     gate = CliRunner().invoke(command, ["gate", "--socket", "/run/x/gate.sock", "--print"])
     assert gate.exit_code == 0
-    assert "bind 0.0.0.0:30000" in gate.output
+    assert "bind [::]:30000 v4v6" in gate.output
     front = CliRunner().invoke(command, ["front", "--listen", "127.0.0.1:1234", "--print"])
     assert "bind 127.0.0.1:1234" in front.output
     smg = CliRunner().invoke(command, ["smg", "--policy", "RoundRobin", "--print", "--", "--log-level", "debug"])
