@@ -222,12 +222,12 @@ def _check_free(address: Address, option: str) -> None:
 
 def _why_taken(address: Address) -> str:
     """Why nothing can listen there, or nothing."""
-    with socket.socket(socket.AF_INET6 if address.is_v6 else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if address.is_v6 else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address.host, address.port))
-        except OSError as error:
-            return error.strerror or str(error)
+    except OSError as error:  # also of a kernel without IPv6
+        return error.strerror or str(error)
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
+
+from sglang_rollout.local import cli
+from sglang_rollout.proxy.address import Address
 
 LINE = [sys.executable, "-m", "sglang_rollout.cli", "local"]
 pytestmark = pytest.mark.router
@@ -73,6 +77,16 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         text = refused("--engine", "127.0.0.1:1", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert "cannot be used: Address already in use" in text
+
+
+def test_an_address_that_this_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without IPv6 refuses the socket itself."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert cli._why_taken(Address.parse("[::1]:30000")) == "Address family not supported by protocol"
 
 
 def test_engines_that_are_none() -> None:
