@@ -148,9 +148,9 @@ class World:
 
     def note_least(self, effect: Send) -> None:
         """How many acknowledgements the policy asks for. None: one of everybody who took part."""
-        if effect.path == AGENT_ACK:
-            body, least = next(iter(effect.bodies.values())), self.policy.min_committed
-            wanted, cohort = len(self.engines), tuple(body["cohort"])
+        least, wanted = self.policy.min_committed, len(self.engines)
+        for body in effect.bodies.values() if effect.path == AGENT_ACK else ():
+            cohort = tuple(body["cohort"])
             share = math.ceil(int(least.rstrip("%")) * wanted / 100) if isinstance(least, str) else min(least or len(cohort), wanted)
             self.least.setdefault((key(Version.model_validate(body["version"])), cohort), max(1, share))
 
