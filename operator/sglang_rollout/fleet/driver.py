@@ -276,7 +276,7 @@ class Driver:
             return
         self._synced[name] = time.monotonic()
         try:
-            status = await self._agents.sync(name, machine.fleet.sync_request())
+            status = await self._agents.sync(name, machine.fleet.sync_request(name))
             self.feed(Seen(name, status, time.monotonic()))
         except Exception as error:  # noqa: BLE001 - reported through _fail, which ends the process
             self._fail(error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from fleet_agent import FakeAgent
+from fleet_agent import NAMES, FakeAgent
 
 from sglang_rollout.fleet.update import Machine, calls
 from sglang_rollout.fleet.update import requests as rq
@@ -51,6 +53,12 @@ class World:
         self.calls = 0
         self.acked: dict[tuple[tuple[int, int], tuple[str, ...]], set[str]] = {}
         """Who acknowledged which version of which cohort."""
+        self.least: dict[tuple[tuple[int, int], tuple[str, ...]], int] = {}
+        """How many of that cohort had to, when they were asked."""
+        self.opened: tuple[object, dict[str, object]] = (None, {})
+        """The open update, and what its trainer has sent, tensor by tensor."""
+        self.pushed: dict[tuple[int, int], dict[str, object]] = {}
+        """What each committed version must hold, of all that trainers have sent."""
         self.attempts = 0
         self.committed_contents: dict[tuple[int, int], object] = {}
         self.contents: dict[tuple[int, int], object] = {}
@@ -105,6 +113,9 @@ class World:
                     if isinstance(effect, Send):
                         self.sent.append(effect)
                         self.check_hold(effect)
+                        self.note_least(effect)
+                    elif (before := self.pushed.get(key(self.history[-1]))) is not None:
+                        self.pushed[key(effect.record.committed)] = {**before, **self.opened[1]}
                 case Save(record):
                     self.record = record
                 case Cut():
@@ -120,8 +131,11 @@ class World:
                 self.history.clear()
                 self.contents.clear()
                 self.tensors.clear()
+                self.pushed.clear()
         if committed is not None and (not self.history or self.history[-1] != committed):
             self.history.append(committed)
+            if committed.is_base:
+                self.pushed[key(committed)] = dict.fromkeys(NAMES, "base")
 
     def check_hold(self, effect: Send) -> None:
         """While the spec holds the fleet nobody is told to generate, and nobody that it does not; a dirty engine never by a commit."""
@@ -131,6 +145,23 @@ class World:
         if kept is not FleetState.ACTIVE:
             assert effect.path not in (calls.CONTINUE, AGENT_RUN), "a held fleet was told to generate"
             assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
+
+    def note_least(self, effect: Send) -> None:
+        """How many acknowledgements the policy asks for. None: one of everybody who took part."""
+        least, wanted = self.policy.min_committed, len(self.engines)
+        for body in effect.bodies.values() if effect.path == AGENT_ACK else ():
+            cohort = tuple(body["cohort"])
+            share = math.ceil(int(least.rstrip("%")) * wanted / 100) if isinstance(least, str) else min(least or len(cohort), wanted)
+            self.least.setdefault((key(Version.model_validate(body["version"])), cohort), max(1, share))
+
+    def note_sent(self, path: str, body: Mapping[str, Any], token: object) -> None:
+        """What the trainer of the open update has brought: each tensor as it came last."""
+        update = self.machine.fleet.update
+        if update is not None and path in (calls.UPDATE, calls.UPDATE_DISK):
+            if self.opened[0] is not update:
+                self.opened = (update, {})
+            names = body["names"] if path == calls.UPDATE else NAMES
+            self.opened[1].update(dict.fromkeys(names, token if path == calls.UPDATE else ("disk", body["model_path"])))
 
     def _witnesses(self, version: Version) -> list[str]:
         wanted = {engine.name for engine in self.engines}
@@ -175,6 +206,7 @@ class World:
             return
         self.attempts += 1
         token = ("update", self.attempts)
+        self.note_sent(effect.path, next(iter(effect.bodies.values())), token)
         results = {}
         for name, body in effect.bodies.items():
             agent = self.agents.get(name)

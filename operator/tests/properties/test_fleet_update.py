@@ -212,17 +212,27 @@ class Fence(RuleBasedStateMachine):
                     assert agent.tensors == self.world.tensors.setdefault(key(agent.version), dict(agent.tensors)), "a mixture is served"
 
     @invariant()
+    def what_is_served_is_what_trainers_sent(self) -> None:
+        """Every open gate shows a version that some coordinator committed, with each tensor as a trainer sent it last."""
+        committed = {key(version) for version in self.world.history}
+        for agent in self.world.agents.values():
+            if agent.gate_open:
+                assert agent.version is not None
+                assert key(agent.version) in committed, "nobody committed this"
+                if key(agent.version) in self.world.pushed:
+                    assert agent.tensors == self.world.pushed[key(agent.version)], "it is not what was sent"
+
+    @invariant()
     def versions_never_go_back(self) -> None:
         history = self.world.history
         assert all(key(before) < key(after) for before, after in pairwise(history))
 
     @invariant()
     def every_commit_was_acknowledged_by_as_many_as_the_policy_wants(self) -> None:
-        least = self.world.policy.min_committed
         complete = {
             version
             for (version, cohort), acked in self.world.acked.items()
-            if len(acked & set(cohort)) >= (len(cohort) if least is None else 1)
+            if len(acked & set(cohort)) >= self.world.least[version, cohort]
         }
         assert all(version.is_base or key(version) in complete for version in self.world.history)
 

@@ -60,6 +60,16 @@ class Knowledge:
         engine = self._fleet.engines.get(status.name)
         if engine is not None:
             engine.status, engine.misses, engine.heard = status, 0, self._fleet.now
+            self._burn(status)
+
+    def _burn(self, status: AgentStatus) -> None:
+        """Another coordinator has committed, or has brought to an engine, what this one does not know of: in the middle of an update
+        it cannot be taken over any more, and its number must not name other weights."""
+        fleet = self._fleet
+        outside = fleet.update is None or status.name not in fleet.update.boots
+        claims = [status.committed, status.version if outside and status.state is EngineState.CLEAN else None]
+        if fleet.committed is not None:
+            fleet.burn(version for version in claims if version is not None and key(version) > key(fleet.committed))
 
     def wanted(self, event: Wanted) -> None:
         """Take in the members and the policy."""
@@ -157,9 +167,7 @@ class Knowledge:
                 engines=[name for name, engine in fleet.engines.items() if engine.holds(proved)],
             )  # fmt: skip
         for status in self._statuses():
-            held = status.version if status.state is EngineState.CLEAN else None
-            if held is not None and key(held) > key(fleet.committed):
-                fleet.burn([held])
+            self._burn(status)
 
     def _members(self) -> tuple[tuple[str, int, str | None], ...]:
         engines = self._fleet.members().items()

@@ -194,14 +194,17 @@ class Fleet:
         moment = datetime.fromtimestamp(self.now + self.wall_offset, UTC)
         return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
-    def sync_request(self) -> SyncRequest:
-        """What every agent is told again and again."""
+    def sync_request(self, name: str | None = None) -> SyncRequest:
+        """What every agent is told again and again. One that was never heard (``name``) is asked first: what it was told before
+        may prove a newer version, and it forgets that with the first word of another one."""
+        engine = self.engines.get(name) if name is not None else None
+        proved = self.committed is not None and (engine is None or engine.status is not None)
         return SyncRequest(
-            committed=self.committed,
-            tolerated=self.tolerated(),
+            committed=self.committed if proved else None,
+            tolerated=self.tolerated() if proved else [],
             lease=self.policy.trainer_lease.ttl,
             silent=self.policy.deadlines.silent,
-            hold=self.kept if self.committed is not None else None,
+            hold=self.kept if proved else None,
             drain=self.drain,
         )
 

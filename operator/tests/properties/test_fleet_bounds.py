@@ -1,0 +1,63 @@
+"""From wherever a fleet is, it comes to rest by itself when its trainer says nothing any more, within the limits of its policy."""
+
+from __future__ import annotations
+
+from fleet_agent import NAMES
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from test_fleet_update import Fence
+
+from sglang_rollout.fleet.update import events as ev
+from sglang_rollout.fleet.update import requests as rq
+from sglang_rollout.fleet.update.progress import By
+from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
+
+UPKEEP = 30.0
+"""What ends a pause takes some calls of its own after the limit, and strays are looked for a moment longer."""
+
+
+class Silence(Fence):
+    """The same fleet; in the end its trainer is silent, engines that are gone stay gone, and only time passes."""
+
+    jump = 5.0
+    last: rq.Request | None = rq.Pause("retract", {"mode": "retract"})
+
+    @rule(seconds=st.sampled_from([1.0, 7.0, 61.0]))
+    def choose_jump(self, seconds: float) -> None:
+        """How far apart the coordinator looks at the clock."""
+        self.jump = seconds
+
+    @rule(last=st.sampled_from([None, rq.Begin(), rq.Update(None, None, {"names": list(NAMES)})]))
+    def choose_last(self, last: rq.Request | None) -> None:
+        """What the trainer asks for before it falls silent."""
+        self.last = last
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        # Calls under way end within their deadlines: those of engines that are not there fail.
+        within = sum(effect.deadline for effect in world.pending if isinstance(effect, ev.Send))
+        world.drain()
+        if self.last is not None:
+            world.do(self.last)
+        until = world.now + world.policy.deadlines.idle + UPKEEP + 3 * self.jump + within
+        while world.now < until:
+            world.tick(self.jump)
+            world.sync_all()
+            world.drain()
+        fleet = world.machine.fleet
+        assert fleet.update is None, "an update is open for ever"
+        assert fleet.hold is None or fleet.hold.by is By.LOSS, "a pause lasts for ever"
+        assert not world.machine.changing
+        if fleet.committed is not None and fleet.kept is FleetState.ACTIVE:
+            waiting = [agent for agent in world.agents.values() if agent.up and agent.answers and not agent.released]
+            assert not any(agent.paused or agent.session for agent in waiting if agent.state is EngineState.CLEAN), (
+                "an engine is left paused"
+            )
+
+
+Silence.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSilence = Silence.TestCase
