@@ -198,7 +198,8 @@ class FakeAgent:
         if path == CHECKER and self.checksum is None:
             return Result(ok=False, status=404, message="Not Found")
         if path == CHECKER:
-            told = self.checksum if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
+            honest = f"of {sorted(self.tensors.items())}" if self.checksum == "same" else self.checksum
+            told = honest if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
             return Result(ok=True, status=200, checksums=("".join([told, *self.handles]),)) if works else refused
         if path == calls.CONTINUE:
             if self.state is EngineState.DIRTY or self.released or not works:

@@ -77,7 +77,7 @@ class World:
     def start(self) -> None:
         """A new coordinator."""
         self.pending = []
-        self.lossy = self.record is None
+        self.lossy = self.record is None or (bool(self.history) and key(self.record.committed) < key(self.history[-1]))
         term = (self.record.term if self.record else 0) + 1
         self.machine = Machine(name="demo", term=term, record=self.record, at=self.now)
         self.want()
@@ -115,7 +115,7 @@ class World:
                         self.check_hold(effect)
                         self.note_least(effect)
                     elif (before := self.pushed.get(key(self.history[-1]))) is not None:
-                        self.pushed[key(effect.record.committed)] = {**before, **self.opened[1]}
+                        self.pushed[key(effect.record.committed)] = {**self._under(effect.record.committed, before), **self.opened[1]}
                 case Save(record):
                     self.record = record
                 case Cut():
@@ -126,7 +126,7 @@ class World:
         committed = self.machine.fleet.committed
         if committed is not None and self.lossy:
             self.lossy = False
-            # The record is gone and no agent that was told lives any more: nothing is left that could prove anything.
+            # The record is gone, or was not written yet, and no agent that was told lives any more: nothing is left that could prove it.
             if self.history and key(committed) < key(self.history[-1]) and not self._witnesses(self.history[-1]):
                 self.history.clear()
                 self.contents.clear()
@@ -140,7 +140,8 @@ class World:
     def check_hold(self, effect: Send) -> None:
         """While the spec holds the fleet nobody is told to generate, and nobody that it does not; a dirty engine never by a commit."""
         if effect.path == AGENT_RUN:
-            assert not any(self.agents[name].state is EngineState.DIRTY for name in effect.bodies), "a dirty engine was told to go on"
+            told = [self.agents[name] for name in effect.bodies if name in self.agents]
+            assert not any(agent.state is EngineState.DIRTY for agent in told), "a dirty engine was told to go on"
         kept = self.machine.fleet.kept
         if kept is not FleetState.ACTIVE:
             assert effect.path not in (calls.CONTINUE, AGENT_RUN), "a held fleet was told to generate"
@@ -162,6 +163,13 @@ class World:
                 self.opened = (update, {})
             names = body["names"] if path == calls.UPDATE else NAMES
             self.opened[1].update(dict.fromkeys(names, token if path == calls.UPDATE else ("disk", body["model_path"])))
+
+    def _under(self, version: Version, before: dict[str, object]) -> dict[str, object]:
+        """What a commit leaves of what was there: nothing, where a new run begins on engines that all hold what they were started with."""
+        told = [self.agents[engine.name] for engine in self.engines if engine.name in self.agents]
+        rest = [name for name in NAMES if name not in self.opened[1]]
+        anew = version.run > self.history[-1].run and all(agent.tensors[name] == "base" for agent in told for name in rest)
+        return dict.fromkeys(NAMES, "base") if anew else before
 
     def _witnesses(self, version: Version) -> list[str]:
         wanted = {engine.name for engine in self.engines}

@@ -33,7 +33,7 @@ def test_a_fleet_that_wakes_serves_when_its_checksums_are_those_of_the_record() 
     settled(world)
     assert [agent.released for agent in world.agents.values()] == [[*MEMORY]] * 2
     assert world.record is not None
-    assert world.record.checksums == {1: ("same",)}, "asked before anybody slept"
+    assert world.record.checksums == {1: (f"of {sorted(world.agents['e0'].tensors.items())}",)}, "asked before anybody slept"
     world.start()  # whoever asked is gone; the record knows
     tell(world)
     wake(world)

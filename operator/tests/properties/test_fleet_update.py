@@ -128,6 +128,22 @@ class Fence(RuleBasedStateMachine):
             self.ask(request)
             self.world.drain()
 
+    @rule(part=parts, step=st.integers(0, 3), broken=names)
+    def push_with_a_fault(self, part: tuple[str, ...], step: int, broken: frozenset[str]) -> None:
+        """A push of some tensors; of the steps of its end (session, checksum, flush, acknowledgement) one fails on some engines."""
+        self.world.drain()
+        self.world.sync_all()
+        self.world.drain()
+        self.open_group("g", 1500)
+        self.world.drain()
+        for request in (rq.Begin(), rq.Update("g", None, {"names": list(part if self.remembers() else NAMES)})):
+            self.ask(request)
+            self.world.drain()
+        self.ask(rq.End())
+        for turn in range(step + 1):
+            if self.world.pending:
+                self.world.complete(0, broken if turn == step else frozenset())
+
     @rule(name=st.sampled_from(ENGINES), on=st.booleans())
     def drain_engine(self, name: str, on: bool) -> None:
         """Its pod is about to end; or the engine has been replaced."""
