@@ -40,6 +40,19 @@ def test_a_fleet_that_wakes_serves_when_its_checksums_are_those_of_the_record() 
     assert all(agent.gate_open and agent.version == V1 for agent in world.agents.values())
 
 
+def test_an_engine_that_was_restarted_unnoticed_does_not_tell_what_is_committed() -> None:
+    """It is asked before it sleeps, and holds what it was started with."""
+    world = World([1])
+    world.sync_all()
+    push(world, "1")
+    world.agents["e0"].restart()
+    world.set_state(FleetState.ASLEEP)
+    world.drain()
+    settled(world)
+    wake(world)
+    assert (world.agents["e0"].gate_open, world.agents["e0"].content) == (False, "base")
+
+
 def test_an_engine_that_woke_with_other_bytes_stays_closed_until_a_push() -> None:
     world = make(FleetState.ASLEEP)
     settled(world)

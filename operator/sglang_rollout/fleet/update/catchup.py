@@ -14,7 +14,7 @@ from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.requests import Answer, Body
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM, Checksums
+from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM, Checksums, vouched
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
 from sglang_rollout.wire.policy import Verify
@@ -139,7 +139,7 @@ def _compare(fleet: Fleet, joiner: Engine, version: Version) -> Script[None]:
 
 def _ask_peer(fleet: Fleet, peer: str, size: int, version: Version) -> Script[Checksums]:
     """What an engine holds that has the version."""
-    said = yield from _one(peer, CHECKER, CHECKSUM, fleet.policy.deadlines.update)
+    said = (yield from vouched(fleet, [peer], version))[peer]
     if said.checksums is None:
         raise _FailedError(f"engine {peer}, with which it was to be compared, did not say what it holds: {said.message.rstrip('.')}")
     if fleet.committed == version:

@@ -12,7 +12,7 @@ from sglang_rollout.fleet.update.calls import Results, Script, Turn, failures, s
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.requests import Answer, ReleaseMemory, ResumeMemory
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM
+from sglang_rollout.fleet.update.verify import CHECKER, CHECKSUM, vouched
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import Noted
@@ -103,7 +103,9 @@ def _reported(results: Results, what: str, done: str) -> Answer:
 def note_checksums(fleet: Fleet) -> Script[None]:
     """Ask what the committed version is, as long as there are engines that hold it."""
     boots = {name: fleet.boot(name) or "" for name in unnoted(fleet)}
-    results = yield from send(CHECKER, same(boots, CHECKSUM), fleet.policy.deadlines.update)
+    if fleet.committed is None:
+        return
+    results = yield from vouched(fleet, boots, fleet.committed)
     for name, boot in boots.items():
         found = results[name].checksums
         if found is None:

@@ -7,13 +7,15 @@ sharded as the engine holds them. So they are comparable among engines of equal 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from sglang_rollout.fleet.update.calls import PATIENCE, Script, same, send
+from sglang_rollout.fleet.update.calls import PATIENCE, Script, same, send, sync
 from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.states import FleetMode
+from sglang_rollout.wire.weights import EngineState, Version
 
 CHECKER = "/weights_checker"
 CHECKSUM = {"action": "checksum"}
@@ -48,6 +50,23 @@ def verify(fleet: Fleet, names: list[str]) -> Script[dict[str, str]]:
     for size, alike in by_shape.items():
         wrong |= _unexpected(alike, expected[size]) if size in expected else differing(alike)
     return wrong
+
+
+def vouched(fleet: Fleet, names: Iterable[str], version: Version) -> Script[dict[str, Result]]:
+    """What engines that hold a version say that it is. They are heard once more after that: one that was restarted, and of which
+    nobody knows yet, speaks of what it was started with."""
+    boots = {name: fleet.boot(name) for name in names}
+    results = yield from send(CHECKER, same(boots, CHECKSUM), fleet.policy.deadlines.update)
+    heard = yield from sync(fleet, [name for name in boots if results[name].checksums is not None])
+    found = {}
+    for name, result in results.items():
+        agent = heard[name].agent if name in heard else None
+        same_life = agent is not None and agent.boot_id == boots[name]
+        holds = same_life and agent is not None and agent.state is EngineState.CLEAN and agent.version == version
+        found[name] = (
+            result if holds else replace(result, checksums=None, message=result.message or "it does not hold that version any more")
+        )
+    return found
 
 
 def _size(fleet: Fleet, name: str) -> int:
