@@ -111,6 +111,8 @@ class Record(Message):
     last_update: LastUpdate | None = None
     history: list[Version] = Field(default_factory=list)
     """Versions of this run, oldest first, that may be served: the committed one and those that the policy tolerates."""
+    burned: Version | None = None
+    """The newest version that was given up after some engine may have taken it: its number never names other weights."""
     next_run: int = 0
     """The run that the next update opens, if somebody asked for a new one."""
     fleet_id: str = ""

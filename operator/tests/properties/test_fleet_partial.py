@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fleet_world import World, group_body
+from fleet_world import World, group_body, push
 
 from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.calls import END, FLUSH
+from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.weights import Version
 
 COMMITS = {"end": rq.End(), "continue": rq.Continue({}), "flush": rq.Flush(), "destroy": rq.CloseGroup("g")}
@@ -74,3 +75,24 @@ def test_an_engine_that_does_not_answer_the_flush_is_left_behind() -> None:
     answer = until_answered(world, call)
     assert (answer.status, list(answer.fleet["fenced"])) == (200, ["e1"])
     assert "engine e1 did not flush its cache: no answer" in answer.message
+
+
+def test_a_number_that_was_given_up_is_not_used_again_by_the_next_coordinator() -> None:
+    """e0 acknowledged it; a later update has soiled e0, so that no engine tells of it any more."""
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    for request in (rq.Begin(), rq.Update("g", None, {"names": ["w"]})):
+        assert world.do(request).success
+    call = world.ask(rq.End())
+    while call not in world.answers:
+        path = getattr(world.pending[0], "path", "")
+        world.complete(broken=frozenset({"e1"} if path == AGENT_ACK else ()))
+    world.drain()
+    assert world.agents["e0"].version == Version(run=1, n=1, label="1")
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.Begin()).success
+    world.start()
+    world.sync_all()
+    world.drain()
+    assert push(world, None) == Version(run=1, n=2, label="2")

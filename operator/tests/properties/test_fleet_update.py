@@ -188,6 +188,10 @@ class Fence(RuleBasedStateMachine):
     def restart_coordinator(self, keep_record: bool) -> None:
         if not keep_record:
             self.world.record = None
+            # Nobody remembers the numbers of updates that were given up; none of them was ever served.
+            committed = {key(version) for version in self.world.history}
+            for number in set(self.world.tensors) - committed:
+                del self.world.tensors[number]
         self.restarted = True
         self.world.start()
 

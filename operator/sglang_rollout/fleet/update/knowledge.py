@@ -139,6 +139,7 @@ class Knowledge:
         if self._record is not None:
             fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
             fleet.next_run = self._record.next_run
+            fleet.burn([self._record.burned])
             fleet.called = {row.name: row.path for row in self._record.adapters if not row.by_spec}
             fleet.id = self._record.fleet_id or fleet.id
             fleet.noted = dict(self._record.noted)

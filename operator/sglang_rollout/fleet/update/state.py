@@ -221,6 +221,7 @@ class Fleet:
             groups=[group.row() for group in self.groups.values()],
             last_update=self.last_update,
             history=self.history,
+            burned=self.burned,
             next_run=self.next_run,
             fleet_id=self.id,
             world_size=self.table.world_size,
