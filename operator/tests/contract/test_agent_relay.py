@@ -170,6 +170,7 @@ async def test_a_trainer_that_goes_away_takes_its_call_back(lab: Lab) -> None:
     await until(lambda: _true(bool(lab.coordinator.asked)), 30, "the coordinator is asked")
     call.cancel()
     await until(lambda: _true(lab.coordinator.left), 30, "the coordinator sees that the trainer is gone")
+    assert lab.coordinator.left
 
 
 async def test_a_body_as_large_as_an_agent_takes_passes_and_a_larger_one_does_not(lab: Lab) -> None:

@@ -21,8 +21,9 @@ def line(kind: str, listen: str, folder: Path) -> list[str]:
     return ["proxy", kind, "--listen", listen, *parts]
 
 
-async def reached(process: Process, *urls: str) -> None:
-    """Wait until haproxy answers at each of these."""
+async def reached(process: Process, *urls: str) -> list[str]:
+    """Wait until haproxy answers at each of these; those that it did."""
+    found = []
     await process.start()
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
@@ -36,8 +37,10 @@ async def reached(process: Process, *urls: str) -> None:
                         return False
 
                 await until(answers, 40, f"{url} is answered")
+                found.append(url)
     finally:
         await process.end()
+    return found
 
 
 @needs_ipv6
@@ -45,7 +48,8 @@ async def reached(process: Process, *urls: str) -> None:
 async def test_all_addresses_are_those_of_both_families(kind: str, path: str, tmp_path: Path) -> None:
     port = free_port()
     process = Process(line(kind, f"[::]:{port}", tmp_path), tmp_path / "log")
-    await reached(process, f"http://[::1]:{port}{path}", f"http://127.0.0.1:{port}{path}")
+    both = [f"http://[::1]:{port}{path}", f"http://127.0.0.1:{port}{path}"]
+    assert await reached(process, *both) == both
 
 
 @pytest.mark.parametrize("kind", ["gate", "front"])
@@ -75,3 +79,4 @@ async def test_a_gate_finds_an_agent_on_an_ipv6_address(tmp_path: Path) -> None:
         process = Process([*line("gate", f"[::1]:{port}", tmp_path), "--agent", there], tmp_path / "log")
         await reached(process, f"http://[::1]:{port}/agent/health")
         await asyncio.wait_for(asked.wait(), 40)
+        assert asked.is_set(), "haproxy has asked the agent"

@@ -73,6 +73,7 @@ async def test_the_document_tells_the_nccl_of_each_engine(lab: Lab) -> None:
         return [member["nccl"] for member in members] == [None, nccl.model_dump(mode="json")]
 
     await lab.until("GET /fleet says it", told)
+    assert await told()
 
 
 async def test_on_loss_pause_an_idle_fleet_pauses_when_the_trainers_store_is_closed(tmp_path: Path) -> None:
