@@ -178,19 +178,7 @@ class FakeAgent:
         if "weights" in self.released and path in NEED_WEIGHTS:
             return refused
         if path == AGENT_ACK:
-            version = Version.model_validate(body["version"])
-            if not works or body["boot_id"] != self.boot or self.session:
-                return refused
-            if self.state is EngineState.CLEAN:
-                return Result(ok=True, status=200, agent=self.status()) if self.version == version else refused
-            if body["verified"] and self.lost and self.state is EngineState.UNKNOWN:
-                self.state, self.version, self.cohort, self.lost = EngineState.CLEAN, version, body["cohort"], False
-                return Result(ok=True, status=200, agent=self.status())
-            if not self.fed or self.failed:
-                return refused
-            self.state, self.version, self.cohort, self.content = EngineState.CLEAN, version, body["cohort"], token
-            self.lost = False
-            return Result(ok=True, status=200, agent=self.status())
+            return self._acknowledge(body, token, works)
         if path == calls.UPDATE_DISK:
             self.loaded = body["model_path"]
             return self._load(works)
@@ -234,31 +222,8 @@ class FakeAgent:
                 return refused
             self.session = False
             return done
-        if path == LOAD:
-            found = self.folders.get(body["lora_path"], body["lora_path"])
-            if not works or not found or body["lora_name"] in self.adapters:
-                return refused
-            self.read = {**self.read, body["lora_name"]: found}
-            self.adapters = {**self.adapters, body["lora_name"]: body["lora_path"]}
-            return done
-        if path == UNLOAD:
-            if not works or body["lora_name"] not in self.adapters:
-                return refused
-            self.adapters = {name: where for name, where in self.adapters.items() if name != body["lora_name"]}
-            self.read = {name: what for name, what in self.read.items() if name != body["lora_name"]}
-            return done
-        if path == RELEASE:
-            if not works or self.session:
-                return refused
-            self.paused = True
-            self._release(body["tags"])
-            return done
-        if path == RESUME:
-            if not works or self.asleep or not set(body["tags"]) <= set(self.released):
-                return refused
-            self.released = [tag for tag in self.released if tag not in body["tags"]]
-            self.paused = self.paused and bool(self.released)
-            return done
+        if path in (LOAD, UNLOAD, RELEASE, RESUME):
+            return done if self._keep(path, body, works) else refused
         if path == calls.PAUSE:
             self.paused = True
             return done if works else refused
@@ -272,3 +237,48 @@ class FakeAgent:
             self.groups = [name for name in self.groups if name != body["group_name"]]
             return done if known else Result(ok=False, status=400, message="The group to be destroyed does not exist.")
         return done if works else refused
+
+    def _acknowledge(self, body: dict[str, Any], token: object, works: bool) -> Result:
+        refused = Result(ok=False, status=400, message="the engine failed.")
+        version = Version.model_validate(body["version"])
+        if not works or body["boot_id"] != self.boot or self.session:
+            return refused
+        if self.state is EngineState.CLEAN:
+            return Result(ok=True, status=200, agent=self.status()) if self.version == version else refused
+        if body["verified"] and self.lost and self.state is EngineState.UNKNOWN:
+            self.state, self.version, self.cohort, self.lost = EngineState.CLEAN, version, body["cohort"], False
+            return Result(ok=True, status=200, agent=self.status())
+        if not self.fed or self.failed:
+            return refused
+        self.state, self.version, self.cohort, self.content = EngineState.CLEAN, version, body["cohort"], token
+        self.lost = False
+        return Result(ok=True, status=200, agent=self.status())
+
+    def _keep(self, path: str, body: dict[str, Any], works: bool) -> bool:
+        """Adapters and memory; whether it did what it was told."""
+        if path == LOAD:
+            found = self.folders.get(body["lora_path"], body["lora_path"])
+            if not works or not found or body["lora_name"] in self.adapters:
+                return False
+            self.read = {**self.read, body["lora_name"]: found}
+            self.adapters = {**self.adapters, body["lora_name"]: body["lora_path"]}
+            return True
+        if path == UNLOAD:
+            if not works or body["lora_name"] not in self.adapters:
+                return False
+            self.adapters = {name: where for name, where in self.adapters.items() if name != body["lora_name"]}
+            self.read = {name: what for name, what in self.read.items() if name != body["lora_name"]}
+            return True
+        if path == RELEASE:
+            if not works or self.session:
+                return False
+            self.paused = True
+            self._release(body["tags"])
+            return True
+        if path == RESUME:
+            if not works or self.asleep or not set(body["tags"]) <= set(self.released):
+                return False
+            self.released = [tag for tag in self.released if tag not in body["tags"]]
+            self.paused = self.paused and bool(self.released)
+            return True
+        raise AssertionError(path)
