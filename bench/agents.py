@@ -13,6 +13,8 @@ import logging
 import sys
 from pathlib import Path
 
+import uvloop
+
 from sglang_rollout.agent import cli
 from sglang_rollout.agent.gate import Gate, GateView
 from sglang_rollout.proxy.address import Address
@@ -61,4 +63,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    uvloop.run(main())

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import click
+import uvloop
 from aiohttp import web
 
 from sglang_rollout.agent import events as ev
@@ -119,9 +120,9 @@ def command(
     place = _place(nodes, node_rank, leader, advertise, boot_file)
     try:
         if place is not None and place.rank:
-            asyncio.run(_run_follower(place, name=name, url=engine_url, listen=address, token=token, model_path=model_path))
+            uvloop.run(_run_follower(place, name=name, url=engine_url, listen=address, token=token, model_path=model_path))
             return
-        asyncio.run(
+        uvloop.run(
             _run(
                 name=name,
                 url=engine_url,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import uvloop
 from aiohttp import web
 
 from sglang_rollout.fleet.agents import Agents
@@ -160,7 +161,7 @@ def command(listen: str, log_level: str, **given: Any) -> None:
         _files(options)
     ended = False
     try:
-        asyncio.run(serve(options, read_token(options.token_file)))
+        uvloop.run(serve(options, read_token(options.token_file)))
     except* (DeposedError, LostError, NoCredentials, OSError) as group:
         ended = True
         for error in _flat(group):

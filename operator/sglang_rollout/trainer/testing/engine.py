@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
+import uvloop
 from aiohttp import web
 
 from sglang_rollout.trainer.testing.app import App
@@ -261,7 +262,7 @@ class Loop:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="stand-in-loop")
         self._thread.start()
