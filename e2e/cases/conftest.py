@@ -15,6 +15,7 @@ from e2e import stand_in
 from e2e.cases.actions import document, push, serving
 from e2e.cases.stand import Stand
 from e2e.cases.stand import whole as make_whole
+from e2e.chaos.tokens import FEW
 from e2e.chaos.watch import Watch
 from e2e.kube import ROOT, SYSTEM, Kubectl, Refused, condition, describe_pods, eventually, install_operator
 
@@ -177,7 +178,7 @@ def watch(stand: Stand) -> Iterator[Watch]:
     made = Watch(stand.url, {"base": trainer.base})
     stand.push(trainer, made)
     trainer.end()
-    made.start()
+    made.start(FEW, FEW, FEW)
     yield made
     made.stop()
     assert made.violations == []

@@ -14,6 +14,7 @@ import requests
 
 from e2e.chaos.ground import Ground
 from e2e.chaos.stack import ENGINES, Stack
+from e2e.chaos.tokens import FEW, MANY
 from e2e.chaos.watch import Watch
 
 SLOW = {
@@ -131,7 +132,7 @@ class Matrix:
         """The first push: from here on something is committed."""
         self._stack.new_trainer()
         self._push_well(HEALED_WITHIN)
-        self._watch.start()
+        self._watch.start(FEW, FEW, MANY)
 
     def run(self, fault: Fault, phase: str) -> Cell:
         """One cell."""

@@ -16,7 +16,7 @@ from typing import Any
 import requests
 
 from e2e.chaos.talk import Trainer, local_trainer
-from e2e.chaos.trainer_protocol import PROMPT
+from e2e.chaos.tokens import PROMPT
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment
 
@@ -28,6 +28,8 @@ POLICY = {
 }
 """Short, so that the matrix ends; what is tested is that they hold."""
 ENGINES = 3
+TOKEN_MS = "20"
+"""Slow enough that some answers are under way when an update comes."""
 HUNG_FOR = 20.0
 """Seconds after which somebody notices an idle engine that hangs."""
 PARTS = {
@@ -179,7 +181,7 @@ class Stack:
         raise AssertionError(f"not within {within:g} s: {what}. The fleet: {json.dumps(self.document())[:1500]}")
 
     def _start_engine(self, port: int) -> subprocess.Popen[bytes]:
-        command = [str(environment.python(make=False)), "-m", "sglang_rollout.trainer.testing", "--port", str(port)]
+        command = [str(environment.python(make=False)), "-m", "sglang_rollout.trainer.testing", "--port", str(port), "--token-ms", TOKEN_MS]
         with (self.folder / f"engine-{port}.log").open("ab") as log:
             paths = {**os.environ, "PYTHONPATH": str(REPOSITORY / "operator")}
             return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=paths)

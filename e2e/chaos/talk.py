@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from e2e.chaos.tokens import Says, stand_in
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment
 
@@ -32,15 +33,15 @@ class Trainer:
         ready = self.said("ready", 120)
         self.pid = int(ready["pid"])
         """Of the trainer itself, where it runs."""
-        self.base = [int(token) for token in ready["tokens"]]
-        """What an engine generates that was never updated."""
+        self.base = stand_in(bytes.fromhex(ready["policy"]))
+        """What an engine says that was never updated."""
 
-    def begin(self, label: str, manner: str = "") -> list[int]:
-        """Start a push; returns the tokens that engines with its weights generate. For ``manner`` see ``trainer.py``."""
+    def begin(self, label: str, manner: str = "") -> Says:
+        """Start a push; returns what engines with its weights say. For ``manner`` see ``trainer.py``."""
         if self.process.stdin is None:
             raise RuntimeError("the trainer has no input")
         print(f"{manner} {label}".strip(), file=self.process.stdin, flush=True)
-        return [int(token) for token in self.said("tokens", 30)["tokens"]]
+        return stand_in(bytes.fromhex(self.said("policy", 30)["policy"]))
 
     def outcome(self, within: float) -> dict[str, Any]:
         """How the push went. Raises TimeoutError: it has not ended."""

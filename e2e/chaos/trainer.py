@@ -7,8 +7,8 @@
     keep LABEL      push, and write a snapshot into the folder SNAPSHOTS
     stall LABEL     push, but never take part in the broadcast that the engines wait for; says {"stalled": true} then
 
-The answer: ``label``, ``ok``, ``seconds``, ``error``, ``fenced``. Before it: ``tokens``, which a stand-in with these weights
-generates.
+The answer: ``label``, ``ok``, ``seconds``, ``error``, ``fenced``. Before it: ``policy``, the digest of these weights, from
+which follows what a stand-in generates with them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from unittest.mock import patch
 
 import torch
 
-from e2e.chaos.trainer_protocol import PROMPT, TOKENS
 from sglang_rollout.trainer import Fleet, Snapshots, connect
 from sglang_rollout.trainer import fleet as module
 from sglang_rollout.trainer.errors import FleetError
 from sglang_rollout.trainer.group import Group
 from sglang_rollout.trainer.push import Push
-from sglang_rollout.trainer.testing import StandIn, expected_tokens
+from sglang_rollout.trainer.testing import StandIn
+from sglang_rollout.trainer.testing.weights import held_from, policy_digest
 
 with StandIn() as _stand_in:
     BASE = _stand_in.tensors()
@@ -67,9 +67,9 @@ def stall(self: Group, buffer: Any, *, timeout: float) -> None:
 
 
 def push(fleet: Fleet, label: str, manner: str) -> dict[str, Any]:
-    """Push, and say how it went. Says first what engines with these weights generate: it may not come back."""
+    """Push, and say how it went. Says first which weights these are: it may not come back."""
     weights = policy(label)
-    print(json.dumps({"label": label, "tokens": expected_tokens(weights, PROMPT, TOKENS)}), flush=True)
+    print(json.dumps({"label": label, "policy": policy_digest(held_from(weights)).hex()}), flush=True)
     began = time.monotonic()
     error, fenced = "", {}
     keep = True if manner == "keep" else None
@@ -89,7 +89,7 @@ def main() -> None:
     # Not every push: only those that ask for it.
     snapshots = Snapshots(rest[0], model="/models/tiny", every=1_000_000) if rest else None
     with connect(url, timeout=60, snapshots=snapshots) as fleet:
-        print(json.dumps({"ready": True, "pid": os.getpid(), "tokens": expected_tokens(BASE, PROMPT, TOKENS)}), flush=True)
+        print(json.dumps({"ready": True, "pid": os.getpid(), "policy": policy_digest(held_from(BASE)).hex()}), flush=True)
         for line in sys.stdin:
             manner, _, label = line.strip().rpartition(" ")
             setattr(module, "Push", NamedLate if manner == "late" else Push)  # noqa: B010 - what push() makes

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import requests
 
-from e2e.chaos.trainer_protocol import PROMPT, TOKENS
+from e2e.chaos.tokens import PROMPT, Says
 
 
 @dataclass
@@ -16,19 +17,21 @@ class Watch:
     """Asks through the URL, again and again. ``violations`` are answers that must not have been."""
 
     url: str
-    expected: dict[str, list[int]]
-    """Tokens by label of every version that was ever pushed, or is being pushed."""
+    expected: dict[str, Says]
+    """By label, what is right of every version that was ever pushed or is being pushed."""
     violations: list[str] = field(default_factory=list)
     answers: int = 0
+    spanning: int = 0
+    """Of the answers: those with tokens of more than one version."""
     errors: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _over: dict[str, float] = field(default_factory=dict)
     """When a version was replaced: nothing that starts later may come from it."""
     _threads: list[threading.Thread] = field(default_factory=list)
 
-    def start(self, clients: int = 3) -> None:
-        """Begin."""
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(clients)]
+    def start(self, *lengths: int) -> None:
+        """Begin: a client for each length of an answer, in tokens."""
+        self._threads = [threading.Thread(target=self._run, args=(length,), daemon=True) for length in lengths]
         for thread in self._threads:
             thread.start()
 
@@ -50,8 +53,8 @@ class Watch:
         """The version was not committed: nothing may come from it."""
         self._over.setdefault(label, time.monotonic())
 
-    def _run(self) -> None:
-        params = {"temperature": 0, "max_new_tokens": TOKENS}
+    def _run(self, tokens: int) -> None:
+        params = {"temperature": 0, "max_new_tokens": tokens}
         with requests.Session() as session:
             while not self._stop.is_set():
                 began = time.monotonic()
@@ -67,20 +70,26 @@ class Watch:
                     self.errors += 1
                 time.sleep(0.02)
 
-    def _judge(self, reply: dict[str, object], began: float) -> None:
+    def _judge(self, reply: dict[str, Any], began: float) -> None:
         self.answers += 1
-        meta = reply.get("meta_info")
-        label = str(meta.get("weight_version")) if isinstance(meta, dict) else "?"
-        finish = meta.get("finish_reason") if isinstance(meta, dict) else None
-        if isinstance(finish, dict) and finish.get("type") == "abort":
+        meta, tokens = reply["meta_info"], reply["output_ids"]
+        if (meta.get("finish_reason") or {}).get("type") == "abort":
             return
-        tokens = reply.get("output_ids")
-        match = [name for name, wanted in self.expected.items() if wanted == tokens]
-        if isinstance(meta, dict) and len(meta.get("weight_versions") or []) > 1:
-            return  # it spans an update and says so, token by token
-        if not match:
-            self.violations.append(f"an answer labelled {label} holds tokens of no version: {tokens}")
-        elif match[0] != label:
-            self.violations.append(f"an answer labelled {label} holds the tokens of {match[0]}")
-        elif label in self._over and began > self._over[label]:
-            self.violations.append(f"an answer of version {label} began {began - self._over[label]:.2f} s after it was replaced")
+        whole = {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
+        spans = meta.get("weight_versions") or [whole]
+        self.spanning += len(spans) > 1
+        for span in spans:
+            before, part = tokens[: span["start"]], tokens[span["start"] : span["end"]]
+            if said := self._wrong(span["version"], before, part, began):
+                self.violations.append(said)
+                return
+
+    def _wrong(self, label: str, before: list[int], tokens: list[int], began: float) -> str:
+        """What is wrong with tokens that are labelled so and follow others; empty: nothing."""
+        right = {name: says(before, len(tokens)) for name, says in self.expected.items()}
+        if right.get(label, []) not in (tokens, None):
+            found = next((f"the tokens of {name}" for name, wanted in right.items() if wanted == tokens), "tokens of no version")
+            return f"an answer labelled {label} holds {found}: {tokens}"
+        if label in self._over and began > self._over[label]:
+            return f"an answer of version {label} began {began - self._over[label]:.2f} s after it was replaced"
+        return ""

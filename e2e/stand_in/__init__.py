@@ -20,7 +20,6 @@ _TRAINER = {
     "e2e": "e2e/__init__.py",
     "chaos": "e2e/chaos/__init__.py",
     "trainer": "e2e/chaos/trainer.py",
-    "protocol": "e2e/chaos/trainer_protocol.py",
 }
 Document = dict[str, Any]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from e2e.chaos.trainer_protocol import PROMPT, TOKENS
+from e2e.chaos.tokens import FEW, PROMPT
 from e2e.engine import Engine, environment
 from ports import free_port
 from wire_lab import Peer, peer, sglang, stand_in
@@ -72,7 +72,7 @@ class Fleet:
 
     def generate(self, url: str | None = None) -> tuple[list[int], str]:
         """Tokens and version: of the fleet, or of one engine past its gate."""
-        body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS}}
+        body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": FEW}}
         end = time.monotonic() + 30
         while True:
             reply = requests.post(f"{url or self.url}/generate", json=body, timeout=60)
@@ -96,14 +96,14 @@ class Fleet:
 def _expected(kind: str, folder: Path) -> dict[float, list[int]]:
     model = environment.model()
     if kind == "sglang":
-        command = [str(environment.python(make=False)), "-c", REFERENCE, str(model), json.dumps(PROMPT), str(TOKENS), *map(str, SCALES)]
+        command = [str(environment.python(make=False)), "-c", REFERENCE, str(model), json.dumps(PROMPT), str(FEW), *map(str, SCALES)]
         out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
         return dict(zip(SCALES, json.loads(out.splitlines()[-1]), strict=True))
     found = {}
     with peer() as made:
         for scale in SCALES:
             made.save(scale, folder / str(scale))
-            found[scale] = expected_tokens(read_folder(folder / str(scale)), PROMPT, TOKENS)
+            found[scale] = expected_tokens(read_folder(folder / str(scale)), PROMPT, FEW)
     return found
 
 

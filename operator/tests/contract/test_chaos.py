@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from e2e.chaos.matrix import FAULTS, Matrix
 from e2e.chaos.stack import Stack
-from e2e.chaos.trainer_protocol import PROMPT, TOKENS
+from e2e.chaos.tokens import known, stand_in
 from e2e.chaos.watch import Watch
 
-from sglang_rollout.trainer.testing import StandIn, expected_tokens
+from sglang_rollout.trainer.testing import StandIn
+from sglang_rollout.trainer.testing.weights import policy_digest
 
 pytestmark = [pytest.mark.engine, pytest.mark.router, pytest.mark.timeout(600)]
 
@@ -27,7 +28,7 @@ CELLS = [
 def test_whatever_dies_no_answer_is_of_the_wrong_version_and_the_next_update_works(tmp_path: Path) -> None:
     with Stack(tmp_path, 26500) as stack:
         with StandIn() as base:
-            watch = Watch(stack.url, {"default": expected_tokens(base.tensors(), PROMPT, TOKENS)})
+            watch = Watch(stack.url, {"default": stand_in(policy_digest(base.tensors()))})
         matrix = Matrix(stack, watch)
         matrix.begin()
         cells = [matrix.run(FAULTS[fault], phase) for fault, phase in CELLS]
@@ -36,22 +37,36 @@ def test_whatever_dies_no_answer_is_of_the_wrong_version_and_the_next_update_wor
     assert all(cell.hit for cell in cells)
     assert watch.violations == []
     assert watch.answers > 100, "somebody must have asked"
+    assert watch.spanning > 0, "some answer was under way when an update came"
 
 
 def test_the_watch_sees_what_is_wrong() -> None:
     """Without this, a client that judges nothing would make every cell pass."""
-    watch = Watch("http://nowhere", {"v1": [1, 2], "v2": [3, 4]})
+    watch = Watch("http://nowhere", {"v1": known([1, 2]), "v2": known([3, 4])})
     watch.committed("v1")
     right = {"output_ids": [1, 2], "meta_info": {"weight_version": "v1"}}
     watch._judge(right, began=1e12)
     assert watch.violations == []
     watch._judge({"output_ids": [1, 4], "meta_info": {"weight_version": "v1"}}, began=1e12)
     watch._judge({"output_ids": [3, 4], "meta_info": {"weight_version": "v1"}}, began=1e12)
+    watch._judge({"output_ids": [1, 2], "meta_info": {"weight_version": "v0"}}, began=1e12)
     watch.committed("v2")
     watch._judge(right, began=1e12)
     watch.failed("v3")
-    assert [part in said for part, said in zip(("no version", "tokens of v2", "after it was replaced"), watch.violations, strict=True)] == [
-        True,
-        True,
-        True,
-    ]
+    wanted = ("no version", "tokens of v2", "labelled v0 holds the tokens of v1", "after it was replaced")
+    assert [part in said for part, said in zip(wanted, watch.violations, strict=True)] == [True] * 4
+
+
+def test_the_watch_judges_an_answer_over_an_update_token_by_token() -> None:
+    old, new = stand_in(b"old"), stand_in(b"new")
+    watch = Watch("http://nowhere", {"v1": old, "v2": new})
+    first = old([], 3)
+    tokens = [*first, *(new(first, 2) or [])]
+    spans = [{"version": "v1", "start": 0, "end": 3}, {"version": "v2", "start": 3, "end": 5}]
+    answer = {"output_ids": tokens, "meta_info": {"weight_version": "v2", "weight_versions": spans}}
+    watch._judge(answer, began=0.0)
+    assert (watch.violations, watch.spanning) == ([], 1)
+    watch._judge({**answer, "output_ids": [*tokens[:4], tokens[4] + 1]}, began=0.0)
+    watch.committed("v2")
+    watch._judge(answer, began=1e12)
+    assert ["labelled v2 holds tokens of no version" in watch.violations[0], "version v1 began" in watch.violations[1]] == [True, True]

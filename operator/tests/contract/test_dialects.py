@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 import requests
 from dialects_lab import Fleet, Trainer, fleet, trainer
-from e2e.chaos.trainer_protocol import PROMPT
+from e2e.chaos.tokens import FEW, PROMPT, known
 from e2e.chaos.watch import Watch
 from e2e.engine import LabError, environment
 
@@ -199,7 +199,7 @@ def close_groups(lab: Fleet) -> None:
 
 @contextmanager
 def asking(watch: Watch, clients: int) -> Iterator[None]:
-    watch.start(clients)
+    watch.start(*[FEW] * clients)
     try:
         yield
     finally:
@@ -218,12 +218,12 @@ def has_sglangs_shape(path: str, reply: requests.Response) -> bool:
 def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dialect: Dialect) -> None:
     before = lab.committed()
     tokens, label = lab.generate()
-    watch = Watch(lab.url, {label: tokens})
+    watch = Watch(lab.url, {label: known(tokens)})
     clients = 0 if dialect.alone and lab.kind == "sglang" else 1
     with trainer(lab, dialect.processes) as made, asking(watch, clients):
         for number, scale in enumerate(lab.others(), 1):
             version = str(before["n"] + number)
-            watch.expected[version] = lab.expected[scale]
+            watch.expected[version] = known(lab.expected[scale])
             dialect.push(made, scale, version)
             watch.committed(version)
             assert made.commits == [dialect.commits] * number
