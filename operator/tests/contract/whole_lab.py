@@ -19,8 +19,6 @@ from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import FLEET
 from sglang_rollout.wire.states import FleetMode
 
-_POLICY = "RoundRobin"
-
 
 @dataclass
 class Whole:
@@ -68,7 +66,9 @@ class Whole:
 
 
 @asynccontextmanager
-async def whole_fleet(folder: Path, servers: Sequence[str], mode: FleetMode | None = None) -> AsyncIterator[Whole]:
+async def whole_fleet(
+    folder: Path, servers: Sequence[str], mode: FleetMode | None = None, policy: str = "RoundRobin"
+) -> AsyncIterator[Whole]:
     """The parts for the length of the block; the servers stay. Nothing is waited for but that the coordinator knows its engines."""
     smg, metrics, listen, own = (f"127.0.0.1:{free_port()}" for _ in range(4))
     url = f"http://{listen}"
@@ -77,10 +77,13 @@ async def whole_fleet(folder: Path, servers: Sequence[str], mode: FleetMode | No
         for index, server in enumerate(servers):
             place = folder / f"e{index}"
             place.mkdir()
-            pods.append(await stack.enter_async_context(pod(place, server, name=f"e{index}", fleet_url=url)))
+            one = await stack.enter_async_context(pod(place, server, name=f"e{index}", fleet_url=url, with_boot_file=True, start=False))
+            one.boot(f"boot-{index}")
+            await one.start()
+            pods.append(one)
         runtime = folder / "front"
         for name, line in {
-            "smg": ["--listen", smg, "--metrics-listen", metrics, "--policy", _POLICY],
+            "smg": ["--listen", smg, "--metrics-listen", metrics, "--policy", policy],
             "front": ["--listen", listen, "--smg", smg, "--coordinator", own, "--runtime-dir", str(runtime)],
         }.items():
             process = Process(["proxy", name, *line], folder / f"{name}.log")
@@ -90,7 +93,7 @@ async def whole_fleet(folder: Path, servers: Sequence[str], mode: FleetMode | No
         intent = Intent(generation=1, name="demo", namespace="default", mode=mode, weights=WeightsPolicy(backend="gloo"), engines=wanted)
         (folder / "intent.json").write_text(intent.model_dump_json())
         options = Options(
-            name="demo", namespace="default", host="127.0.0.1", port=int(own.split(":")[1]), smg_url=f"http://{smg}", policy=_POLICY,
+            name="demo", namespace="default", host="127.0.0.1", port=int(own.split(":")[1]), smg_url=f"http://{smg}", policy=policy,
             token_file=folder / "token", public_url=url, kubernetes=False,
             intent_file=folder / "intent.json", record_file=folder / "record.json",
         )  # fmt: skip
