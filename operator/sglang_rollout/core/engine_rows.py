@@ -167,11 +167,8 @@ def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa
         return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, row.catch_up
     if updating := _updating(world, row):
         return EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating
-    if row.released and world.record is not None and world.record.state is FleetState.ASLEEP:
-        return EnginePhase.ASLEEP, Reason.ASLEEP, f"spec.state is Asleep; released: {', '.join(row.released)}."
-    if row.released and for_trainer(world):
-        why = "the trainer has its memory" if lent(world) else "the trainer wakes it"
-        return EnginePhase.ASLEEP, Reason.ASLEEP, f"{why}; released: {', '.join(row.released)}."
+    if row.released or row.comparing:
+        return EnginePhase.ASLEEP, Reason.ASLEEP, _asleep(world, row)
     if kept_back(world, name):
         return EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version."
     if row.state is EngineState.DIRTY:
@@ -191,6 +188,19 @@ def _updating(world: World, row: EngineRow) -> str:
     if holds_committed(world, row.name) and row.reason.startswith(_OLD_NEWS):
         return "it holds the version that was just committed; its gate is opening."
     return ""
+
+
+def _asleep(world: World, row: EngineRow) -> str:
+    """Who has an engine's memory, or how far it has woken."""
+    if not row.released:
+        return "it has woken, and its weights are being compared with those that it held."
+    if world.record is not None and world.record.state is FleetState.ASLEEP:
+        why = "spec.state is Asleep"
+    elif for_trainer(world):
+        why = "the trainer has its memory" if lent(world) else "the trainer wakes it"
+    else:
+        why = "it serves when it has its memory back"
+    return f"{why}; released: {', '.join(row.released)}."
 
 
 def _way_back(world: World, name: str) -> str:

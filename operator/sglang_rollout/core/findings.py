@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_rollout.api.conditions import ConditionType, Finding, Reason
+from sglang_rollout.api.conditions import ConditionType, Finding, Reason, find
 from sglang_rollout.api.spec import State
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
@@ -11,6 +11,7 @@ from sglang_rollout.core.prefetch import prefetch_status
 from sglang_rollout.core.serving import for_trainer, lent
 from sglang_rollout.core.words import LENT, partly, sentence
 from sglang_rollout.wire.record import UpdateOutcome
+from sglang_rollout.wire.states import FleetState
 
 _NEEDS_A_PERSON = frozenset(
     {
@@ -22,7 +23,9 @@ _NEEDS_A_PERSON = frozenset(
     }
 )
 _HELD = frozenset({Reason.PAUSED, Reason.ASLEEP})
-"""By ``spec.state``, or by the trainer whose GPUs a fleet shares."""
+"""By ``spec.state``, or by the trainer."""
+_BY_SPEC = ("Asleep by spec.state", "spec.state is Active again")
+"""How ``Ready`` begins from a sleep by ``spec.state`` until engines serve again."""
 
 
 def invalid_findings(why: str) -> list[Finding]:
@@ -73,12 +76,21 @@ def _held(facts: Facts) -> Finding | None:
         reason, message = Reason.ASLEEP, f"{LENT}has the memory of {many}. It wakes them by resume_memory_occupation."
     elif held and for_trainer(facts.world):
         reason, message = Reason.ASLEEP, f"{LENT}wakes the engines: {many} have not got all of their memory back yet."
+    elif held and not _spec_lets_go(facts):
+        reason, message = Reason.ASLEEP, f"{LENT}has had memory of {many} released, and they serve when it is back."
     elif held:
         reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED
         message = f"spec.state is Active again: {many} have not gone on yet."
     else:
         return None
     return Finding(ConditionType.READY, "False", reason, message)
+
+
+def _spec_lets_go(facts: Facts) -> bool:
+    """Whether engines come out of what ``spec.state`` held, and not out of a sleep that the trainer of a fleet with GPUs of its own asked
+    for: the record does not tell these apart, what was said last does."""
+    record, said = facts.world.record, find(facts.world.cr.get("status"), ConditionType.READY).get("message") or ""
+    return (record is not None and record.state is not FleetState.ACTIVE) or said.startswith(_BY_SPEC)
 
 
 def _all_serve(facts: Facts) -> Finding:

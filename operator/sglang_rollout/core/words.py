@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LENT = "Asleep: the trainer "
-"""How ``Ready`` begins while engines sleep because the trainer that shares their GPUs wants it, and not ``spec.state``."""
+"""How ``Ready`` begins while engines sleep because the trainer wants it, and not ``spec.state``."""
 
 
 def sentence(text: str) -> str:

@@ -82,10 +82,11 @@ _WIDE = "|".join(
         rf'top_k"{_B}:{_B}0',
         rf'stop"{_B}:{_B}\[([^],]*,){{4}}',
         rf'model"{_B}:{_B}"[^"]*:',
+        rf'(content_hash|m(ax|in)_dynamic_patch|modalities)"{_B}:',
     )
 )
-"""In OpenAI's API: numbers that smg may refuse and SGLang takes, and a model with an adapter (``name:adapter``), of which smg knows
-nothing. The coordinator knows the limits and the adapters."""
+"""In OpenAI's API: numbers that smg may refuse and SGLang takes, a model with an adapter (``name:adapter``), of which smg knows
+nothing, and what SGLang may be told of an image beside its URL, which smg leaves out. The coordinator knows the limits and the adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ class EngineRow(Message):
     """How it gets the committed version without the trainer, as a sentence; empty while it does not try."""
     released: list[str] = Field(default_factory=list)
     """Memory that it has given back: ``weights``, ``kv_cache``, ``cuda_graph``."""
+    comparing: bool = False
+    """What it released is back in memory, and what it holds now is to be compared with what the fleet serves."""
     all_reduce: float | None = None
     """GB/s that its ranks reached before the start; None: not measured."""
 

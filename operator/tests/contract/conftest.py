@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
-from e2e.engine import LabError, environment
+from e2e.engine import LabError, environment, start_engine
 from engines_lab import Urls, engines_behind_a_url
+from ports import free_port
 from wire_lab import Peer, Server, peer, server
+
+from sglang_rollout.trainer.testing import StandInFleet
+
+SAVER = ("--enable-memory-saver", "--enable-weights-cpu-backup")
+LORA = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj", "--lora-backend", "torch_native")
 
 
 def _server(kind: str, factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -40,6 +47,30 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Urls]:
         pytest.skip(str(error))
     with engines_behind_a_url(tmp_path_factory.mktemp("fleet"), 2) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def sglang_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """URLs of two real engines that give memory back and take adapters. A test leaves them awake, with base weights and no adapter."""
+    try:
+        environment.python(make=False)
+    except LabError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("pair")
+    with ExitStack() as stack:
+        patch = {"SGLANG_CPU_PATCHES": "lora"}
+        logs = [folder / f"engine-{index}.log" for index in range(2)]
+        engines = [stack.enter_context(start_engine(free_port(), args=[*SAVER, *LORA], env=patch, log=log, wait=False)) for log in logs]
+        for engine in engines:
+            engine.wait()
+        yield [engine.url for engine in engines]
+
+
+@pytest.fixture(scope="session")
+def stand_in_pair() -> Iterator[list[str]]:
+    """The same of stand-ins."""
+    with StandInFleet(engines=2, weight_version="base", memory_saver=True, weights_backup=True, token_seconds=0.003) as made:
+        yield list(made.urls)
 
 
 @pytest.fixture(scope="session", params=["stand_in_server", "sglang_server"], ids=["stand-in", "sglang"])

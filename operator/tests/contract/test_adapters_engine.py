@@ -1,4 +1,4 @@
-"""Adapters on a real SGLang server, behind gate and agent. On a CPU SGLang needs a correction for them (``SGLANG_CPU_PATCHES=lora``)."""
+"""Adapters on a fleet of two real SGLang servers. On a CPU SGLang needs a correction for them (``SGLANG_CPU_PATCHES=lora``)."""
 
 from __future__ import annotations
 
@@ -8,31 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_lab import Answer, Pod, pod
-from e2e.engine import LabError, environment, make_engine
-from ports import free_port
+from agent_lab import Answer
+from e2e.engine import environment
+from whole_lab import Whole, whole_fleet
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
 
-FLAGS = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj", "--lora-backend", "torch_native")
-CHAT = {"messages": [{"role": "user", "content": "alpha beta"}], "max_tokens": 12, "temperature": 0}
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+NAMES = ("math", "code")
 
 
 @pytest.fixture
-async def lab(tmp_path: Path) -> AsyncIterator[Pod]:
-    try:
-        environment.python(make=False)
-    except LabError as error:
-        pytest.skip(str(error))
-    engine = make_engine(free_port(), args=FLAGS, log=tmp_path / "engine.log", env={"SGLANG_CPU_PATCHES": "lora"})
-    engine.start()
-    try:
-        engine.wait()
-        async with pod(tmp_path, engine.url) as made:
-            await made.open_with_base()
-            yield made
-    finally:
-        engine.kill()
+async def fleet(sglang_pair: list[str], tmp_path: Path) -> AsyncIterator[Whole]:
+    async with whole_fleet(tmp_path, sglang_pair) as made:
+        await made.serving(2)
+        yield made
+        for name in NAMES:
+            await load(made, name, None)
 
 
 def adapter(folder: Path, seed: int) -> str:
@@ -43,41 +35,69 @@ def adapter(folder: Path, seed: int) -> str:
     return str(folder)
 
 
-async def generate(lab: Pod, **more: Any) -> Answer:
-    return await lab.ask("POST", "/generate", {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 12}, **more})
+async def load(fleet: Whole, name: str, path: str | None) -> Answer:
+    """One call for the whole fleet. ``path`` None: unload."""
+    body = {"lora_name": name} | ({"lora_path": path} if path else {})
+    return await fleet.ask("POST", "/load_lora_adapter" if path else "/unload_lora_adapter", body)
 
 
-async def said(lab: Pod, **more: Any) -> str:
-    answer = await lab.ask("POST", "/v1/chat/completions", CHAT | more)
-    assert answer.status == 200, answer
-    return str(answer.body["choices"][0]["message"]["content"])
+async def tokens(fleet: Whole, name: str | None) -> list[int]:
+    """What every engine and the fleet answer with an adapter: the same."""
+    body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "lora_path": name}
+    said = [(await fleet.generate(body, at))["output_ids"] for at in (*(pod.url for pod in fleet.pods), None)]
+    assert said == [said[0]] * 3
+    return list(said[0])
 
 
-async def test_an_adapter_answers_while_it_is_loaded_and_never_after(lab: Pod, tmp_path: Path) -> None:
-    absent = await lab.control("/load_lora_adapter", {"lora_name": "math", "lora_path": str(tmp_path / "absent")})
-    assert absent.status == 400, absent
-    assert "absent" in absent.body["error_message"]
-    unknown = await lab.control("/unload_lora_adapter", {"lora_name": "math"})
-    assert (unknown.status, "does not exist" in unknown.body["error_message"]) == (400, True), unknown
+async def chat(fleet: Whole, **more: Any) -> Answer:
+    body = {"messages": [{"role": "user", "content": "alpha beta"}], "max_tokens": 12, "temperature": 0}
+    return await fleet.ask("POST", "/v1/chat/completions", body | more)
 
-    base = (await generate(lab)).body["output_ids"]
-    tokens = {}
-    for name, seed in (("math", 1), ("code", 2)):
-        assert (await generate(lab, lora_path=name)).body["error"]["code"] == "adapter_not_loaded"
-        loaded = await lab.control("/load_lora_adapter", {"lora_name": name, "lora_path": adapter(tmp_path / name, seed)})
+
+async def said(fleet: Whole, **more: Any) -> str:
+    answers = [await chat(fleet, **more) for _ in fleet.pods]  # the router takes them in turn
+    assert {answer.status for answer in answers} == {200}, answers
+    (text,) = {answer.body["choices"][0]["message"]["content"] for answer in answers}
+    return str(text)
+
+
+async def refused(fleet: Whole, name: str) -> None:
+    """By us, at every URL, whatever SGLang would answer."""
+    for at in (None, *(pod.url for pod in fleet.pods)):
+        answer = await fleet.ask("POST", "/generate", {"input_ids": [5], "sampling_params": GREEDY, "lora_path": name}, at)
+        message = f"LoRA adapter {name} is not loaded; GET /fleet lists those that are."
+        assert (answer.status, answer.body["error"]) == (400, answer.body["error"] | {"code": "adapter_not_loaded", "message": message})
+
+
+async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_after(fleet: Whole, tmp_path: Path) -> None:
+    absent = await load(fleet, "math", str(tmp_path / "absent"))
+    assert (absent.status, "absent" in str(absent.body)) == (400, True), absent
+    unknown = await load(fleet, "math", None)
+    assert (unknown.status, "math" in str(unknown.body)) == (400, True), unknown
+
+    base = await tokens(fleet, None)
+    found = {}
+    for seed, name in enumerate(NAMES, 1):
+        await refused(fleet, name)
+        loaded = await load(fleet, name, adapter(tmp_path / name, seed))
         assert loaded.status == 200, loaded
-        tokens[name] = (await generate(lab, lora_path=name)).body["output_ids"]
-    assert len({str(each) for each in (base, *tokens.values())}) == 3, "each answers with tokens of its own"
-    assert (await generate(lab)).body["output_ids"] == base
-    assert (await generate(lab, lora_path=None)).body["output_ids"] == base
+        found[name] = await tokens(fleet, name)
+    assert len({str(each) for each in (base, *found.values())}) == 3, "each answers with tokens of its own"
+    assert await tokens(fleet, None) == base
+    rows = (await fleet.document())["adapters"]
+    assert [(row["name"], row["loaded"], row["wanted"]) for row in rows] == [(name, 2, 2) for name in NAMES]
 
-    # What the coordinator makes of `model: "name:adapter"` is what SGLang itself does with it.
-    assert await said(lab, model="default", lora_path="math") == await said(lab, model="default:math") != await said(lab, model="default")
+    model = (await fleet.ask("GET", "/v1/models")).body["data"][0]["id"]
+    with_adapter = await said(fleet, model=model, lora_path="math")
+    assert with_adapter == await said(fleet, model=f"{model}:math") != await said(fleet, model=model)
 
-    # Other contents under an old name.
-    assert (await lab.control("/unload_lora_adapter", {"lora_name": "math"})).status == 200
-    assert (await generate(lab, lora_path="math")).body["error"]["code"] == "adapter_not_loaded"
-    assert (await generate(lab, lora_path="code")).body["output_ids"] == tokens["code"]
-    again = await lab.control("/load_lora_adapter", {"lora_name": "math", "lora_path": adapter(tmp_path / "math2", 3)})
+    # Other contents under a name that is held.
+    again = await load(fleet, "math", adapter(tmp_path / "math2", 3))
     assert again.status == 200, again
-    assert (await generate(lab, lora_path="math")).body["output_ids"] not in (base, tokens["math"], tokens["code"])
+    assert await tokens(fleet, "math") not in (base, *found.values())
+
+    assert (await load(fleet, "math", None)).status == 200
+    await refused(fleet, "math")
+    gone = await chat(fleet, model=f"{model}:math")
+    assert (gone.status, gone.body["error"]["code"]) == (404, "model_not_found"), gone
+    assert await tokens(fleet, "code") == found["code"]

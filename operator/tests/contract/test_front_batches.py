@@ -33,6 +33,7 @@ TO_SMG: list[tuple[str, Any]] = [
     (CHAT, {"messages": [{"role": "user", "content": '"n": 16'}], "n": 8, "temperature": 1.0, "top_k": -1, "top_logprobs": 5}),
     (CHAT, {"model": "org/m", "messages": [{"role": "user", "content": '"model": "m:a"'}]}),
     (GENERATE, {"text": "a", "lora_path": "math"}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": LONG, "detail": "low"}}]}]}),
 ]
 TO_COORDINATOR: list[tuple[str, Any]] = [
     (GENERATE, {"text": ["a", "b"]}),
@@ -56,6 +57,7 @@ TO_COORDINATOR: list[tuple[str, Any]] = [
     (CHAT, {"messages": [], "stop": ["a", "b", "c", "d", "e"]}),
     (CHAT, {"messages": [], "model": "org/m:math"}),
     (COMPLETIONS, {"model": "m:math", "prompt": "a"}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u", "max_dynamic_patch": 4}}]}]}),
 ]
 
 

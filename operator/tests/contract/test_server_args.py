@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from sglang_rollout.core.render.server_args import server_args
 
 pytestmark = pytest.mark.engine
 GOLDEN = Path(__file__).parents[1] / "golden" / "in"
+DOCS = Path(__file__).parents[3] / "docs"
 PARSE = """
 import argparse, json, sys
 from sglang.srt.server_args import ServerArgs
@@ -33,6 +35,19 @@ parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 found = [vars(parser.parse_args(args)) for args in json.load(sys.stdin)]
 print("\\n" + json.dumps(found, default=str))
+"""
+RETIRED = """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+known = {flag: action for action in parser._actions for flag in action.option_strings}
+
+def retired(word):
+    action = known.get(word)
+    return action is not None and ("deprecated" in (action.help or "").lower() or type(action).__name__.startswith("Deprecated"))
+
+print("\\n" + json.dumps([[word for word in args if retired(word)] for args in json.load(sys.stdin)]))
 """
 JUDGE = """
 import argparse, json, sys
@@ -137,6 +152,16 @@ def test_sglang_accepts_the_sizes_of_every_golden_file(python: str) -> None:
     # SGLang sets the flag itself where it has stages, from what it knows of the model.
     every = [[*args, "--disable-overlap-schedule"] for path in sorted(GOLDEN.glob("*.yaml")) for args in of_pods(rollout(path.read_text()))]
     assert set(asked_of(python, JUDGE, every)) == {""}
+
+
+def test_no_flag_is_one_that_sglang_gives_up(python: str) -> None:
+    """Neither of those that are rendered, nor of those that the docs name for ``engine.args``."""
+    every = [args for path in sorted(GOLDEN.glob("*.yaml")) for args in of_pods(rollout(path.read_text()))]
+    assert set(FLAGS.values()) <= {word for args in every for word in args}, "a flag that is not looked at here"
+    guides = [flag for text in DOCS.glob("*.md") for flag in re.findall(r'"(--[a-z0-9-]+)"', text.read_text())]
+    *found, known = asked_of(python, RETIRED, [*every, guides, ["--disable-cuda-graph"]])
+    assert [words for words in found if words] == []
+    assert known == ["--disable-cuda-graph"], "it would be noticed"
 
 
 def test_sizes_that_the_definition_refuses_are_refused_by_sglang_too(python: str) -> None:

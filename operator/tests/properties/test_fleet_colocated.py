@@ -78,6 +78,23 @@ def test_a_trainer_puts_it_to_sleep_and_wakes_it_again_and_again() -> None:
         assert serving(world) == [True] * 2
 
 
+def test_the_record_tells_engines_that_are_being_compared_from_lost_ones() -> None:
+    world = awake()
+    for _ in range(2):
+        assert world.do(rq.ReleaseMemory(VERL)).success
+        world.ask(rq.ResumeMemory(VERL))
+        compared = False
+        while world.pending:
+            compared = compared or getattr(world.pending[0], "path", "") == CHECKER
+            world.complete()
+            world.tick(0.1)
+            assert world.record is not None
+            for row in world.record.engines:
+                assert row.gate_open or row.released or row.comparing, row
+        assert compared
+        assert not any(row.comparing for row in world.record.engines)
+
+
 def test_an_engine_that_restarts_while_the_trainer_has_the_memory_gives_it_back() -> None:
     world = awake()
     assert world.do(rq.ReleaseMemory()).success
@@ -143,6 +160,8 @@ def test_an_engine_that_comes_back_with_other_bytes_is_named_and_serves_nobody()
     answer = world.do(rq.ResumeMemory(VERL))
     assert (answer.status, answer.fleet["unproved"], "restart it" in answer.message) == (502, ["e1"], True)
     settle(world)
+    assert world.record is not None
+    assert [row.comparing for row in world.record.engines] == [False, False], "it is known to be lost"
     assert serving(world) == [True, False]
 
 

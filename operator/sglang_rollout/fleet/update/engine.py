@@ -72,6 +72,12 @@ class Engine:
         return self.status is not None and bool(self.status.released)
 
     @property
+    def comparing(self) -> bool:
+        """Whether its weights are back in memory and are still to be compared: it serves again by itself if they are the same."""
+        seen = self.status
+        return seen is not None and seen.woken and seen.state is EngineState.UNKNOWN and self.compared != self.boot
+
+    @property
     def serving(self) -> bool:
         """Whether its gate is open."""
         return self.reachable and self.status is not None and self.status.gate_open
@@ -129,5 +135,5 @@ class Engine:
         return EngineRow(
             name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
             reason="" if seen.gate_open else self.note or seen.reason, catch_up="" if seen.gate_open else self.note, released=seen.released,
-            all_reduce=seen.all_reduce,
+            comparing=self.comparing, all_reduce=seen.all_reduce,
         )  # fmt: skip

@@ -17,7 +17,6 @@ from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import Noted
 from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
-from sglang_rollout.wire.weights import EngineState
 
 RELEASE = "/release_memory_occupation"
 RESUME = "/resume_memory_occupation"
@@ -86,8 +85,12 @@ def _released(engine: Engine) -> list[str]:
 
 def note_released(engine: Engine, released: Iterable[str]) -> None:
     """Know already what its agent will say."""
-    if engine.status is not None:
-        engine.status = engine.status.model_copy(update={"released": list(dict.fromkeys(released))})
+    seen, left = engine.status, list(dict.fromkeys(released))
+    if seen is not None:
+        woken = WEIGHTS not in left and (seen.woken or WEIGHTS in seen.released)
+        engine.status = seen.model_copy(update={"released": left, "woken": woken})
+    if WEIGHTS in left:
+        engine.compared = None
 
 
 def _reported(results: Results, what: str, done: str) -> Answer:
@@ -143,7 +146,7 @@ def woken(fleet: Fleet) -> list[str]:
             engine.compared = None
         elif fleet.mode is FleetMode.HYBRID and status.released:
             continue  # its trainer sends weights before it gives the rest of the memory back
-        elif engine.member and status.woken and status.state is EngineState.UNKNOWN and engine.compared != engine.boot:
+        elif engine.member and engine.comparing:
             found.append(name)
     return found if fleet.update is None and fleet.kept is not FleetState.ASLEEP else []
 
@@ -156,8 +159,7 @@ def prove(fleet: Fleet, names: list[str]) -> Script[Answer]:
     committed = fleet.committed
     if committed is None:
         raise RuntimeError("nobody can be compared before the committed version is proved")
-    for name in names:
-        fleet.engines[name].compared = fleet.engines[name].boot
+    boots = {name: fleet.boot(name) for name in names}
     yield from note_checksums(fleet)
     right = {name: _own(fleet, name) or fleet.checksums.get(fleet.engines[name].wanted.tensor_size) for name in names}
     known = [name for name in names if right[name] is not None]
@@ -169,4 +171,6 @@ def prove(fleet: Fleet, names: list[str]) -> Script[Answer]:
     }
     yield from send(AGENT_ACK, acks, fleet.policy.deadlines.pause, idempotent=True)
     yield from sync(fleet)
+    for name, boot in boots.items():
+        fleet.engines[name].compared = boot
     return Answer(200, f"{len(same_bytes)} of {len(names)} engines that woke hold version {committed}.")

@@ -123,6 +123,29 @@ def test_a_sleep_that_the_trainer_asked_for_is_no_news_and_one_by_the_spec_is(mo
     assert history(lost, asleep, awake) == [[], ["EngineServing", "Ready"]], "more engines serve than before the sleep"
 
 
+def sleeping(*released: str, comparing: bool = False, **written: object) -> World:
+    """Two engines that have released memory, or have it back and are being compared."""
+    told = {"released": list(released), "comparing": comparing}
+    rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update=told) for index in range(2)]
+    return world([pod(0), pod(1)], written=record(*rows).model_copy(update=written))
+
+
+@pytest.mark.parametrize("lent", [None, []], ids=["own GPUs", "shared GPUs"])
+def test_a_wake_is_no_news_until_the_comparison_finds_other_weights(lent: list[str] | None) -> None:
+    asleep = sleeping("kv_cache", "weights", lent=None if lent is None else ["kv_cache", "weights"])
+    comparing, wrong = sleeping(comparing=True, lent=lent), sleeping(lent=lent)
+    assert history(HEALTHY, asleep, comparing, HEALTHY, asleep) == [[], [], [], []], "each step brings one"
+    assert history(HEALTHY, asleep, comparing, wrong)[-1] == ["EngineLost", "EngineLost"]
+
+
+def test_engines_that_spec_state_wakes_are_not_lost_meanwhile() -> None:
+    by_spec = sleeping("kv_cache", "weights", state=FleetState.ASLEEP)
+    by_spec = replace(by_spec, cr={**by_spec.cr, "spec": {**by_spec.cr["spec"], "state": "Asleep"}})
+    by_spec = replace(by_spec, rollout=SGLangRollout.model_validate(by_spec.cr))
+    waking, comparing = sleeping("kv_cache", "weights"), sleeping(comparing=True)
+    assert history(HEALTHY, by_spec, waking, comparing, HEALTHY) == [["Asleep"], [], [], ["Ready"]]
+
+
 def test_an_update_after_which_more_engines_serve_than_before_is_told() -> None:
     lost = world([pod(0), pod(1, ready=False)], written=record(row(0, V1), committed=V1))
     back = world([pod(0), pod(1)], written=record(row(0, V1), row(1, BASE, gate=False), committed=V1))

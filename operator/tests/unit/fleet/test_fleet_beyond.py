@@ -7,6 +7,7 @@ import pytest
 from sglang_rollout.fleet.beyond import beyond_smg
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
+IMAGE = {"type": "image_url", "image_url": {"url": "u", "detail": "low"}}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,10 @@ GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completi
         (CHAT, {"stop": "abcde"}, False),
         (CHAT, {"top_k": 0}, True),
         (CHAT, {"n": "many", "top_k": None}, False),
+        (CHAT, {"messages": [{"content": "a"}, {"content": [IMAGE, {"type": "video_url", "video_url": {"url": "u", "fps": 2}}]}]}, False),
+        (CHAT, {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "u", "max_dynamic_patch": 4}}]}]}, True),
+        (CHAT, {"messages": [{"content": "a"}, {"content": [IMAGE, IMAGE | {"modalities": "multi-images"}]}]}, True),
+        (CHAT, {"messages": ["a", {"content": ["a"]}, {}]}, False),
         (COMPLETIONS, {"n": 128, "logprobs": 20}, False),
         (COMPLETIONS, {"n": 129}, True),
         (COMPLETIONS, {"logprobs": 21}, True),
