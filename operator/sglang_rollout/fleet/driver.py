@@ -12,10 +12,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 from sglang_rollout.fleet.agents import Agents
+from sglang_rollout.fleet.claim import claim
 from sglang_rollout.fleet.leader import DeposedError, Leadership
 from sglang_rollout.fleet.members import Members
 from sglang_rollout.fleet.metrics import Metrics
-from sglang_rollout.fleet.store import Keeper, LostError, RecordStore, StoreError
+from sglang_rollout.fleet.store import Keeper, LostError, RecordStore
 from sglang_rollout.fleet.update import Machine
 from sglang_rollout.fleet.update.events import (
     Answered,
@@ -35,7 +36,7 @@ from sglang_rollout.fleet.update.events import (
 )
 from sglang_rollout.fleet.update.requests import Answer, Request
 from sglang_rollout.wire.intent import Intent
-from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
+from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
 from sglang_rollout.wire.states import FleetState, held_sentence
 from sglang_rollout.wire.weights import Version
 
@@ -95,16 +96,14 @@ class Driver:
 
     async def _lead(self) -> None:
         held = await self._leadership.acquire()
-        record = await self._read()
-        term = max(held, (record.term if record else 0) + 1)
-        await self._leadership.claim(term)
+        term, record = await claim(self._store, self._leadership, held)
         log.info("leading, term %d", term)
+        if record is not None:
+            self.keeper.save(record.model_copy(update={"term": term}))  # again and again, if it could not be written yet
         at = time.monotonic()
         self._machine = Machine(name=self._name, term=term, record=record, at=at, wall_offset=time.time() - at, new_id=uuid.uuid4().hex)
         self._agents.outranked = self._outranked
         self._members.changed = self._changed
-        if record is not None:
-            await self._claim(record, term)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch_failure(), name="failure")
@@ -222,26 +221,6 @@ class Driver:
         except LostError as error:
             raise DeposedError(str(error)) from error
         self.feed(Written(effect.id, ok, time.monotonic()))
-
-    async def _read(self) -> Record | None:
-        """The record. Without the store nothing is known: agents keep what they have until it answers."""
-        complaint = ""
-        while True:
-            try:
-                return await self._store.read()
-            except StoreError as error:
-                if str(error) != complaint:
-                    complaint = str(error)
-                    log.warning("waiting for the record: %s", complaint)
-                await asyncio.sleep(READ_AGAIN)
-
-    async def _claim(self, record: Record, term: int) -> None:
-        """Make the new term known before anything else is done: the coordinator before this one stops at it."""
-        claimed = record.model_copy(update={"term": term})
-        try:
-            await self.keeper.write(claimed)
-        except LostError as error:
-            raise DeposedError(str(error)) from error
 
     def _changed(self, intent: Intent, addressed: frozenset[str]) -> None:
         self.feed(Wanted(intent, addressed, time.monotonic()))

@@ -48,14 +48,19 @@ class LostError(Exception):
     """Another coordinator has written the record: this one does not lead any more."""
 
 
+class ChangedError(Exception):
+    """Another record is there than the one that was to be replaced."""
+
+
 class RecordStore(Protocol):
     """Keeps one record."""
 
     async def read(self) -> Record | None:
         """The record; None when there is none. Raises StoreError."""
 
-    async def write(self, record: Record) -> None:
-        """Persist the record. Raises StoreError, or LostError when a higher term has been written."""
+    async def write(self, record: Record, *, over: Record | None = None) -> None:
+        """Persist the record. Raises StoreError; LostError when a higher term has been written; ChangedError when it was to replace
+        ``over`` and another one is there."""
 
 
 class FileRecord:
@@ -74,8 +79,8 @@ class FileRecord:
             raise StoreError(f"the record {self._path} cannot be read: {error}") from error
         return parse_record(text, str(self._path))
 
-    async def write(self, record: Record) -> None:
-        """Write beside the file and rename."""
+    async def write(self, record: Record, *, over: Record | None = None) -> None:
+        """Write beside the file and rename. Nobody else writes: who leads holds a lock (``FileLeadership``)."""
         try:
             await asyncio.to_thread(self._replace, record.model_dump_json(indent=1))
         except OSError as error:
@@ -113,13 +118,15 @@ class ConfigMapRecord:
             raise StoreError(str(error)) from error
         return self._parse(found)
 
-    async def write(self, record: Record) -> None:
+    async def write(self, record: Record, *, over: Record | None = None) -> None:
         """Patch the data, but only over what this coordinator, or one before it, has written."""
         try:
             found = await self._kube.get(CONFIGMAPS, self._namespace, self._name)
             there = self._parse(found)
             if there is not None and there.term > record.term:
                 raise LostError(f"ConfigMap {self._name} is of term {there.term}, this coordinator is of {record.term}")
+            if over is not None and there != over:
+                raise ChangedError(f"ConfigMap {self._name} has been written since it was read")
             if there == record:
                 return
             patch: Object = {"data": {RECORD_KEY: record.model_dump_json()}}

@@ -46,6 +46,14 @@ def test_a_partial_commit_is_a_success_that_counts_the_engines_and_names_who_was
 
 
 @pytest.mark.parametrize("commit", COMMITS)
+def test_a_whole_commit_is_told_alike_whichever_call_makes_it(commit: str) -> None:
+    world = ready(commit)
+    answer = until_answered(world, world.ask(COMMITS[commit]))
+    assert (answer.status, answer.fleet["outcome"], answer.fleet["committed"]) == (200, "Committed", {"run": 1, "n": 1, "label": "1"})
+    assert set(answer.fleet["engines"]) == {"e0", "e1", "e2"}
+
+
+@pytest.mark.parametrize("commit", COMMITS)
 def test_too_few_engines_are_an_error_with_the_first_reason(commit: str) -> None:
     world = ready(commit)
     answer = until_answered(world, world.ask(COMMITS[commit]), "e1", "e2")

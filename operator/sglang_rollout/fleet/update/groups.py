@@ -38,6 +38,8 @@ LEAST = 5.0
 """What joining may take at least, however long the trainer took to listen."""
 MOST_GROUPS = 64
 """A trainer that opens groups under ever new names and closes none would fill the engines."""
+MOST_PLACES = 6000
+"""Members of all open groups together: the record names each, and a ConfigMap holds 1 MiB. 12 groups of 500 engines."""
 DISK_ONLY = (
     "This fleet takes weights from disk only (weights.transport is Disk): write a checkpoint where the engines can read it, and call"
     " /update_weights_from_disk."
@@ -66,8 +68,9 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
         )
     yield from _close_same_name(fleet, spec.name)
     yield from _close_dead(fleet)
-    if len(fleet.groups) >= MOST_GROUPS:
-        raise Refusal(f"{MOST_GROUPS} groups are open: close some with {DESTROY} first.")
+    places = sum(len(group.boots) for group in fleet.groups.values())
+    if len(fleet.groups) >= MOST_GROUPS or places + len(boots) > MOST_PLACES:
+        raise Refusal(f"{len(fleet.groups)} groups are open, of {places} members in all: close some with {DESTROY} first.")
     remaining = max(LEAST, limit - (fleet.now - started))
     fleet.enter(Phase.OPEN)
     fleet.opening = master = f"{spec.host}:{spec.port}"
@@ -177,16 +180,16 @@ def close_group(fleet: Fleet, ask: CloseGroup) -> Script[Answer]:
     group = fleet.groups.get(name) if name is not None else None
     if group is None:
         return Answer(400, UNKNOWN, {"groups": list(fleet.groups)})
-    update = fleet.update
+    update, commit = fleet.update, Answer(200, "Nothing to commit.")
     if update is not None and group.name in update.data:
         if update.session is By.FLEET:
-            ended = yield from finish(fleet)
+            commit = yield from finish(fleet)
         else:
-            ended = yield from abandon(fleet, f"group {group.name} was closed inside an open session")
-        if not ended.success:
+            commit = yield from abandon(fleet, f"group {group.name} was closed inside an open session")
+        if not commit.success:
             fleet.groups.pop(group.name, None)
             yield from _leave(fleet, group)
-            return ended
+            return commit
     fleet.groups.pop(group.name, None)
     results = yield from _leave(fleet, group)
     failed = {engine: result for engine, result in failures(results).items() if UNKNOWN not in result.message}
@@ -194,7 +197,7 @@ def close_group(fleet: Fleet, ask: CloseGroup) -> Script[Answer]:
         engine, result = next(iter(failed.items()))
         reason = f"engine {engine} could not close group {group.name}: {result.message}"
         return Answer(400, reason, {"engines": told(results)})
-    return Answer(200, "Succeeded to destroy custom process group.", {"engines": told(results)})
+    return Answer(200, "Succeeded to destroy custom process group.", {"engines": told(results), **(commit.fleet or {})})
 
 
 def _leave(fleet: Fleet, group: Group) -> Script[Results]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_rollout.fleet.update.groups import MOST_PLACES
 from sglang_rollout.wire.record import AdapterRow, EngineRow, FleetGroup, LastUpdate, Noted, Record, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
 
@@ -42,4 +43,14 @@ def test_five_hundred_engines_take_less_than_a_third_of_what_the_configmap_may_h
 def test_a_fleet_that_keeps_its_weights_notes_checksums_of_eight_ranks_for_each_engine() -> None:
     found = size(large(noted={name: Noted(boot_id=BOOT, checksums=(CHECKSUM,) * 8) for name in NAMES}))
     print(f"record of {ENGINES} engines that keep their weights: {found / KIB:.0f} KiB")
+    assert found < 700 * KIB
+
+
+def test_as_many_groups_as_may_be_open_fit() -> None:
+    many = [
+        FleetGroup(name=f"slime-pp_{n}", epoch=99, world_size=4001, master="10.123.234.111:54321", backend="nccl", members=NAMES)
+        for n in range(MOST_PLACES // ENGINES)
+    ]
+    found = size(large(groups=many))
+    print(f"record of {ENGINES} engines in {len(many)} groups: {found / KIB:.0f} KiB")
     assert found < 700 * KIB

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_rollout.fleet import store
+from sglang_rollout.fleet.claim import claim
+from sglang_rollout.fleet.leader import DeposedError
 from sglang_rollout.fleet.members import gate_url, hostnames
 from sglang_rollout.fleet.router import plan
 from sglang_rollout.fleet.store import ConfigMapRecord, FileIntent, FileRecord, Keeper, LostError, StoreError
@@ -93,6 +96,57 @@ async def test_a_coordinator_of_a_lower_term_cannot_write() -> None:
     with pytest.raises(LostError):
         await maps.write(record(6, term=2))
     assert await maps.read() == record(5, term=3)
+
+
+class Alone:
+    """Nobody else holds the Lease; while it is asked, the coordinator before may still write."""
+
+    def __init__(self, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.meanwhile = meanwhile
+        self.terms: list[int] = []
+
+    async def acquire(self) -> int:
+        raise NotImplementedError
+
+    hold = release = acquire
+
+    async def claim(self, term: int) -> None:
+        self.terms.append(term)
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            await meanwhile()
+
+
+async def test_a_commit_that_is_written_while_a_new_coordinator_begins_is_not_lost() -> None:
+    kube = FakeKube()
+    maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
+    await maps.write(record(5, term=3))
+    alone = Alone(lambda: maps.write(record(6, term=3)))
+    assert await claim(maps, alone, 1) == (4, record(6, term=3))
+    assert await maps.read() == record(6, term=4)
+    with pytest.raises(LostError):
+        await maps.write(record(7, term=3))
+
+
+async def test_a_new_coordinator_ends_when_a_newer_one_has_written() -> None:
+    kube = FakeKube()
+    maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
+    await maps.write(record(5, term=3))
+    with pytest.raises(DeposedError, match="is of term 9, this coordinator is of 4"):
+        await claim(maps, Alone(lambda: maps.write(record(5, term=9))), 1)
+    assert await maps.read() == record(5, term=9)
+
+
+async def test_a_new_coordinator_leads_with_what_it_read_when_it_cannot_write() -> None:
+    kube = FakeKube()
+    maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
+    assert await claim(maps, Alone(), 2) == (2, None)
+    await maps.write(record(5, term=3))
+
+    async def leave() -> None:
+        kube.away = True
+
+    assert await claim(maps, Alone(leave), 8) == (8, record(5, term=3))
 
 
 async def test_a_deleted_config_map_is_written_again_with_the_record(quick: None) -> None:
