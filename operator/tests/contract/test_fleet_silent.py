@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fleet_lab import QUICK, Lab, fleet_lab
 
-from sglang_rollout.fleet.update import outcome, verify
+from sglang_rollout.fleet.update import calls, outcome, verify
 from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.wire.policy import Verify
-from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN
 
 MINUTES = 300.0
 SLOW = QUICK.model_copy(update={"update": MINUTES, "pause": MINUTES, "idle": MINUTES})
@@ -21,7 +21,7 @@ STEPS = {"/end_weight_update": "could not end the session", CHECKER: "could not 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (outcome, verify):
+    for module in (calls, outcome, verify):
         monkeypatch.setattr(module, "PATIENCE", 0.5)
 
 
@@ -57,3 +57,17 @@ async def test_who_needs_all_engines_hears_which_one_is_silent(tmp_path: Path, s
         assert (status, body["fleet"]["engine"]) == (400, "e1")
         assert f"engine e1 {STEPS[step]}" in reason
         assert (await lab.document())["committed"]["n"] == 0
+
+
+async def test_nobody_waits_for_an_engine_that_does_not_go_on_after_the_commit(tmp_path: Path) -> None:
+    async with fleet_lab(tmp_path, 3, SLOW) as lab:
+        lab.agents[1].slow[AGENT_RUN] = MINUTES
+        status, _, body = await push(lab)
+        assert (status, body["fleet"]["outcome"]) == (200, "Committed")
+        assert "no answer for 0.5 s after 2 of 3 engines had answered" in body["fleet"]["engines"]["e1"]["message"]
+        await lab.serving(2)
+
+        async def fenced() -> bool:
+            return bool(lab.agents[1].heard(AGENT_FENCE))
+
+        await lab.until("e1 is fenced", fenced)

@@ -108,7 +108,7 @@ def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Script[Results]:
 def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Script[Results]:
     """Let engines generate again: continue what is clean, fence what is not or does not answer."""
     clean, dirty = _apart(fleet, names)
-    results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause)))
+    results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE)))
     results |= yield from _leave_behind(fleet, [*dirty, *failures(results)])
     return results
 
@@ -117,7 +117,7 @@ def run(fleet: Fleet, names: Iterable[str]) -> Script[Results]:
     """Tell all agents what is committed, and let these engines generate again: :func:`sync` and :func:`resume`, in one call to each."""
     clean, dirty = _apart(fleet, names)
     body = fleet.sync_request().model_dump(mode="json")
-    results = dict((yield from send(AGENT_RUN, same(clean, body), fleet.policy.deadlines.pause)))
+    results = dict((yield from send(AGENT_RUN, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE)))
     failed = failures(results)
     # While the operator is upgraded an agent may be of the release before: it knows the two calls, not the one.
     older = [name for name, result in failed.items() if result.status == NOT_FOUND]
