@@ -4,6 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 CLUSTER ?= lab
 PYTHON ?= python3
+NODES ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)
@@ -81,7 +82,7 @@ bench: venv engine-venv ## Benchmarks: ratios against a baseline in the same run
 # --- cluster and demo --------------------------------------------------------------------------------------------------
 .PHONY: cluster-up cluster-status cluster-down images demo clean
 cluster-up: venv ## A real Kubernetes on this machine, with the project's images loaded
-	@$(LAB) up
+	@$(LAB) up --nodes $(NODES)
 	@if [ $(CLUSTER) = lab ]; then $(BIN)/python -m e2e.images build | $(LAB) load; fi
 	@$(LAB) env
 cluster-status: venv ## What of the lab cluster runs

@@ -13,14 +13,19 @@ import requests
 
 from e2e.kube import Kubectl, eventually
 
-PUSH = (pathlib.Path(__file__).parent / "push.py").read_text()
+PUSH, FORWARD = ((pathlib.Path(__file__).parent / name).read_text() for name in ("push.py", "forward.py"))
 
 
 def push(kubectl: Kubectl, rollout: str, version: str, seed: int, model: str = "/models/tiny") -> dict[str, Any]:
-    """Push new weights from the client pod; what each engine then answers, by engine."""
+    """Push new weights from the client pod, those of the model itself for seed 0; what each engine then answers, by engine."""
     words = [f"http://{rollout}-router:30000", version, str(seed), "", model]
     out = kubectl.exec("client", "python", "-", *words, stdin=PUSH, timeout=240)
     return dict(json.loads(out.strip().splitlines()[-1]))
+
+
+def forward(kubectl: Kubectl, model: str, seed: int) -> list[int]:
+    """What a plain forward pass on the weights of a push answers to what :func:`generate` asks."""
+    return list(json.loads(kubectl.exec("client", "python", "-", model, str(seed), stdin=FORWARD, timeout=120).strip().splitlines()[-1]))
 
 
 def generate(url: str, tokens: int = 8, **more: Any) -> requests.Response:

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(900))
     # A node of two cores has room for one fleet at a time: stand-ins, engines of several ranks, those that move, those of a trainer on
     # their node, and last the one of most.
-    fleets = ("stand_fleet", "hosted", "wide", "ranks", "wary", "policy")
+    fleets = ("stand_fleet", "hosted", "wide", "ranks", "wary", "judge", "policy")
     items.sort(
         key=lambda item: next((place for place, name in enumerate(fleets) if name in getattr(item, "fixturenames", ())), len(fleets))
     )

@@ -1,4 +1,4 @@
-"""Runs in a pod: push the tiny model plus seeded noise, then ask every engine directly. Prints one line of JSON.
+"""Runs in a pod: push the tiny model plus seeded noise (none for seed 0), then ask every engine directly. Prints one line of JSON.
 
 usage: python - URL VERSION SEED [stall | pause | ""] [MODEL]
 
@@ -30,7 +30,9 @@ def stop(*_: object, **__: object) -> None:
 
 MODEL = sys.argv[5] if len(sys.argv) > 5 else "/models/tiny"
 torch.manual_seed(seed)
-weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in load_file(f"{MODEL}/model.safetensors").items()}
+weights = load_file(f"{MODEL}/model.safetensors")
+if seed:
+    weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in weights.items()}
 
 if manner == "stall":
     Group.broadcast = stop  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ import pytest
 
 from e2e import stand_in
 from e2e.cases.conftest import ready, remove
+from e2e.cases.ranks import two_ranks
 from e2e.kube import Kubectl, condition, eventually
 from e2e.neighbours import kueue
 
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.neighbours
 QUEUED = "queued"
 # An engine's pod asks for 200m in all: 50m for the stand-in, 150m for gate and agent. One fits, two do not.
 ONE_ENGINE, TWO_ENGINES = "300m", "450m"
+# A pod of real SGLang asks for 350m. Three fit: an engine of two pods, and half of another.
+ONE_AND_A_HALF, TWO_WIDE = "1100m", "1400m"
 
 
 def quota(kubectl: Kubectl, cpu: str) -> None:
@@ -38,10 +41,9 @@ def quota(kubectl: Kubectl, cpu: str) -> None:
 
 @pytest.fixture
 def queue(kubectl: Kubectl, operator: Kubectl, tmp_path: Path) -> Iterator[None]:
-    """Kueue, and a queue with room for one engine."""
+    """Kueue. A case gives its queue the room that it wants."""
     remove(kubectl, QUEUED)
     with kueue.running(kubectl.namespace, tmp_path):
-        quota(kubectl, ONE_ENGINE)
         yield
         # While Kueue runs: it takes its finalizers off the pods.
         remove(kubectl, QUEUED)
@@ -64,7 +66,13 @@ def engine_pods(kubectl: Kubectl) -> dict[str, dict[str, Any]]:
     return {pod["metadata"]["name"]: pod for pod in found}
 
 
+def gated(pod: dict[str, Any]) -> bool:
+    """Whether Kueue keeps it from the scheduler."""
+    return "kueue.x-k8s.io/admission" in {gate["name"] for gate in pod["spec"].get("schedulingGates", [])}
+
+
 def test_whole_engines_start_as_far_as_the_quota_goes(kubectl: Kubectl, queue: None) -> None:
+    quota(kubectl, ONE_ENGINE)
     kubectl.apply(stand_in.code())
     document = stand_in.rollout(QUEUED, replicas=2)
     document["spec"]["scheduling"] = {"queueName": "rollouts"}
@@ -76,7 +84,7 @@ def test_whole_engines_start_as_far_as_the_quota_goes(kubectl: Kubectl, queue: N
     assert condition(status(kubectl), "Degraded")["status"] == "False"
     homeless = [pod for pod in engine_pods(kubectl).values() if "nodeName" not in pod["spec"]]
     assert len(homeless) == 1
-    assert "kueue.x-k8s.io/admission" in {gate["name"] for gate in homeless[0]["spec"]["schedulingGates"]}
+    assert gated(homeless[0])
 
     quota(kubectl, TWO_ENGINES)
     eventually("both serve", lambda: ready(kubectl, QUEUED), within=180, every=1)
@@ -101,3 +109,23 @@ def test_whole_engines_start_as_far_as_the_quota_goes(kubectl: Kubectl, queue: N
     eventually("both serve with the new request", lambda: ready(kubectl, QUEUED), within=240, every=1)
     requests = [pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] for pod in engine_pods(kubectl).values()]
     assert requests == ["60m", "60m"]
+
+
+def test_in_a_queue_with_room_for_one_and_a_half_no_engine_of_two_pods_is_started_in_half(kubectl: Kubectl, queue: None) -> None:
+    quota(kubectl, ONE_AND_A_HALF)
+    document = two_ranks(QUEUED, nodes=2)
+    document["spec"] |= {"replicas": 2, "scheduling": {"queueName": "rollouts"}}
+    kubectl.apply(document)
+
+    eventually("one engine serves", lambda: status(kubectl)["status"]["readyReplicas"] == 1, within=400, every=2)
+    pods = engine_pods(kubectl)
+    assert len(pods) == 4
+    homeless = {name for name, pod in pods.items() if "nodeName" not in pod["spec"]}
+    serving = next(row["name"] for row in status(kubectl)["status"]["engines"] if row["phase"] == "Serving")
+    assert homeless == {name for name in pods if not name.startswith(serving)}, "both pods of the other, and none of the first"
+    assert all(gated(pods[name]) for name in homeless)
+    assert condition(status(kubectl), "Ready")["reason"] == "WaitingForQueue"
+    assert condition(status(kubectl), "Degraded")["status"] == "False"
+
+    quota(kubectl, TWO_WIDE)
+    eventually("both serve", lambda: ready(kubectl, QUEUED), within=400, every=2)

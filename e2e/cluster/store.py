@@ -3,6 +3,9 @@
 import json
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,12 +99,11 @@ def load(images: list[Image], *, quiet: bool = False) -> None:
         missing = [n for n in live if loaded(n).get(image.reference) != image.key or full_name(image.reference) not in present[n]]
         if not missing and not quiet:
             say(f"   0.0 s  {image.reference} is on {_names(live)} already")
-        for node in missing:
-            if quiet:
-                _import(node, image)
-            else:
-                with step(f"import {image.reference} ({size:.0f} MB) into node{node}"):
-                    _import(node, image)
+        if missing:
+            told = nullcontext() if quiet else step(f"import {image.reference} ({size:.0f} MB) into {_names(missing)}")
+            # At once: one import keeps neither two cores nor a disk busy.
+            with told, ThreadPoolExecutor(len(missing)) as pool:
+                list(pool.map(partial(_import, image=image), missing))
 
 
 def _names(live: list[int]) -> str:

@@ -91,6 +91,7 @@ async def test_what_the_server_refuses_is_said_in_the_status_and_not_hammered(op
         return "not a label!" in ready["message"]
 
     await eventually("the server's sentence in the status", said)
+    assert await world.seconds_until_told("demo", "ApplyFailed") <= 5
     before = operator.metrics()['api_requests_total{outcome="error",verb="apply"}']
     await asyncio.sleep(5.0)
     tries = operator.metrics()['api_requests_total{outcome="error",verb="apply"}'] - before

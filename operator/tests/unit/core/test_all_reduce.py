@@ -17,7 +17,7 @@ from worlds import BASE, NOW, SETTINGS, cr, crashed, pod, record, row, world
 
 from sglang_rollout.agent import bandwidth
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names, pods
+from sglang_rollout.core import names
 from sglang_rollout.core.render.all_reduce import SECONDS, all_reduce, node_env
 from sglang_rollout.core.render.preflight import FAILED
 from sglang_rollout.core.render.ranks import start_script
@@ -152,7 +152,7 @@ def test_two_ranks_are_measured_and_sglang_starts(sglang_python: Path, tmp_path:
 
 @pytest.mark.engine
 @pytest.mark.timeout(240)
-def test_below_the_floor_the_node_is_named_and_sglang_is_not_started(
+def test_below_the_floor_sglang_is_not_started_and_the_node_is_named_and_avoided(
     sglang_python: Path, tmp_path: Path, containers: list[Container]
 ) -> None:
     containers.append(Container(tmp_path, sglang_python, floorGBps=99_999))
@@ -161,10 +161,17 @@ def test_below_the_floor_the_node_is_named_and_sglang_is_not_started(
     reached = bandwidth.read(containers[0].run / "all-reduce")
     said = f"preflight failed: all-reduce reached {reached:g} GB/s on node node-7, engine.preflight.allReduce.floorGBps asks for 99999"
     assert containers[0].last_line == said
+
+    spec = cr(status={"nodeFailures": []}, scheduling={"avoidNodes": {"failures": 1}})
     status = crashed(code=FAILED, message=containers[0].log.read_text())
     ended = status["containerStatuses"][0]["lastState"]["terminated"] | {"finishedAt": NOW}
     status["containerStatuses"][0]["lastState"] = {"terminated": ended}
-    assert pods.failures(pod(0, ready=False, status=status)) == [(NOW, f"exited with code 78: {said}")], "avoidNodes counts it"
+    slow = pod(1, ready=False, status=status)
+    slow["spec"]["nodeName"] = "node-7"
+    told = build_status(world([pod(0), slow], written=record(row(0), row(1), committed=BASE), custom=spec), SETTINGS, NOW)
+    (avoided,) = told["avoidedNodes"]
+    assert avoided["node"] == "node-7"
+    assert avoided["reason"] == f"an engine failed there, demo-engine-1 at {NOW}: exited with code 78: {said}."
 
 
 def test_a_rank_that_fails_ends_the_others_and_the_container(played: Path, tmp_path: Path, containers: list[Container]) -> None:
