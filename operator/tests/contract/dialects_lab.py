@@ -24,6 +24,8 @@ from sglang_rollout.trainer.testing.disk import read_folder
 
 SCALES = (0.6, 0.8, 1.5)
 """What the model's tensors are multiplied with: weights that differ from each other and from the model's own."""
+OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,)}
+"""Of stand-ins, those that speak as SGLang 0.5.20."""
 REFERENCE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -107,13 +109,19 @@ def _expected(kind: str, folder: Path) -> dict[float, list[int]]:
     return found
 
 
+def _engine(kind: str, index: int, log: Path) -> Engine:
+    if kind == "sglang":
+        return sglang(free_port(), log)
+    return stand_in(free_port(), log, *(["--old"] if index in OLD[kind] else []))
+
+
 @contextmanager
 def fleet(kind: str, folder: Path) -> Iterator[Fleet]:
     """Two engines of a kind, their gates and agents, coordinator, smg and front, as processes."""
     with ExitStack() as stack:
         made = []
         for index in range(2):
-            engine = (stand_in if kind == "stand-in" else sglang)(free_port(), folder / f"engine-{index}.log")
+            engine = _engine(kind, index, folder / f"engine-{index}.log")
             engine.start()
             stack.callback(engine.kill)
             made.append(engine)
@@ -198,3 +206,12 @@ class Trainer:
 def trainer(fleet: Fleet, processes: int = 1) -> Iterator[Trainer]:
     with ExitStack() as stack:
         yield Trainer(fleet, [stack.enter_context(peer()) for _ in range(processes)])
+
+
+def has_sglangs_shape(path: str, reply: requests.Response) -> bool:
+    """Whether a trainer made for SGLang can read an answer."""
+    if reply.request.method == "GET" or path == "/workers":
+        return True
+    body = reply.json()
+    paused = path not in ("/pause_generation", "/continue_generation") or body.get("status") == "ok"
+    return body["success"] is reply.ok and isinstance(body["message"], str) and paused

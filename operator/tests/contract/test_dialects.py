@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import requests
-from dialects_lab import Fleet, Trainer, fleet, trainer
+from dialects_lab import Fleet, Trainer, fleet, has_sglangs_shape, trainer
 from e2e.chaos.tokens import FEW, PROMPT, known
 from e2e.chaos.watch import Watch
 from e2e.engine import LabError, environment
@@ -181,6 +181,10 @@ DIALECTS = [
 ]
 
 
+EACH_WAY = [dialect for dialect in DIALECTS if dialect.push in (torchrl_first, slime, miles, in_place, group_for_each)]
+"""Each call that commits, with a session of the trainer's and without, and the pause in which a flush fails: an old engine dies of that."""
+
+
 @pytest.fixture(scope="module", params=["stand-in", "sglang"])
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     try:
@@ -206,14 +210,6 @@ def asking(watch: Watch, clients: int) -> Iterator[None]:
         watch.stop()
 
 
-def has_sglangs_shape(path: str, reply: requests.Response) -> bool:
-    if reply.request.method == "GET" or path == "/workers":
-        return True
-    body = reply.json()
-    paused = path not in ("/pause_generation", CONTINUE) or body.get("status") == "ok"
-    return body["success"] is reply.ok and isinstance(body["message"], str) and paused
-
-
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.push.__name__)
 def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dialect: Dialect) -> None:
     before = lab.committed()
@@ -234,6 +230,22 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
         assert [path for path, reply in made.answers if not has_sglangs_shape(path, reply)] == []
         while watch.answers < answered + 3 * clients:  # the test's own limit ends it
             assert lab.document()
+        close_groups(lab)
+    assert watch.violations == []
+
+
+@pytest.mark.parametrize("lab", ["old", "mixed"], indirect=True)
+@pytest.mark.parametrize("dialect", EACH_WAY, ids=lambda dialect: dialect.push.__name__)
+def test_engines_that_know_no_sessions_take_part(lab: Fleet, dialect: Dialect) -> None:
+    """Only SGLang 0.5.20, or one of it beside a newer one."""
+    version, scale, (tokens, label) = str(lab.committed()["n"] + 1), lab.others()[0], lab.generate()
+    watch = Watch(lab.url, {label: tokens, version: lab.expected[scale]})
+    with trainer(lab, dialect.processes) as made, asking(watch, 1):
+        dialect.push(made, scale, version)
+        watch.committed(version)
+        assert made.commits == [dialect.commits]
+        assert lab.everywhere() == [(lab.expected[scale], version)] * 3
+        assert [path for path, reply in made.answers if not has_sglangs_shape(path, reply)] == []
         close_groups(lab)
     assert watch.violations == []
 
