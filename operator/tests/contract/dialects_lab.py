@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 @dataclass
 class Fleet:
-    """Two engines behind one URL."""
+    """Engines behind one URL."""
 
     kind: str
     url: str
@@ -116,11 +116,11 @@ def _engine(kind: str, index: int, log: Path) -> Engine:
 
 
 @contextmanager
-def fleet(kind: str, folder: Path) -> Iterator[Fleet]:
-    """Two engines of a kind, their gates and agents, coordinator, smg and front, as processes."""
+def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[Fleet]:
+    """Engines of a kind, their gates and agents, coordinator, smg and front, as processes. ``policy``: more of the weights policy."""
     with ExitStack() as stack:
         made = []
-        for index in range(2):
+        for index in range(number):
             engine = _engine(kind, index, folder / f"engine-{index}.log")
             engine.start()
             stack.callback(engine.kill)
@@ -129,13 +129,19 @@ def fleet(kind: str, folder: Path) -> Iterator[Fleet]:
             engine.wait()
         address = f"127.0.0.1:{free_port()}"
         line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", address, "--backend", "gloo"]
-        line += ["--state-dir", str(folder / "state"), *(part for engine in made for part in ("--engine", engine.url))]
+        line += [
+            "--weights",
+            json.dumps(policy),
+            "--state-dir",
+            str(folder / "state"),
+            *(part for engine in made for part in ("--engine", engine.url)),
+        ]
         with (folder / "local.log").open("ab") as log:
             local = subprocess.Popen(line, stdout=log, stderr=log)
         stack.callback(local.wait, 30)
         stack.callback(local.terminate)
         found = Fleet(kind, f"http://{address}", made, list(read_folder(environment.model())), _expected(kind, folder))
-        found.serving(2, 90)
+        found.serving(number, 90)
         yield found
 
 

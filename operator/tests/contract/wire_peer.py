@@ -1,8 +1,8 @@
 """A trainer's half of weight updates, told what to do by lines of JSON; run by the engine environment's python, which has torch.
 
 {"do": "open", "group": NAME, "world": N}      -> {"port": P}, and when all have joined {"joined": true}
-{"do": "send", "model": FOLDER, "scale": X, "names": [...]|null, "dtype": T|null, "flat": bool, "shape": [...]|null}
-                                               -> the names, dtypes and shapes; after a {"do": "go"}: {"sent": true} or {"error": TEXT}
+{"do": "send", "model": FOLDER, "scale": X, "names": [...]|null, "dtype": T|null, "flat": bool, "shape": [...]|null,
+ "flip": [BYTE, BIT]|null, "times": N}         -> the names, dtypes and shapes; after a {"do": "go"}: {"sent": true} or {"error": TEXT}
 {"do": "save", "model": FOLDER, "scale": X, "to": FOLDER}        -> {"saved": true}
 {"do": "close"}                                -> {"closed": true}
 """
@@ -47,12 +47,16 @@ def weights(model, scale, names=None):
     return {name: (loaded[name].float() * scale).to(loaded[name].dtype) for name in names or loaded}
 
 
-def send(made, model, scale, names=None, dtype=None, flat=False, shape=None):
+def send(made, model, scale, names=None, dtype=None, flat=False, shape=None, flip=None, times=1):
     tensors = weights(model, scale, names)
     if dtype:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     if shape:
         tensors = {name: torch.ones(shape) for name in tensors}
+    if flip:
+        at, bit = flip
+        first = next(iter(tensors.values()))
+        first.reshape(-1).view(torch.uint8)[at] ^= 1 << bit
     answer(
         {
             "names": list(tensors),
@@ -67,7 +71,7 @@ def send(made, model, scale, names=None, dtype=None, flat=False, shape=None):
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     try:
-        for work in [made.broadcast([tensor.contiguous()], options) for tensor in sent]:
+        for work in [made.broadcast([tensor.contiguous()], options) for tensor in sent * times]:
             work.wait()
     except RuntimeError as error:
         answer({"error": str(error)})
