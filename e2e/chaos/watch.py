@@ -65,7 +65,10 @@ class Watch:
                     time.sleep(0.05)
                     continue
                 if reply.ok:
-                    self._judge(reply.json(), began)
+                    try:
+                        self._judge(reply.json(), began)
+                    except (KeyError, TypeError, ValueError) as error:
+                        self.violations.append(f"an answer that cannot be judged ({error!r}): {reply.text[:200]}")
                 else:
                     self.errors += 1
                 time.sleep(0.02)
