@@ -205,7 +205,7 @@ def _asleep(world: World, row: EngineRow) -> str:
 
 def _way_back(world: World, name: str) -> str:
     """How an engine with older weights comes to serve again."""
-    groups = world.record.groups if world.record else []
-    if groups and not any(name in group.members for group in groups):
+    record = world.record
+    if record and record.joined and not any(row.name == name for group in record.joined for row in record.members(group)):
         return "it joined after the trainer's group was opened; it needs a new group, or a snapshot on disk (weights.catchUp.disk)."
     return "it waits for the trainer's next weight update."

@@ -13,6 +13,7 @@ import aiohttp
 from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from sglang_rollout.fleet.update.calls import SLOWER
 from sglang_rollout.fleet.update.events import Result, Send
 from sglang_rollout.fleet.update.requests import Body
 from sglang_rollout.fleet.update.verify import CHECKER
@@ -35,8 +36,6 @@ READ_DEADLINE = 5.0
 LONGEST_MESSAGE = 2000
 STATUS_PATHS = (AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE)
 CONFLICT = 409
-_SLOWER = 10
-"""An engine on one GPU has eight times the tensors of one on eight to look through."""
 
 Address = Callable[[str], str | None]
 """The base URL of an engine's gate; None: it has no address (now)."""
@@ -219,7 +218,7 @@ def _limit(effect: Send, results: Mapping[str, Result], took: float) -> tuple[fl
     if effect.grace is not None and any(not result.ok for result in results.values()):
         return effect.grace, "not waited for, because another engine failed."
     if effect.patience is not None and 2 * len(results) >= len(effect.bodies):
-        seconds = max(effect.patience, _SLOWER * took)
+        seconds = max(effect.patience, SLOWER * took)
         return seconds, f"no answer for {seconds:g} s after {len(results)} of {len(effect.bodies)} engines had answered."
     return math.inf, ""
 

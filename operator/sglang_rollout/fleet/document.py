@@ -47,7 +47,7 @@ def document(parts: Parts) -> FleetDocument:
         committed=fleet.committed,
         serving=sum(engine.serving for engine in fleet.engines.values()),
         members=members,
-        groups=[group.row() for group in fleet.groups.values()],
+        groups=[group.shown() for group in fleet.groups.values()],
         phase=machine.phase.value,
         last_update=fleet.last_update,
         adapters=lora.rows(fleet),

@@ -79,15 +79,34 @@ class Noted(Message):
     """Of its ranks."""
 
 
-class FleetGroup(Message):
-    """A weight-update group that is open now."""
-
+class _Group(Message):
     name: str
     epoch: int
     world_size: int
     master: str
     backend: str
+
+
+class FleetGroup(_Group):
+    """A weight-update group that is open now."""
+
     members: list[str]
+
+
+class GroupRow(_Group):
+    """The same in the record, which may have to hold many groups of many engines."""
+
+    places: list[int]
+    """Where its members are among the record's engines, in rank order."""
+
+
+class OnDisk(Message):
+    """A version that the fleet loaded from a shared volume."""
+
+    version: Version
+    path: str
+    digest: str | None
+    """What tells the folder's contents from others."""
 
 
 class Tensors(Message):
@@ -108,7 +127,7 @@ class Record(Message):
     intent_generation: int = 0
     """Generation of the intent that has been acted on: the coordinator's acknowledgement."""
     engines: list[EngineRow] = Field(default_factory=list)
-    groups: list[FleetGroup] = Field(default_factory=list)
+    joined: list[GroupRow] = Field(default_factory=list)
     """Groups that are open, so that a restarted coordinator can go on with those whose members all still live."""
     last_update: LastUpdate | None = None
     history: list[Version] = Field(default_factory=list)
@@ -125,15 +144,25 @@ class Record(Message):
     """What of the intent's state is in effect."""
     checksums: dict[int, tuple[str, ...]] = Field(default_factory=dict)
     """Of the committed version, by the number of an engine's ranks, as far as they are known."""
+    disk: OnDisk | None = None
+    """Where the committed version was loaded from, if it was."""
     adapters: list[AdapterRow] = Field(default_factory=list)
     tensors: Tensors | None = None
     """What updates have brought since ``model.path``; None: written by a release before, or nothing yet."""
+    tried: str = ""
+    """What engines may hold besides from updates that failed: marks of the tensors' names, base64."""
+    sources: list[str] = Field(default_factory=list)
+    """Groups that brought the last committed tensors: an update that ends without one of them is not complete."""
     lent: list[str] | None = None
     """Memory of the engines that the trainer has; None: the engines share their GPUs with nobody."""
     lent_apart: dict[str, list[str]] = Field(default_factory=dict)
     """The same of engines at whose own URL the trainer has said something else since."""
     noted: dict[str, Noted] = Field(default_factory=dict)
     """Where nobody sends weights: what each engine holds, as it said before its first sleep."""
+
+    def members(self, group: GroupRow) -> list[EngineRow]:
+        """The engines of one of its groups, in rank order."""
+        return [self.engines[place] for place in group.places]
 
     @property
     def lends(self) -> bool:

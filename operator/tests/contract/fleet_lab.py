@@ -21,7 +21,7 @@ from fleet_agent import FakeAgent
 from sglang_rollout.fleet.cli import Options, serve
 from sglang_rollout.wire.intent import Intent, WantedEngine
 from sglang_rollout.wire.policy import Deadlines, WeightsPolicy
-from sglang_rollout.wire.ports import AGENT_PREFLIGHT, DATA_PATHS, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, DATA_PATHS, TERM_HEADER
 from sglang_rollout.wire.states import FleetMode
 
 TOKEN = "secret"
@@ -80,6 +80,8 @@ class HttpAgent:
                 for rank, sums in enumerate(result.checksums)
             ]
             return web.json_response({"success": True, "message": "", "ranks": ranks})
+        if request.path == AGENT_CHECKPOINT:
+            return web.json_response({"ok": result.ok, "reason": result.message, "digest": result.digest, "path": result.path})
         return self.answer(request.path, {"success": result.ok, "message": result.message}, result.status)
 
     def answer(self, path: str, body: dict[str, Any], status: int) -> web.Response:

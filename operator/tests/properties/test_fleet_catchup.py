@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fleet_world import SNAPSHOTS, World
 
 from sglang_rollout.fleet.update import events as ev
@@ -156,11 +157,15 @@ def test_without_a_place_nobody_loads_anything() -> None:
     assert not world.pending
 
 
-def test_what_the_fleet_loaded_from_disk_is_where_a_restarted_engine_looks() -> None:
+@pytest.mark.parametrize("by_another", [False, True])
+def test_what_the_fleet_loaded_from_disk_is_where_a_restarted_engine_looks(by_another: bool) -> None:
     world = World([1, 1])
     world.sync_all()
     answer = world.do(rq.FromDisk(SNAPSHOTS, "5", {}))
     assert answer.success, answer.message
+    if by_another:
+        world.start()
+        world.sync_all()
     restart(world, "e1")
     world.drain()
     assert world.agents["e1"].version == Version(run=1, n=5, label="5")

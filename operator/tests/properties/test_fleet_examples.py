@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from fleet_world import World, group_body, push
 
-from sglang_rollout.fleet.update import groups
 from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.calls import END, FLUSH, INIT, UPDATE
 from sglang_rollout.fleet.update.state import Fleet
@@ -293,18 +292,3 @@ def test_a_new_run_on_demand() -> None:
     world.sync_all()
     assert push(world, "8") == Version(run=2, n=8, label="8"), "8 follows 7, and yet it is another run"
     assert push(world, "9") == Version(run=2, n=9, label="9")
-
-
-def test_no_more_groups_are_opened_than_the_record_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "MOST_PLACES", 5)
-    world = World([1, 1])
-    world.sync_all()
-    for name in ("a", "b"):
-        assert world.do(rq.OpenGroup(group_body(world, name))).success
-    refused = world.do(rq.OpenGroup(group_body(world, "c")))
-    assert (refused.status, refused.message) == (
-        400,
-        "2 groups are open, of 4 members in all: close some with /destroy_weights_update_group first.",
-    )
-    assert world.do(rq.CloseGroup("a")).success
-    assert world.do(rq.OpenGroup(group_body(world, "c"))).success

@@ -45,7 +45,7 @@ class Fence(RuleBasedStateMachine):
                 agent.stocked = True
         self.world.sync_all()
         self.contents = self.world.contents
-        self.restarted = False
+        self.restarted = self.forgot = False
 
     def ask(self, request: rq.Request) -> None:
         self.world.ask(request)
@@ -84,7 +84,8 @@ class Fence(RuleBasedStateMachine):
 
     def remembers(self) -> bool:
         """A coordinator that finds no record of what was brought takes the next update for complete: then it must be."""
-        return not self.restarted or self.world.machine.fleet.brought.row == digest(NAMES)
+        brought = self.world.machine.fleet.brought.row
+        return not self.restarted or brought == digest(NAMES) or (brought is None and not self.forgot)
 
     @rule(label=labels)
     def from_disk(self, label: str | None) -> None:
@@ -187,6 +188,7 @@ class Fence(RuleBasedStateMachine):
     @rule(keep_record=st.booleans())
     def restart_coordinator(self, keep_record: bool) -> None:
         if not keep_record:
+            self.forgot = True
             self.world.record = None
             # Nobody remembers the numbers of updates that were given up; none of them was ever served.
             committed = {key(version) for version in self.world.history}

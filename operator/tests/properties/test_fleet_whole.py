@@ -7,7 +7,7 @@ from fleet_world import World, group_body, push
 
 from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.events import Answer
-from sglang_rollout.fleet.update.tensors import Brought, digest, recalled
+from sglang_rollout.fleet.update.tensors import Brought, digest, mark, packed, recalled, unpacked
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import BASE, Version
 
@@ -92,6 +92,30 @@ def test_what_a_failed_update_wrote_counts_although_it_was_never_committed() -> 
     assert update(world, "1", "v", "w").success
 
 
+def test_what_a_failed_update_wrote_counts_for_the_next_coordinator_too() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.Begin()).success
+    world.ask(rq.Update("g", "1", {"names": ["v"]}))
+    world.start()  # it dies before it hears what became of the call
+    world.sync_all()
+    world.drain()
+    answer = update(world, "1", "u", "w")
+    assert (answer.status, "lacks 1 tensors of an update that failed before the coordinator was restarted" in answer.message) == (400, True)
+    assert open_gates(world) == [False, False]
+    assert update(world, "1", *NAMES).success
+    assert world.record is not None
+    assert world.record.tried == ""
+
+
+def test_a_record_has_room_for_the_names_of_a_failed_update() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(100) for expert in range(500)]
+    text = packed(frozenset(names))
+    assert len(text) < 270_000
+    assert unpacked(text) == set(map(mark, names))
+
+
 def test_a_tensor_that_every_engine_refused_is_not_asked_for_later() -> None:
     world = served()
     assert world.do(rq.Begin()).success
@@ -118,6 +142,24 @@ def test_the_stages_of_a_pipeline_make_one_set() -> None:
         restart(world, "e1")
     assert world.machine.fleet.brought.names == set(NAMES)
     assert list(update(world, "3", "u", "v").fleet["fenced"]) == ["e1"]
+
+
+def test_a_new_coordinator_knows_the_stages_of_the_update_before_it() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    for stage in ("a", "b"):
+        assert world.do(rq.OpenGroup(group_body(world, stage))).success
+    for label in ("1", "2"):
+        assert world.do(rq.Begin()).success
+        assert world.do(rq.Update("a", label, {"names": ["u", "v"]})).success
+        if label == "1":
+            assert world.do(rq.Update("b", label, {"names": ["w"]})).success
+            assert world.do(rq.End()).success
+            world.start()
+            world.sync_all()
+            world.drain()
+    assert "group b brought no tensors, although it belonged to the update before" in world.do(rq.End()).message
+    assert (world.machine.fleet.committed, open_gates(world)) == (FIRST, [False, False])
 
 
 def test_an_engine_that_was_in_one_of_two_groups_lacks_what_the_other_brought() -> None:

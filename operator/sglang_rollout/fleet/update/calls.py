@@ -42,6 +42,9 @@ PATIENCE = 10.0
 """How much later than half of the engines another may answer a call that is the same work for all: more than a hiccup of the network, and
 a trainer learns within seconds who is silent, not after ``deadlines.update``."""
 
+SLOWER = 10
+"""So many times as long as those another may take: an engine on one GPU has eight times the tensors of one on eight to look through."""
+
 
 @dataclass(frozen=True)
 class Turn:

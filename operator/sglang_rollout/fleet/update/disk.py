@@ -13,13 +13,16 @@ from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.calls import UPDATE_DISK, Script, Turn, failures, same, send, told
 from sglang_rollout.fleet.update.membership import present
 from sglang_rollout.fleet.update.outcome import close
-from sglang_rollout.fleet.update.progress import By, OnDisk, Phase, Update
+from sglang_rollout.fleet.update.progress import By, Phase, Update
 from sglang_rollout.fleet.update.requests import Answer, Body, FromDisk
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.transaction import hold_all
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+from sglang_rollout.wire.record import OnDisk
 
+PATIENCE = 60.0
+"""How much later than half of the engines another may have loaded, at least: its node may have to read files that theirs had read."""
 MARGIN = 5.0
 """What the answer to a check may take longer than the check."""
 
@@ -44,10 +47,10 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     fleet.enter(Phase.TRANSFER)
     update = fleet.update = Update(boots=dict(boots), session=By.FLEET, started=fleet.now, label=ask.label or fleet.label)
     update.opaque, update.checkpoint = True, names
-    fleet.tried |= names or set()
+    fleet.tried |= names or frozenset()
     for name in boots:
         fleet.engines[name].soil()
-    results = yield from send(UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update)
+    results = yield from send(UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
     broken = failures(results)
     update.fed.update(name for name in boots if name not in broken)
     for name, result in broken.items():
@@ -55,7 +58,7 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     fleet.enter(Phase.VERIFY)
     answer = yield from close(fleet, update, results)
     if answer.success and fleet.committed is not None:
-        fleet.disk = OnDisk(fleet.committed, ask.path, digest)
+        fleet.disk = OnDisk(version=fleet.committed, path=ask.path, digest=digest)
     return answer
 
 

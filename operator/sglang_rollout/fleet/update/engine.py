@@ -123,17 +123,17 @@ class Engine:
             return f"it has not come out of an update that was given up {since}; if it is stuck, it will be restarted"
         return "it is being drained"
 
-    def row(self) -> EngineRow:
-        """The engine in the record and in the discovery document."""
+    def row(self, room: int | None = None) -> EngineRow:
+        """The engine in the record and in the discovery document. ``room``: so many characters may its reason have."""
         name = self.wanted.name
         if not self.reachable or self.status is None:
             return EngineRow(
                 name=name, state=EngineState.UNKNOWN, version=None, boot_id=self.boot, gate_open=False,
-                reason=self.why_down(),
+                reason=self.why_down()[:room],
             )  # fmt: skip
         seen = self.status
+        reason, note = ("", "") if seen.gate_open else ((self.note or seen.reason)[:room], self.note[:room])
         return EngineRow(
             name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
-            reason="" if seen.gate_open else self.note or seen.reason, catch_up="" if seen.gate_open else self.note, released=seen.released,
-            comparing=self.comparing, all_reduce=seen.all_reduce,
+            reason=reason, catch_up=note, released=seen.released, comparing=self.comparing, all_reduce=seen.all_reduce,
         )  # fmt: skip

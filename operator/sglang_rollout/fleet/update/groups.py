@@ -38,8 +38,6 @@ LEAST = 5.0
 """What joining may take at least, however long the trainer took to listen."""
 MOST_GROUPS = 64
 """A trainer that opens groups under ever new names and closes none would fill the engines."""
-MOST_PLACES = 6000
-"""Members of all open groups together: the record names each, and a ConfigMap holds 1 MiB. 12 groups of 500 engines."""
 DISK_ONLY = (
     "This fleet takes weights from disk only (weights.transport is Disk): write a checkpoint where the engines can read it, and call"
     " /update_weights_from_disk."
@@ -68,9 +66,8 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
         )
     yield from _close_same_name(fleet, spec.name)
     yield from _close_dead(fleet)
-    places = sum(len(group.boots) for group in fleet.groups.values())
-    if len(fleet.groups) >= MOST_GROUPS or places + len(boots) > MOST_PLACES:
-        raise Refusal(f"{len(fleet.groups)} groups are open, of {places} members in all: close some with {DESTROY} first.")
+    if len(fleet.groups) >= MOST_GROUPS:
+        raise Refusal(f"{MOST_GROUPS} groups are open: close some with {DESTROY} first.")
     remaining = max(LEAST, limit - (fleet.now - started))
     fleet.enter(Phase.OPEN)
     fleet.opening = master = f"{spec.host}:{spec.port}"
@@ -196,8 +193,8 @@ def close_group(fleet: Fleet, ask: CloseGroup) -> Script[Answer]:
     if failed:
         engine, result = next(iter(failed.items()))
         reason = f"engine {engine} could not close group {group.name}: {result.message}"
-        return Answer(400, reason, {"engines": told(results)})
-    return Answer(200, "Succeeded to destroy custom process group.", {"engines": told(results), **(commit.fleet or {})})
+        return Answer(400, reason, {"engines": told(results), **commit.fleet})
+    return Answer(200, "Succeeded to destroy custom process group.", {"engines": told(results), **commit.fleet})
 
 
 def _leave(fleet: Fleet, group: Group) -> Script[Results]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update import memory
-from sglang_rollout.fleet.update.calls import END, UPDATE_TENSOR, Script, Turn, failures, same, send, sync
+from sglang_rollout.fleet.update.calls import END, PATIENCE, SLOWER, UPDATE_TENSOR, Script, Turn, failures, same, send, sync
 from sglang_rollout.fleet.update.membership import some, untold
 from sglang_rollout.fleet.update.outcome import abandon, close, fail, suffice
 from sglang_rollout.fleet.update.progress import By, Phase, Update
@@ -196,8 +196,11 @@ def _is_last_word(fleet: Fleet, name: str) -> bool:
 def _delivered(fleet: Fleet, name: str) -> Script[Answer | None]:
     """This engine has all of its tensors: end its session. Returns what went wrong."""
     update = _open(fleet)
-    results = yield from send(END, same([name]), fleet.policy.deadlines.update)
+    began = fleet.now
+    results = yield from send(END, same([name]), _limit(fleet, update))
     broken = failures(results)
+    if not broken:
+        update.slowest_end = max(update.slowest_end, fleet.now - began)
     if name not in update.fed:
         update.dropped[name] = "had got no tensors of the update when it ended"
     elif broken:
@@ -206,6 +209,12 @@ def _delivered(fleet: Fleet, name: str) -> Script[Answer | None]:
     if suffice(fleet, update):
         return None
     return (yield from fail(fleet, f"engine {name} {update.dropped[name]}", results, engine=name))
+
+
+def _limit(fleet: Fleet, update: Update) -> float:
+    """How long a session may take to end: when half of the engines have ended theirs, as if all of them had been told at once."""
+    limit = fleet.policy.deadlines.update
+    return limit if 2 * len(update.ended) < len(fleet.engines) else min(limit, max(PATIENCE, SLOWER * update.slowest_end))
 
 
 def _commit_if_all(fleet: Fleet, done: str) -> Script[Answer]:

@@ -8,7 +8,7 @@ from sglang_rollout.fleet.update.events import Seen, Wanted
 from sglang_rollout.fleet.update.membership import at_first, enough
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.fleet.update.tensors import recalled
+from sglang_rollout.fleet.update.tensors import recalled, unpacked
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
@@ -143,7 +143,8 @@ class Knowledge:
             fleet.called = {row.name: row.path for row in self._record.adapters if not row.by_spec}
             fleet.id = self._record.fleet_id or fleet.id
             fleet.noted = dict(self._record.noted)
-            fleet.brought = recalled(self._record.tensors)
+            fleet.brought, fleet.tried_before = recalled(self._record.tensors), unpacked(self._record.tried)
+            fleet.sources = frozenset(self._record.sources)
             fleet.lent = fleet.lent if self._record.lent is None else tuple(self._record.lent)
             fleet.lent_apart = {name: tuple(tags) for name, tags in self._record.lent_apart.items()}
             fleet.history = [version for version in self._record.history if key(version) < key(proved.committed)]
@@ -152,7 +153,7 @@ class Knowledge:
                 self._signature = self._members()
         fleet.commit(proved.committed)
         if self._record is not None and self._record.committed == proved.committed:
-            fleet.checksums = dict(self._record.checksums)
+            fleet.checksums, fleet.disk = dict(self._record.checksums), self._record.disk
 
     def _adopt(self) -> None:
         """A version that is proved after all: an agent came back that knows of it."""

@@ -31,6 +31,8 @@ from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
 
+LONGEST_REASON = 4000
+"""Of the last update, in the record; the trainer's answer has all of it."""
 FENCED = "fenced"
 """In an answer: the engines that a commit left behind, each with the reason."""
 
@@ -253,7 +255,7 @@ def _callable(fleet: Fleet, name: str) -> bool:
 
 def _last(fleet: Fleet, version: Version, outcome: UpdateOutcome, reason: str, engines: list[str]) -> LastUpdate:
     return LastUpdate(
-        version=version, outcome=outcome, reason=reason, finished=fleet.finished(), phases_ms=fleet.phases_ms(),
+        version=version, outcome=outcome, reason=reason[:LONGEST_REASON], finished=fleet.finished(), phases_ms=fleet.phases_ms(),
         engines=engines,
     )  # fmt: skip
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
-from sglang_rollout.wire.record import FleetGroup
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.record import FleetGroup, GroupRow
 
 
 class Phase(StrEnum):
@@ -45,21 +45,16 @@ class Group:
     boots: Mapping[str, str]
     """Members, in rank order, and the life of each that joined: a new process of the same engine is no member."""
 
-    def row(self) -> FleetGroup:
-        """The group in the record and in the discovery document."""
-        return FleetGroup(
-            name=self.name, epoch=self.epoch, world_size=self.world_size, master=self.master, backend=self.backend,
-            members=list(self.boots),
-        )  # fmt: skip
+    def shown(self) -> FleetGroup:
+        """The group in the discovery document."""
+        return FleetGroup(members=list(self.boots), **self._facts())
 
+    def row(self, places: Mapping[str, int]) -> GroupRow:
+        """The group in the record, where its engines have these places."""
+        return GroupRow(places=[places[name] for name in self.boots], **self._facts())
 
-@dataclass(frozen=True)
-class OnDisk:
-    """A version that the fleet loaded from a shared volume."""
-
-    version: Version
-    path: str
-    digest: str | None
+    def _facts(self) -> dict[str, Any]:
+        return {"name": self.name, "epoch": self.epoch, "world_size": self.world_size, "master": self.master, "backend": self.backend}
 
 
 @dataclass
@@ -89,6 +84,8 @@ class Update:
     """Engines that flushed their cache with the last tensors: paused since, they have computed nothing."""
     ended: set[str] = field(default_factory=set)
     """Engines whose session has ended before those of the others: their trainer has brought all that it has for them."""
+    slowest_end: float = 0.0
+    """Seconds that the longest of those took."""
     label: str | None = None
     checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """What the trainer says that its weights are, if it does: by the number of an engine's ranks."""

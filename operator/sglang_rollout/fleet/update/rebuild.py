@@ -86,15 +86,14 @@ def _groups(record: Record | None, statuses: Sequence[AgentStatus]) -> dict[str,
     """Groups of the record whose members are all the processes that joined, and say so."""
     if record is None:
         return {}
-    boots = {row.name: row.boot_id for row in record.engines}
     seen = {status.name: status for status in statuses}
     found: dict[str, Group] = {}
-    for row in record.groups:
+    for row in record.joined:
         members: dict[str, str] = {}
-        for name in row.members:
-            boot, status = boots.get(name), seen.get(name)
+        for engine in record.members(row):
+            boot, status = engine.boot_id, seen.get(engine.name)
             if boot is not None and status is not None and status.boot_id == boot and row.name in status.groups:
-                members[name] = boot
-        if members and len(members) == len(row.members):
+                members[engine.name] = boot
+        if members and len(members) == len(row.places):
             found[row.name] = Group(row.name, row.epoch, row.world_size, row.master, row.backend, members)
     return found

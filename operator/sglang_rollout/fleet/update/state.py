@@ -9,14 +9,17 @@ from typing import Any
 
 from sglang_rollout.fleet.ranks import RankTable, rank_table
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.progress import Group, Hold, OnDisk, Phase, Update
-from sglang_rollout.fleet.update.tensors import Brought
+from sglang_rollout.fleet.update.progress import Group, Hold, Phase, Update
+from sglang_rollout.fleet.update.tensors import Brought, packed
 from sglang_rollout.fleet.update.versions import history, newest, next_version
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.policy import WeightsPolicy
-from sglang_rollout.wire.record import LastUpdate, Noted, Record
+from sglang_rollout.wire.record import LastUpdate, Noted, OnDisk, Record
 from sglang_rollout.wire.states import LENT, FleetMode, FleetState, held_sentence
 from sglang_rollout.wire.weights import Version
+
+ROOM = 100_000
+"""Characters of engines' reasons in the record, which has to fit into a ConfigMap (1 MiB): 200 for each of 500 engines."""
 
 
 @dataclass
@@ -75,8 +78,10 @@ class Fleet:
     """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
     brought: Brought = field(default_factory=Brought)
     """The tensors that make the committed version, over what ``model.path`` holds."""
-    tried: set[str] = field(default_factory=set)
+    tried: frozenset[str] = frozenset()
     """Tensors that engines may hold from updates that failed."""
+    tried_before: frozenset[bytes] = frozenset()
+    """The same of updates that a coordinator before this one led, as marks of their names."""
     commits: int = 0
     """Updates that this coordinator has committed."""
     label: str | None = None
@@ -212,13 +217,14 @@ class Fleet:
         """What is persisted; None before the rebuild has ended: nothing unproved is ever written."""
         if self.committed is None:
             return None
+        places = {name: place for place, name in enumerate(self.engines)}
         return Record(
             term=self.term,
             epoch=self.epoch,
             committed=self.committed,
             intent_generation=self.generation,
-            engines=[engine.row() for engine in self.engines.values()],
-            groups=[group.row() for group in self.groups.values()],
+            engines=[engine.row(ROOM // max(1, len(self.engines))) for engine in self.engines.values()],
+            joined=[group.row(places) for group in self.groups.values()],
             last_update=self.last_update,
             history=self.history,
             burned=self.burned,
@@ -227,7 +233,10 @@ class Fleet:
             world_size=self.table.world_size,
             state=self.kept,
             checksums=self.checksums,
+            disk=self.disk,
             tensors=self.brought.row,
+            sources=sorted(self.sources),
+            tried=packed(self.tried, self.brought.names, self.tried_before),
             lent=list(self.lent) if self.mode is not None else None,
             lent_apart={name: list(tags) for name, tags in self.lent_apart.items() if name in self.engines},
             noted={name: noted for name, noted in self.noted.items() if name in self.engines},

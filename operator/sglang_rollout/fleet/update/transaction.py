@@ -27,7 +27,7 @@ from sglang_rollout.fleet.update.progress import Update as OpenUpdate
 from sglang_rollout.fleet.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import newest
-from sglang_rollout.fleet.update.whole import names_of, note_call, note_trust
+from sglang_rollout.fleet.update.whole import names_of, note_call, note_names, note_trust
 from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import held_sentence
 
@@ -121,9 +121,11 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
     if fleet.hold is not None and fleet.hold.mode == PauseMode.IN_PLACE:
         # In this mode requests keep their cache: SGLang would write the tensors and then answer 400 for the flush.
         body["flush_cache"] = False
+    names = names_of(ask.body)
+    new = note_names(fleet, names)
     results = yield from send(UPDATE, same(group.boots, body), fleet.policy.deadlines.update, grace=GRACE)
     if fleet.update is not None:
-        note_call(fleet, fleet.update, names_of(ask.body), results)
+        note_call(fleet, fleet.update, names, new, results)
     broken = failures(results)
     if broken:
         name, result = next(iter(broken.items()))

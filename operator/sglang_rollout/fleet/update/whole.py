@@ -16,7 +16,7 @@ from sglang_rollout.fleet.update.calls import Results
 from sglang_rollout.fleet.update.progress import Update
 from sglang_rollout.fleet.update.requests import Body
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.fleet.update.tensors import Brought
+from sglang_rollout.fleet.update.tensors import Brought, mark
 from sglang_rollout.wire.weights import BASE, Version
 
 WAY_OUT = "push all of them in one update, or load a checkpoint with update_weights_from_disk"
@@ -36,12 +36,19 @@ def note_trust(fleet: Fleet, update: Update, names: Iterable[str]) -> None:
             update.from_base.add(name)
 
 
-def note_call(fleet: Fleet, update: Update, names: frozenset[str], results: Results) -> None:
+def note_names(fleet: Fleet, names: frozenset[str]) -> frozenset[str]:
+    """Before an update call: engines may hold these even if nobody is left to hear of it. Returns those that are new."""
+    new = names - fleet.tried
+    fleet.tried |= new
+    return new
+
+
+def note_call(fleet: Fleet, update: Update, names: frozenset[str], new: frozenset[str], results: Results) -> None:
     """After an update call. What some engine may have written counts also if the update fails. Not if all refused it: a tensor that
     the model does not have must not be asked for afterwards."""
     if all(not result.ok and result.status for result in results.values()):
+        fleet.tried -= new
         return
-    fleet.tried |= names
     update.tensors.setdefault(tuple(results), set()).update(names)
 
 
@@ -59,7 +66,7 @@ def incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
             found[name] = (
                 f"lacks {len(missing)} of {len(sent)} tensors that other engines got in this update, the first is {missing[0]}: {WAY_OUT}"
             )
-        elif name not in update.trusted and (why := _needed(fleet, update, whole, name).lacks(names)):
+        elif name not in update.trusted and (why := _needed(fleet, update, whole, name).lacks(names) or _left(fleet, update, name, names)):
             found[name] = f"did not hold version {fleet.committed} before and lacks {why}: {WAY_OUT}"
     return found
 
@@ -67,6 +74,12 @@ def incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
 def _needed(fleet: Fleet, update: Update, whole: Brought, name: str) -> Brought:
     """An engine with the weights of its start lacks what was committed; any other may hold what failed updates left, too."""
     return whole if name in update.from_base else replace(whole, names=whole.names | fleet.tried)
+
+
+def _left(fleet: Fleet, update: Update, name: str, got: frozenset[str]) -> str:
+    """What it may hold of an update that failed under a coordinator before this one, and has not been brought now, as a phrase."""
+    left = frozenset[bytes]() if name in update.from_base else fleet.tried_before - {mark(one) for one in got}
+    return f"{len(left)} tensors of an update that failed before the coordinator was restarted" if left else ""
 
 
 def received(update: Update, name: str) -> frozenset[str]:
@@ -90,5 +103,5 @@ def committed(fleet: Fleet, update: Update, version: Version) -> None:
         before = Brought() if anew(fleet, update) else fleet.brought
         fleet.brought = before.plus(frozenset[str]().union(*update.tensors.values()))
     if set(update.standing()) >= set(fleet.engines):
-        fleet.tried = set()
+        fleet.tried, fleet.tried_before = frozenset(), frozenset()
     fleet.commit(version)

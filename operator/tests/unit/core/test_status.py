@@ -34,7 +34,7 @@ from sglang_rollout.core.facts import Failure
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.status import build_status
 from sglang_rollout.core.world import World, observe_world
-from sglang_rollout.wire.record import AdapterRow, FleetGroup
+from sglang_rollout.wire.record import AdapterRow, GroupRow
 
 
 def test_a_fleet_that_serves() -> None:
@@ -155,11 +155,11 @@ def test_several_engines_with_one_trouble_are_counted() -> None:
 
 def test_an_engine_outside_the_trainers_group_says_what_would_help_it() -> None:
     written = record(row(0, V1), row(1, BASE, gate=False), committed=V1)
-    group = FleetGroup(name="g", epoch=3, world_size=2, master="10.0.0.9:1", backend="nccl", members=["demo-engine-0"])
-    outside = ready(world([pod(0), pod(1)], written=written.model_copy(update={"groups": [group]})))[2]
+    group = GroupRow(name="g", epoch=3, world_size=2, master="10.0.0.9:1", backend="nccl", places=[0])
+    outside = ready(world([pod(0), pod(1)], written=written.model_copy(update={"joined": [group]})))[2]
     assert "it needs a new group, or a snapshot on disk (weights.catchUp.disk)" in outside
-    both = group.model_copy(update={"members": ["demo-engine-0", "demo-engine-1"]})
-    inside = ready(world([pod(0), pod(1)], written=written.model_copy(update={"groups": [both]})))[2]
+    both = group.model_copy(update={"places": [0, 1]})
+    inside = ready(world([pod(0), pod(1)], written=written.model_copy(update={"joined": [both]})))[2]
     assert "waits for the trainer's next weight update" in inside
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_rollout.fleet.update.rebuild import complete, complete_cohorts, rebuild
 from sglang_rollout.wire.agent import AgentStatus
-from sglang_rollout.wire.record import EngineRow, FleetGroup, Record
+from sglang_rollout.wire.record import EngineRow, GroupRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 OLD, NEW = Version(run=1, n=4, label="4"), Version(run=1, n=5, label="5")
@@ -69,8 +69,8 @@ def test_an_open_update_is_given_up() -> None:
 
 def test_groups_survive_only_with_all_members_in_the_life_in_which_they_joined() -> None:
     rows = [EngineRow(name=name, state=EngineState.CLEAN, version=OLD, boot_id=f"{name}1", gate_open=True) for name in BOTH]
-    group = FleetGroup(name="g", epoch=2, world_size=3, master="h:1", backend="gloo", members=BOTH)
-    kept = record(OLD, engines=rows, groups=[group])
+    group = GroupRow(name="g", epoch=2, world_size=3, master="h:1", backend="gloo", places=[0, 1])
+    kept = record(OLD, engines=rows, joined=[group])
     both = [clean("a", OLD, groups=["g"]), clean("b", OLD, groups=["g"])]
     assert dict(rebuild(kept, both).groups["g"].boots) == {"a": "a1", "b": "b1"}
     assert rebuild(kept, both[:1]).groups == {}

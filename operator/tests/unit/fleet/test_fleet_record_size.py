@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from sglang_rollout.fleet.update.groups import MOST_PLACES
-from sglang_rollout.wire.record import AdapterRow, EngineRow, FleetGroup, LastUpdate, Noted, Record, UpdateOutcome
+from sglang_rollout.fleet.agents import LONGEST_MESSAGE
+from sglang_rollout.fleet.ranks import LONGEST_GROUP_NAME
+from sglang_rollout.fleet.update.engine import Engine
+from sglang_rollout.fleet.update.groups import MOST_GROUPS
+from sglang_rollout.fleet.update.outcome import _last
+from sglang_rollout.fleet.update.progress import Group
+from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.fleet.update.versions import LONGEST_LABEL
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.intent import WantedEngine
+from sglang_rollout.wire.record import AdapterRow, EngineRow, GroupRow, LastUpdate, Noted, Record, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
 
 KIB = 1024
@@ -16,6 +25,13 @@ CHECKSUM = "0" * 64
 STEP = Version(run=3, n=12345, label="step-12345")
 
 
+def group(number: int) -> GroupRow:
+    """All engines are in it."""
+    return GroupRow(
+        name=f"slime-pp_{number}", epoch=99, world_size=4001, master="10.123.234.111:54321", backend="nccl", places=list(range(ENGINES))
+    )
+
+
 def large(**more: object) -> Record:
     """Every engine has a long name and a reason; one group holds all of them."""
     why = "The engine holds part of an unfinished weight update: engine 17 did not take the tensors. It waits for a complete one."
@@ -23,9 +39,8 @@ def large(**more: object) -> Record:
         EngineRow(name=name, state=EngineState.DIRTY, version=STEP, boot_id=BOOT, gate_open=False, reason=why, all_reduce=123.4)
         for name in NAMES
     ]
-    group = FleetGroup(name="slime-pp_0", epoch=99, world_size=4001, master="10.123.234.111:54321", backend="nccl", members=NAMES)
     last = LastUpdate(version=STEP, outcome=UpdateOutcome.COMMITTED, finished="2026-01-01T00:00:00.000Z", engines=NAMES)
-    fields = {"engines": rows, "groups": [group], "last_update": last, "checksums": {8: (CHECKSUM,) * 8}, **more}
+    fields = {"engines": rows, "joined": [group(0)], "last_update": last, "checksums": {8: (CHECKSUM,) * 8}, **more}
     return Record.model_validate({"term": 7, "epoch": 99, "committed": STEP, **fields})
 
 
@@ -40,17 +55,27 @@ def test_five_hundred_engines_take_less_than_a_third_of_what_the_configmap_may_h
     assert found < 300 * KIB
 
 
+def test_as_many_groups_as_may_be_open_and_the_worst_that_engines_may_say_have_room() -> None:
+    fleet = Fleet("demo", 7, committed=STEP, tried=frozenset(f"model.layers.{number}.weight" for number in range(100_000)))
+    fleet.last_update = _last(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
+    oldest = STEP.model_copy(update={"label": "s" * LONGEST_LABEL})
+    for name in NAMES:
+        found = fleet.engines[name.ljust(63, "x")] = Engine(WantedEngine(name=name.ljust(63, "x")), note="x" * LONGEST_MESSAGE, misses=0)
+        found.status = AgentStatus(
+            name=name, boot_id=BOOT, state=EngineState.CLEAN, version=oldest, committed=None, term=7, gate_open=False, reason="x" * 2000
+        )
+    boots = dict.fromkeys(fleet.engines, BOOT)
+    for number in range(MOST_GROUPS):
+        fleet.groups[str(number)] = Group("g" * LONGEST_GROUP_NAME, 99, 4001, "h" * 253 + ":54321", "nccl", boots)
+    record = fleet.record()
+    assert record is not None
+    found = size(record)
+    print(f"largest record: {found / KIB:.0f} KiB")
+    assert found < 1000 * KIB
+    assert [row.name for row in record.members(record.joined[-1])] == list(fleet.engines), "nothing of a group is lost"
+
+
 def test_a_fleet_that_keeps_its_weights_notes_checksums_of_eight_ranks_for_each_engine() -> None:
     found = size(large(noted={name: Noted(boot_id=BOOT, checksums=(CHECKSUM,) * 8) for name in NAMES}))
     print(f"record of {ENGINES} engines that keep their weights: {found / KIB:.0f} KiB")
-    assert found < 700 * KIB
-
-
-def test_as_many_groups_as_may_be_open_fit() -> None:
-    many = [
-        FleetGroup(name=f"slime-pp_{n}", epoch=99, world_size=4001, master="10.123.234.111:54321", backend="nccl", members=NAMES)
-        for n in range(MOST_PLACES // ENGINES)
-    ]
-    found = size(large(groups=many))
-    print(f"record of {ENGINES} engines in {len(many)} groups: {found / KIB:.0f} KiB")
     assert found < 700 * KIB
