@@ -21,6 +21,7 @@ from sglang_rollout.agent.update import AckError, Fence, acknowledge
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 from sglang_rollout.wire.group import MemberReport
+from sglang_rollout.wire.ports import TERM_HEADER
 
 MAX_BODY = 16 * 1024 * 1024
 _READ_DEADLINE = 5.0
@@ -87,12 +88,12 @@ class Routes:
 
     async def sync(self, request: web.Request) -> web.StreamResponse:
         """Take over what is committed, move the gate, report."""
-        self._take_over(await message(request, SyncRequest))
+        self._take_over(request, await message(request, SyncRequest))
         return await self._status()
 
     async def run(self, request: web.Request) -> web.StreamResponse:
         """A sync that ends the pause of an update. The gate follows what is committed, also of an engine that does not go on."""
-        self._take_over(await message(request, SyncRequest))
+        self._take_over(request, await message(request, SyncRequest))
         reply = await self._agent.control(s.CONTINUE, {}, deadline_of(request, _CALL_DEADLINE))
         return await self._status() if reply.ok else passed_on(reply)
 
@@ -154,9 +155,11 @@ class Routes:
         call = request.path.removeprefix("/")
         return refuse(501, f"{call} is not offered: {guards.NOT_OFFERED[call]}.")
 
-    def _take_over(self, told: SyncRequest) -> None:
+    def _take_over(self, request: web.Request, told: SyncRequest) -> None:
+        # Its own term: while its body came, a coordinator of a higher one may have spoken.
+        term = int(request.headers[TERM_HEADER])
         self._agent.lease, self._agent.silent, self._agent.drain = told.lease, told.silent, told.drain
-        self._agent.dispatch(ev.Told(self._agent.state.memory.term, told.committed, tuple(told.tolerated), told.hold))
+        self._agent.dispatch(ev.Told(term, told.committed, tuple(told.tolerated), told.hold, told.at, told.life))
 
     async def _status(self) -> web.Response:
         await self._agent.settle_gate()

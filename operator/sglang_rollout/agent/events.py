@@ -40,6 +40,10 @@ class Told:
     committed: Version | None = None
     tolerated: tuple[Version, ...] = ()
     hold: FleetState | None = None
+    at: float = 0.0
+    """When it was said, by the clock of that coordinator."""
+    life: str = ""
+    """Of that coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ def step(state: State, event: Event) -> tuple[State, list[Effect]]:
     return new, effects
 
 
-def _apply(state: State, event: Event) -> State:  # noqa: PLR0911, PLR0912 - one line per event
+def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per event
     match event:
         case Lost(reason):
             return replace(state, up=False, down_reason=reason)
@@ -141,12 +145,8 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911, PLR0912 - one
             return _identified(state, facts)
         case Polled(label, calls):
             return _label_seen(state, label) if state.up and calls == state.calls else state
-        case Told(term, committed, tolerated, hold):
-            state = _remember(state, term=max(term, state.memory.term), hold=state.memory.hold if hold is None else hold)
-            if committed is None:
-                return state
-            state = _remember(state, committed=committed, tolerated=list(tolerated))
-            return state if state.informed else replace(state, informed=True)
+        case Told():
+            return _told(state, event)
         case Unchallenged():
             return replace(state, informed=state.informed or state.memory.committed is not None)
         case CallBegan():
@@ -164,6 +164,19 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911, PLR0912 - one
             return replace(state, draining=on)
         case _:
             assert_never(event)
+
+
+def _told(state: State, event: Told) -> State:
+    """A word that a later one has overtaken counts no more: it might open the gate to a version that has been replaced since."""
+    memory = state.memory
+    overtaken = event.life == state.told_by and event.at < state.told_at
+    if event.term < memory.term or (event.committed is not None and overtaken):
+        return state
+    state = _remember(state, term=event.term, hold=memory.hold if event.hold is None else event.hold)
+    if event.committed is None:
+        return state
+    state = _remember(state, committed=event.committed, tolerated=list(event.tolerated))
+    return replace(state, informed=True, told_at=event.at, told_by=event.life)
 
 
 def _identified(state: State, facts: EngineFacts) -> State:

@@ -106,6 +106,10 @@ class State:
     down_reason: str = "the engine has not answered yet"
     informed: bool = False
     """``memory.committed`` may be believed: told in this life of the agent, or left unchallenged after its start."""
+    told_at: float = 0.0
+    """When the coordinator said what is committed, by its clock: what it had said before may arrive later."""
+    told_by: str = ""
+    """The life of that coordinator."""
     draining: bool = False
     calls: int = 0
     """Grows when a control call begins and ends: tells whether an observation is older than the last change."""

@@ -189,8 +189,10 @@ class Keeper:
         """Write what is to be written, for ever. Ends only with LostError."""
         delay = FIRST_DELAY
         while True:
+            # No wait_for(): before Python 3.12 it forgets a cancellation that comes when what it waits for has just happened.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), CHECK_EVERY)
+                async with asyncio.timeout(CHECK_EVERY):
+                    await self._wake.wait()
             self._wake.clear()
             try:
                 await self._look()

@@ -75,6 +75,10 @@ class SyncRequest(Message):
     """Requests have so many seconds to end before an engine falls asleep; the rest is aborted."""
     hold: FleetState | None = None
     """What the spec holds the fleet in. None: the coordinator itself does not know yet; the agent keeps what it had."""
+    at: float = 0.0
+    """When this was true, by the coordinator's clock: one that arrives after a later one counts no more."""
+    life: str = ""
+    """Of the coordinator: another life has another clock."""
 
 
 class AckRequest(Message):

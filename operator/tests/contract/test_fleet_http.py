@@ -150,6 +150,7 @@ async def test_a_lost_record_is_rebuilt_from_the_agents(lab: Lab) -> None:
     lab.start()
     await lab.serving(2)
     assert (await lab.document())["committed"]["n"] == 3
+    await lab.until("written again", lambda: _all([lab.record.exists()]))
     assert Record.model_validate_json(lab.record.read_text()).committed.n == 3
 
 

@@ -59,7 +59,7 @@ class Machine:
     """The coordinator's decisions. Feed it events with :meth:`handle`; ``fleet`` is for reading."""
 
     def __init__(self, *, name: str, term: int, record: Record | None, at: float, wall_offset: float = 0.0, new_id: str = "") -> None:
-        self.fleet = Fleet(name=name, term=term, now=at, wall_offset=wall_offset, id=new_id)
+        self.fleet = Fleet(name=name, term=term, now=at, wall_offset=wall_offset, id=new_id, life=new_id)
         self._knowledge = Knowledge(self.fleet, record, at)
         self._ids = itertools.count(1)
         self._running: dict[int, _Running] = {}

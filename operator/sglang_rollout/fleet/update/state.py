@@ -41,6 +41,8 @@ class Fleet:
     """Versions that may be served, oldest first; the committed one is the last."""
     id: str = ""
     """Tells this fleet's versions from those of another that had the same name."""
+    life: str = ""
+    """Of this coordinator."""
     disk: OnDisk | None = None
     """Where the committed version was loaded from, if it was."""
     checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -211,6 +213,8 @@ class Fleet:
             silent=self.policy.deadlines.silent,
             hold=self.kept if proved else None,
             drain=self.drain,
+            at=self.now,
+            life=self.life,
         )
 
     def record(self) -> Record | None:

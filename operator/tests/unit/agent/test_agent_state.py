@@ -271,3 +271,15 @@ def test_a_tolerated_version_may_be_served_and_only_that() -> None:
     assert not s.gate_may_open(run(holding_1, ev.Told(1, V2, (BASE,))))
     restarted = ev.restored(run(holding_1, ev.Told(1, V2, (V1,))).memory)
     assert s.gate_may_open(run(restarted, ev.Identified(facts(live="1")), ev.Unchallenged())), "the record knows what was tolerated"
+
+
+def test_a_word_of_the_coordinator_that_a_later_one_has_overtaken_opens_and_closes_nothing() -> None:
+    holding_1 = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1, at=10))
+    replaced = run(holding_1, ev.Told(1, V2, at=12))
+    assert not s.gate_may_open(run(replaced, ev.Told(1, V1, at=11))), "the others serve version 2 by now"
+    held = run(holding_1, ev.Told(1, V1, hold=FleetState.PAUSED, at=12))
+    assert not s.gate_may_open(run(held, ev.Told(1, V1, hold=FleetState.ACTIVE, at=11)))
+    assert s.gate_may_open(run(held, ev.Told(1, V1, hold=FleetState.ACTIVE, at=13)))
+    for term in (1, 2):
+        assert s.gate_may_open(run(replaced, ev.Told(term, V1, at=3, life="another"))), "another coordinator has another clock"
+    assert not s.gate_may_open(run(replaced, ev.Told(2), ev.Told(1, V1, at=13))), "a term that is over"

@@ -182,6 +182,20 @@ async def test_a_commit_does_not_wait_for_an_api_server_that_is_away(quick: None
         task.cancel()
 
 
+@pytest.mark.parametrize("steps", range(5))
+async def test_a_keeper_that_is_ended_just_when_it_is_to_write_ends(quick: None, steps: int) -> None:
+    """Else a coordinator that is told to end goes on until it is killed."""
+    task = asyncio.create_task((keeper := Keeper(ConfigMapRecord(FakeKube(), "ns", "demo"))).run())  # type: ignore[arg-type]
+    await asyncio.sleep(0.02)
+    keeper.save(record(1))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=1)
+    task.cancel()
+    assert done
+
+
 async def test_saves_are_gathered(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "QUIET", 0.2)
     kube = FakeKube()
