@@ -78,7 +78,8 @@ def show(cells: list[Cell], watch: Watch) -> None:
     hit, skipped = sum(cell.hit for cell in cells), sum(bool(cell.skipped) for cell in cells)
     print(
         f"{len(cells)} cells, {hit} hit, {skipped} skipped, {len(failed)} failed; "
-        f"{watch.answers} answers judged, {watch.spanning} of them over an update, {len(watch.violations)} wrong, {watch.errors} requests without an answer"
+        f"{watch.answers} answers judged, {watch.spanning} of them over an update, {len(watch.violations)} wrong, "
+        f"{watch.errors} requests without an answer"
     )
     slowest = max((cell for cell in cells if cell.released_seconds is not None), key=lambda cell: cell.released_seconds or 0, default=None)
     if slowest is not None:
