@@ -64,7 +64,8 @@ class Trainer:
 
     def _read(self, lines: IO[str]) -> None:
         for line in lines:
-            self._lines.put(json.loads(line))
+            if line.endswith("\n"):  # else it was killed while it spoke
+                self._lines.put(json.loads(line))
 
 
 def local_trainer(url: str, log: Path) -> Trainer:
