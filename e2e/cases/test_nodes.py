@@ -118,9 +118,9 @@ def test_a_cut_between_the_pods_ends_both_ranks(kubectl: Kubectl, wide: str, url
     inside, other = nodes.processes(f"{ENGINE}-0")[0], found[1]["status"]["podIP"]
     _drop("-I", inside, other)
     try:
-        eventually("both have ended", lambda: restarts(kubectl) == [count + 1 for count in before], within=120, every=1)
+        assert eventually("both have ended", lambda: restarts(kubectl) == [count + 1 for count in before], within=120, every=1)
         why = f"now for {ENGINE}-1; it ended because pod {ENGINE}-1 could not be reached"
-        eventually("it says what it waits for", lambda: why in document(url)["members"][0]["reason"], within=60)
+        assert eventually("it says what it waits for", lambda: why in document(url)["members"][0]["reason"], within=60)
     finally:
         _drop("-D", inside, other)
     back(kubectl, url, boot)

@@ -21,7 +21,6 @@ from sglang_rollout.agent.update import AckError, Fence, acknowledge
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 from sglang_rollout.wire.group import MemberReport
-from sglang_rollout.wire.ports import TERM_HEADER
 
 MAX_BODY = 16 * 1024 * 1024
 _READ_DEADLINE = 5.0
@@ -157,7 +156,7 @@ class Routes:
 
     def _take_over(self, request: web.Request, told: SyncRequest) -> None:
         # Its own term: while its body came, a coordinator of a higher one may have spoken.
-        term = int(request.headers[TERM_HEADER])
+        term = int(request.headers[ports.TERM_HEADER])
         self._agent.lease, self._agent.silent, self._agent.drain = told.lease, told.silent, told.drain
         self._agent.dispatch(ev.Told(term, told.committed, tuple(told.tolerated), told.hold, told.at, told.life))
 

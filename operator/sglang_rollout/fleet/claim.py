@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
-from sglang_rollout.fleet.leader import DeposedError, Leadership
+from sglang_rollout.fleet.leader import DeposedError
 from sglang_rollout.fleet.store import WRITE_DEADLINE, ChangedError, LostError, RecordStore, StoreError
 from sglang_rollout.wire.record import Record
 
@@ -14,17 +15,17 @@ log = logging.getLogger(__name__)
 READ_AGAIN = 0.5
 
 
-async def claim(store: RecordStore, leadership: Leadership, held: int) -> tuple[int, Record | None]:
+async def claim(store: RecordStore, announce: Callable[[int], Awaitable[None]], held: int) -> tuple[int, Record | None]:
     """Make a new term known, ``held`` or higher, before anything else is done: the coordinator before this one stops at it.
 
-    Returns the term, and the record as it was when the term was written over it. A commit that the one before wrote after we had read is
-    therefore in what is returned. Waits for a store that cannot be read, because nothing is known without it; one that cannot be written
-    gets the term later. Raises DeposedError.
+    ``announce`` writes a term where the next leader looks (``Leadership.claim``). Returns the term, and the record as it was when the term
+    was written over it. A commit that the one before wrote after we had read is therefore in what is returned. Waits for a store that
+    cannot be read, because nothing is known without it; one that cannot be written gets the term later. Raises DeposedError.
     """
     while True:
         record = await _read(store)
         term = max(held, (record.term if record else 0) + 1)
-        await leadership.claim(term)
+        await announce(term)
         if record is None:
             return term, None
         try:

@@ -96,7 +96,7 @@ class Driver:
 
     async def _lead(self) -> None:
         held = await self._leadership.acquire()
-        term, record = await claim(self._store, self._leadership, held)
+        term, record = await claim(self._store, self._leadership.claim, held)
         log.info("leading, term %d", term)
         if record is not None:
             self.keeper.save(record.model_copy(update={"term": term}))  # again and again, if it could not be written yet

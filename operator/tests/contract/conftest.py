@@ -39,23 +39,24 @@ def stand_in_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 
 
 @pytest.fixture(scope="session")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Urls]:
-    """Two real engines behind one URL. They hold what the last push left, both the same."""
+def engine_environment() -> None:
+    """SGLang for CPU and torch; without them the tests that need it are skipped, with the reason."""
     try:
         environment.python(make=False)
     except LabError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def urls(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Urls]:
+    """Two real engines behind one URL. They hold what the last push left, both the same."""
     with engines_behind_a_url(tmp_path_factory.mktemp("fleet"), 2) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def sglang_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def sglang_pair(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """URLs of two real engines that give memory back and take adapters. A test leaves them awake, with base weights and no adapter."""
-    try:
-        environment.python(make=False)
-    except LabError as error:
-        pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("pair")
     with ExitStack() as stack:
         patch = {"SGLANG_CPU_PATCHES": "lora"}

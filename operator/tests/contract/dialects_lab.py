@@ -129,13 +129,8 @@ def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[F
             engine.wait()
         address = f"127.0.0.1:{free_port()}"
         line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", address, "--backend", "gloo"]
-        line += [
-            "--weights",
-            json.dumps(policy),
-            "--state-dir",
-            str(folder / "state"),
-            *(part for engine in made for part in ("--engine", engine.url)),
-        ]
+        line += ["--weights", json.dumps(policy), "--state-dir", str(folder / "state")]
+        line += [part for engine in made for part in ("--engine", engine.url)]
         with (folder / "local.log").open("ab") as log:
             local = subprocess.Popen(line, stdout=log, stderr=log)
         stack.callback(local.wait, 30)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import requests
 from dialects_lab import Fleet, Trainer, fleet, trainer
-from e2e.engine import LabError, environment
+from e2e.engine import environment
 from engines_lab import Urls
 from wire_lab import Peer, peer
 
@@ -32,11 +32,7 @@ BITS = random.Random(7)
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    try:
-        environment.python(make=False)
-    except LabError as error:
-        pytest.skip(str(error))
+def lab(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with fleet("stand-in", tmp_path_factory.mktemp("spoilt"), 3, verify="always", min_committed=2, deadlines=QUICK) as made:
         yield made
 

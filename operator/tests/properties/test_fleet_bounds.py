@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from fleet_agent import NAMES
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
+from test_fleet_hybrid import at, gates, make, tensors
 from test_fleet_update import Fence
 
+from sglang_rollout.fleet.update import calls
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.progress import By
+from sglang_rollout.fleet.update.requests import AtEngine
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 
@@ -61,3 +65,19 @@ class Silence(Fence):
 
 Silence.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestSilence = Silence.TestCase
+
+
+def test_the_last_engine_to_end_its_session_is_waited_for_by_what_the_others_took() -> None:
+    world = make(4)
+    for name in world.agents:
+        for call in (rq.ResumeMemory(), rq.Begin(), tensors("a")):
+            assert at(world, name, call).success
+    assert world.policy.deadlines.update == 300
+    for name, limit in {"e0": 300.0, "e1": 300.0, "e2": 20.0, "e3": 50.0}.items():
+        world.ask(AtEngine(name, rq.End()))
+        ending = world.pending[0]
+        assert isinstance(ending, ev.Send)
+        assert (ending.path, ending.deadline) == (calls.END, pytest.approx(limit, abs=1))
+        world.now += {"e0": 2.0, "e1": 1.0, "e2": 5.0}.get(name, 0.0)
+        world.drain()
+    assert gates(world) == [True] * 4

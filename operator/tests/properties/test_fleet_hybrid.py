@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from test_fleet_held import tell
 
 from sglang_rollout.fleet.update import calls
-from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.memory import RELEASE
 from sglang_rollout.fleet.update.requests import Answer, AtEngine
@@ -398,19 +397,3 @@ def check(world: World, pushes: dict[tuple[int, int], str]) -> None:
     for agent in world.agents.values():
         if agent.gate_open and agent.version is not None and agent.version != BASE:
             assert agent.handles == [pushes[agent.version.run, agent.version.n]]
-
-
-def test_the_last_engine_to_end_its_session_is_waited_for_by_what_the_others_took() -> None:
-    world = make(4)
-    for name in world.agents:
-        for call in (rq.ResumeMemory(), rq.Begin(), tensors("a")):
-            assert at(world, name, call).success
-    assert world.policy.deadlines.update == 300
-    for name, limit in {"e0": 300.0, "e1": 300.0, "e2": 20.0, "e3": 50.0}.items():
-        world.ask(AtEngine(name, rq.End()))
-        ending = world.pending[0]
-        assert isinstance(ending, ev.Send)
-        assert (ending.path, ending.deadline) == (calls.END, pytest.approx(limit, abs=1))
-        world.now += {"e0": 2.0, "e1": 1.0, "e2": 5.0}.get(name, 0.0)
-        world.drain()
-    assert gates(world) == [True] * 4

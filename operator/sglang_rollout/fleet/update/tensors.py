@@ -58,6 +58,7 @@ _MARK = 4
 _MOST_MARKS = 50_000
 
 
+@lru_cache(maxsize=2 * _MOST_MARKS)
 def mark(name: str) -> bytes:
     """What stands for a name where there is no room for names."""
     return hashlib.sha256(name.encode()).digest()[:_MARK]

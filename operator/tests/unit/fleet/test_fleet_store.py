@@ -98,31 +98,27 @@ async def test_a_coordinator_of_a_lower_term_cannot_write() -> None:
     assert await maps.read() == record(5, term=3)
 
 
-class Alone:
-    """Nobody else holds the Lease; while it is asked, the coordinator before may still write."""
+def announcing(meanwhile: Callable[[], Awaitable[None]]) -> Callable[[int], Awaitable[None]]:
+    """While the term is announced for the first time, the coordinator before may still write."""
+    left = [meanwhile]
 
-    def __init__(self, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
-        self.meanwhile = meanwhile
-        self.terms: list[int] = []
+    async def announce(term: int) -> None:
+        if left:
+            await left.pop()()
 
-    async def acquire(self) -> int:
-        raise NotImplementedError
+    return announce
 
-    hold = release = acquire
 
-    async def claim(self, term: int) -> None:
-        self.terms.append(term)
-        meanwhile, self.meanwhile = self.meanwhile, None
-        if meanwhile is not None:
-            await meanwhile()
+async def nothing() -> None:
+    """Nobody writes meanwhile."""
 
 
 async def test_a_commit_that_is_written_while_a_new_coordinator_begins_is_not_lost() -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     await maps.write(record(5, term=3))
-    alone = Alone(lambda: maps.write(record(6, term=3)))
-    assert await claim(maps, alone, 1) == (4, record(6, term=3))
+    late = announcing(lambda: maps.write(record(6, term=3)))
+    assert await claim(maps, late, 1) == (4, record(6, term=3))
     assert await maps.read() == record(6, term=4)
     with pytest.raises(LostError):
         await maps.write(record(7, term=3))
@@ -133,20 +129,20 @@ async def test_a_new_coordinator_ends_when_a_newer_one_has_written() -> None:
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     await maps.write(record(5, term=3))
     with pytest.raises(DeposedError, match="is of term 9, this coordinator is of 4"):
-        await claim(maps, Alone(lambda: maps.write(record(5, term=9))), 1)
+        await claim(maps, announcing(lambda: maps.write(record(5, term=9))), 1)
     assert await maps.read() == record(5, term=9)
 
 
 async def test_a_new_coordinator_leads_with_what_it_read_when_it_cannot_write() -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
-    assert await claim(maps, Alone(), 2) == (2, None)
+    assert await claim(maps, announcing(nothing), 2) == (2, None)
     await maps.write(record(5, term=3))
 
     async def leave() -> None:
         kube.away = True
 
-    assert await claim(maps, Alone(leave), 8) == (8, record(5, term=3))
+    assert await claim(maps, announcing(leave), 8) == (8, record(5, term=3))
 
 
 async def test_a_deleted_config_map_is_written_again_with_the_record(quick: None) -> None:
