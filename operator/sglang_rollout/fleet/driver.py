@@ -253,10 +253,10 @@ class Driver:
         machine = self._machine
         if machine is None:
             return
-        self._synced[name] = time.monotonic()
+        asked = self._synced[name] = time.monotonic()
         try:
             status = await self._agents.sync(name, machine.fleet.sync_request(name))
-            self.feed(Seen(name, status, time.monotonic()))
+            self.feed(Seen(name, status, asked, time.monotonic()))
         except Exception as error:  # noqa: BLE001 - reported through _fail, which ends the process
             self._fail(error)
 

@@ -172,7 +172,7 @@ class Pair:
             return
         body = who.machine.fleet.sync_request(name).model_dump(mode="json")
         result = self.reach(who, name, AGENT_SYNC, body, None)
-        self.feed(who, Seen(name, result.agent, self.now))
+        self.feed(who, Seen(name, result.agent, self.now, self.now))
 
     def deliver(self, who: Coordinator, index: int, nth: int, *, works: bool = True, lost: bool = False) -> None:
         """One engine gets one call under way, or the store a record. ``lost``: the answer does not come back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fleet_agent import NAMES, FakeAgent
@@ -49,6 +50,8 @@ class World:
         self.now = 100.0
         self.record: Record | None = None
         self.pending: list[Send | Write] = []
+        self.on_its_way: dict[str, Seen] = {}
+        """Answers to syncs that have not come back."""
         self.answers: dict[int, Answer] = {}
         self.calls = 0
         self.acked: dict[tuple[tuple[int, int], tuple[str, ...]], set[str]] = {}
@@ -76,7 +79,7 @@ class World:
 
     def start(self) -> None:
         """A new coordinator."""
-        self.pending = []
+        self.pending, self.on_its_way = [], {}
         self.lossy = self.record is None or (bool(self.history) and key(self.record.committed) < key(self.history[-1]))
         term = (self.record.term if self.record else 0) + 1
         self.machine = Machine(name="demo", term=term, record=self.record, at=self.now)
@@ -148,12 +151,17 @@ class World:
             assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
 
     def note_least(self, effect: Send) -> None:
-        """How many acknowledgements the policy asks for. None: one of everybody who took part."""
-        least, wanted = self.policy.min_committed, len(self.engines)
+        """How many acknowledgements the policy asks for, at most all who were told. None: one of everybody who took part.
+
+        Members do not change under an update.
+        """
+        fleet = self.machine.fleet
+        least, wanted = self.policy.min_committed, len(fleet.engines)
         for body in effect.bodies.values() if effect.path == AGENT_ACK else ():
             cohort = tuple(body["cohort"])
             share = math.ceil(int(least.rstrip("%")) * wanted / 100) if isinstance(least, str) else min(least or len(cohort), wanted)
-            self.least.setdefault((key(Version.model_validate(body["version"])), cohort), max(1, share))
+            told = len(fleet.update.boots) if fleet.update is not None else len(cohort)
+            self.least.setdefault((key(Version.model_validate(body["version"])), cohort), max(1, min(share, told)))
 
     def note_sent(self, path: str, body: Mapping[str, Any], token: object) -> None:
         """What the trainer of the open update has brought: each tensor as it came last."""
@@ -188,7 +196,8 @@ class World:
         self.now += seconds
         self.feed(Tick(self.now))
 
-    def sync(self, name: str) -> None:
+    def answer_sync(self, name: str) -> None:
+        """An agent hears a sync and answers."""
         agent, fleet = self.agents[name], self.machine.fleet
         status = None
         if agent.answers:
@@ -196,7 +205,16 @@ class World:
                 agent.committed, agent.tolerated, agent.hold = fleet.committed, fleet.tolerated(), fleet.kept
                 agent.follow_the_spec()
             status = agent.status()
-        self.feed(Seen(name, status, self.now))
+        self.on_its_way[name] = Seen(name, status, self.now, self.now)
+
+    def arrive(self, name: str) -> None:
+        """The answer to the sync comes back, however long after it was given."""
+        if (seen := self.on_its_way.pop(name, None)) is not None:
+            self.feed(replace(seen, at=self.now))
+
+    def sync(self, name: str) -> None:
+        self.answer_sync(name)
+        self.arrive(name)
 
     def sync_all(self) -> None:
         for name in list(self.agents):

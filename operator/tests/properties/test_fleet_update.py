@@ -154,10 +154,19 @@ class Fence(RuleBasedStateMachine):
             else:
                 self.world.agents[name].restart()
 
-    @rule(name=st.sampled_from(ENGINES))
-    def sync(self, name: str) -> None:
+    @rule(name=st.sampled_from(ENGINES), late=st.booleans())
+    def sync(self, name: str, late: bool) -> None:
+        """``late``: the answer comes back after whatever comes next."""
         if name in self.world.agents:
-            self.world.sync(name)
+            self.world.answer_sync(name)
+            if not late:
+                self.world.arrive(name)
+
+    @precondition(lambda self: self.world.on_its_way)
+    @rule()
+    def arrive(self) -> None:
+        for name in ENGINES:
+            self.world.arrive(name)
 
     @rule(name=st.sampled_from(ENGINES))
     def restart_engine(self, name: str) -> None:
@@ -270,6 +279,12 @@ class Fence(RuleBasedStateMachine):
         """As soon as an agent has heard of it; one that came up since has its hold from the first sync on."""
         for agent in self.world.agents.values():
             assert not (agent.gate_open and agent.hold is not FleetState.ACTIVE)
+
+    @invariant()
+    def who_was_told_of_an_update_counts_as_serving_nobody(self) -> None:
+        fleet = self.world.machine.fleet
+        told = fleet.update.boots if fleet.update is not None else {}
+        assert not any(fleet.engines[name].serving for name, boot in told.items() if fleet.boot(name) == boot)
 
     @invariant()
     def one_transaction_at_a_time(self) -> None:

@@ -79,6 +79,19 @@ def send(
     return (yield Send(path, bodies, deadline, grace=grace, patience=patience, idempotent=idempotent))
 
 
+def soil(
+    fleet: Fleet, path: str, bodies: Mapping[str, Body], deadline: float, *, grace: float | None = None, patience: float | None = None
+) -> Script[Results]:
+    """The call that crosses the boundary. An engine that was told, and whose answer is lost, is dirty too."""
+    told_now = [fleet.engines[name] for name in bodies]
+    for engine in told_now:
+        engine.soil()
+    results = yield from send(path, bodies, deadline, grace=grace, patience=patience)
+    for engine in told_now:
+        engine.told_at = fleet.now
+    return results
+
+
 def same(names: Iterable[str], body: Body | None = None) -> dict[str, Body]:
     """The same body for each engine. SGLang wants a body on every POST: an empty one is ``{}``."""
     return {name: dict(body or {}) for name in names}

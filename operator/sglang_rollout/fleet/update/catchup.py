@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_rollout.fleet.update.calls import FLUSH, PAUSE, UPDATE_DISK, Script, Turn, same, send, sync
+from sglang_rollout.fleet.update.calls import FLUSH, PAUSE, UPDATE_DISK, Script, Turn, same, send, soil, sync
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.requests import Answer, Body
@@ -113,9 +113,8 @@ def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -> Scri
         raise _FailedError(f"{found.request.path} does not hold any more what the fleet loaded from it")
     if fleet.engines.get(name) is not engine or engine.boot != boot:
         raise _FailedError("the engine was restarted meanwhile")
-    engine.soil()
     body = {"model_path": reply.path or found.request.path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
-    loaded = yield from _one(name, UPDATE_DISK, body, limit)
+    loaded = (yield from soil(fleet, UPDATE_DISK, same([name], body), limit))[name]
     if not loaded.ok:
         raise _FailedError(f"the engine did not load {reply.path or found.request.path}: {loaded.message.rstrip('.')}")
     yield from _compare(fleet, engine, version)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.calls import UPDATE_DISK, Script, Turn, failures, same, send, told
+from sglang_rollout.fleet.update.calls import UPDATE_DISK, Script, Turn, failures, same, send, soil, told
 from sglang_rollout.fleet.update.membership import present
 from sglang_rollout.fleet.update.outcome import close
 from sglang_rollout.fleet.update.progress import By, Phase, Update
@@ -48,9 +48,7 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     update = fleet.update = Update(boots=dict(boots), session=By.FLEET, started=fleet.now, label=ask.label or fleet.label)
     update.opaque, update.checkpoint = True, names
     fleet.tried |= names or frozenset()
-    for name in boots:
-        fleet.engines[name].soil()
-    results = yield from send(UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
+    results = yield from soil(fleet, UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
     broken = failures(results)
     update.fed.update(name for name in boots if name not in broken)
     for name, result in broken.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from sglang_rollout.wire.agent import AgentStatus
@@ -25,6 +26,8 @@ class Engine:
     """Syncs in a row without an answer."""
     heard: float = 0.0
     """When it answered last."""
+    told_at: float = 0.0
+    """When it had last been told of an update; infinite while it is being told."""
     catching: bool = False
     """It loads the committed version from somewhere else than the trainer; until then it takes part in nothing."""
     tries: int = 0
@@ -100,9 +103,14 @@ class Engine:
 
     def soil(self) -> None:
         """Know already what its agent will say when it has been told of an update: dirty, and serving nobody."""
+        self.told_at = math.inf
         if self.status is not None:
             told = {"state": EngineState.DIRTY, "version": None, "gate_open": False, "reason": UNDER_WAY}
             self.status = self.status.model_copy(update=told)
+
+    def outdates(self, status: AgentStatus, asked: float) -> bool:
+        """Whether the agent said this before it heard of the update of which it has been told since, in the same life of its engine."""
+        return asked < self.told_at and status.state is EngineState.CLEAN and status.boot_id == self.boot
 
     def why_down(self) -> str:
         """Sentence: why it cannot take part."""

@@ -85,6 +85,8 @@ class Seen:
 
     name: str
     status: AgentStatus | None
+    asked: float
+    """When the sync was sent."""
     at: float
 
 

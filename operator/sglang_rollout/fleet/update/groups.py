@@ -57,15 +57,11 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
     nccl.check(fleet, boots, backend, ask.body)
     yield from _preflight(fleet, spec, boots, limit)
     yield Turn()
-    # The preflight may have taken minutes and ran beside other calls: the fleet may be another one now.
-    if present(fleet) != boots:
-        raise Refusal(
-            "The engines of this fleet changed while the trainer's address was tried; no engine has joined anything."
-            f" Open the group again with world_size={fleet.table.world_size}.",
-            fleet=fleet.advice(),
-        )
+    # The preflight may have taken minutes and ran beside other calls, and so may closing: the fleet may be another one now.
+    _refuse_changed(fleet, boots)
     yield from _close_same_name(fleet, spec.name)
     yield from _close_dead(fleet)
+    _refuse_changed(fleet, boots)
     if len(fleet.groups) >= MOST_GROUPS:
         raise Refusal(f"{MOST_GROUPS} groups are open: close some with {DESTROY} first.")
     remaining = max(LEAST, limit - (fleet.now - started))
@@ -77,6 +73,16 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
         return (yield from _undo(fleet, spec, results))
     fleet.groups[spec.name] = Group(spec.name, fleet.epoch, spec.world_size, master, backend, boots)
     return Answer(200, "Succeeded to initialize custom process group.", {**fleet.advice(), "engines": told(results)})
+
+
+def _refuse_changed(fleet: Fleet, boots: Mapping[str, str]) -> None:
+    """The ranks of a group are those of the members that are there when it opens."""
+    if present(fleet) != boots:
+        raise Refusal(
+            "The engines of this fleet changed while the group was being opened; no engine has joined anything."
+            f" Open the group again with world_size={fleet.table.world_size}.",
+            fleet=fleet.advice(),
+        )
 
 
 def _spec(fleet: Fleet, body: Body) -> GroupSpec:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sglang_rollout.fleet.update.calls import Results
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Seen, Wanted
@@ -48,7 +50,7 @@ class Knowledge:
         if event.status is None:
             engine.misses += 1
         elif event.status.name == event.name:
-            self._take(event.status)
+            self._take(event.status, event.asked)
         self._fresh = self._fresh or before != (engine.status, engine.misses)
         return self._fresh
 
@@ -56,11 +58,17 @@ class Knowledge:
         """Let the next conclusion be drawn anew, from facts that nobody brought here."""
         self._fresh = True
 
-    def _take(self, status: AgentStatus) -> None:
+    def _take(self, status: AgentStatus, asked: float = math.inf) -> None:
+        """``asked``: when. A sync's answer may cross the update call, and then speaks of a gate that is closed by now."""
         engine = self._fleet.engines.get(status.name)
-        if engine is not None:
-            engine.status, engine.misses, engine.heard = status, 0, self._fleet.now
-            self._burn(status)
+        if engine is None:
+            return
+        engine.misses, engine.heard = 0, self._fleet.now
+        if status.boot_id != engine.boot:
+            engine.told_at = 0.0  # this life of the engine was told nothing
+        if not engine.outdates(status, asked):
+            engine.status = status
+        self._burn(status)
 
     def _burn(self, status: AgentStatus) -> None:
         """Another coordinator has committed, or has brought to an engine, what this one does not know of: in the middle of an update

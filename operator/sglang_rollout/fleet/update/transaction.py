@@ -17,6 +17,7 @@ from sglang_rollout.fleet.update.calls import (
     resume,
     same,
     send,
+    soil,
     told,
 )
 from sglang_rollout.fleet.update.membership import refuse_asleep
@@ -164,12 +165,10 @@ def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[A
     fleet.enter(Phase.OPEN)
     if fleet.update is None:
         fleet.update = OpenUpdate(boots={}, session=by, started=fleet.now, label=fleet.label)
-    # Noted before the call: an engine that was told and whose answer is lost is dirty too.
+    # Noted before the call: an engine that was told and whose answer is lost takes part.
     fleet.update.boots.update(missing)
     note_trust(fleet, fleet.update, missing)
-    for name in missing:
-        fleet.engines[name].soil()
-    results = yield from send(BEGIN, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
+    results = yield from soil(fleet, BEGIN, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
     failed_calls = failures(results)
     if failed_calls:
         name, result = next(iter(failed_calls.items()))
