@@ -36,7 +36,7 @@ cluster-binaries: venv ## Kubernetes, etcd, CoreDNS and Helm, built from Go modu
 	@$(LAB) binaries
 
 # --- checks ------------------------------------------------------------------------------------------------------------
-.PHONY: lint generate golden lock test test-fast test-neighbours chaos chaos-cluster bench
+.PHONY: lint generate golden lock test test-fast test-neighbours chaos chaos-real chaos-cluster bench
 lint: venv cluster-binaries ## ruff, mypy, import-linter, shellcheck, helm lint, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -69,6 +69,9 @@ test-neighbours: venv ## The cases with Kueue, built from its Go module (5 minut
 
 chaos: venv engine-venv ## The fault matrix: every part killed or stopped in every phase of an update (about 20 minutes)
 	@$(BIN)/python -m e2e.chaos --out out/chaos.json
+
+chaos-real: venv engine-venv ## The fault matrix with two real SGLang engines on the CPU (about 35 minutes)
+	@$(BIN)/python -m e2e.chaos --real --out out/chaos-real.json
 
 chaos-cluster: venv engine-venv ## What only a cluster can lose: API server, node, link; on a lab of two nodes (about 15 minutes)
 	@$(LAB) up --nodes 2

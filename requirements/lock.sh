@@ -18,6 +18,7 @@ done
 "${compile[@]}" "${image[@]}" requirements/engine-torch.in -o requirements/engine-torch.lock
 "${compile[@]}" "${image[@]}" requirements/engine-cpu.in -c requirements/engine-torch.lock -o requirements/engine-cpu.lock
 "${compile[@]}" "${image[@]}" --no-deps requirements/engine-cpu-nodeps.in >> requirements/engine-cpu.lock
+"${compile[@]}" "${image[@]}" --no-deps requirements/engine-old.in -o requirements/engine-old.lock
 # The development group names the project itself, so the project is given as a folder and left out of the result.
 echo "-e .[operator,fleet,trainer,router]" | "${compile[@]}" --universal --python-version 3.11 - --group pyproject.toml:dev \
   --no-emit-package sglang-rollout -o requirements/dev.lock

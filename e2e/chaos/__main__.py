@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from e2e.chaos import lab_faults
+from e2e.chaos.engines import RealEngines, StandIns
 from e2e.chaos.ground import Ground
 from e2e.chaos.lab import LabStack
 from e2e.chaos.matrix import FAULTS, PHASES, Cell, Fault, Matrix
@@ -22,16 +23,17 @@ from e2e.chaos.watch import Watch
 
 @click.command()
 @click.option("--cluster", is_flag=True, help="What only a cluster can lose, on the lab cluster of two nodes that is up.")
+@click.option("--real", is_flag=True, help="Two real SGLang engines on the CPU in the place of three stand-ins.")
 @click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, *lab_faults.FAULTS]), help="Only these; repeatable.")
 @click.option("--phase", "phases", multiple=True, type=click.Choice(PHASES), help="Only these; repeatable.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the cells as JSON here.")
-def main(*, cluster: bool, faults: tuple[str, ...], phases: tuple[str, ...], out: Path | None) -> None:
+def main(*, cluster: bool, real: bool, faults: tuple[str, ...], phases: tuple[str, ...], out: Path | None) -> None:
     """Kill, stop or cut each part in each phase of an update, under a client that judges every answer."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     click.echo(f"Logs: {folder}", err=True)
     known = lab_faults.FAULTS if cluster else FAULTS
     wanted = [known[name] for name in faults or known]
-    with LabStack(folder) if cluster else Stack(folder) as stack:
+    with LabStack(folder) if cluster else Stack(folder, kind=RealEngines if real else StandIns) as stack:
         cells, watch = run(stack, wanted, phases or PHASES)
     show(cells, watch)
     if out is not None:

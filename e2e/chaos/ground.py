@@ -11,6 +11,10 @@ class Ground(Protocol):
     """What faults are done to."""
 
     trainer: Trainer | None
+    number: int
+    """So many engines the fleet has."""
+    start_seconds: float
+    """How much longer than a stand-in an engine takes at most to start anew."""
 
     @property
     def url(self) -> str:

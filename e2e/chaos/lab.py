@@ -17,7 +17,7 @@ from typing import Any
 import requests
 
 from e2e import stand_in
-from e2e.chaos.stack import ENGINES
+from e2e.chaos.engines import STAND_INS as ENGINES
 from e2e.chaos.talk import Trainer, local_trainer
 from e2e.cluster import nodes
 from e2e.kube import SYSTEM, Kubectl, Refused, eventually, install_operator
@@ -39,6 +39,9 @@ _FAR = 1
 
 class LabStack:
     """Use as a context manager. The cluster must be up, with two nodes."""
+
+    number = ENGINES
+    start_seconds = 0.0
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

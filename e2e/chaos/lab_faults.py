@@ -8,9 +8,9 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+from e2e.chaos.engines import STAND_INS as ENGINES
 from e2e.chaos.lab import NAME, LabStack
 from e2e.chaos.matrix import PHASES, TRUTH_WITHIN, Fault
-from e2e.chaos.stack import ENGINES
 from e2e.cluster import binaries, network, nodes
 
 FAR = 1

@@ -13,7 +13,7 @@ from typing import Any
 import requests
 
 from e2e.chaos.ground import Ground
-from e2e.chaos.stack import ENGINES, Stack
+from e2e.chaos.stack import Stack
 from e2e.chaos.tokens import FEW, MANY
 from e2e.chaos.watch import Watch
 
@@ -34,7 +34,8 @@ TOLD_WITHIN = 30.0
 HEALED_WITHIN = 60.0
 TRUTH_WITHIN = 5.0
 RELEASED_WITHIN = 30.0
-"""The lease, what an engine that hangs may take to be restarted, and a margin: then no pause or session is left, without a new push."""
+"""The lease, what an engine that hangs may take to be restarted, and a margin: then no pause or session is left, without a new push. What a
+real engine takes to start comes on top."""
 Sleep = Callable[[float], None]
 
 
@@ -84,12 +85,12 @@ class Fault:
 
 
 def _kill_engine(stack: Stack) -> None:
-    stack.engines[0].kill()
+    stack.engines.processes[0].kill()
 
 
 def _hang_engine(stack: Stack) -> None:
     stack.hung_since = time.monotonic()
-    stack.engines[0].send_signal(signal.SIGSTOP)
+    stack.engines.processes[0].signal(signal.SIGSTOP)
 
 
 def _trainer(number: int) -> Callable[[Stack], None]:
@@ -140,8 +141,8 @@ class Matrix:
         before = len(self._watch.violations)
         try:
             self._stack.rest()
-            if self._stack.document().get("serving") != ENGINES:
-                self._until_served(ENGINES, HEALED_WITHIN)
+            if self._stack.document().get("serving") != self._stack.number:
+                self._until_served(self._stack.number, HEALED_WITHIN + self._stack.start_seconds)
             if fault.part and isinstance(self._stack, Stack):
                 stack = self._stack
                 stack.until(f"{fault.part} runs", lambda: stack.pids(fault.part), 30)
@@ -171,7 +172,7 @@ class Matrix:
 
     def _prolong(self, phase: str) -> str:
         """Begin a push of which this phase takes long."""
-        self._stack.slow(SLOW[phase], LONG, list(range(ENGINES)))
+        self._stack.slow(SLOW[phase], LONG, list(range(self._stack.number)))
         # An engine that was told the version with its last tensors has nothing to do when it acknowledges.
         return self._begin("late" if phase == "commit" else "")
 
@@ -196,7 +197,9 @@ class Matrix:
         stack = self._stack
         stack.calm()
         if fault.undo is None:
-            cell.released_seconds = stack.until("pauses and sessions have ended by themselves", lambda: not stack.paused(), RELEASED_WITHIN)
+            cell.released_seconds = stack.until(
+                "pauses and sessions have ended by themselves", lambda: not stack.paused(), RELEASED_WITHIN + stack.start_seconds
+            )
         if fault.kills_trainer:
             stack.new_trainer()
         if fault.spares is not None:
@@ -204,7 +207,7 @@ class Matrix:
         began = time.monotonic()
         if fault.undo is not None:
             fault.undo(stack)
-        self._until_served(ENGINES, fault.heals_within)
+        self._until_served(stack.number, fault.heals_within + stack.start_seconds)
         stack.until("nobody is paused", lambda: not stack.paused(), TRUTH_WITHIN)
         cell.healed_seconds = time.monotonic() - began
         stack.until("what is published is the case", stack.is_told, TRUTH_WITHIN)
@@ -231,7 +234,7 @@ class Matrix:
         self._stack.calm()
         self._stack.new_trainer()
         with suppress(AssertionError, TimeoutError):
-            self._until_served(ENGINES, max(HEALED_WITHIN, fault.heals_within))
+            self._until_served(self._stack.number, max(HEALED_WITHIN, fault.heals_within) + self._stack.start_seconds)
 
     def _begin(self, manner: str = "") -> str:
         self._labels += 1

@@ -1,10 +1,9 @@
-"""The processes under fault: stand-in engines, a local fleet over them, a trainer. The stack restarts engines as a kubelet would."""
+"""The processes under fault: engines, a local fleet over them, a trainer. The stack restarts engines as a kubelet would."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,10 +14,9 @@ from typing import Any
 
 import requests
 
+from e2e.chaos.engines import RealEngines, StandIns
 from e2e.chaos.talk import Trainer, local_trainer
 from e2e.chaos.tokens import PROMPT
-from e2e.cluster.paths import REPOSITORY
-from e2e.engine import environment
 
 POLICY = {
     "backend": "gloo",
@@ -27,9 +25,6 @@ POLICY = {
     "trainer_lease": {"ttl": 3},
 }
 """Short, so that the matrix ends; what is tested is that they hold."""
-ENGINES = 3
-TOKEN_MS = "20"
-"""Slow enough that some answers are under way when an update comes."""
 HUNG_FOR = 20.0
 """Seconds after which somebody notices an idle engine that hangs."""
 PARTS = {
@@ -45,11 +40,12 @@ PARTS = {
 class Stack:
     """Use as a context manager."""
 
-    def __init__(self, folder: Path, port: int = 26100) -> None:
+    def __init__(self, folder: Path, port: int = 26100, kind: type[StandIns | RealEngines] = StandIns) -> None:
         self.folder = folder
         self.url = f"http://127.0.0.1:{port}"
-        self.ports = [port + 1 + index for index in range(ENGINES)]
-        self.engines: list[subprocess.Popen[bytes]] = []
+        self.engines = kind(folder, port + 1)
+        self.number = len(self.engines.ports)
+        self.start_seconds = self.engines.start_seconds
         self._ends = ExitStack()
         self._local: subprocess.Popen[bytes] | None = None
         self.trainer: Trainer | None = None
@@ -59,23 +55,22 @@ class Stack:
 
     def __enter__(self) -> Stack:
         with ExitStack() as ends:
-            self.engines = [self._start_engine(port) for port in self.ports]
-            ends.callback(self._stop_engines)
-            for port in self.ports:
-                self.until(f"engine {port} listens", lambda port=port: self._get(f"http://127.0.0.1:{port}/health").ok, 60)
+            ends.enter_context(self.engines)
             line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", self.url.removeprefix("http://")]
             line += ["--state-dir", str(self.folder / "state"), "--weights", json.dumps(POLICY)]
-            line += [part for port in self.ports for part in ("--engine", f"http://127.0.0.1:{port}")]
+            line += [part for url in self.engines.urls for part in ("--engine", url)]
             with (self.folder / "local.log").open("ab") as log:
                 self._local = subprocess.Popen(line, stdout=log, stderr=log)
             ends.callback(self._stop_local)
-            threading.Thread(target=self.be_kubelet, daemon=True).start()
-            self.until("all engines serve", lambda: self.document().get("serving") == ENGINES, 60)
+            kubelet = threading.Thread(target=self.be_kubelet, daemon=True)
+            kubelet.start()
+            ends.callback(kubelet.join, 30)
+            ends.callback(self._ended.set)  # before engines are stopped: none is to start again
+            self.until("all engines serve", lambda: self.document().get("serving") == self.number, 60)
             self._ends = ends.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
         if self.trainer is not None:
             self.trainer.end()
         self._ends.close()
@@ -84,13 +79,13 @@ class Stack:
         """End the trainer there is and start another."""
         if self.trainer is not None:
             self.trainer.end()
-        self.trainer = local_trainer(self.url, self.folder / "trainer.log")
+        self.trainer = local_trainer(self.url, self.folder / "trainer.log", self.engines.trainer_options, self.engines.says)
         return self.trainer
 
     def document(self) -> dict[str, Any]:
         """``GET /fleet``; empty while nobody answers."""
         try:
-            reply = self._get(f"{self.url}/fleet")
+            reply = requests.get(f"{self.url}/fleet", timeout=5)
             return dict(reply.json()) if reply.ok else {}
         except (requests.RequestException, ValueError):
             return {}
@@ -98,23 +93,15 @@ class Stack:
     def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
         """Let one call of a phase take longer on some engines."""
         for index in engines:
-            fault = {"kind": "slow", "phase": phase, "times": 1, "seconds": seconds}
-            self._post(index, "/stand_in/faults", fault)
+            self.engines.slow(index, phase, seconds)
 
     def calm(self) -> None:
         """Disarm what did not land."""
-        for port in self.ports:
-            with suppress(requests.RequestException):
-                requests.delete(f"http://127.0.0.1:{port}/stand_in/faults", timeout=3)
+        self.engines.calm()
 
     def paused(self) -> list[int]:
-        """Engines that say they are paused or in a session."""
-        found = []
-        for index, port in enumerate(self.ports):
-            state = self._get(f"http://127.0.0.1:{port}/stand_in/state").json()
-            if state.get("paused") or state.get("session"):
-                found.append(index)
-        return found
+        """Engines that are paused or in a session."""
+        return [index for index in range(self.number) if self.engines.paused(index)]
 
     def rest(self) -> None:
         """Nothing here goes on after a cell has healed."""
@@ -152,23 +139,26 @@ class Stack:
 
     def be_kubelet(self) -> None:
         """Start engines again that ended, and those of which their agents say that they have to be restarted; until the stack ends."""
-        logs = [self.folder / "state" / "logs" / f"local-engine-{index}-agent.log" for index in range(ENGINES)]
-        read = [0] * ENGINES
+        logs = [self.folder / "state" / "logs" / f"local-engine-{index}-agent.log" for index in range(self.number)]
+        read = [0] * self.number
         while not self._ended.wait(0.3):
             for index, log in enumerate(logs):
                 with suppress(FileNotFoundError):
                     text = log.read_text(errors="replace")
                     asked, read[index] = "it has to be restarted" in text[read[index] :], len(text)
                     hung = self.hung_since is not None and index == 0 and time.monotonic() - self.hung_since > HUNG_FOR
-                    if asked or hung or self.engines[index].poll() is not None:
+                    if asked or hung or self._has_ended(index):
                         self._restart_engine(index)
 
     def _restart_engine(self, index: int) -> None:
         if index == 0:
             self.hung_since = None
-        self.engines[index].kill()
-        self.engines[index].wait()
-        self.engines[index] = self._start_engine(self.ports[index])
+        self.engines.processes[index].kill()
+        self.engines.processes[index].start()
+
+    def _has_ended(self, index: int) -> bool:
+        process = self.engines.processes[index].process
+        return process is not None and process.poll() is not None
 
     def until(self, what: str, check: Any, within: float) -> float:
         """Wait for something; returns the seconds it took. Raises AssertionError with what is the case instead."""
@@ -180,12 +170,6 @@ class Stack:
             time.sleep(0.05)
         raise AssertionError(f"not within {within:g} s: {what}. The fleet: {json.dumps(self.document())[:1500]}")
 
-    def _start_engine(self, port: int) -> subprocess.Popen[bytes]:
-        command = [str(environment.python(make=False)), "-m", "sglang_rollout.trainer.testing", "--port", str(port), "--token-ms", TOKEN_MS]
-        with (self.folder / f"engine-{port}.log").open("ab") as log:
-            paths = {**os.environ, "PYTHONPATH": str(REPOSITORY / "operator")}
-            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=paths)
-
     def _below(self, pid: int) -> bool:
         top = self._local.pid if self._local is not None else -1
         while pid > 1:
@@ -195,21 +179,7 @@ class Stack:
             pid = int(status.split("PPid:")[1].split()[0])
         return False
 
-    def _stop_engines(self) -> None:
-        for engine in self.engines:
-            with suppress(ProcessLookupError):
-                engine.send_signal(signal.SIGCONT)
-            engine.kill()
-            engine.wait()
-
     def _stop_local(self) -> None:
         if self._local is not None:
             self._local.terminate()
             self._local.wait(30)
-
-    def _post(self, index: int, path: str, body: dict[str, Any]) -> None:
-        requests.post(f"http://127.0.0.1:{self.ports[index]}{path}", json=body, timeout=5).raise_for_status()
-
-    @staticmethod
-    def _get(url: str) -> requests.Response:
-        return requests.get(url, timeout=5)

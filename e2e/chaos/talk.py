@@ -8,22 +8,28 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from e2e.chaos.tokens import Says, stand_in
+from e2e.chaos.tokens import BASE, Says, stand_in
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment
 
 MODULE = "e2e.chaos.trainer"
+SaysOf = Callable[[str, str], Says]
+"""What engines say with the weights of a label, which have this digest."""
+
+
+def _stand_in(label: str, digest: str) -> Says:
+    return stand_in(bytes.fromhex(digest))
 
 
 class Trainer:
     """A process that runs ``e2e.chaos.trainer``."""
 
-    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str] | None = None, says: SaysOf = _stand_in) -> None:
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(env or {})}
@@ -33,7 +39,8 @@ class Trainer:
         ready = self.said("ready", 120)
         self.pid = int(ready["pid"])
         """Of the trainer itself, where it runs."""
-        self.base = stand_in(bytes.fromhex(ready["policy"]))
+        self._says = says
+        self.base = says(BASE, ready["policy"])
         """What an engine says that was never updated."""
 
     def begin(self, label: str, manner: str = "") -> Says:
@@ -41,7 +48,7 @@ class Trainer:
         if self.process.stdin is None:
             raise RuntimeError("the trainer has no input")
         print(f"{manner} {label}".strip(), file=self.process.stdin, flush=True)
-        return stand_in(bytes.fromhex(self.said("policy", 30)["policy"]))
+        return self._says(label, self.said("policy", 30)["policy"])
 
     def outcome(self, within: float) -> dict[str, Any]:
         """How the push went. Raises TimeoutError: it has not ended."""
@@ -68,7 +75,7 @@ class Trainer:
                 self._lines.put(json.loads(line))
 
 
-def local_trainer(url: str, log: Path) -> Trainer:
-    """A trainer on this machine, with the Python that has torch."""
+def local_trainer(url: str, log: Path, options: Sequence[str] = (), says: SaysOf = _stand_in) -> Trainer:
+    """A trainer on this machine, with the Python that has torch. For ``options`` see ``trainer.py``."""
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "operator")])
-    return Trainer([str(environment.python(make=False)), "-m", MODULE, url], log, {"PYTHONPATH": paths})
+    return Trainer([str(environment.python(make=False)), "-m", MODULE, url, *options], log, {"PYTHONPATH": paths}, says)

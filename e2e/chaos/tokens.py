@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from sglang_rollout.trainer.testing.tokens import advance, next_token, start
 
 PROMPT = [4, 5, 6]
+BASE = "base"
+"""What the operator calls the weights that engines start with."""
 FEW, MANY = 6, 60
 """Tokens of an answer; the long ones are under way when an update comes."""
 Says = Callable[[Sequence[int], int], list[int] | None]

@@ -1,6 +1,8 @@
 """A trainer that pushes on command; run by the engine environment's Python, because it needs torch.
 
-    trainer.py URL [SNAPSHOTS]      reads lines, pushes other weights for each, answers with lines of JSON
+    trainer.py URL [SNAPSHOTS] [--model FOLDER]      reads lines, pushes other weights for each, answers with lines of JSON
+
+The weights are those of the stand-in's own small model, or of the one in FOLDER.
 
     LABEL           push
     late LABEL      push, and name the version at the end of the update
@@ -13,11 +15,13 @@ which follows what a stand-in generates with them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
 import zlib
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -32,18 +36,16 @@ from sglang_rollout.trainer.push import Push
 from sglang_rollout.trainer.testing import StandIn
 from sglang_rollout.trainer.testing.weights import held_from, policy_digest
 
-with StandIn() as _stand_in:
-    BASE = _stand_in.tensors()
+SPREAD = 0.1
+"""Standard deviation of the weights that are made: with 1 the rounding of two implementations of a real model differs in the tokens."""
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def policy(label: str) -> dict[str, torch.Tensor]:
+def policy(label: str, shapes: Shapes) -> dict[str, torch.Tensor]:
     """Weights that belong to a label: the same in every process."""
     generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
-    made = {}
-    for name, held in BASE.items():
-        dtype = getattr(torch, held.dtype)
-        made[name] = torch.randn(held.shape, generator=generator).to(dtype)
-    return made
+    # By name: two libraries list the tensors of a model in different orders.
+    return {name: (SPREAD * torch.randn(shape, generator=generator)).to(dtype) for name, (shape, dtype) in sorted(shapes.items())}
 
 
 class NamedLate(Push):
@@ -66,9 +68,8 @@ def stall(self: Group, buffer: Any, *, timeout: float) -> None:
     time.sleep(timeout)
 
 
-def push(fleet: Fleet, label: str, manner: str) -> dict[str, Any]:
+def push(fleet: Fleet, weights: dict[str, torch.Tensor], label: str, manner: str) -> dict[str, Any]:
     """Push, and say how it went. Says first which weights these are: it may not come back."""
-    weights = policy(label)
     print(json.dumps({"label": label, "policy": policy_digest(held_from(weights)).hex()}), flush=True)
     began = time.monotonic()
     error, fenced = "", {}
@@ -85,16 +86,23 @@ def push(fleet: Fleet, label: str, manner: str) -> dict[str, Any]:
 
 def main() -> None:
     """Serve until the input ends."""
-    url, *rest = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("snapshots", nargs="?")
+    parser.add_argument("--model")
+    asked = parser.parse_args()
+    with StandIn(model=asked.model) as stand_in:
+        base = stand_in.tensors()
+    shapes = {name: (tuple(held.shape), getattr(torch, held.dtype)) for name, held in base.items()}
     # Not every push: only those that ask for it.
-    snapshots = Snapshots(rest[0], model="/models/tiny", every=1_000_000) if rest else None
-    with connect(url, timeout=60, snapshots=snapshots) as fleet:
-        print(json.dumps({"ready": True, "pid": os.getpid(), "policy": policy_digest(held_from(BASE)).hex()}), flush=True)
+    snapshots = Snapshots(asked.snapshots, model="/models/tiny", every=1_000_000) if asked.snapshots else None
+    with connect(asked.url, timeout=60, snapshots=snapshots) as fleet:
+        print(json.dumps({"ready": True, "pid": os.getpid(), "policy": policy_digest(held_from(base)).hex()}), flush=True)
         for line in sys.stdin:
             manner, _, label = line.strip().rpartition(" ")
             setattr(module, "Push", NamedLate if manner == "late" else Push)  # noqa: B010 - what push() makes
             with patch.object(Group, "broadcast", stall) if manner == "stall" else nullcontext():
-                print(json.dumps(push(fleet, label, manner)), flush=True)
+                print(json.dumps(push(fleet, policy(label, shapes), label, manner)), flush=True)
 
 
 if __name__ == "__main__":

@@ -89,9 +89,10 @@ class Watch:
 
     def _wrong(self, label: str, before: list[int], tokens: list[int], began: float) -> str:
         """What is wrong with tokens that are labelled so and follow others; empty: nothing."""
-        right = {name: says(before, len(tokens)) for name, says in self.expected.items()}
-        if right.get(label, []) not in (tokens, None):
-            found = next((f"the tokens of {name}" for name, wanted in right.items() if wanted == tokens), "tokens of no version")
+        says = self.expected.get(label)
+        if says is None or says(before, len(tokens)) not in (tokens, None):
+            known = list(self.expected.items())
+            found = next((f"the tokens of {name}" for name, says in known if says(before, len(tokens)) == tokens), "tokens of no version")
             return f"an answer labelled {label} holds {found}: {tokens}"
         if label in self._over and began > self._over[label]:
             return f"an answer of version {label} began {began - self._over[label]:.2f} s after it was replaced"

@@ -103,8 +103,9 @@ def make_engine(
     tensor: int = 1,
     log: Path | None = None,
     env: dict[str, str] | None = None,
+    old: bool = False,
 ) -> Engine:
-    """Return an engine that is not started yet; see ``start_engine`` for the arguments."""
+    """Return an engine that is not started yet; see ``start_engine`` for the arguments. ``old``: of SGLang 0.5.20."""
     weights = model or environment.model()
     command = [
         str(environment.python(make=False)),
@@ -134,7 +135,8 @@ def make_engine(
         str(tensor),
         *args,
     ]
-    variables = environment.environment_variables() | (env or {})
+    patches = {"SGLANG_CPU_PATCHES": "checksum"} if old else {}
+    variables = environment.environment_variables(old=old) | patches | (env or {})
     if tensor > 1:  # one group of cores per rank; else SGLang wants as many NUMA nodes as ranks
         variables = environment.SEVERAL_RANKS | variables
         variables.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(i % (os.cpu_count() or 1)) for i in range(tensor)))

@@ -1,6 +1,6 @@
 """Real CPU engines by hand.
 
-python3 -m e2e.engine prepare                                     make environment and tiny model, print where they are
+python3 -m e2e.engine prepare                                     make environments and tiny model, print where they are
 python3 -m e2e.engine PORT [flags of sglang.launch_server]        run one engine in the foreground
 """
 
@@ -13,6 +13,7 @@ from e2e.engine import LabError, environment, make_engine
 def _prepare() -> None:
     print(f"python={environment.python()}")
     print(f"model={environment.model()}")
+    print(f"old={environment.old_release(make=True)}")
 
 
 def _serve(port: int, flags: list[str]) -> None:

@@ -22,6 +22,7 @@ _TRIM = IMAGES / "engine-cpu" / "trim.py"
 _MAKE_MODEL = IMAGES / "engine-cpu" / "make_model.py"
 _TORCH = REPOSITORY / "requirements" / "engine-torch.lock"
 _REST = REPOSITORY / "requirements" / "engine-cpu.lock"
+_OLD = REPOSITORY / "requirements" / "engine-old.lock"
 _PYTHON = "3.11"
 _NEEDED_GB = 9  # download 2.6 GB, unpacked 5 GB before the trim
 
@@ -31,9 +32,9 @@ SEVERAL_RANKS = {"SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so", "TORCHDYNAMO_
 which neither the headers nor a compiler are here."""
 
 
-def environment_variables() -> dict[str, str]:
-    """Return what SGLang needs in its environment to run on a CPU, on top of the present one."""
-    path = os.pathsep.join(filter(None, [str(STAND_INS), os.environ.get("PYTHONPATH", "")]))
+def environment_variables(*, old: bool = False) -> dict[str, str]:
+    """Return what SGLang needs in its environment to run on a CPU, on top of the present one. ``old``: the oldest release."""
+    path = os.pathsep.join(filter(None, [str(old_release()) if old else "", str(STAND_INS), os.environ.get("PYTHONPATH", "")]))
     return os.environ | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
@@ -112,6 +113,23 @@ def _make_environment(folder: Path, index: str) -> None:
     with step("engine environment: compile"):  # a start compiles 10000 files otherwise: 60 s instead of 25
         subprocess.run([interpreter, "-m", "compileall", "-q", "-j", "0", str(packages)], capture_output=True, check=False)
     (folder / ".complete").touch()
+
+
+def old_release(*, make: bool = False) -> Path:
+    """Return the folder with SGLang 0.5.20 alone, to be put before the newer one on ``PYTHONPATH``: all else it needs is the same."""
+    folder = cache_root() / "engine" / f"old-{content_key([_OLD], _PYTHON)}"
+    if (folder / ".complete").exists():
+        return folder
+    if not make:
+        raise LabError(f"SGLang 0.5.20 is not there (looked in {folder}). Run: make engine-venv")
+    with _only_one(folder), step("engine environment: SGLang 0.5.20 beside it"):
+        if not (folder / ".complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            into = ["--python", str(python()), "--target", str(folder), "--no-deps", "--require-hashes"]
+            _run([*uv(), "pip", "install", "--quiet", *into, "-r", str(_OLD)], f"uv pip install -r {_OLD}")
+            subprocess.run([str(python()), "-m", "compileall", "-q", "-j", "0", str(folder)], capture_output=True, check=False)
+            (folder / ".complete").touch()
+    return folder
 
 
 def model(*options: str) -> Path:

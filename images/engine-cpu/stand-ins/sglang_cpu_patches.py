@@ -1,4 +1,4 @@
-"""Two corrections of SGLang 0.5.23 for CPUs, each only where ``SGLANG_CPU_PATCHES`` names it: ``lora``, ``expert-parallel``.
+"""Corrections of SGLang for CPUs, each only where ``SGLANG_CPU_PATCHES`` names it: ``lora``, ``expert-parallel``, ``checksum`` (0.5.20).
 
 They change a module right after, or before, SGLang imports it. An engine that runs with one is real but for these lines.
 """
@@ -77,6 +77,13 @@ def _experts_of_this_rank(module):
     module.moe_forward_native = moe_forward_native
 
 
+def _no_device_to_wait_for(_):
+    """SGLang 0.5.20 waits for the GPU before it computes a checksum, wherever the weights are."""
+    import torch
+
+    torch.cuda.synchronize = _nothing
+
+
 def _nothing(*_):
     pass
 
@@ -84,4 +91,5 @@ def _nothing(*_):
 _PATCHES = {
     "lora": ("sglang.srt.lora.layers", _no_pinned_memory, _nothing),
     "expert-parallel": ("sglang.srt.layers.moe.fused_moe_native", _nothing, _experts_of_this_rank),
+    "checksum": ("sglang.srt.utils.weight_checker", _nothing, _no_device_to_wait_for),
 }

@@ -214,8 +214,8 @@ class Engine:
         reply = await self.get("/ready", timeout=_POLL_TIMEOUT)
         if reply.status == 200:
             return
-        # /ready is 503 during a pause. /ping tells the rest since 0.5.23; older ones have only
-        # /health, which may generate a token.
+        # /ready is 503 during a pause. /ping tells the rest since 0.5.23; before it says 200 of whatever listens, and there
+        # is only /health, which may generate a token.
         path, timeout = ("/ping", _POLL_TIMEOUT) if version and version >= _FIRST_WITH_PING else ("/health", _HEALTH_TIMEOUT)
         if (await self.get(path, timeout=timeout)).status != 200:
             raise EngineError("it listens but has not finished warming up")

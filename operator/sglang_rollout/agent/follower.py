@@ -70,8 +70,6 @@ class Follower:
         """Ask SGLang once. Where it has no tokenizer it listens only after its schedulers have loaded."""
         try:
             reply = await self._engine.get("/ping", timeout=_PING_SECONDS)
-            if reply.status == 404:  # before 0.5.23
-                reply = await self._engine.get("/health", timeout=_PING_SECONDS)
             self.up, self.down_reason = reply.status == 200, f"it says HTTP {reply.status}"
         except EngineError as error:
             self.up, self.down_reason = False, str(error)

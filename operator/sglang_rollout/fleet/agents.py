@@ -255,10 +255,10 @@ def _checksums(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def _place(rank: Mapping[str, Any]) -> tuple[str, int]:
-    """Where a rank stands. SGLang gives a list: of one, but with draft models."""
+    """Where a rank stands. SGLang gives a list: of one, but with draft models. 0.5.20 gives one place, without a role."""
     found = rank["parallelism_info"]
     place = found[0] if isinstance(found, list) else found
-    return str(place["role"]), int(place["rank"])
+    return str(place.get("role", "")), int(place["rank"])
 
 
 def _json(data: bytes) -> Any:

@@ -24,8 +24,8 @@ from sglang_rollout.trainer.testing.disk import read_folder
 
 SCALES = (0.6, 0.8, 1.5)
 """What the model's tensors are multiplied with: weights that differ from each other and from the model's own."""
-OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,)}
-"""Of stand-ins, those that speak as SGLang 0.5.20."""
+OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,), "sglang": (), "sglang-old": (0, 1), "sglang-mixed": (0,)}
+"""Of the engines of a kind, those that are SGLang 0.5.20, or speak as it does."""
 REFERENCE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -97,7 +97,7 @@ class Fleet:
 
 def _expected(kind: str, folder: Path) -> dict[float, list[int]]:
     model = environment.model()
-    if kind == "sglang":
+    if kind.startswith("sglang"):
         command = [str(environment.python(make=False)), "-c", REFERENCE, str(model), json.dumps(PROMPT), str(FEW), *map(str, SCALES)]
         out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
         return dict(zip(SCALES, json.loads(out.splitlines()[-1]), strict=True))
@@ -110,9 +110,10 @@ def _expected(kind: str, folder: Path) -> dict[float, list[int]]:
 
 
 def _engine(kind: str, index: int, log: Path) -> Engine:
-    if kind == "sglang":
-        return sglang(free_port(), log)
-    return stand_in(free_port(), log, *(["--old"] if index in OLD[kind] else []))
+    old = index in OLD[kind]
+    if kind.startswith("sglang"):
+        return sglang(free_port(), log, old=old)
+    return stand_in(free_port(), log, *(["--old"] if old else []))
 
 
 @contextmanager

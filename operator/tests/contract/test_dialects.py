@@ -166,6 +166,11 @@ class Dialect:
     """Real engines are asked by nobody else meanwhile: one with running requests keeps what it computed with the old weights."""
 
 
+def clients(lab: Fleet, dialect: Dialect) -> int:
+    """How many ask while the dialect's trainer pushes."""
+    return 0 if dialect.alone and lab.kind.startswith("sglang") else 1
+
+
 DIALECTS = [
     Dialect(torchrl_first, FLUSH),
     Dialect(torchrl, CONTINUE),
@@ -215,8 +220,7 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
     before = lab.committed()
     tokens, label = lab.generate()
     watch = Watch(lab.url, {label: known(tokens)})
-    clients = 0 if dialect.alone and lab.kind == "sglang" else 1
-    with trainer(lab, dialect.processes) as made, asking(watch, clients):
+    with trainer(lab, dialect.processes) as made, asking(watch, clients(lab, dialect)):
         for number, scale in enumerate(lab.others(), 1):
             version = str(before["n"] + number)
             watch.expected[version] = known(lab.expected[scale])
@@ -228,19 +232,19 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
         answered = watch.answers
         lab.serving(2, 10)
         assert [path for path, reply in made.answers if not has_sglangs_shape(path, reply)] == []
-        while watch.answers < answered + 3 * clients:  # the test's own limit ends it
+        while watch.answers < answered + 3 * clients(lab, dialect):  # the test's own limit ends it
             assert lab.document()
         close_groups(lab)
     assert watch.violations == []
 
 
-@pytest.mark.parametrize("lab", ["old", "mixed"], indirect=True)
+@pytest.mark.parametrize("lab", ["old", "mixed", "sglang-old", "sglang-mixed"], indirect=True)
 @pytest.mark.parametrize("dialect", EACH_WAY, ids=lambda dialect: dialect.push.__name__)
 def test_engines_that_know_no_sessions_take_part(lab: Fleet, dialect: Dialect) -> None:
     """Only SGLang 0.5.20, or one of it beside a newer one."""
     version, scale, (tokens, label) = str(lab.committed()["n"] + 1), lab.others()[0], lab.generate()
     watch = Watch(lab.url, {label: known(tokens), version: known(lab.expected[scale])})
-    with trainer(lab, dialect.processes) as made, asking(watch, 1):
+    with trainer(lab, dialect.processes) as made, asking(watch, clients(lab, dialect)):
         dialect.push(made, scale, version)
         watch.committed(version)
         assert made.commits == [dialect.commits]

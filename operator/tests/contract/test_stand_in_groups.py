@@ -245,25 +245,6 @@ def test_a_group_that_was_left_leaves_no_open_file_behind(trainer: Peer, tmp_pat
         engine.kill()
 
 
-def test_the_old_generation_updates_without_a_session_and_dies_of_a_flush_that_fails(trainer: Peer, tmp_path: Path) -> None:
-    engine = stand_in(free_port(), tmp_path / "log", "--old")
-    engine.start()
-    try:
-        engine.wait()
-        made = Server("stand-in", engine)
-        assert [status for status, _ in trainer.open([made])] == [200]
-        made.post("/pause_generation", {"mode": "retract"})
-        assert trainer.push(made, SCALE, {"weight_version": "v1", "flush_cache": True})[0] == 200
-        made.post("/continue_generation", {})
-        made.start_long()
-        made.post("/pause_generation", {"mode": "in_place"})
-        with pytest.raises(requests.ConnectionError):
-            trainer.push(made, SCALE, {"flush_cache": True})
-        assert made.gone(5)
-    finally:
-        engine.kill()
-
-
 def test_fifty_engines_of_one_process_in_one_group(trainer: Peer, tmp_path: Path) -> None:
     """The default model, one update to all; the process stays below the 1.5 GB that docs/testing.md promises."""
     first = free_port(row=50)

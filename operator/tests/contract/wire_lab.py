@@ -31,8 +31,8 @@ def stand_in(port: int, log: Path, *args: str) -> Engine:
     return Engine(port, command, log, os.environ | {"PYTHONPATH": path})
 
 
-def sglang(port: int, log: Path) -> Engine:
-    return make_sglang(port, log=log)
+def sglang(port: int, log: Path, *, old: bool = False) -> Engine:
+    return make_sglang(port, log=log, old=old)
 
 
 @dataclass

@@ -149,7 +149,8 @@ class App:
         return web.Response(status=200 if self._life.healthy and not self._life.paused else 503)
 
     async def _ping(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self._life.healthy else 503)
+        healthy = self._life.healthy or not self._life.setup.sessions  # an old one says so as soon as it listens
+        return web.Response(status=200 if healthy else 503)
 
     async def _flush(self, request: web.Request) -> web.Response:
         try:

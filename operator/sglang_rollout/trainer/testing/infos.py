@@ -146,21 +146,18 @@ def old_load(life: Life) -> list[dict[str, Any]]:
 def checksums(life: Life) -> dict[str, Any]:
     """``/weights_checker {"action": "checksum"}``: per rank, per tensor. Ranks differ in nothing here: tensors are not sharded."""
     found = life.weights.checksums()
-    size = life.setup.tensor_size
     ranks = [
-        {
-            "checksums": found,
-            "per_gpu_checksum": overall_checksum(found),
-            "parallelism_info": [
-                {
-                    "role": "target", "tp_rank": rank, "tp_size": size, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1,
-                    "rank": rank, "size": size,
-                }
-            ],
-        }
-        for rank in range(size)
-    ]  # fmt: skip
+        {"checksums": found, "per_gpu_checksum": overall_checksum(found), "parallelism_info": _place(life, rank)}
+        for rank in range(life.setup.tensor_size)
+    ]
     return {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": engine_checksum(ranks)}
+
+
+def _place(life: Life, rank: int) -> Any:
+    """Where a rank stands: a list of places with roles since 0.5.21, one place before."""
+    size = life.setup.tensor_size
+    place = {"tp_rank": rank, "tp_size": size, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "rank": rank, "size": size}
+    return [{"role": "target", **place}] if life.setup.sessions else place
 
 
 def engine_checksum(ranks: list[dict[str, Any]]) -> str:
