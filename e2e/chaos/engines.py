@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class Engines(ABC):
         self.ports = [port + index for index in range(number)]
         """Where the fleet reaches them."""
         self.processes: list[Engine] = []
-        self.ends = ExitStack()
+        self._ends = ExitStack()
 
     @property
     def urls(self) -> list[str]:
@@ -54,11 +54,18 @@ class Engines(ABC):
                 engine.start()
             for engine in self.processes:
                 engine.wait()
-            self.ends = ends.pop_all()
+            for process in self.start_beside():
+                ends.callback(process.wait)
+                ends.callback(process.kill)
+            self._ends = ends.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ends.close()
+        self._ends.close()
+
+    def start_beside(self) -> Iterator[subprocess.Popen[str]]:
+        """Start what engines of this kind need beside them."""
+        return iter(())
 
     @abstractmethod
     def make(self, index: int) -> Engine:
@@ -110,7 +117,7 @@ class StandIns(Engines):
 class RealEngines(Engines):
     """Real SGLang on the CPU, each behind a proxy that can hold calls back (``slow.py``)."""
 
-    start_seconds = 100.0
+    start_seconds = 240.0
 
     def __init__(self, folder: Path, port: int) -> None:
         super().__init__(folder, port, REAL)
@@ -119,23 +126,18 @@ class RealEngines(Engines):
         self._asking = threading.Lock()
         self._known: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
-    def __enter__(self) -> Engines:
-        super().__enter__()
+    def start_beside(self) -> Iterator[subprocess.Popen[str]]:
+        """A proxy for each, and somebody who knows what is right."""
         for index, port in enumerate(self.ports):
             proxy = [sys.executable, "-m", "e2e.chaos.slow", str(port), self.processes[index].url]
             with (self.folder / f"slow-{index}.log").open("ab") as log:
-                self._keep(subprocess.Popen(proxy, stdout=log, stderr=log, cwd=REPOSITORY, text=True))
+                yield subprocess.Popen(proxy, stdout=log, stderr=log, cwd=REPOSITORY, text=True)
         paths = environment.environment_variables() | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'operator'}"}
         command = [str(environment.python(make=False)), "-m", "e2e.chaos.reference", str(environment.model())]
         with (self.folder / "reference.log").open("ab") as log:
             pipe = subprocess.PIPE
             self._reference = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=paths)
-        self._keep(self._reference)
-        return self
-
-    def _keep(self, process: subprocess.Popen[str]) -> None:
-        self.ends.callback(process.wait)
-        self.ends.callback(process.kill)
+        yield self._reference
 
     def make(self, index: int) -> Engine:
         """An engine that is not started yet."""
