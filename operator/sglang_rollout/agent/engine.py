@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from sglang_rollout.agent import bandwidth, nccl
-from sglang_rollout.agent.state import BEGIN, END, EngineFacts
+from sglang_rollout.agent.state import BEGIN, END, PAUSE, EngineFacts
 from sglang_rollout.wire.trainer import ControlReply
 
 _POLL_TIMEOUT = 2.0
@@ -180,6 +180,10 @@ class Engine:
         """Put a control call to the engine and wait for its answer, however long it takes."""
         if name in (BEGIN, END) and self._needs_session is False:
             return Reply.json(200, {"success": True, "message": "This SGLang knows no update sessions and needs none."})
+        if name == PAUSE and self._needs_session is False and body.get("mode") == "retract":
+            # Requests that wait keep SGLang 0.5.20 from flushing what it computed with the old weights, and an update that is to
+            # flush then ends it (scheduler.py, is_fully_idle).
+            body = {**body, "mode": "abort"}
         reply = await self.post(f"/{name}", body, timeout=_LONGEST_CALL)
         if name == BEGIN and reply.status == 400 and b"already open" in reply.body:
             # Left behind by a trainer that died. A session belongs to the server, not to a client: end it and begin anew.

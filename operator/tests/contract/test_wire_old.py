@@ -57,11 +57,26 @@ def test_it_updates_without_a_session(old: Server, trainer: Peer) -> None:
     assert old.post("/destroy_weights_update_group", {"group_name": trainer.group})[0] == 200
 
 
-def test_it_dies_of_a_flush_that_fails(old: Server, trainer: Peer) -> None:
-    """The last test: nobody can use the server after it."""
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_it_dies_of_a_flush_that_fails(old: Server, trainer: Peer, mode: str) -> None:
     assert [status for status, _ in trainer.open([old])] == [200]
     old.start_long()
-    old.post("/pause_generation", {"mode": "in_place"})
+    old.post("/pause_generation", {"mode": mode})
+    assert old.get("/flush_cache")[0] == 400
     with pytest.raises(requests.ConnectionError):
         trainer.push(old, SCALE, {"flush_cache": True})
     assert old.gone(30)
+    old.engine.kill()
+    old.engine.start()
+    old.engine.wait()
+
+
+def test_a_pause_that_aborts_lets_it_flush(old: Server, trainer: Peer) -> None:
+    """What the agent makes of the pause that retracts."""
+    assert [status for status, _ in trainer.open([old])] == [200]
+    running = old.start_long()
+    old.post("/pause_generation", {"mode": "abort"})
+    assert running.result(10)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert trainer.push(old, SCALE, {"weight_version": "v2", "flush_cache": True})[0] == 200
+    old.post("/continue_generation", {})
+    assert old.generate()["meta_info"]["weight_version"] == "v2"

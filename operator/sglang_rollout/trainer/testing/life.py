@@ -233,8 +233,8 @@ class Life:
         self.scheduler_version = label
 
     def flush(self) -> bool:
-        """Whether the cache can be flushed: nothing runs; while paused, what waits does not count."""
-        return all(request.waiting and self.frozen for request in self.requests.values())
+        """Whether the cache can be flushed: nothing runs; while paused, what waits does not count, but for 0.5.20."""
+        return all(request.waiting and self.frozen and self.setup.sessions for request in self.requests.values())
 
     def kill(self) -> None:
         """End this life: whoever waits in a group gives up, and its peers see closed connections."""
