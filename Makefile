@@ -70,7 +70,7 @@ test-neighbours: venv ## The cases with Kueue, built from its Go module (5 minut
 chaos: venv engine-venv ## The fault matrix: every part killed or stopped in every phase of an update (about 20 minutes)
 	@$(BIN)/python -m e2e.chaos --out out/chaos.json
 
-chaos-real: venv engine-venv ## The fault matrix with two real SGLang engines on the CPU (about 35 minutes)
+chaos-real: venv engine-venv ## The fault matrix with two real SGLang engines on the CPU (about 45 minutes on busy cores)
 	@$(BIN)/python -m e2e.chaos --real --out out/chaos-real.json
 
 chaos-cluster: venv engine-venv ## What only a cluster can lose: API server, node, link; on a lab of two nodes (about 15 minutes)

@@ -29,6 +29,8 @@ from e2e.chaos.watch import Watch
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the cells as JSON here.")
 def main(*, cluster: bool, real: bool, faults: tuple[str, ...], phases: tuple[str, ...], out: Path | None) -> None:
     """Kill, stop or cut each part in each phase of an update, under a client that judges every answer."""
+    if cluster and real:
+        raise click.UsageError("--real is the matrix of processes; on a cluster e2e/cases have real engines.")
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     click.echo(f"Logs: {folder}", err=True)
     known = lab_faults.FAULTS if cluster else FAULTS
