@@ -134,6 +134,8 @@ class Record(Message):
     """Versions of this run, oldest first, that may be served: the committed one and those that the policy tolerates."""
     burned: Version | None = None
     """The newest version that was given up after some engine may have taken it: its number never names other weights."""
+    under_way: Version | None = None
+    """What the update becomes that was open; None: none was. If it commits while the store is away, only engines can tell."""
     next_run: int = 0
     """The run that the next update opens, if somebody asked for a new one."""
     fleet_id: str = ""

@@ -49,6 +49,7 @@ class World:
         self.engines = [WantedEngine(name=f"e{index}", tensor_size=size) for index, size in enumerate(sizes)]
         self.now = 100.0
         self.record: Record | None = None
+        self.store_away = False
         self.pending: list[Send | Write] = []
         self.on_its_way: dict[str, Seen] = {}
         """Answers to syncs that have not come back."""
@@ -70,6 +71,8 @@ class World:
         """What the first engine held that acknowledged a version, tensor by tensor."""
         self.sent: list[Send] = []
         self.history: list[Version] = []
+        self.unproved: set[tuple[int, int]] = set()
+        """Committed, but so that the next coordinator could not know: the store was away, and nobody who was told answered."""
         self.generation = 1
         self.state = FleetState.ACTIVE
         self.adapters: list[Adapter] | None = None
@@ -120,7 +123,7 @@ class World:
                     elif (before := self.pushed.get(key(self.history[-1]))) is not None:
                         self.pushed[key(effect.record.committed)] = {**self._under(effect.record.committed, before), **self.opened[1]}
                 case Save(record):
-                    self.record = record
+                    self.record = self.record if self.store_away else record
                 case Cut():
                     self.cut(effect)
                 case Reply(call, answer):
@@ -129,16 +132,24 @@ class World:
         committed = self.machine.fleet.committed
         if committed is not None and self.lossy:
             self.lossy = False
-            # The record is gone, or was not written yet, and no agent that was told lives any more: nothing is left that could prove it.
-            if self.history and key(committed) < key(self.history[-1]) and not self._witnesses(self.history[-1]):
-                self.history.clear()
-                self.contents.clear()
-                self.tensors.clear()
-                self.pushed.clear()
+            if self.history and key(committed) < key(self.history[-1]):
+                self._forget(committed)
         if committed is not None and (not self.history or self.history[-1] != committed):
             self.history.append(committed)
             if committed.is_base:
                 self.pushed[key(committed)] = dict.fromkeys(NAMES, "base")
+
+    def _forget(self, committed: Version) -> None:
+        """The record is gone, or was not written yet, and no agent that was told answers: nothing could prove what followed."""
+        witnesses = self._witnesses(self.history[-1])
+        if not witnesses:
+            self.history.clear()
+            self.contents.clear()
+            self.tensors.clear()
+            self.pushed.clear()
+        elif not any(self.machine.fleet.engines[name].status for name in witnesses):
+            self.unproved |= {key(version) for version in self.history if key(version) > key(committed)}
+            self.history = [version for version in self.history if key(version) <= key(committed)]
 
     def check_hold(self, effect: Send) -> None:
         """While the spec holds the fleet nobody is told to generate, and nobody that it does not; a dirty engine never by a commit."""
@@ -225,7 +236,7 @@ class World:
         effect = self.pending.pop(index % len(self.pending))
         self.now += 0.01
         if isinstance(effect, Write):
-            ok = not broken
+            ok = not broken and not self.store_away
             if ok:
                 self.record = effect.record
             self.feed(Written(effect.id, ok, self.now))
@@ -246,6 +257,9 @@ class World:
                 version = Version.model_validate(body["version"])
                 self.acked.setdefault((key(version), tuple(body["cohort"])), set()).add(name)
                 self.tensors.setdefault(key(version), dict(agent.tensors))
+                if agent.content == "mixture":  # fenced as it was, and now its checksum has proved that it has every tensor all the same
+                    assert agent.tensors == self.tensors[key(version)]
+                    agent.content = self.committed_contents[key(version)]
             if effect.path == AGENT_ACK and result.ok and not agent.loaded:
                 self.committed_contents[key(Version.model_validate(body["version"]))] = agent.content
             results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")

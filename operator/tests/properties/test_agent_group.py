@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from search import examples
 
 from sglang_rollout.agent import group as g
 from sglang_rollout.wire.group import BUDGET_EXHAUSTED, Verdict
@@ -180,7 +181,7 @@ class Failures(RuleBasedStateMachine):
 
 
 TestFailures = Failures.TestCase
-TestFailures.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestFailures.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
 
 
 def running(size: int = 2) -> Engine:

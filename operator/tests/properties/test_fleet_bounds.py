@@ -7,6 +7,7 @@ from fleet_agent import NAMES
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
+from search import examples
 from test_fleet_hybrid import at, gates, make, tensors
 from test_fleet_update import Fence
 
@@ -63,7 +64,7 @@ class Silence(Fence):
             )
 
 
-Silence.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Silence.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestSilence = Silence.TestCase
 
 

@@ -8,6 +8,7 @@ import pytest
 from fleet_world import World, group_body
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from search import examples
 from test_fleet_held import tell
 
 from sglang_rollout.fleet.update import calls
@@ -347,7 +348,7 @@ def test_a_sleep_by_the_spec_goes_first() -> None:
     assert gates(world) == [True, True]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_no_gate_opens_before_every_engine_has_the_same_push(data: st.DataObject) -> None:
     """Trainer ranks work side by side, each at its own engine; engines restart and fail at any moment; what failed is begun anew."""

@@ -7,6 +7,7 @@ from fleet_world import World, group_body
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from search import examples
 
 from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.tensors import digest
@@ -113,5 +114,5 @@ class Mixture(RuleBasedStateMachine):
         self.no_mixture_is_served()
 
 
-Mixture.TestCase.settings = settings(max_examples=100, stateful_step_count=15, deadline=None)
+Mixture.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=15, deadline=None)
 TestMixture = Mixture.TestCase

@@ -7,6 +7,7 @@ from fleet_pair import Coordinator, Pair, contents
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from search import examples
 
 from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.versions import key
@@ -176,7 +177,7 @@ class TwoLead(RuleBasedStateMachine):
         self.one_commits_a_version()
 
 
-TwoLead.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TwoLead.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestTwoLead = TwoLead.TestCase
 
 

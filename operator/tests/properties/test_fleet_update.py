@@ -9,6 +9,7 @@ from fleet_world import SNAPSHOTS, World, group_body
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from search import examples
 
 from sglang_rollout.fleet.update import events as ev
 from sglang_rollout.fleet.update import requests as rq
@@ -200,7 +201,7 @@ class Fence(RuleBasedStateMachine):
             self.forgot = True
             self.world.record = None
             # Nobody remembers the numbers of updates that were given up; none of them was ever served.
-            committed = {key(version) for version in self.world.history}
+            committed = {key(version) for version in self.world.history} | self.world.unproved
             for number in set(self.world.tensors) - committed:
                 del self.world.tensors[number]
         self.restarted = True
@@ -222,7 +223,8 @@ class Fence(RuleBasedStateMachine):
     def scale(self, count: int) -> None:
         for name in ENGINES[:count]:
             if name not in self.world.agents:
-                self.world.agents[name] = FakeAgent(name)
+                # Another pod of that name: no process ever has the boot id of another.
+                self.world.agents[name] = FakeAgent(name, life=1000 * self.world.generation)
         for name in ENGINES[count:]:
             self.world.agents.pop(name, None)  # its pod is deleted with it
         self.world.engines = [WantedEngine(name=name) for name in ENGINES[:count]]
@@ -245,7 +247,7 @@ class Fence(RuleBasedStateMachine):
     @invariant()
     def what_is_served_is_what_trainers_sent(self) -> None:
         """Every open gate shows a version that some coordinator committed, with each tensor as a trainer sent it last."""
-        committed = {key(version) for version in self.world.history}
+        committed = {key(version) for version in self.world.history} | self.world.unproved
         for agent in self.world.agents.values():
             if agent.gate_open:
                 assert agent.version is not None
@@ -358,5 +360,5 @@ class Fence(RuleBasedStateMachine):
         self.only_committed_weights_are_served()
 
 
-Fence.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Fence.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestFence = Fence.TestCase

@@ -136,7 +136,8 @@ class Knowledge:
         if self._addressed is None:
             return
         waited = self._fleet.now - self._started >= PATIENCE
-        if not complete(self._addressed, self._heard()) and not (self._record is not None and waited):
+        everybody = complete(self._addressed, self._heard())
+        if not everybody and not (self._record is not None and waited):
             return
         fleet = self._fleet
         proved = rebuild(self._record, self._statuses())
@@ -147,7 +148,8 @@ class Knowledge:
         if self._record is not None:
             fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
             fleet.next_run = self._record.next_run
-            fleet.burn([self._record.burned])
+            # Whoever is not heard may have committed what was under way: the store may have been away by then.
+            fleet.burn([self._record.burned, None if everybody else self._record.under_way])
             fleet.called = {row.name: row.path for row in self._record.adapters if not row.by_spec}
             fleet.id = self._record.fleet_id or fleet.id
             fleet.noted = dict(self._record.noted)

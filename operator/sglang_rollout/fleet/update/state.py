@@ -232,6 +232,7 @@ class Fleet:
             last_update=self.last_update,
             history=self.history,
             burned=self.burned,
+            under_way=self.target() if self.update is not None else None,
             next_run=self.next_run,
             fleet_id=self.id,
             world_size=self.table.world_size,

@@ -66,7 +66,7 @@ def incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
             found[name] = (
                 f"lacks {len(missing)} of {len(sent)} tensors that other engines got in this update, the first is {missing[0]}: {WAY_OUT}"
             )
-        elif name not in update.trusted and (why := _needed(fleet, update, whole, name).lacks(names) or _left(fleet, update, name, names)):
+        elif name not in update.trusted and (why := _needed(fleet, update, whole, name).lacks(names) or _left(fleet, names)):
             found[name] = f"did not hold version {fleet.committed} before and lacks {why}: {WAY_OUT}"
     return found
 
@@ -76,10 +76,13 @@ def _needed(fleet: Fleet, update: Update, whole: Brought, name: str) -> Brought:
     return whole if name in update.from_base else replace(whole, names=whole.names | fleet.tried)
 
 
-def _left(fleet: Fleet, update: Update, name: str, got: frozenset[str]) -> str:
-    """What it may hold of an update that failed under a coordinator before this one, and has not been brought now, as a phrase."""
-    left = frozenset[bytes]() if name in update.from_base else fleet.tried_before - {mark(one) for one in got}
-    return f"{len(left)} tensors of an update that failed before the coordinator was restarted" if left else ""
+def _left(fleet: Fleet, got: frozenset[str]) -> str:
+    """What an update brought of which a coordinator before this one left no commit, and this one has not brought, as a phrase.
+
+    An engine may hold it; or the update was committed after all, while the store was away, and one with the weights of its start lacks it.
+    """
+    left = fleet.tried_before - {mark(one) for one in got}
+    return f"{len(left)} tensors of an update that was open or had failed when the coordinator was restarted" if left else ""
 
 
 def received(update: Update, name: str) -> frozenset[str]:
