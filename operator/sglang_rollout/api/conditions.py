@@ -66,6 +66,7 @@ class Reason(StrEnum):
     WAITING_FOR_WEIGHTS = "WaitingForWeights"
     WEIGHTS_DIVERGED = "WeightsDiverged"
     UPDATING_WEIGHTS = "UpdatingWeights"
+    TRAINER_LOST = "TrainerLost"
     UPDATE_FAILED = "UpdateFailed"
     PARTLY_COMMITTED = "PartlyCommitted"
     NODES_AVOIDED = "NodesAvoided"

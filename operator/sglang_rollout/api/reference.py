@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,13 +50,21 @@ def _table(node: Schema) -> list[str]:
     for name, child in node.get("properties", {}).items():
         default = "**required**" if name in required else _default(child)
         rules = [] if "properties" in child else child.get(CEL, [])  # an object's are in its own section
-        notes = [child.get("description", ""), _limits(child), *(rule["message"] for rule in rules)]
+        notes = [child.get("description", ""), _limits(child), *(rule["message"] for rule in rules), *_of_items(child)]
         text = " ".join(note for note in notes if note).replace("|", "\\|")
         lines.append(f"| `{name}` | {_type(child)} | {default} | {text} |")
     found = _rules(node)
     if found:
         lines += ["", *found]
     return lines
+
+
+def _of_items(node: Schema) -> Iterator[str]:
+    """Rules of a list's items, and the arguments that they refuse."""
+    for rule in node.get("items", {}).get(CEL, []):
+        yield rule["message"]
+        if flags := re.findall(r"'(--[a-z-]+)'", rule["rule"]):
+            yield f"Refused: {', '.join(f'`{flag}`' for flag in flags)}."
 
 
 def _rules(node: Schema) -> list[str]:

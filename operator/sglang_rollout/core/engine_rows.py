@@ -9,7 +9,7 @@ from sglang_rollout.api.status import EnginePhase, EngineStatus
 from sglang_rollout.core import pods
 from sglang_rollout.core.elastic import comes_later
 from sglang_rollout.core.hashing import revision, revisions
-from sglang_rollout.core.serving import for_trainer, holds_committed, kept_back, lent, router_ready, serves
+from sglang_rollout.core.serving import for_trainer, holds_committed, kept_back, lent, router_ready, serves, waits_for_trainer
 from sglang_rollout.core.waiting import waits
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import Object, World
@@ -25,7 +25,7 @@ _OLD_NEWS = "The engine holds version "
 
 _PHASES = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
 """Of the pods of one engine, the one that comes first here is spoken of."""
-_LOSES_NOTHING = frozenset({Reason.UPDATING_WEIGHTS, Reason.PAUSED, Reason.ASLEEP, Reason.ROUTER_NOT_READY})
+_LOSES_NOTHING = frozenset({Reason.UPDATING_WEIGHTS, Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP, Reason.ROUTER_NOT_READY})
 """Reasons for which an engine does not serve that leave open whether it was lost before."""
 _TROUBLE_REASONS = {"image": Reason.IMAGE_PULL_FAILED, "crash": Reason.ENGINE_CRASHED, "create": Reason.CREATE_FAILED}
 
@@ -59,6 +59,9 @@ def engine_views(world: World) -> list[EngineView]:
     return [_wanted(world, name, made_from) for name, made_from in wanted.items()] + [_leaving(world, name, current) for name in leaving]
 
 
+_TRAINER_LOST = EnginePhase.PAUSED, Reason.TRAINER_LOST, "its trainer is gone (weights.trainerLease.onLoss); it goes on when one calls."
+
+
 def _wanted(world: World, name: str, current: str) -> EngineView:
     phase, reason, why = _state(world, name)
     lost = _before(world, name).get("lost") if reason in _LOSES_NOTHING else reason is not None or None
@@ -90,7 +93,7 @@ def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) ->
 
 def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
     if serves(world, name):
-        return EnginePhase.SERVING, None, ""
+        return _TRAINER_LOST if waits_for_trainer(world) else (EnginePhase.SERVING, None, "")
     if world.size_of(name) > 1:
         return _state_of_several(world, name)
     pod = world.pod_of(name)

@@ -158,6 +158,7 @@ def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
         Reason.QUEUE_NOT_FOUND,
         Reason.GANG_NOT_POSSIBLE,
         Reason.ROUTER_NOT_READY,
+        Reason.TRAINER_LOST,
     }:
         if before.get("status") is None and after.get("reason") == Reason.ROUTER_NOT_READY:
             return

@@ -26,6 +26,7 @@ SEVERITY = (
     Reason.WEIGHTS_DIVERGED,
     Reason.WAITING_FOR_WEIGHTS,
     Reason.UPDATING_WEIGHTS,
+    Reason.TRAINER_LOST,
     Reason.PAUSED,
     Reason.ASLEEP,
 )

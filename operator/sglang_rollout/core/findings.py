@@ -8,7 +8,7 @@ from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
 from sglang_rollout.core.facts import SEVERITY, Facts
 from sglang_rollout.core.prefetch import prefetch_status
-from sglang_rollout.core.serving import for_trainer, lent
+from sglang_rollout.core.serving import for_trainer, lent, waits_for_trainer
 from sglang_rollout.core.words import LENT, partly, sentence
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
@@ -22,8 +22,8 @@ _NEEDS_A_PERSON = frozenset(
         Reason.INSUFFICIENT_CAPACITY,
     }
 )
-_HELD = frozenset({Reason.PAUSED, Reason.ASLEEP})
-"""By ``spec.state``, or by the trainer."""
+_HELD = frozenset({Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP})
+"""By ``spec.state``, or by the trainer, or because there is none any more."""
 _BY_SPEC = ("Asleep by spec.state", "spec.state is Active again")
 """How ``Ready`` begins from a sleep by ``spec.state`` until engines serve again."""
 
@@ -72,6 +72,8 @@ def _held(facts: Facts) -> Finding | None:
         reason, message = Reason.ASLEEP, f"Asleep by spec.state: {many} have released their memory. Kept:{_version(facts)}."
     elif state is State.PAUSED:
         reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
+    elif held and waits_for_trainer(facts.world):
+        reason, message = Reason.TRAINER_LOST, _lost(facts, many)
     elif held and lent(facts.world):
         reason, message = Reason.ASLEEP, f"{LENT}has the memory of {many}. It wakes them by resume_memory_occupation."
     elif held and for_trainer(facts.world):
@@ -84,6 +86,13 @@ def _held(facts: Facts) -> Finding | None:
     else:
         return None
     return Finding(ConditionType.READY, "False", reason, message)
+
+
+def _lost(facts: Facts, many: str) -> str:
+    return (
+        f"The trainer is gone, and weights.trainerLease.onLoss is Pause: {many} are paused and hold{_version(facts)}."
+        " They go on when a trainer calls the fleet's URL; by hand: POST /continue_generation there."
+    )
 
 
 def _spec_lets_go(facts: Facts) -> bool:
@@ -116,6 +125,8 @@ def _available(facts: Facts) -> Finding:
         message = f"{facts.serving} of {len(facts.wanted)} engines serve{_version(facts)}."
         return Finding(ConditionType.AVAILABLE, "True", Reason.ENGINES_SERVING, message)
     message = "No engine serves: requests for tokens are answered with 503 and the reason." if facts.router else facts.router_why
+    if facts.router and waits_for_trainer(facts.world):
+        message = "No engine generates until a trainer calls: requests for tokens wait."
     return Finding(ConditionType.AVAILABLE, "False", Reason.NO_ENGINE_SERVING, message)
 
 
@@ -182,6 +193,9 @@ def _degraded(facts: Facts) -> Finding:
     for pod in facts.world.router_pods():
         if not facts.router and pods.trouble(pod):
             return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
+    held = _held(facts)
+    if held is not None and held.reason is Reason.TRAINER_LOST:
+        return Finding(kind, "True", held.reason, held.message)
     found = _last_update(facts) or _avoided(facts) or _prefetch(facts)
     return found or Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
 

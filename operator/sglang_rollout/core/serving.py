@@ -31,6 +31,11 @@ def kept_back(world: World, engine: str) -> bool:
     return paused and holds_committed(world, engine) and world.whole(engine) and router_ready(world)
 
 
+def waits_for_trainer(world: World) -> bool:
+    """Whether the fleet is paused until a trainer calls, because its own is lost (``weights.trainerLease.onLoss``)."""
+    return world.record is not None and world.record.waits_for_trainer
+
+
 def for_trainer(world: World) -> bool:
     """Whether engines that sleep do so for the trainer that shares their GPUs, and not by ``spec.state``."""
     return world.record is not None and world.record.state is not FleetState.ASLEEP and world.record.lent is not None

@@ -144,6 +144,8 @@ class Record(Message):
     """Of a group opened now."""
     state: FleetState = FleetState.ACTIVE
     """What of the intent's state is in effect."""
+    waits_for_trainer: bool = False
+    """Its trainer is lost, and the fleet is paused until one calls (``weights.trainerLease.onLoss``)."""
     checksums: dict[int, tuple[str, ...]] = Field(default_factory=dict)
     """Of the committed version, by the number of an engine's ranks, as far as they are known."""
     disk: OnDisk | None = None

@@ -259,7 +259,7 @@ class World:
                 self.tensors.setdefault(key(version), dict(agent.tensors))
                 if agent.content == "mixture":  # fenced as it was, and now its checksum has proved that it has every tensor all the same
                     assert agent.tensors == self.tensors[key(version)]
-                    agent.content = self.committed_contents[key(version)]
+                    agent.content = self.committed_contents.get(key(version), "base")
             if effect.path == AGENT_ACK and result.ok and not agent.loaded:
                 self.committed_contents[key(Version.model_validate(body["version"]))] = agent.content
             results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")

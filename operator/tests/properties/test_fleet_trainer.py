@@ -151,8 +151,33 @@ def test_on_loss_pause_ends_with_the_next_trainer() -> None:
         world.tick(100)
         world.drain()
     assert all(agent.paused for agent in world.agents.values()), "the policy's pause has no lease"
+    assert world.record is not None
+    assert world.record.waits_for_trainer
     assert world.do(rq.Flush()).success
     assert not any(agent.paused for agent in world.agents.values())
+    assert not world.record.waits_for_trainer
+
+
+def test_on_loss_pause_outlives_the_coordinator() -> None:
+    world = make(trainer_lease=TrainerLease(ttl=5, on_loss=OnLoss.PAUSE))
+    world.tick(6)
+    world.complete(probe(world), broken=EVERYBODY)
+    world.drain()
+    world.now += 1
+    world.start()
+    world.sync_all()
+    for _ in range(5):
+        world.tick(100)
+        world.drain()
+        world.sync_all()
+    assert all(agent.paused for agent in world.agents.values()), "nobody has called"
+    assert world.record is not None
+    assert world.record.waits_for_trainer
+    world.tick(1)
+    assert world.do(rq.Flush()).success
+    world.sync_all()
+    assert not any(agent.paused for agent in world.agents.values())
+    assert not world.record.waits_for_trainer
 
 
 def test_a_trainer_that_dies_after_its_last_call_costs_nothing() -> None:

@@ -8,6 +8,7 @@ from sglang_rollout.fleet.update.calls import Results
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Seen, Wanted
 from sglang_rollout.fleet.update.membership import at_first, enough
+from sglang_rollout.fleet.update.progress import By, Hold
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.tensors import recalled, unpacked
@@ -161,9 +162,18 @@ class Knowledge:
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
+            self._wait_for_trainer(self._record)
         fleet.commit(proved.committed)
         if self._record is not None and self._record.committed == proved.committed:
             fleet.checksums, fleet.disk = dict(self._record.checksums), self._record.disk
+
+    def _wait_for_trainer(self, record: Record) -> None:
+        """Go on with the pause that the coordinator before began when its trainer was lost."""
+        statuses = self._statuses() if record.waits_for_trainer else []
+        paused = tuple(status.name for status in statuses if status.paused and not status.session)
+        if paused:
+            self._fleet.hold = Hold(By.LOSS, None, paused, self._fleet.now)
+            self.give_up = [name for name in self.give_up if name not in paused]
 
     def _adopt(self) -> None:
         """A version that is proved after all: an agent came back that knows of it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_rollout.fleet.ranks import RankTable, rank_table
 from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.progress import Group, Hold, Phase, Update
+from sglang_rollout.fleet.update.progress import By, Group, Hold, Phase, Update
 from sglang_rollout.fleet.update.tensors import Brought, packed
 from sglang_rollout.fleet.update.versions import history, newest, next_version
 from sglang_rollout.wire.agent import SyncRequest
@@ -237,6 +237,7 @@ class Fleet:
             fleet_id=self.id,
             world_size=self.table.world_size,
             state=self.kept,
+            waits_for_trainer=self.hold is not None and self.hold.by is By.LOSS,
             checksums=self.checksums,
             disk=self.disk,
             tensors=self.brought.row,

@@ -53,6 +53,24 @@ def test_a_paused_fleet_says_who_holds_it_and_that_nothing_is_lost() -> None:
     assert ready(letting_go)[1:] == ("Paused", "spec.state is Active again: 2 of 2 engines have not gone on yet.")
 
 
+def test_a_fleet_that_is_paused_because_its_trainer_is_lost_says_so_and_what_ends_it() -> None:
+    """``trainerLease.onLoss: Pause``: gates are open, and nothing generates until a trainer calls."""
+    written = record(row(0, V1), row(1, V1), committed=V1).model_copy(update={"waits_for_trainer": True})
+    seen = world([pod(0), pod(1)], written=written)
+    status, reason, message = ready(seen)
+    assert (status, reason) == ("False", "TrainerLost")
+    assert message.startswith(
+        "The trainer is gone, and weights.trainerLease.onLoss is Pause: 2 of 2 engines are paused and hold version step-1."
+    )
+    assert "POST /continue_generation" in message
+    found = status_of(seen)
+    assert [engine["phase"] for engine in found["engines"]] == ["Paused", "Paused"]
+    assert found["ready"] == "0/2"
+    assert condition(found, "Available")["status"] == "False"
+    assert condition(found, "WeightsConsistent")["status"] == "True"
+    assert condition(found, "Degraded")["reason"] == "TrainerLost"
+
+
 def test_in_a_paused_fleet_an_engine_in_trouble_is_what_is_said() -> None:
     written = record(row(0, V1, gate=False), row(1, BASE, gate=False), committed=V1).model_copy(update={"state": FleetState.PAUSED})
     found = ready(world([pod(0), pod(1)], written=written, custom=cr(state="Paused")))

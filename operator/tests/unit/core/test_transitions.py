@@ -123,6 +123,12 @@ def test_a_sleep_that_the_trainer_asked_for_is_no_news_and_one_by_the_spec_is(mo
     assert history(lost, asleep, awake) == [[], ["EngineServing", "Ready"]], "more engines serve than before the sleep"
 
 
+def test_a_lost_trainer_for_whom_the_fleet_pauses_is_told_once_and_loses_no_engine() -> None:
+    lost = world([pod(0), pod(1)], written=record(row(0), row(1)).model_copy(update={"waits_for_trainer": True}))
+    assert reasons(HEALTHY, lost) == [("Warning", "TrainerLost")]
+    assert history(HEALTHY, lost, lost, HEALTHY) == [["TrainerLost"], [], ["Ready"]]
+
+
 def sleeping(*released: str, comparing: bool = False, **written: object) -> World:
     """Two engines that have released memory, or have it back and are being compared."""
     told = {"released": list(released), "comparing": comparing}
