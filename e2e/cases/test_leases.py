@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
-from e2e.cases.actions import document
+import requests
+
+from e2e.cases.actions import document, generate
 from e2e.cases.stand import Stand
 from e2e.chaos.watch import Watch
 from e2e.kube import eventually
@@ -62,3 +64,20 @@ def test_with_a_snapshot_the_fleet_serves_its_version_again_without_any_trainer(
         assert {row["version"]["label"] for row in stand.members()} == {label}
         answers = watch.answers
         eventually("clients get answers of it", lambda: watch.answers > answers + 5, within=20)
+
+
+def test_a_fleet_that_pauses_because_its_trainer_is_lost_says_so_until_somebody_calls(stand: Stand) -> None:
+    with stand.policy(trainerLease={"ttlSeconds": 5, "onLoss": "Pause"}):
+        trainer = stand.trainer()
+        label = stand.push(trainer)
+        stand.signal(trainer, "KILL")
+        eventually("status says that the trainer is lost", lambda: stand.condition("Ready")["reason"] == "TrainerLost", within=40)
+        told = stand.condition("Ready")["message"]
+        assert f"hold version {label}. They go on when a trainer calls" in told
+        assert {row["phase"] for row in stand.status()["engines"]} == {"Paused"}
+        assert (stand.condition("Degraded")["status"], stand.condition("Available")["status"]) == ("True", "False")
+        assert any(event.startswith("TrainerLost") for event in stand.events())
+        assert document(stand.url)["phase"] == "pause"
+        assert requests.post(f"{stand.url}/continue_generation", json={}, timeout=30).ok
+        eventually("all engines serve again", lambda: stand.condition("Ready")["reason"] == "AllServing", within=20)
+        assert generate(stand.url).json()["meta_info"]["weight_version"] == label
