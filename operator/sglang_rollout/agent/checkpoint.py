@@ -12,7 +12,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -128,10 +128,7 @@ def resolve(request: CheckpointRequest) -> Path:
 def check(path: str, engine_model: str | None, *, end: float = float("inf"), names: bool = False) -> CheckpointReply:
     """Compare ``path`` with the model of the engine. Blocks; gives up at ``end`` (monotonic seconds)."""
 
-    def alive() -> None:
-        if time.monotonic() > end:
-            raise _LateError
-
+    alive = _until(end)
     if not os.path.isabs(path):
         return CheckpointReply(ok=False, reason=f"{path!r} is no absolute path: name the folder as the engines' pods see it.")
     try:
@@ -145,9 +142,30 @@ def check(path: str, engine_model: str | None, *, end: float = float("inf"), nam
         return CheckpointReply(ok=False, reason=str(error))
     except OSError as error:
         return CheckpointReply(ok=False, reason=f"{path} cannot be read here: {error.strerror or error}.")
-    tied = bool(found.config.get("tie_word_embeddings"))
-    told = [name for name in found.tensors if not _optional(name, tied=tied)] if names else None
+    told = _needed(found) if names else None
     return CheckpointReply(ok=True, tensors=len(found.tensors), bytes=found.bytes, digest=digest, names=told, compared=own is not None)
+
+
+def own_tensors(engine_model: str | None, *, end: float = float("inf")) -> CheckpointReply:
+    """The tensors of the model that the engine runs; without ``names`` where this pod cannot read it."""
+    own = _engine_model(engine_model, _until(end))
+    if own is None:
+        return CheckpointReply(ok=True)
+    return CheckpointReply(ok=True, tensors=len(own.tensors), bytes=own.bytes, names=_needed(own), compared=True)
+
+
+def _until(end: float) -> Callable[[], None]:
+    def alive() -> None:
+        if time.monotonic() > end:
+            raise _LateError
+
+    return alive
+
+
+def _needed(model: Model) -> list[str]:
+    """The tensors without which nothing can be loaded."""
+    tied = bool(model.config.get("tie_word_embeddings"))
+    return [name for name in model.tensors if not _optional(name, tied=tied)]
 
 
 def differences(found: Model, own: Model) -> list[str]:
@@ -221,6 +239,8 @@ def _digest(model: Model, alive: Any) -> str:
 
 def _guarded(request: CheckpointRequest, engine_model: str | None, end: float) -> CheckpointReply:
     try:
+        if not request.path:
+            return own_tensors(engine_model, end=end)
         folder = resolve(request)
         return check(str(folder), engine_model, end=end, names=request.names).model_copy(update={"path": str(folder)})
     except ProblemsError as error:

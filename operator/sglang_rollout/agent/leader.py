@@ -99,7 +99,7 @@ class Leader:
 
     async def checkpoint(self, request: CheckpointRequest, own: CheckpointReply) -> CheckpointReply:
         """Whether the other pods see the folder that pod 0 found good, and see the same in it."""
-        if not own.ok:
+        if not own.ok or not request.path:
             return own
         # A snapshot is found and held by pod 0 alone; the others look at its folder.
         folder = request.model_copy(update={"path": own.path or request.path, "snapshot": None})

@@ -239,7 +239,9 @@ def _checkpoint(status: int, fields: Mapping[str, Any]) -> Result:
             ok=False, status=status, message=f"its agent's answer about the checkpoint cannot be read: {error.errors()[0]['msg']}."
         )
     names = None if reply.names is None else frozenset(reply.names)
-    return Result(ok=reply.ok, status=status, message=reply.reason, digest=reply.digest, path=reply.path, names=names)
+    return Result(
+        ok=reply.ok, status=status, message=reply.reason, digest=reply.digest, path=reply.path, names=names, compared=reply.compared
+    )
 
 
 def _checksums(fields: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -126,7 +126,7 @@ class CheckpointRequest(Message):
     """Coordinator → agent, before any engine hears of a disk update: can this engine load the folder, as its own pod sees it?"""
 
     path: str
-    """Folder of a Hugging Face model with safetensors files, absolute."""
+    """Folder of a Hugging Face model with safetensors files, absolute. Empty: the model that the engine runs, for its tensors' names."""
     model_path: str | None = None
     """The model to compare with. None: the one that the engine runs."""
     snapshot: Version | None = None

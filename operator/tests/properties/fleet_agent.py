@@ -61,6 +61,10 @@ class FakeAgent:
     """The weights were released in this life, and nobody has proved since what they are."""
     backup: bool = True
     """Released weights come back as they were."""
+    readable: bool = True
+    """Its agent can read ``model.path``."""
+    holds: tuple[str, ...] = NAMES
+    """The tensors in the folders that it is told to load."""
     checksum: str | None = "same"
     """None: its SGLang knows no /weights_checker."""
     digest: str = "same"
@@ -105,7 +109,8 @@ class FakeAgent:
         self.released = [*self.released, *(tag for tag in tags if tag not in self.released)]
         if "weights" in tags:
             self.state, self.version, self.cohort, self.lost = EngineState.UNKNOWN, None, [], True
-            self.content = self.content if self.backup else "whatever was there"
+            if not self.backup:
+                self.content, self.tensors = "whatever was there", dict.fromkeys(NAMES, f"whatever was there in {self.name}")
 
     def status(self) -> AgentStatus:
         return AgentStatus(
@@ -142,11 +147,13 @@ class FakeAgent:
             return Result(ok=False, status=503, message="the engine is not up.")
         if path == AGENT_PREFLIGHT:
             return Result(ok=works, status=200, message="" if works else "connection refused.")
+        if path == AGENT_CHECKPOINT and not body["path"]:
+            return Result(ok=True, status=200, names=frozenset(NAMES) if self.readable else None, compared=self.readable)
         if path == AGENT_CHECKPOINT:
             found = works and (self.stocked or not body.get("snapshot"))
             self.chosen = (body["snapshot"]["run"], body["snapshot"]["n"]) if body.get("snapshot") else None
-            message, names = "" if found else "model.safetensors is cut off.", frozenset(NAMES) if body.get("names") else None
-            return Result(ok=found, status=200, message=message, digest=self.digest, path=body["path"], names=names)
+            message, names = "" if found else "model.safetensors is cut off.", frozenset(self.holds) if body.get("names") else None
+            return Result(ok=found, status=200, message=message, digest=self.digest, path=body["path"], names=names, compared=self.readable)
         return self._control(path, body, token, works)
 
     def _told(self, body: dict[str, Any]) -> None:
@@ -163,12 +170,12 @@ class FakeAgent:
         if self.state is not EngineState.DIRTY or not self.session:
             self.state, self.version, self.fed, self.failed, self.content = EngineState.DIRTY, None, 0, False, "mixture"
         there = self.snapshots.get(self.chosen) if self.chosen is not None else None
-        written = there if there is not None else dict.fromkeys(NAMES, ("disk", self.loaded))
+        written = there if there is not None else dict.fromkeys(self.holds, ("disk", self.loaded))
         if not works:
             self.failed = True
             self.tensors = {**self.tensors, NAMES[0]: written[NAMES[0]]}
             return Result(ok=False, status=400, message="no such file.")
-        self.tensors = dict(written)
+        self.tensors = {**self.tensors, **written}
         self.fed += 1
         return Result(ok=True, status=200, message="Success")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleet_agent import NAMES
+from fleet_agent import NAMES, FakeAgent
 from fleet_world import World, group_body
 
 from sglang_rollout.fleet.update import requests as rq
@@ -54,6 +54,18 @@ def test_a_number_that_may_have_been_committed_never_names_other_weights() -> No
     world.drain()
     assert (lost.content, lost.gate_open) == (held, False)
     assert world.agents["e1"].gate_open
+
+
+def test_nor_does_one_that_only_pods_could_have_proved_which_were_made_anew() -> None:
+    world = World([1])
+    without_a_record(world, NAMES)
+    before = world.agents["e0"].version
+    assert before is not None
+    world.agents["e0"] = FakeAgent("e0", life=9)
+    world.sync_all()
+    assert world.machine.fleet.committed is not None
+    assert world.machine.fleet.committed.is_base
+    assert key(world.machine.fleet.target()) > key(before)
 
 
 def test_an_engine_with_its_start_weights_needs_what_only_another_engine_can_prove() -> None:

@@ -36,9 +36,12 @@ class Fence(RuleBasedStateMachine):
         sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
         least=st.sampled_from([None, 1, 2, "50%"]),
         stocked=st.booleans(),
+        backup=st.booleans(),
     )
-    def begin(self, sizes: list[int], least: int | str | None, stocked: bool) -> None:
+    def begin(self, sizes: list[int], least: int | str | None, stocked: bool, backup: bool) -> None:
         self.world = World(sizes, least)
+        for agent in self.world.agents.values():
+            agent.backup = backup
         if stocked:
             self.world.policy = self.world.policy.model_copy(update={"catch_up": CatchUp(disk=SNAPSHOTS)})
             self.world.want()
@@ -47,6 +50,7 @@ class Fence(RuleBasedStateMachine):
         self.world.sync_all()
         self.contents = self.world.contents
         self.restarted = self.forgot = False
+        self.backup = backup
 
     def ask(self, request: rq.Request) -> None:
         self.world.ask(request)
@@ -224,7 +228,7 @@ class Fence(RuleBasedStateMachine):
         for name in ENGINES[:count]:
             if name not in self.world.agents:
                 # Another pod of that name: no process ever has the boot id of another.
-                self.world.agents[name] = FakeAgent(name, life=1000 * self.world.generation)
+                self.world.agents[name] = FakeAgent(name, life=1000 * self.world.generation, backup=self.backup)
         for name in ENGINES[count:]:
             self.world.agents.pop(name, None)  # its pod is deleted with it
         self.world.engines = [WantedEngine(name=name) for name in ENGINES[:count]]

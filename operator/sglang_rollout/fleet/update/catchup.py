@@ -94,19 +94,21 @@ def catch_up(fleet: Fleet, name: str, found: Source) -> Script[Answer]:
         engine.tries += 1
         engine.again_at = fleet.now + pause
         engine.note = (
-            f"it could not load version {version.label}: {error}. It tries again in {pause:.0f} s; a push of the trainer helps, too."
+            f"it could not load version {version.label}: {error}. It tries again in {pause:.0f} s;"
+            " a complete push of the trainer helps, too."
         )
         return Answer(500, f"engine {name}: {engine.note}")
     finally:
         engine.catching = False
-    engine.tries, engine.note = 0, ""
+    engine.tries, engine.note, engine.wrote = 0, "", frozenset()
     return Answer(200, f"engine {name} has caught up with version {version}")
 
 
 def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -> Script[None]:
     name, limit = engine.wanted.name, fleet.policy.deadlines.update
     boot = engine.boot
-    reply = yield from _one(name, AGENT_CHECKPOINT, found.request.model_dump(mode="json"), limit + MARGIN)
+    request = found.request.model_copy(update={"names": True})
+    reply = yield from _one(name, AGENT_CHECKPOINT, request.model_dump(mode="json"), limit + MARGIN)
     if not reply.ok:
         raise _FailedError(reply.message.rstrip("."))
     if found.digest is not None and reply.digest != found.digest:
@@ -114,6 +116,8 @@ def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -> Scri
     if fleet.engines.get(name) is not engine or engine.boot != boot:
         raise _FailedError("the engine was restarted meanwhile")
     body = {"model_path": reply.path or found.request.path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
+    # The folder may hold something else than it should: until the engine vouches for the version, it needs these from whoever comes next.
+    engine.wrote |= reply.names or frozenset()
     loaded = (yield from soil(fleet, UPDATE_DISK, same([name], body), limit))[name]
     if not loaded.ok:
         raise _FailedError(f"the engine did not load {reply.path or found.request.path}: {loaded.message.rstrip('.')}")

@@ -17,6 +17,7 @@ from sglang_rollout.fleet.update.progress import By, Phase, Update
 from sglang_rollout.fleet.update.requests import Answer, Body, FromDisk
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.transaction import hold_all
+from sglang_rollout.fleet.update.whole import note_trust
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.record import OnDisk
@@ -30,7 +31,7 @@ MARGIN = 5.0
 def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     """Check the checkpoint from every pod, then load it on every engine and commit."""
     boots = present(fleet)
-    digest, names = yield from _check(fleet, ask.path, boots)
+    digest, names, compared = yield from _check(fleet, ask.path, boots)
     yield Turn()
     if fleet.update is not None:
         raise Refusal("a weight update is open: end it before one from disk.", status=409, fleet=fleet.advice())
@@ -46,7 +47,12 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
             return failed
     fleet.enter(Phase.TRANSFER)
     update = fleet.update = Update(boots=dict(boots), session=By.FLEET, started=fleet.now, label=ask.label or fleet.label)
-    update.opaque, update.checkpoint = True, names
+    if compared or names is None:
+        update.opaque, update.checkpoint = True, names
+    else:
+        # Nobody could say that it has all tensors of the model: it brings those that it has, as a trainer would.
+        note_trust(fleet, update, boots)
+        update.tensors[tuple(boots)] = set(names)
     fleet.tried |= names or frozenset()
     results = yield from soil(fleet, UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
     broken = failures(results)
@@ -67,7 +73,8 @@ def _body(ask: FromDisk) -> Body:
     return {**kept, **ours}
 
 
-def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[tuple[str | None, frozenset[str] | None]]:
+def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[tuple[str | None, frozenset[str] | None, bool]]:
+    """What tells the contents, the tensors if they are known, and whether those are all that the engines' model has."""
     limit = fleet.policy.deadlines.update
     body = CheckpointRequest(path=path, deadline=limit).model_dump(mode="json")
     bodies, first = same(boots, body), next(iter(boots))
@@ -86,4 +93,4 @@ def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[tuple[st
             f"{path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine was told.",
             fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
         )
-    return contents.pop(), results[first].names
+    return contents.pop(), results[first].names, all(result.compared for result in results.values())

@@ -44,6 +44,8 @@ class Engine:
     """By the adapter's name: what it said when it could not."""
     overwritten: dict[str, str | None] = field(default_factory=dict)
     """By the adapter's name: the life in which it was away while the others loaded the name anew."""
+    wrote: frozenset[str] = frozenset()
+    """Tensors that it has loaded from a folder without vouching for a version since."""
     compared: str | None = None
     """The life in which its weights were compared after they had been released."""
     note: str = ""
@@ -73,6 +75,11 @@ class Engine:
     def released(self) -> bool:
         """Whether memory of it is released."""
         return self.status is not None and bool(self.status.released)
+
+    @property
+    def blank(self) -> bool:
+        """Whether nobody knows what any of its tensors is: its weights were released, or its agent lost its memory."""
+        return self.status is not None and (self.status.woken or self.status.state is EngineState.UNKNOWN)
 
     @property
     def comparing(self) -> bool:

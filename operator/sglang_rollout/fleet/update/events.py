@@ -32,6 +32,8 @@ class Result:
     """Set when the reply was about a checkpoint and names were asked for: its tensors."""
     path: str | None = None
     """Set when the reply was about a checkpoint: its folder."""
+    compared: bool = False
+    """The reply was about a checkpoint, which has all tensors of the engine's model."""
 
 
 # --- events --------------------------------------------------------------------------------------------------------

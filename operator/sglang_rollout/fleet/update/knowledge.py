@@ -149,8 +149,9 @@ class Knowledge:
         if self._record is not None:
             fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
             fleet.next_run = self._record.next_run
-            # Whoever is not heard may have committed what was under way: the store may have been away by then.
-            fleet.burn([self._record.burned, None if everybody else self._record.under_way])
+            # Whoever is not heard, or was made anew, may have committed what was under way: the store may have been away by then.
+            knows = everybody and not self._made_anew(self._record)
+            fleet.burn([self._record.burned, None if knows else self._record.under_way])
             fleet.called = {row.name: row.path for row in self._record.adapters if not row.by_spec}
             fleet.id = self._record.fleet_id or fleet.id
             fleet.noted = dict(self._record.noted)
@@ -166,6 +167,11 @@ class Knowledge:
         fleet.commit(proved.committed)
         if self._record is not None and self._record.committed == proved.committed:
             fleet.checksums, fleet.disk = dict(self._record.checksums), self._record.disk
+
+    def _made_anew(self, record: Record) -> bool:
+        """Whether an engine that the record knows has another life and an agent that was told nothing: what it held, nobody can say."""
+        before = {row.name: row.boot_id for row in record.engines if row.boot_id is not None}
+        return any(status.committed is None and status.boot_id != before.get(status.name, status.boot_id) for status in self._statuses())
 
     def _wait_for_trainer(self, record: Record) -> None:
         """Go on with the pause that the coordinator before began when its trainer was lost."""

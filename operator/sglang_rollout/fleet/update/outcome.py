@@ -25,7 +25,7 @@ from sglang_rollout.fleet.update.progress import By, Phase, Update
 from sglang_rollout.fleet.update.requests import Answer
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.verify import due, verify
-from sglang_rollout.fleet.update.whole import committed, incomplete
+from sglang_rollout.fleet.update.whole import committed, incomplete, look_up
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
@@ -69,6 +69,7 @@ def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
 
 def close(fleet: Fleet, update: Update, results: Results, *, tell: bool = True) -> Script[Answer]:
     """All tensors are where they should be: verify and commit on those that still stand, if they suffice."""
+    yield from look_up(fleet, update)
     update.dropped |= incomplete(fleet, update)
     if suffice(fleet, update) and due(fleet):
         update.dropped |= yield from verify(fleet, update.standing())

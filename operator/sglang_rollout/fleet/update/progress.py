@@ -93,6 +93,10 @@ class Update:
     """Engines that held the committed version when they were told."""
     from_base: set[str] = field(default_factory=set)
     """Engines that held what ``model.path`` holds when they were told."""
+    blank: set[str] = field(default_factory=set)
+    """Engines of which no tensor was known when they were told: their weights had been released."""
+    model: frozenset[str] = frozenset()
+    """The tensors of the engines' model, if some engine is blank and its pod can read them."""
     tensors: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
     """Names of the tensors that came, by the engines that took them."""
     opaque: bool = False

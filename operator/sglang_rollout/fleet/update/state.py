@@ -217,6 +217,11 @@ class Fleet:
             life=self.life,
         )
 
+    def _may_hold(self) -> frozenset[str]:
+        """The tensors that some engine may hold otherwise than they were committed."""
+        wrote = [engine.wrote for engine in self.engines.values() if engine.wrote]
+        return self.tried.union(*wrote) if wrote else self.tried
+
     def record(self) -> Record | None:
         """What is persisted; None before the rebuild has ended: nothing unproved is ever written."""
         if self.committed is None:
@@ -242,7 +247,7 @@ class Fleet:
             disk=self.disk,
             tensors=self.brought.row,
             sources=sorted(self.sources),
-            tried=packed(self.tried, self.brought.names, self.tried_before),
+            tried=packed(self._may_hold(), self.brought.names, self.tried_before),
             lent=list(self.lent) if self.mode is not None else None,
             lent_apart={name: list(tags) for name, tags in self.lent_apart.items() if name in self.engines},
             noted={name: noted for name, noted in self.noted.items() if name in self.engines},

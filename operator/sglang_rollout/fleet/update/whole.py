@@ -12,13 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sglang_rollout.fleet.update.calls import Results
+from sglang_rollout.fleet.update.calls import PATIENCE, Results, Script, same, send
 from sglang_rollout.fleet.update.progress import Update
 from sglang_rollout.fleet.update.requests import Body
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.tensors import Brought, mark
+from sglang_rollout.wire.agent import CheckpointRequest
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.weights import BASE, Version
 
+MARGIN = 5.0
+"""Seconds that the answer of an agent may take longer than what it was asked to do."""
 WAY_OUT = "push all of them in one update, or load a checkpoint with update_weights_from_disk"
 
 
@@ -34,6 +38,8 @@ def note_trust(fleet: Fleet, update: Update, names: Iterable[str]) -> None:
             update.trusted.add(name)
         if fleet.engines[name].holds(BASE):
             update.from_base.add(name)
+        if fleet.engines[name].blank:
+            update.blank.add(name)
 
 
 def note_names(fleet: Fleet, names: frozenset[str]) -> frozenset[str]:
@@ -71,9 +77,23 @@ def incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
     return found
 
 
+def look_up(fleet: Fleet, update: Update) -> Script[None]:
+    """Ask for the tensors of the model, if engines that hold none of them may commit: what a trainer never brings they lack, too."""
+    blank = sorted(update.blank & set(update.standing()))
+    if blank and not update.opaque:
+        limit = fleet.policy.deadlines.pause
+        body = CheckpointRequest(path="", names=True, deadline=limit).model_dump(mode="json")
+        results = yield from send(AGENT_CHECKPOINT, same(blank[:1], body), limit + MARGIN, patience=PATIENCE, idempotent=True)
+        update.model = results[blank[0]].names or frozenset()
+
+
 def _needed(fleet: Fleet, update: Update, whole: Brought, name: str) -> Brought:
-    """An engine with the weights of its start lacks what was committed; any other may hold what failed updates left, too."""
-    return whole if name in update.from_base else replace(whole, names=whole.names | fleet.tried)
+    """An engine with the weights of its start lacks what was committed; any other may hold what failed updates left, too; and one
+    whose weights are gone lacks everything."""
+    if name in update.from_base:
+        return whole
+    lost = update.model if name in update.blank else frozenset()
+    return replace(whole, names=whole.names | fleet.tried | fleet.engines[name].wrote | lost)
 
 
 def _left(fleet: Fleet, got: frozenset[str]) -> str:
@@ -105,6 +125,8 @@ def committed(fleet: Fleet, update: Update, version: Version) -> None:
     elif not update.opaque:
         before = Brought() if anew(fleet, update) else fleet.brought
         fleet.brought = before.plus(frozenset[str]().union(*update.tensors.values()))
+    for name in update.standing():
+        fleet.engines[name].wrote = frozenset()
     if set(update.standing()) >= set(fleet.engines):
         fleet.tried, fleet.tried_before = frozenset(), frozenset()
     fleet.commit(version)

@@ -15,7 +15,7 @@ from agent_model import INDEX, TENSORS, file_bytes, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_rollout.agent.checkpoint import CheckpointCheck, check
+from sglang_rollout.agent.checkpoint import CheckpointCheck, check, own_tensors
 from sglang_rollout.checkpoints.format import build_header, parse_header
 from sglang_rollout.wire.agent import CheckpointRequest
 
@@ -50,6 +50,17 @@ def test_without_the_engines_model_the_files_alone_are_checked(tmp_path: Path) -
     for unknown in (None, tmp_path / "nowhere", Path("org/model-7b"), Path("/" + "x" * 300)):
         reply = check(str(folder), str(unknown) if unknown else None)
         assert (reply.ok, reply.compared) == (True, False)
+
+
+def test_an_agent_names_the_tensors_of_the_model_that_its_engine_runs(own: Path) -> None:
+    reply = own_tensors(str(own))
+    assert (reply.ok, reply.compared, set(reply.names or [])) == (True, True, set(TENSORS))
+    assert own_tensors("org/model-7b").names is None
+
+
+async def test_it_is_asked_for_them_without_a_folder(own: Path) -> None:
+    reply = await CheckpointCheck().run(CheckpointRequest(path="", names=True), str(own))
+    assert set(reply.names or []) == set(TENSORS)
 
 
 @given(st.data())
