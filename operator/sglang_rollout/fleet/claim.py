@@ -13,6 +13,8 @@ from sglang_rollout.wire.record import Record
 log = logging.getLogger(__name__)
 
 READ_AGAIN = 0.5
+TRIES = 3
+"""A term that could not be written at first is no fence: the record is read again, for what the coordinator before has written meanwhile."""
 
 
 async def claim(store: RecordStore, announce: Callable[[int], Awaitable[None]], held: int) -> tuple[int, Record | None]:
@@ -22,6 +24,7 @@ async def claim(store: RecordStore, announce: Callable[[int], Awaitable[None]], 
     was written over it. A commit that the one before wrote after we had read is therefore in what is returned. Waits for a store that
     cannot be read, because nothing is known without it; one that cannot be written gets the term later. Raises DeposedError.
     """
+    tries = 0
     while True:
         record = await _read(store)
         term = max(held, (record.term if record else 0) + 1)
@@ -37,8 +40,21 @@ async def claim(store: RecordStore, announce: Callable[[int], Awaitable[None]], 
         except LostError as error:
             raise DeposedError(str(error)) from error
         except (TimeoutError, StoreError) as error:
+            tries += 1
+            if tries < TRIES and await _readable(store):
+                continue
             log.warning("term %d is written into the record later: %s", term, error or "the store does not answer")
         return term, record
+
+
+async def _readable(store: RecordStore) -> bool:
+    await asyncio.sleep(READ_AGAIN)
+    try:
+        async with asyncio.timeout(WRITE_DEADLINE):
+            await store.read()
+    except (TimeoutError, StoreError):
+        return False
+    return True
 
 
 async def _read(store: RecordStore) -> Record | None:

@@ -14,7 +14,7 @@ from sglang_rollout.fleet.claim import claim
 from sglang_rollout.fleet.leader import DeposedError
 from sglang_rollout.fleet.members import gate_url, hostnames
 from sglang_rollout.fleet.router import plan
-from sglang_rollout.fleet.store import ConfigMapRecord, FileIntent, FileRecord, Keeper, LostError, StoreError
+from sglang_rollout.fleet.store import RECORD_KEY, ConfigMapRecord, FileIntent, FileRecord, Keeper, LostError, StoreError
 from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, NotFound
 from sglang_rollout.wire.intent import Intent
 from sglang_rollout.wire.record import Record
@@ -32,6 +32,7 @@ class FakeKube:
         self.data: dict[str, str] | None = {}
         self.version = 1
         self.away = False
+        self.full = False
         self.writes = 0
 
     async def get(self, resource: Any, namespace: str, name: str) -> dict[str, Any]:
@@ -42,7 +43,7 @@ class FakeKube:
         return {"metadata": {"name": name, "resourceVersion": str(self.version)}, "data": dict(self.data)}
 
     async def merge_patch(self, resource: Any, namespace: str, name: str, patch: Any, *, resource_version: str) -> Any:
-        if self.away:
+        if self.away or self.full:
             raise ApiUnavailable("the API server cannot be reached")
         if resource_version != str(self.version):
             raise Conflict("changed")
@@ -131,6 +132,23 @@ async def test_a_new_coordinator_ends_when_a_newer_one_has_written() -> None:
     with pytest.raises(DeposedError, match="is of term 9, this coordinator is of 4"):
         await claim(maps, announcing(lambda: maps.write(record(5, term=9))), 1)
     assert await maps.read() == record(5, term=9)
+
+
+async def test_a_commit_that_is_written_while_the_new_coordinator_cannot_write_is_not_lost() -> None:
+    kube = FakeKube()
+    maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
+    await maps.write(record(5, term=3))
+
+    async def fill() -> None:
+        kube.full = True
+        asyncio.get_running_loop().call_later(0.2, free)
+
+    def free() -> None:
+        kube.full = False
+        kube.data = {RECORD_KEY: record(6, term=3).model_dump_json()}
+
+    assert await claim(maps, announcing(fill), 1) == (4, record(6, term=3))
+    assert await maps.read() == record(6, term=4)
 
 
 async def test_a_new_coordinator_leads_with_what_it_read_when_it_cannot_write() -> None:
