@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 READ_AGAIN = 0.5
 TRIES = 3
-"""A term that could not be written at first is no fence: the record is read again, for what the coordinator before has written meanwhile."""
+"""A term that could not be written at first is no fence: the record is read again, for what the one before has written meanwhile."""
 
 
 async def claim(store: RecordStore, announce: Callable[[int], Awaitable[None]], held: int) -> tuple[int, Record | None]:
