@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 from fleet_world import World, group_body, push
+from test_fleet_hybrid import at, settle, tensors
 
 from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.calls import INIT
+from sglang_rollout.fleet.update.requests import AtEngine
+from sglang_rollout.wire.states import FleetMode
 
 
 @pytest.mark.parametrize("when", ["while they are told", "after the update was given up"])
@@ -57,3 +60,30 @@ def test_a_group_opens_with_the_ranks_of_those_that_are_there_when_its_engines_a
     assert answer.fleet["world_size"] == world.machine.fleet.table.world_size == (2 if what == "leaves" else 3)
     assert not [send for send in world.sent if send.path == INIT]
     assert push(world, "1") is not None
+
+
+MEMORY: list[rq.Call] = [rq.Flush(), rq.ReleaseMemory(), rq.ResumeMemory(("weights",))]
+WEIGHTS: list[rq.Call] = [tensors("a"), rq.Begin(), rq.End()]
+
+
+@pytest.mark.parametrize(
+    ("mode", "call"),
+    [(mode, call) for mode in FleetMode for call in [*MEMORY, *(WEIGHTS if mode is FleetMode.HYBRID else [])]],
+    ids=lambda value: value.value if isinstance(value, FleetMode) else type(value).__name__,
+)
+def test_a_call_whose_engine_leaves_before_its_turn_is_refused_as_one_at_an_unknown_engine(mode: FleetMode, call: rq.Call) -> None:
+    world = World([1, 1, 1])
+    world.mode = mode
+    world.want()
+    settle(world)
+    first = world.ask(AtEngine("e0", rq.ResumeMemory()))
+    waiting = world.ask(AtEngine("e2", call))
+    assert waiting not in world.answers
+    world.engines = world.engines[:2]
+    world.generation += 1
+    world.want()
+    world.drain()
+    assert world.answers[first].success
+    assert world.answers[waiting].status == 404
+    assert world.answers[waiting] == at(world, "e2", call)
+    assert "e2" not in world.machine.fleet.lent_apart

@@ -39,27 +39,39 @@ AGAIN = 10.0
 OWN_GPUS = "An engine of this fleet takes no calls of its own (spec.mode: Standalone): call the fleet's URL, which is one for all engines."
 
 
-def script(fleet: Fleet, request: Request) -> Script[Answer] | None:  # noqa: PLR0911 - one line per case
+def script(fleet: Fleet, request: Request) -> Script[Answer] | None:
     """What becomes of a request that means something else to such a fleet; None: nothing does."""
     at, call = (request.engine, request.call) if isinstance(request, AtEngine) else (None, request)
     if fleet.mode is None:
         return None if at is None else _refused(OWN_GPUS)
     if at is not None and at not in fleet.engines:
-        return _refused(f"engine {at} is not in this fleet; its engines: {', '.join(fleet.engines)}.", 404)
+        return _refused(_unknown(fleet, at), 404)
     match call:
         case ReleaseMemory():
-            return _release(fleet, call, at)
+            found: Script[Answer] | None = _release(fleet, call, at)
         case ResumeMemory():
-            return _resume(fleet, call, at)
+            found = _resume(fleet, call, at)
         case Flush() if at is not None:
-            return hybrid.flush_one(fleet, at, call) if fleet.mode is FleetMode.HYBRID else flush(fleet, call, [at])
-    if fleet.mode is FleetMode.HYBRID:
-        return hybrid.script(fleet, call, at)
-    match call:
+            found = hybrid.flush_one(fleet, at, call) if fleet.mode is FleetMode.HYBRID else flush(fleet, call, [at])
+        case _ if fleet.mode is FleetMode.HYBRID:
+            found = hybrid.script(fleet, call, at)
         case OpenGroup() | CloseGroup() | Begin() | Update() | Tensors() | End() | SetLabel() | NewRun() | FromDisk():
             return _refused(KEEPS_WEIGHTS)
         case _:
             return None
+    return found if at is None or found is None else _if_still_there(fleet, at, found)
+
+
+def _if_still_there(fleet: Fleet, at: str, script: Script[Answer]) -> Script[Answer]:
+    """Engines leave between two scripts: the one that was called may be gone when the turn of its call comes."""
+    yield Turn()
+    if at not in fleet.engines:
+        raise Refusal(_unknown(fleet, at), status=404)
+    return (yield from script)
+
+
+def _unknown(fleet: Fleet, at: str) -> str:
+    return f"engine {at} is not in this fleet; its engines: {', '.join(fleet.engines)}."
 
 
 def _refused(why: str, status: int = 400) -> Script[Answer]:
