@@ -148,7 +148,9 @@ class Driver:
         for effect in effects:
             match effect:
                 case Send():
-                    self._spawn(self._send(effect))
+                    # Not in its task, which begins later: a Cut of it may be the next effect.
+                    cut = self._cuts[effect.id] = asyncio.get_running_loop().create_future()
+                    self._spawn(self._send(effect, cut))
                 case Write():
                     self._spawn(self._write(effect))
                 case Save(record):
@@ -200,9 +202,8 @@ class Driver:
         if self._failed is not None:
             await self._failed
 
-    async def _send(self, effect: Send) -> None:
+    async def _send(self, effect: Send, cut: asyncio.Future[str]) -> None:
         began = time.monotonic()
-        cut = self._cuts[effect.id] = asyncio.get_running_loop().create_future()
         try:
             results = await self._agents.fan_out(effect, cut)
         finally:

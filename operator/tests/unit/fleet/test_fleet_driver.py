@@ -1,0 +1,48 @@
+"""The driver carries out what the machine wants, in its order."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_rollout.fleet.agents import Agents
+from sglang_rollout.fleet.driver import Driver
+from sglang_rollout.fleet.metrics import Metrics
+from sglang_rollout.fleet.update.calls import UPDATE
+from sglang_rollout.fleet.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
+from sglang_rollout.wire.states import FleetState
+
+
+class Scripted:
+    """Stands in for the machine: wants these effects at the first event, and keeps what comes of them."""
+
+    def __init__(self, *effects: Effect) -> None:
+        self.fleet = SimpleNamespace(last_update=None, kept=FleetState.ACTIVE)
+        self.effects = list(effects)
+        self.answered: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+
+    def handle(self, event: Event) -> list[Effect]:
+        if isinstance(event, Answered):
+            self.answered.set_result(event)
+        wanted, self.effects = self.effects, []
+        return wanted
+
+
+async def test_a_call_that_is_cut_in_the_moment_in_which_it_begins_is_not_waited_for() -> None:
+    """The trainer was lost just before: its engines would be waited for until the deadline of the update."""
+    agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
+
+    async def call(*_: object) -> Result:
+        await asyncio.sleep(60)
+        return Result(ok=True)
+
+    agents.call = call  # type: ignore[method-assign]
+    parts: dict[str, Any] = {"members": None, "store": None, "leadership": None}
+    driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
+    machine: Any = Scripted(Send(UPDATE, {"e0": {}, "e1": {}}, 60, id=7), Cut(7, "the trainer is gone."))
+    driver._machine = machine
+    driver.feed(Tick(0.0))
+    async with asyncio.timeout(10):
+        event = await machine.answered
+    assert (event.effect, [result.message for result in event.results.values()]) == (7, ["the trainer is gone."] * 2)
