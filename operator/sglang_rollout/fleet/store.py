@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
@@ -64,10 +66,17 @@ class RecordStore(Protocol):
 
 
 class FileRecord:
-    """The record in a file, replaced atomically."""
+    """The record in a file, replaced atomically, in the order in which it was to be written.
+
+    A write that is given up goes on in its thread, for as long as the volume hangs.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._order = itertools.count(1)
+        self._landed = 0
+        """The write whose record is in place."""
+        self._landing = threading.Lock()
 
     async def read(self) -> Record | None:
         """The record; an unreadable file counts as lost, because the agents can prove what it said."""
@@ -82,11 +91,11 @@ class FileRecord:
     async def write(self, record: Record, *, over: Record | None = None) -> None:
         """Write beside the file and rename. Nobody else writes: who leads holds a lock (``FileLeadership``)."""
         try:
-            await asyncio.to_thread(self._replace, record.model_dump_json(indent=1))
+            await asyncio.to_thread(self._replace, record.model_dump_json(indent=1), next(self._order))
         except OSError as error:
             raise StoreError(f"the record {self._path} cannot be written: {error}") from error
 
-    def _replace(self, text: str) -> None:
+    def _replace(self, text: str, order: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
         try:
@@ -94,7 +103,13 @@ class FileRecord:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            Path(name).replace(self._path)
+            # Only here: a volume that hangs while one record is written must not hold up the next one.
+            with self._landing:
+                if order < self._landed:
+                    Path(name).unlink()
+                else:
+                    Path(name).replace(self._path)
+                    self._landed = order
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,28 @@ async def test_a_file_record_is_replaced_whole(tmp_path: Path) -> None:
     await files.write(record(2))
     assert await files.read() == record(2)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["record.json"]
+
+
+async def test_a_write_that_was_too_slow_does_not_replace_a_newer_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume that hangs for a moment: nobody can take the write back, and its end comes after the next one's."""
+    hung, really = threading.Event(), os.fsync
+    first = [hung]
+
+    def fsync(handle: int) -> None:
+        if first:
+            first.pop().wait(30)
+        really(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(store, "WRITE_DEADLINE", 0.2)
+    files = FileRecord(tmp_path / "record.json")
+    keeper = Keeper(files)
+    assert not await keeper.write(record(5))
+    monkeypatch.setattr(store, "WRITE_DEADLINE", 30.0)
+    assert await keeper.write(record(6))
+    hung.set()
+    await until(lambda: [path.name for path in tmp_path.iterdir()] == ["record.json"])
+    assert await files.read() == record(6)
 
 
 async def test_a_broken_file_counts_as_lost(tmp_path: Path) -> None:
