@@ -12,6 +12,7 @@ from typing import Any
 from sglang_rollout.agent import state as s
 from sglang_rollout.proxy.versions import ADAPTERS_LONGEST, listed
 from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.text import unwritable
 from sglang_rollout.wire.weights import EngineState
 
 DEFAULT_GROUP = "weight_update_group"
@@ -67,13 +68,15 @@ class Refusal:
     message: str
 
 
-def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None:  # noqa: PLR0911 - one line per rule
+def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None:  # noqa: PLR0911, PLR0912 - one line per rule
     """Why ``call`` must not be put to the engine now, or None."""
     memory = state.memory
     if not state.up:
         return Refusal(503, f"{call}: the engine is not up: {state.down_reason}.")
     if memory.pending:
         return Refusal(409, f"{call}: the engine has not answered {memory.pending} yet, and it takes one control call at a time.")
+    if why := unwritable(body):
+        return Refusal(400, f"{call}: {why}")
     if call == s.CONTINUE and memory.state is EngineState.DIRTY:
         return Refusal(409, f"{call}: {s.closed_reason(state)} Resuming would serve that mixture; /agent/fence gives the update up first.")
     if call in _NEED_WEIGHTS and s.WEIGHTS_TAG in memory.released:

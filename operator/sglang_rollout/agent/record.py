@@ -56,3 +56,5 @@ def save(path: Path, message: Message) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise RecordError(f"The agent's record {path} cannot be written: {error.strerror}.") from error
+    except ValueError as error:  # of pydantic: a text in it is half of a character
+        raise RecordError(f"The agent's record {path} cannot be written: {error}.") from error

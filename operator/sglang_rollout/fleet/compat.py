@@ -34,10 +34,13 @@ from sglang_rollout.fleet.update.requests import (
 )
 from sglang_rollout.fleet.update.versions import LONGEST_LABEL
 from sglang_rollout.wire.policy import PauseMode
+from sglang_rollout.wire.text import unwritable
 from sglang_rollout.wire.trainer import ControlReply
 
 LONGEST_REASON = 200
 LONGEST_FLUSH = 60.0
+LONGEST_SIZE = 6
+"""Digits of an engine's tensor size. Python reads no number of thousands."""
 LOAD_FORMATS = ("auto", "safetensors")
 """Of ``/update_weights_from_disk``."""
 TENSOR_FORMATS = (None, "direct", "flattened_bucket")
@@ -61,6 +64,8 @@ def parse(data: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(body, dict):
         raise Refusal(f"the body must be a JSON object, not {type(body).__name__}.")
+    if why := unwritable(body):
+        raise Refusal(why)
     return body
 
 
@@ -77,7 +82,7 @@ def close_group(body: Fields) -> Request:
 def pause(body: Fields) -> Request:
     """``/pause_generation``."""
     mode = body.get("mode")
-    if mode is not None and mode not in set(PauseMode):
+    if mode is not None and mode not in list(PauseMode):  # not a set: the mode may be anything
         raise Refusal(f"mode {_clip(mode)} is no pause mode: use {', '.join(mode.value for mode in PauseMode)}.")
     # What SGLang does without a mode is said here, because the fleet must know which it was.
     return Pause(mode or PauseMode.ABORT.value, {**body, "mode": mode or PauseMode.ABORT.value})
@@ -105,9 +110,10 @@ _CHECKSUMS = 'checksums must be an object: for each tensor size of an engine its
 
 
 def _expected(size: str, ranks: object) -> tuple[int, tuple[str, ...]]:
-    if not size.isascii() or not size.isdigit() or not isinstance(ranks, list) or not all(isinstance(rank, str) for rank in ranks):
+    number = size.isascii() and size.isdigit() and len(size) <= LONGEST_SIZE
+    if not number or not isinstance(ranks, list) or not all(isinstance(rank, str) for rank in ranks):
         raise Refusal(_CHECKSUMS)
-    if len(ranks) != int(size[:6]):
+    if len(ranks) != int(size):
         raise Refusal(f"checksums: an engine of tensor size {size} has as many ranks, and {len(ranks)} checksums are given.")
     return int(size), tuple(ranks)
 

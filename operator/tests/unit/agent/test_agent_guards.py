@@ -39,6 +39,7 @@ def with_memory(**changes: Any) -> s.State:
         (CLEAN, s.INIT_GROUP, {"group_name": ""}, 400, "needs a name"),
         (CLEAN, s.RESUME, {"tags": ["weights"]}, 409, "weights is not released"),
         (CLEAN, s.RESUME, {}, 409, "nothing is not released"),
+        (CLEAN, s.LOAD, {"lora_name": "a", "lora_path": "/caf\udce9"}, 400, "lora_path holds half of a character"),
     ],
 )
 def test_refused(state: s.State, call: str, body: dict[str, Any], status: int, words: str) -> None:

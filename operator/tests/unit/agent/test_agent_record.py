@@ -1,11 +1,16 @@
 """The record on disk."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.engine import Reply
+from sglang_rollout.agent.gate import GateError
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.agent.state import Memory
+from sglang_rollout.agent.state import LOAD, Memory, State
 from sglang_rollout.wire.weights import BASE, EngineState
 
 MEMORY = Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", cohort=["e0"], committed=BASE, term=7, groups=["g"])
@@ -39,6 +44,31 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=r"cannot be written: "):
         RecordFile(tmp_path / "file").save(MEMORY)
+
+
+def test_what_cannot_be_written_is_a_sentence_and_leaves_the_old_record(tmp_path: Path) -> None:
+    record = RecordFile(tmp_path)
+    record.save(MEMORY)
+    with pytest.raises(RecordError, match=r"cannot be written: "):
+        record.save(MEMORY.model_copy(update={"adapters": {"a": "/caf\udce9"}}))
+    assert record.load() == (MEMORY, "")
+
+
+async def test_a_call_ends_also_when_what_came_of_it_cannot_be_written(tmp_path: Path) -> None:
+    """Else the agent would take no call any more: one is under way for ever."""
+
+    async def call(*_: object) -> Reply:
+        return Reply.json(200, {"success": True})
+
+    async def view() -> None:
+        raise GateError("no gate here")
+
+    engine: Any = SimpleNamespace(vocabulary=None, info={}, container_boot=lambda: None, call=call)
+    gate: Any = SimpleNamespace(view=view)
+    agent = Agent(name="e0", engine=engine, gate=gate, record=RecordFile(tmp_path))
+    agent.state = State(memory=MEMORY, up=True, informed=True)
+    reply = await agent.start(LOAD, {"lora_name": "a", "lora_path": "/caf\udce9"})
+    assert (reply.ok, agent.state.memory.pending) == (True, "")
 
 
 def test_fields_of_a_newer_agent_are_ignored(tmp_path: Path) -> None:

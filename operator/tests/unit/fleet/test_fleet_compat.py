@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.requests import Answer, CloseGroup, Continue, End, Flush, Pause, SetLabel, Update
+from sglang_rollout.fleet.update.requests import Answer, CloseGroup, Continue, End, Flush, Pause, Request, SetLabel, Update
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
 
@@ -31,9 +32,13 @@ def test_an_empty_body_is_an_empty_object(data: bytes) -> None:
         (b"[1]", "the body must be a JSON object, not list."),
         (b'"x"', "not str."),
         (b"[" * 100_000, "nests too deep"),
+        (b'{"a": 1, "names": ["w", "\\ud83d"]}', "names holds half of a character"),
+        (b'{"selector": {"x": [{"\\ude00": 1}]}}', "selector holds half of a character"),
+        (b'{"\\udce9": 1}', "\\udce9 holds half of a character"),
+        (b'{"path": "\xed\xa0\xbd"}', "path holds half of a character"),
     ],
 )
-def test_what_is_no_object_is_refused_with_its_position(data: bytes, sentence: str) -> None:
+def test_what_cannot_be_read_or_kept_is_refused_with_its_place(data: bytes, sentence: str) -> None:
     with pytest.raises(Refusal) as caught:
         compat.parse(data)
     assert sentence in str(caught.value)
@@ -43,6 +48,42 @@ def test_what_is_no_object_is_refused_with_its_position(data: bytes, sentence: s
 def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
     with contextlib.suppress(Refusal):
         assert isinstance(compat.parse(data), dict)
+
+
+TEXT = st.text(st.sampled_from('a2"é\U0001f600\ud83d\ude00'), max_size=4) | st.sampled_from(["abort", "2", "weights", "0" * 5000])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(TEXT, JSON, max_size=4), st.booleans())
+def test_whatever_is_taken_can_be_written_again(body: dict[str, Any], escaped: bool) -> None:
+    with contextlib.suppress(Refusal):
+        json.dumps(compat.parse(json.dumps(body, ensure_ascii=escaped).encode("utf-8", "surrogatepass")), ensure_ascii=False).encode()
+
+
+def test_both_halves_are_a_character() -> None:
+    assert compat.parse(b'{"lora_name": "\\ud83d\\ude00"}') == {"lora_name": "\U0001f600"}
+
+
+PARSERS: list[Callable[[dict[str, Any]], Request]] = [
+    compat.open_group, compat.close_group, compat.pause, compat.resume, compat.begin, compat.update, compat.end,
+    compat.from_disk, compat.tensors, compat.set_label, compat.release_memory, compat.resume_memory,
+    compat.load_adapter, compat.unload_adapter,
+]  # fmt: skip
+FIELDS = [
+    "group_name", "mode", "checksums", "name", "dtype", "shape", "names", "dtypes", "shapes", "weight_version", "new_version",
+    "model_path", "load_format", "serialized_named_tensors", "tags", "lora_name", "lora_path",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parse", PARSERS, ids=lambda parse: parse.__name__)
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
+def test_a_field_of_any_type_is_taken_or_refused(parse: Callable[[dict[str, Any]], Request], body: dict[str, Any]) -> None:
+    with contextlib.suppress(Refusal):
+        parse(body)
 
 
 def update(body: dict[str, Any]) -> Update:
@@ -85,8 +126,9 @@ def test_an_update_that_would_hang_or_mislead_is_refused(changes: dict[str, Any]
 def test_a_pause_without_mode_is_what_sglang_makes_of_it() -> None:
     assert compat.pause({}) == Pause("abort", {"mode": "abort"})
     assert compat.pause({"mode": "in_place"}) == Pause("in_place", {"mode": "in_place"})
-    with pytest.raises(Refusal, match="use retract, abort, in_place"):
-        compat.pause({"mode": "nap"})
+    for mode in ("nap", ["abort"], {}, 1):
+        with pytest.raises(Refusal, match="use retract, abort, in_place"):
+            compat.pause({"mode": mode})
 
 
 def test_what_a_trainer_says_of_its_weights() -> None:
@@ -94,7 +136,7 @@ def test_what_a_trainer_says_of_its_weights() -> None:
     assert compat.end({}) == compat.end({"checksums": None, "other": 1}) == End()
 
 
-@pytest.mark.parametrize("checksums", [["a"], {"one": ["a"]}, {"1": "a"}, {"1": [2]}, {"2": ["a"]}, {"9" * 5000: ["a"]}])
+@pytest.mark.parametrize("checksums", [["a"], {"one": ["a"]}, {"1": "a"}, {"1": [2]}, {"2": ["a"]}, {"9" * 5000: ["a"]}, {"0" * 5000: []}])
 def test_checksums_that_cannot_be_meant_are_refused(checksums: object) -> None:
     with pytest.raises(Refusal, match="checksums"):
         compat.end({"checksums": checksums})
