@@ -86,7 +86,16 @@ def indexed(event: bytes, item: int, samples: int) -> bytes:
     fields = json.loads(event)
     own = fields.get("index")
     fields["index"] = item * samples + (own if isinstance(own, int) else 0)
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    return encoded(fields)
+
+
+def encoded(fields: Mapping[str, Any]) -> bytes:
+    """A body, as short as JSON can say it. Half of a character, which UTF-8 cannot write, stays the escape that it came as: whoever
+    gets it has words of his own for it."""
+    try:
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def _inner(answer: bytes) -> bytes:
@@ -135,8 +144,8 @@ def _sampling(value: Any, size: int) -> Sequence[Any]:
 
 
 def _samples(sampling: Sequence[Any]) -> int:
-    counts = {params.get("n", 1) if isinstance(params, Mapping) else 1 for params in sampling}
-    if len(counts) > 1:
+    counts = [params.get("n", 1) if isinstance(params, Mapping) else 1 for params in sampling]
+    if any(count != counts[0] for count in counts):
         raise BatchError("The parallel_sample_num should be the same for all samples in sample params.")
     count = next(iter(counts), 1)
     return count if isinstance(count, int) and count > 1 else 1

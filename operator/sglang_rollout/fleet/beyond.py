@@ -54,4 +54,5 @@ def _tells_more(part: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    # Not float(): it takes no whole number of hundreds of digits.
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

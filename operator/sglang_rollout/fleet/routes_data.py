@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from sglang_rollout.fleet.app import PARTS, Handler
-from sglang_rollout.fleet.batches import Batch, BatchError, join, split
+from sglang_rollout.fleet.batches import Batch, BatchError, encoded, join, split
 from sglang_rollout.fleet.beyond import beyond_smg
 from sglang_rollout.fleet.smg import HOLD_SECONDS, BrokeOffError, NobodyAnswersError
 from sglang_rollout.fleet.streams import BatchStream
@@ -113,7 +113,7 @@ def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
     if not name or adapter not in lora.wanted(request.app[PARTS].machine.fleet):
         return data, body
     body = {**body, "model": name, "lora_path": adapter}
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(), body
+    return encoded(body), body
 
 
 async def _single(request: web.Request, data: bytes, body: Any, *, direct: bool = False) -> web.StreamResponse:
@@ -143,7 +143,7 @@ async def _item(request: web.Request, item: dict[str, Any]) -> AsyncIterator[aio
 
     A 404 is an smg that has just (re)started and has no engines yet; the others of the batch should not be lost for that.
     """
-    data = json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode()
+    data = encoded(item)
     ask = _by_engine if beyond_smg(GENERATE, item) else _by_smg
     loop = asyncio.get_running_loop()
     end = loop.time() + UNLISTED_SECONDS

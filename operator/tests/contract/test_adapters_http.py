@@ -62,7 +62,11 @@ async def fleet(tmp_path: Path) -> AsyncIterator[tuple[Lab, list[dict[str, Any]]
         yield made, seen
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", {"messages": []}), ("/v1/completions", {"prompt": "a"})])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", {"messages": []}), ("/v1/completions", {"prompt": "a"}), ("/v1/completions", {"prompt": "half \ud83d"})],
+    ids=["chat", "completions", "half of a character"],
+)
 @pytest.mark.parametrize(
     ("model", "told"),
     [

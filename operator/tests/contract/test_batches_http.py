@@ -167,6 +167,16 @@ async def test_sglangs_own_words_for_a_batch_that_does_not_fit(lab: Lab, script:
     assert script.seen == []
 
 
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+async def test_half_of_a_character_reaches_smg_as_it_came_and_its_refusal_is_the_answer(
+    lab: Lab, script: Script, more: dict[str, Any]
+) -> None:
+    """A text that was cut in the middle of an emoji. Of a single prompt the same is said."""
+    status, _, body = await lab.post("/generate", {"text": ["sleep 30", "refuse \ud83d"], **more})
+    assert (status, body) == (400, {"error": {"message": "temperature must be positive"}})
+    assert "refuse \ud83d" in [item["text"] for item in script.seen]
+
+
 async def test_what_is_no_batch_is_passed_on_byte_by_byte(lab: Lab, script: Script) -> None:
     seen: list[bytes] = []
 

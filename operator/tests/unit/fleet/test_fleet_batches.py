@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.fleet.batches import Batch, BatchError, indexed, join, split
+from sglang_rollout.fleet.batches import Batch, BatchError, encoded, indexed, join, split
 
 
 def items(**body: Any) -> list[dict[str, Any]]:
@@ -104,6 +104,10 @@ def test_one_prompt_is_no_batch(body: dict[str, Any]) -> None:
     assert split(body) is None
 
 
+def test_a_number_of_samples_that_is_none_is_left_to_those_who_refuse_it() -> None:
+    assert [item["sampling_params"] for item in items(text=["a", "b"], sampling_params={"n": [2]})] == [{"n": [2]}] * 2
+
+
 def test_what_is_not_a_list_is_for_all_prompts_and_none_is_left_out() -> None:
     first, second = items(text=["a", "b"], rid="r", sampling_params={"n": 2}, lora_path=["x", None], return_logprob=True, image_data="i")
     same = {"sampling_params": {"n": 2}, "return_logprob": True, "image_data": "i"}
@@ -127,6 +131,15 @@ def test_an_empty_batch_has_no_items() -> None:
     assert join([]) == b"[]"
 
 
+@given(st.dictionaries(KEYS, st.text(st.sampled_from("aé\U0001f600\ud83d"), max_size=3)))
+def test_a_request_is_written_as_it_was_read_half_characters_too(fields: dict[str, str]) -> None:
+    assert json.loads(encoded(fields)) == fields
+
+
+def test_text_that_is_whole_stays_as_short_as_it_is() -> None:
+    assert encoded({"text": "é\U0001f600"}) == '{"text":"é\U0001f600"}'.encode()
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -137,6 +150,7 @@ def test_an_empty_batch_has_no_items() -> None:
         ({"extra_key": ["x"]}, "The length of extra_key should be equal to the batch size."),
         ({"mm_hashes": ["x"]}, "The length of mm_hashes should equal the batch size"),
         ({"sampling_params": [{"n": 1}, {"n": 2}]}, "The parallel_sample_num should be the same for all samples in sample params."),
+        ({"sampling_params": [{"n": [1]}, {"n": {}}]}, "The parallel_sample_num should be the same for all samples in sample params."),
         ({"sampling_params": {"n": 2}, "return_logprob": [True, False]}, "Cannot use list return_logprob with parallel_sample_num > 1"),
         ({"sampling_params": {"n": 2}, "token_ids_logprob": [[1], [2]]}, "Cannot use list token_ids_logprob with parallel_sample_num > 1"),
         ({"sampling_params": [{}]}, "sampling_params has 1 entries for 2 prompts."),

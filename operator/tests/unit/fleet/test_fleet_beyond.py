@@ -22,6 +22,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "u", "detail": "low"}}
         (GENERATE, ["x"], False),
         (CHAT, {"n": 10, "top_logprobs": 20, "temperature": 2, "stop": list("abcd"), "top_k": -1, "logit_bias": {"7": 1}}, False),
         (CHAT, {"n": 11}, True),
+        (CHAT, {"n": 10**400}, True),
         (CHAT, {"top_logprobs": 21}, True),
         (CHAT, {"temperature": 2.1}, True),
         (CHAT, {"stop": list("abcde")}, True),
