@@ -107,7 +107,6 @@ async def serve(options: Options, token: str) -> None:
         await web.TCPSite(runner, options.host, options.port).start()
         log.info("coordinator of %s/%s listens on %s:%d", options.namespace, options.name, options.host, options.port)
         await _until_signal(driver, router, infos)
-        await driver.keeper.close()
 
 
 def _files(options: Options) -> tuple[IntentSource, RecordStore, Leadership]:

@@ -90,6 +90,15 @@ class Driver:
         try:
             await self._lead()
         finally:
+            await self._resign()
+
+    async def _resign(self) -> None:
+        """Write what is left, and only then let another one lead: it must not find that over its own record."""
+        try:
+            await self.keeper.close()
+        except LostError as error:
+            log.warning("the last record is not written: %s", error)
+        finally:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RELEASE_DEADLINE):
                     await self._leadership.release()

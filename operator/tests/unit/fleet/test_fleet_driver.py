@@ -11,7 +11,9 @@ from sglang_rollout.fleet.driver import Driver
 from sglang_rollout.fleet.metrics import Metrics
 from sglang_rollout.fleet.update.calls import UPDATE
 from sglang_rollout.fleet.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
+from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import Version
 
 
 class Scripted:
@@ -46,3 +48,29 @@ async def test_a_call_that_is_cut_in_the_moment_in_which_it_begins_is_not_waited
     async with asyncio.timeout(10):
         event = await machine.answered
     assert (event.effect, [result.message for result in event.results.values()]) == (7, ["the trainer is gone."] * 2)
+
+
+async def test_the_last_record_is_written_before_another_coordinator_may_lead() -> None:
+    done: list[str] = []
+
+    class Store:
+        async def write(self, record: Record, *, over: Record | None = None) -> None:
+            done.append(f"written {record.committed}")
+
+    class Lock:
+        async def acquire(self) -> int:
+            await asyncio.sleep(60)
+            return 1
+
+        async def release(self) -> None:
+            done.append("released")
+
+    agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
+    parts: dict[str, Any] = {"members": None, "store": Store(), "leadership": Lock()}
+    driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
+    task = asyncio.create_task(driver.run())
+    await asyncio.sleep(0.01)
+    driver.keeper.save(Record(term=1, epoch=1, committed=Version(run=1, n=7, label="7")))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert done == ["written 1/7", "released"]
