@@ -187,8 +187,8 @@ class Agents:
         if path == AGENT_CHECKPOINT:
             return _checkpoint(status, fields)
         # SGLang says 200 and success: false in some places.
-        checksums = _checksums(fields) if path == CHECKER else None
-        return Result(ok=fields.get("success") is not False, status=status, message=_message(body), checksums=checksums)
+        ok = fields.get("success") is not False
+        return _summed(status, body) if ok and path == CHECKER else Result(ok=ok, status=status, message=_message(body))
 
     def _check_term(self, reply: aiohttp.ClientResponse) -> None:
         """An agent that refuses our term says which one it follows."""
@@ -244,15 +244,22 @@ def _checkpoint(status: int, fields: Mapping[str, Any]) -> Result:
     )
 
 
-def _checksums(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """One checksum per rank, in rank order, of SGLang's answer."""
-    ranks = fields.get("ranks")
+def _summed(status: int, body: Any) -> Result:
+    checksums = _checksums(body)
+    if checksums is None:
+        return Result(ok=False, status=status, message="its answer holds no checksum of each rank.")
+    return Result(ok=True, status=status, message=_message(body), checksums=checksums)
+
+
+def _checksums(body: Any) -> tuple[str, ...] | None:
+    """One checksum per rank, in rank order, of SGLang's answer; None: it is another answer."""
+    ranks = body.get("ranks") if isinstance(body, dict) else None
     if not isinstance(ranks, list) or not ranks:
         return None
     try:
         ordered = sorted(ranks, key=_place)
         return tuple(str(rank["per_gpu_checksum"]) for rank in ordered)
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -264,9 +271,13 @@ def _place(rank: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _json(data: bytes) -> Any:
+    """What an answer says. Half of a character becomes a question mark: what engines say is kept in the record, which cannot hold it."""
     try:
-        return json.loads(data)
-    except ValueError:
+        found = json.loads(data)
+        if data.isascii() and b"\\" not in data:
+            return found  # as most do, and nothing of it can be half
+        return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
         return data[:LONGEST_MESSAGE].decode("utf-8", "replace").strip()
 
 

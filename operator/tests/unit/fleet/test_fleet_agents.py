@@ -1,9 +1,10 @@
-"""The order in which an agent hears what is committed."""
+"""The order in which an agent hears what is committed, and what is made of its answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from sglang_rollout.fleet.agents import Agents
+from sglang_rollout.fleet.update.calls import UPDATE_DISK
 from sglang_rollout.fleet.update.events import Result, Send
+from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
-from sglang_rollout.wire.ports import AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 V1 = Version(run=1, n=1, label="1")
@@ -41,6 +44,20 @@ class SlowAgent:
             await self.news.wait_for(lambda: len(self.heard) >= number)
 
 
+@asynccontextmanager
+async def client_of(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[Agents]:
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", handle)
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        client = Agents(address=lambda _: url, token=lambda: "t", term=lambda: 1)
+        await client.start()
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
 @pytest.fixture
 async def agent() -> SlowAgent:
     return SlowAgent()
@@ -48,16 +65,10 @@ async def agent() -> SlowAgent:
 
 @pytest.fixture
 async def agents(agent: SlowAgent) -> AsyncIterator[Agents]:
-    app = web.Application()
-    app.router.add_post("/{tail:.*}", agent.handle)
-    async with TestServer(app) as server:
-        url = str(server.make_url("")).rstrip("/")
-        client = Agents(address=lambda _: url, token=lambda: "t", term=lambda: 1)
-        await client.start()
+    async with client_of(agent.handle) as client:
         yield client
         for event in agent.answers.values():
             event.set()
-        await client.close()
 
 
 def body(version: Version) -> dict[str, Any]:
@@ -109,3 +120,39 @@ async def test_others_may_take_longer_than_half_of_the_engines_and_not_for_ever(
         results = await agents.fan_out(Send("/end_weight_update", {"e0": {}, "e1": {}}, 60, patience=0.05))
     assert (results["e0"].ok, results["e1"].ok) == (True, answered)
     assert answered or "after 1 of 2 engines had answered" in results["e1"].message
+
+
+DEEP = b"[" * 100_000
+MALFORMED: list[tuple[str, bytes, str]] = [
+    (CHECKER, b'{"ranks": [{"parallelism_info": ["what"], "per_gpu_checksum": "a"}]}', "no checksum of each rank"),
+    (CHECKER, b'{"ranks": [{"parallelism_info": {"rank": Infinity}, "per_gpu_checksum": "a"}]}', "no checksum of each rank"),
+    (CHECKER, b'{"ranks": ["what"]}', "no checksum of each rank"),
+    (CHECKER, b'{"ranks": 7}', "no checksum of each rank"),
+    (CHECKER, b'{"success": false, "message": "not now"}', "not now"),
+    (CHECKER, DEEP, "no checksum of each rank"),
+    (AGENT_SYNC, b'{"name": []}', "no status"),
+    (AGENT_SYNC, b"[1]", "no status"),
+    (AGENT_SYNC, DEEP, "no status"),
+    (AGENT_CHECKPOINT, b'{"ok": "perhaps"}', "cannot be read"),
+    (AGENT_PREFLIGHT, b'{"reason": ["what"]}', "what"),
+]
+
+
+@pytest.mark.parametrize(("path", "answer", "said"), MALFORMED)
+async def test_an_answer_that_cannot_be_meant_is_a_call_that_failed(path: str, answer: bytes, said: str) -> None:
+    async def handle(_: web.Request) -> web.Response:
+        return web.Response(body=answer, content_type="application/json")
+
+    async with client_of(handle) as client:
+        result = (await client.fan_out(Send(path, {"e0": {}}, 60)))["e0"]
+    assert (result.ok, result.status, result.agent, result.checksums) == (False, 200, None, None)
+    assert said in result.message
+
+
+async def test_half_of_a_character_in_an_answer_is_one_that_records_can_keep() -> None:
+    async def handle(_: web.Request) -> web.Response:
+        return web.Response(body=b'{"success": false, "message": "no file /caf\\udce9 \\ud83d\\ude00"}', content_type="application/json")
+
+    async with client_of(handle) as client:
+        result = await client.call("e0", UPDATE_DISK, {}, 60)
+    assert (result.ok, result.message) == (False, "no file /caf? \U0001f600")
