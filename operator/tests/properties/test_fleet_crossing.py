@@ -8,6 +8,7 @@ from test_fleet_hybrid import at, settle, tensors
 
 from sglang_rollout.fleet.update import requests as rq
 from sglang_rollout.fleet.update.calls import INIT
+from sglang_rollout.fleet.update.events import Answered, Result
 from sglang_rollout.fleet.update.requests import AtEngine
 from sglang_rollout.wire.states import FleetMode
 
@@ -60,6 +61,19 @@ def test_a_group_opens_with_the_ranks_of_those_that_are_there_when_its_engines_a
     assert answer.fleet["world_size"] == world.machine.fleet.table.world_size == (2 if what == "leaves" else 3)
     assert not [send for send in world.sent if send.path == INIT]
     assert push(world, "1") is not None
+
+
+def test_what_another_engine_answers_at_an_engines_address_is_not_learned() -> None:
+    """An address that moved from one pod to another: a status counts when the engine itself was asked."""
+    world = World([1, 1])
+    world.sync_all()
+    before = {name: engine.status for name, engine in world.machine.fleet.engines.items()}
+    world.agents["e1"].restart()
+    for name in ("e0", "e1"):
+        answered = Result(ok=True, status=200, agent=world.agents["e1"].status())
+        world.feed(Answered(10**6, {name: answered}, world.now))
+        after = {name: engine.status for name, engine in world.machine.fleet.engines.items()}
+        assert after == (before if name == "e0" else before | {"e1": world.agents["e1"].status()})
 
 
 MEMORY: list[rq.Call] = [rq.Flush(), rq.ReleaseMemory(), rq.ResumeMemory(("weights",))]

@@ -36,9 +36,9 @@ class Knowledge:
         """Engines that the rebuild found in the middle of an update that nobody leads any more."""
 
     def learn(self, results: Results) -> None:
-        """Take in the statuses that calls brought."""
-        for result in results.values():
-            if result.agent is not None:
+        """Take in the statuses that calls brought, each of the engine that was called: addresses move from one pod to another."""
+        for name, result in results.items():
+            if result.agent is not None and result.agent.name == name:
                 self._take(result.agent)
                 self._fresh = True
 
