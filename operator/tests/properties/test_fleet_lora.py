@@ -228,6 +228,52 @@ def test_an_old_adapter_that_is_gone_from_its_path_is_told_as_not_loaded() -> No
     assert (row.loaded, row.wanted, row.reason) == (1, 2, "engine e0: the engine failed.")
 
 
+@pytest.mark.parametrize("crossing", ["load", "unload"])
+def test_an_answer_from_before_a_call_that_is_read_after_it_tells_nothing_of_the_adapter(crossing: str) -> None:
+    world = make()
+    if crossing == "unload":
+        assert world.do(rq.LoadAdapter("t", "/t", {})).success
+        settled(world)
+    world.answer_sync("e1")  # what it says here is on its way while the call is made
+    world.now += 0.1
+    assert world.do(rq.LoadAdapter("t", "/t", {}) if crossing == "load" else rq.UnloadAdapter("t")).success
+    done = asked(world, LOAD), asked(world, UNLOAD)
+    world.now += 0.1
+    world.arrive("e1")
+    assert [row.loaded for row in rows(world.machine.fleet)] == [2] * (crossing == "load")
+    settled(world)
+    assert (asked(world, LOAD), asked(world, UNLOAD)) == done, "nobody loads or unloads it once more"
+    assert held(world) == [{"t": "/t"} if crossing == "load" else {}] * 2
+    assert not any(engine.adapter_trouble for engine in world.machine.fleet.engines.values())
+
+
+def test_a_call_right_after_a_crossing_answer_reaches_every_engine() -> None:
+    world = make()
+    world.answer_sync("e1")
+    world.now += 0.1
+    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    world.now += 0.1
+    world.arrive("e1")
+    assert world.do(rq.UnloadAdapter("t")).success
+    assert held(world) == [{}] * 2
+
+
+def test_what_an_engine_could_not_do_is_forgotten_when_it_is_done_all_the_same() -> None:
+    """Its agent answered too late, and the engine went on with the call."""
+    world = make(A)
+    engine = world.machine.fleet.engines["e1"]
+    world.agents["e1"].restart()
+    world.sync_all()
+    while asked(world, LOAD) < 3:
+        world.tick(0.5)
+        world.sync_all()
+    world.complete(lost=frozenset({"e1"}))
+    assert engine.adapter_trouble == {"a": "engine e1: no answer within 60 s."}
+    settled(world)
+    assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(2, "")]
+    assert (engine.adapter_trouble, asked(world, LOAD)) == ({}, 3)
+
+
 LOADS = st.lists(
     st.tuples(st.sampled_from(["/t", "/t2"]), st.sets(st.sampled_from(["unload", "load", "back"])), st.sampled_from(["e0", "e1"])),
     min_size=1,

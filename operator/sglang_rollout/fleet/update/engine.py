@@ -26,6 +26,10 @@ class Engine:
     """Syncs in a row without an answer."""
     heard: float = 0.0
     """When it answered last."""
+    asked: float = 0.0
+    """When it was asked for what it said last: a sync's answer may cross a call, and then tells of the time before."""
+    known_at: dict[str, float] = field(default_factory=dict)
+    """By the status' field: when a call was answered that has changed it."""
     told_at: float = 0.0
     """When it had last been told of an update; infinite while it is being told."""
     catching: bool = False
@@ -97,12 +101,25 @@ class Engine:
         seen = self.status
         return seen is not None and seen.state is EngineState.CLEAN and seen.version == version
 
-    def changed(self, adapter: str, path: str | None) -> None:
-        """Know already what its agent will say when an adapter has been loaded from a path, or unloaded."""
+    def changed(self, adapter: str, path: str | None, at: float) -> None:
+        """An adapter has been loaded from a path, or unloaded."""
         if self.status is not None:
-            others = {name: at for name, at in self.status.adapters.items() if name != adapter}
-            adapters = others if path is None else {**others, adapter: path}
-            self.status = self.status.model_copy(update={"adapters": adapters})
+            others = {name: where for name, where in self.status.adapters.items() if name != adapter}
+            self.know(at, adapters=others if path is None else {**others, adapter: path})
+
+    def know(self, at: float, **fields: object) -> None:
+        """Know already what its agent will say, because the engine has just answered a call."""
+        if self.status is not None:
+            self.status = self.status.model_copy(update=fields)
+            self.known_at |= dict.fromkeys(fields, at)
+
+    def take(self, status: AgentStatus, asked: float) -> None:
+        """Believe what its agent says, but for what calls have changed since it was asked, in the same life of the engine."""
+        if self.status is None or status.boot_id != self.boot:
+            self.told_at, self.known_at = 0.0, {}  # this life of the engine was told nothing
+        if not self.outdates(status, asked):
+            changed = {name: getattr(self.status, name) for name, at in self.known_at.items() if asked < at}
+            self.status = status.model_copy(update=changed) if changed else status
 
     def outdated(self, adapter: str) -> bool:
         """Whether it holds, under an adapter's name, what the others have replaced."""

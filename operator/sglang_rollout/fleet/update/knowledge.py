@@ -60,15 +60,13 @@ class Knowledge:
         self._fresh = True
 
     def _take(self, status: AgentStatus, asked: float = math.inf) -> None:
-        """``asked``: when. A sync's answer may cross the update call, and then speaks of a gate that is closed by now."""
+        """``asked``: when. A sync's answer may cross a call, and then speaks of what is no longer so."""
         engine = self._fleet.engines.get(status.name)
         if engine is None:
             return
         engine.misses, engine.heard = 0, self._fleet.now
-        if status.boot_id != engine.boot:
-            engine.told_at = 0.0  # this life of the engine was told nothing
-        if not engine.outdates(status, asked):
-            engine.status = status
+        engine.take(status, asked)
+        engine.asked = min(asked, self._fleet.now)
         self._burn(status)
 
     def _burn(self, status: AgentStatus) -> None:

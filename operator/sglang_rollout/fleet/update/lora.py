@@ -45,13 +45,17 @@ def rows(fleet: Fleet) -> list[AdapterRow]:
 
 def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
     """The next call that brings engines nearer to what is wanted, and to which of them; unloading comes first."""
+    goal = wanted(fleet)
+    # What an agent was asked before the last call ended tells of the time before it.
+    fresh = {name: engine for name, engine in fleet.engines.items() if engine.asked > fleet.rested}
+    for engine in fresh.values():
+        _forget_troubles(engine, goal)
     if fleet.adapters is None or fleet.update is not None or fleet.kept is FleetState.ASLEEP:
         return None
-    goal = wanted(fleet)
     unload: dict[str, Body] = {}
     load: dict[str, Body] = {}
-    for name, engine in fleet.engines.items():
-        if not engine.member or engine.released or engine.heard <= fleet.rested:
+    for name, engine in fresh.items():
+        if not engine.member or engine.released:
             continue
         there = _loaded(engine)
         later = {other for other, at in engine.adapters_at.items() if fleet.now < at}
@@ -151,7 +155,7 @@ def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Script[Results
         adapter, engine = str(bodies[name]["lora_name"]), fleet.engines.get(name)
         if engine is not None:
             engine.overwritten.pop(adapter, None)
-            engine.changed(adapter, str(bodies[name]["lora_path"]) if path == LOAD else None)
+            engine.changed(adapter, str(bodies[name]["lora_path"]) if path == LOAD else None, fleet.now)
     return results
 
 
@@ -159,6 +163,14 @@ def _put_off(fleet: Fleet, name: str, adapter: str, result: Result) -> None:
     engine = fleet.engines[name]
     engine.adapters_at[adapter] = fleet.now + AGAIN
     engine.adapter_trouble[adapter] = f"engine {name}: {result.message}"
+
+
+def _forget_troubles(engine: Engine, goal: Mapping[str, str]) -> None:
+    """What an engine could not do has been done all the same: its answer came too late, or nobody wants it any more."""
+    there = _loaded(engine)
+    for adapter in [name for name in engine.adapter_trouble if there.get(name) == goal.get(name) and not engine.outdated(name)]:
+        del engine.adapter_trouble[adapter]
+        engine.adapters_at.pop(adapter, None)
 
 
 def _done(results: Results) -> list[str]:
