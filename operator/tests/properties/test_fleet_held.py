@@ -179,3 +179,73 @@ def test_an_engine_that_cannot_be_paused_is_tried_again_and_trainers_are_not_kep
     world.sync_all()
     world.drain()
     assert everybody(world) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("mode", ["retract", None], ids=["its mode", "no mode"])
+@pytest.mark.parametrize("how", ["it came up since", "its agent's lease ended the pause"])
+def test_an_engine_that_is_not_paused_in_a_trainers_pause_is_paused_before_its_session(how: str, mode: str | None) -> None:
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.Pause(mode, {"mode": mode} if mode else {})).success
+    if how == "it came up since":
+        world.agents["e1"].restart()
+    else:
+        world.agents["e1"].paused = False
+    tell(world)
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    world.sent.clear()
+    assert world.do(rq.Begin()).success
+    assert [(effect.path, dict(effect.bodies)) for effect in world.sent] == [
+        (calls.PAUSE, {"e1": {"mode": mode} if mode else {}}),
+        (calls.BEGIN, {"e0": {}, "e1": {}}),
+    ]
+    assert all(agent.paused for agent in world.agents.values())
+    assert world.machine.fleet.hold is not None
+    assert set(world.machine.fleet.hold.engines) == {"e0", "e1"}
+
+
+def test_an_engine_that_came_up_in_a_pause_and_is_no_part_of_it_yet_is_paused_too() -> None:
+    world = World([1])
+    world.sync_all()
+    assert world.do(rq.Pause("retract", {"mode": "retract"})).success
+    world.agents["e1"] = FakeAgent("e1")
+    world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e1"})]
+    world.want()
+    tell(world)
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.Begin()).success
+    assert everybody(world) == [(True, False)] * 2
+    assert world.machine.fleet.hold is not None
+    assert world.machine.fleet.hold.engines == ("e0", "e1")
+
+
+def test_nobody_is_paused_twice() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    world.answer_sync("e0")  # it says here that it is not paused, and is read when it is
+    world.now += 0.1
+    assert world.do(rq.Pause("retract", {"mode": "retract"})).success
+    world.now += 0.1
+    world.arrive("e0")
+    assert world.do(rq.Begin()).success
+    assert [effect.path for effect in world.sent].count(calls.PAUSE) == 1
+
+
+def test_an_engine_that_cannot_be_paused_late_fails_the_update_as_any_other() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.Pause("retract", {"mode": "retract"})).success
+    world.agents["e1"].restart()
+    tell(world)
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    call = world.ask(rq.Begin())
+    world.complete(broken=frozenset({"e1"}))
+    world.drain()
+    answer = world.answers[call]
+    assert answer.status == 400
+    assert answer.message == "engine e1 could not be paused: the engine failed. All engines generate again."
+    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.update is None
+    tell(world)
+    assert everybody(world) == [(False, True)] * 2

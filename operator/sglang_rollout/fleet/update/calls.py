@@ -125,6 +125,9 @@ def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Scri
     """Let engines generate again: continue what is clean, fence what is not or does not answer."""
     clean, dirty = _apart(fleet, names)
     results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE)))
+    for name, result in results.items():
+        if result.ok and name in fleet.engines:
+            fleet.engines[name].know(fleet.now, paused=False)
     results |= yield from _leave_behind(fleet, [*dirty, *failures(results)])
     return results
 

@@ -86,6 +86,11 @@ class Engine:
         return self.status is not None and (self.status.woken or self.status.state is EngineState.UNKNOWN)
 
     @property
+    def paused(self) -> bool:
+        """Whether it is paused: it says so, or has answered the call for it since."""
+        return self.status is not None and self.status.paused
+
+    @property
     def comparing(self) -> bool:
         """Whether its weights are back in memory and are still to be compared: it serves again by itself if they are the same."""
         seen = self.status

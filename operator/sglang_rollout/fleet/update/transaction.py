@@ -49,13 +49,35 @@ def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answe
     names = fleet.up()
     if not names:
         raise Refusal("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
-    fleet.enter(Phase.PAUSE)
     # Those whose memory is released are paused already.
-    running = [name for name in names if not fleet.engines[name].released]
+    failed = yield from _halt(fleet, [name for name in names if not fleet.engines[name].released], names, body)
+    if failed is None:
+        fleet.hold = Hold(by, mode, tuple(names), fleet.now)
+    return failed
+
+
+def hold_late(fleet: Fleet, names: Collection[str]) -> Script[Answer | None]:
+    """Pause those of these engines that the fleet's pause has missed: they came up since, or their agents ended it by their own lease."""
+    hold = fleet.hold
+    late = [name for name in names if not fleet.engines[name].released and not fleet.engines[name].paused]
+    if hold is None or not late:
+        return None
+    both = tuple(dict.fromkeys([*hold.engines, *late]))
+    failed = yield from _halt(fleet, late, [name for name in both if name in fleet.up()], {"mode": hold.mode} if hold.mode else {})
+    if failed is None:
+        hold.engines = both
+    return failed
+
+
+def _halt(fleet: Fleet, running: Collection[str], names: Collection[str], body: Body) -> Script[Answer | None]:
+    """Pause the engines that are running. If one fails, all of ``names`` go on."""
+    fleet.enter(Phase.PAUSE)
     results = yield from send(PAUSE, same(running, body), fleet.policy.deadlines.pause)
+    for name in running:
+        if results[name].ok:
+            fleet.engines[name].know(fleet.now, paused=True)
     failed = failures(results)
     if not failed:
-        fleet.hold = Hold(by, mode, tuple(names), fleet.now)
         return None
     name, result = next(iter(failed.items()))
     reason = f"engine {name} could not be paused: {result.message}"
@@ -65,7 +87,7 @@ def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answe
     yield from resume(fleet, names)
     fleet.hold = None
     now = held_sentence(fleet.kept) or "All engines generate again."
-    return Answer(400, f"{reason}. {now}", {"engine": name, "phase": "pause", "engines": told(results)})
+    return Answer(400, f"{reason.rstrip('.')}. {now}", {"engine": name, "phase": "pause", "engines": told(results)})
 
 
 def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
@@ -160,8 +182,10 @@ def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[A
     if fleet.hold is None:
         mode = fleet.policy.pause_mode.value
         failed = yield from hold_all(fleet, By.FLEET, mode, {"mode": mode})
-        if failed is not None:
-            return failed
+    else:
+        failed = yield from hold_late(fleet, missing)
+    if failed is not None:
+        return failed
     fleet.enter(Phase.OPEN)
     if fleet.update is None:
         fleet.update = OpenUpdate(boots={}, session=by, started=fleet.now, label=fleet.label)
