@@ -208,3 +208,125 @@ def test_groups_of_dead_trainers_are_closed_when_the_next_one_opens_its_own() ->
     assert world.answers[call].success
     assert list(world.machine.fleet.groups) == ["h"]
     assert all(agent.groups == ["h"] for agent in world.agents.values())
+
+
+def test_a_trainer_that_pauses_and_dies_is_noticed_after_its_lease_however_long_its_group_was_idle() -> None:
+    world = make()
+    world.tick(3600)
+    assert world.do(rq.Pause("retract", {})).success
+    world.tick(21)
+    world.complete(probe(world), broken=EVERYBODY)
+    world.drain()
+    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.last_update is not None
+    assert "the trainer is gone: its store at 10.0.0.9:7 takes no connection" in world.machine.fleet.last_update.reason
+
+
+def test_the_store_of_a_dead_trainer_ends_no_pause_of_the_next_one() -> None:
+    """Who has just paused lives: a store that takes no connection then is not its own."""
+    world = make()
+    world.tick(3600)
+    call = world.ask(rq.Pause("retract", {}))
+    world.complete()
+    assert world.answers[call].success
+    world.complete(probe(world), broken=EVERYBODY)
+    for _ in range(5):
+        world.tick(21)
+        assert not world.pending
+    assert world.machine.fleet.hold is not None
+    world.tick(21)
+    world.drain()
+    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.last_update is not None
+    assert "nothing was heard of the trainer" in world.machine.fleet.last_update.reason
+
+
+def test_who_is_gone_while_its_stores_are_asked_for_is_not_taken_for_another() -> None:
+    world = make()
+    call = world.ask(rq.Pause("retract", {}))
+    world.leave(call)
+    world.complete()
+    world.complete(probe(world), broken=EVERYBODY)
+    world.drain()
+    assert world.machine.fleet.hold is None, "its connection broke, and its store is dead"
+    world = make()
+    call = world.ask(rq.Pause("retract", {}))
+    world.complete()
+    flush = world.ask(rq.Flush())
+    world.leave(flush)
+    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=EVERYBODY)  # asked again at once: its connection broke since it paused
+    world.drain()
+    assert world.machine.fleet.hold is None
+
+
+SLOW = {"a checkpoint is read": rq.FromDisk("/ckpt", "2", {}), "a store is waited for": None}
+
+
+def slow(world: World, what: str) -> int:
+    """A trainer pauses, and then makes a call of which engines' pods do the first part for minutes."""
+    assert world.do(rq.Pause("retract", {})).success
+    size = world.machine.fleet.table.world_size
+    body = {"master_address": "10.0.0.9", "master_port": 8, "rank_offset": 1, "group_name": "h", "world_size": size}
+    call = world.ask(SLOW[what] or rq.OpenGroup(body))
+    assert len(world.pending) == 1
+    return call
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_a_trainer_whose_call_is_under_way_is_not_idle(what: str) -> None:
+    world = make()
+    call = slow(world, what)
+    for _ in range(13):
+        world.tick(21)
+        assert len(world.pending) == 1, "nobody asks for a store: its call speaks for the trainer"
+        assert world.machine.fleet.hold is not None
+    world.drain()
+    assert world.answers[call].success
+    world.tick(119)
+    world.drain()
+    assert world.machine.fleet.hold is not None, "it has just been answered"
+
+
+def test_a_trainer_whose_call_is_refused_after_long_has_its_pause_still() -> None:
+    world = make()
+    call = slow(world, "a checkpoint is read")
+    world.tick(150)
+    world.complete(broken=EVERYBODY)
+    assert not world.answers[call].success
+    world.drain()
+    assert world.machine.fleet.hold is not None
+
+
+def test_a_call_that_is_under_way_does_not_hold_a_pause_for_ever() -> None:
+    world = make()
+    slow(world, "a checkpoint is read")
+    world.tick(1801)
+    world.complete(1)
+    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.last_update is not None
+    assert "deadlines.total" in world.machine.fleet.last_update.reason
+
+
+def test_a_call_that_its_trainer_has_left_speaks_for_nobody() -> None:
+    world = make()
+    world.leave(slow(world, "a checkpoint is read"))
+    world.tick(21)
+    world.complete(probe(world), broken=EVERYBODY)
+    world.drain()
+    assert world.machine.fleet.hold is None
+
+
+def test_a_trainer_that_opens_its_group_at_the_address_of_a_dead_one_is_noticed_when_it_dies() -> None:
+    world = make()
+    call = world.ask(rq.Pause("retract", {}))
+    world.complete()
+    assert world.answers[call].success
+    world.complete(probe(world), broken=EVERYBODY)  # nobody listens there yet
+    size = world.machine.fleet.table.world_size
+    body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": "h", "world_size": size}
+    assert world.do(rq.OpenGroup(body)).success
+    world.tick(21)
+    world.complete(probe(world), broken=EVERYBODY)
+    world.drain()
+    assert world.machine.fleet.hold is None

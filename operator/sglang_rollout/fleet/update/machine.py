@@ -39,7 +39,7 @@ from sglang_rollout.fleet.update.knowledge import Knowledge
 from sglang_rollout.fleet.update.progress import Phase
 from sglang_rollout.fleet.update.requests import Answer
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.fleet.update.trainer import Trainer, reachable
+from sglang_rollout.fleet.update.trainer import Trainer, masters, unreached
 from sglang_rollout.fleet.update.upkeep import Upkeep
 from sglang_rollout.wire.record import Record
 
@@ -53,6 +53,8 @@ class _Running:
     """The request it answers; None: started by the machine itself."""
     waiting_for: int | None = None
     answered: bool = False
+    left: bool = False
+    """Nobody waits for its answer any more."""
 
 
 class Machine:
@@ -139,7 +141,7 @@ class Machine:
                     self._queue.remove(running)
                 self._running = {effect: other for effect, other in self._running.items() if other is not running}
         if self._turn is not None and self._turn.call == call:
-            self._trainer.left = True
+            self._turn.left = self._trainer.left = True
 
     def _start(self, running: _Running) -> None:
         self._advance(running, None)
@@ -188,12 +190,12 @@ class Machine:
     def _end(self, running: _Running, answer: Answer) -> None:
         self._reply(running, answer)
         self._knowledge.doubt()
+        if running.call is not None:
+            self._trainer.heard = self.fleet.now
         if self._turn is not running:
             return
         self._turn = None
         self.fleet.rested = self.fleet.now
-        if running.call is not None:
-            self._trainer.heard = self.fleet.now
         rest = Phase.IDLE if self.fleet.hold is None else Phase.PAUSE
         if self.fleet.update is not None:
             rest = Phase.TRANSFER
@@ -208,6 +210,7 @@ class Machine:
                 self._knowledge.wanted(self._postponed)
                 self._postponed = None
             self._knowledge.conclude()
+            self._trainer.waiting = self._somebody_waits()
             own = self._upkeep.due() if self.fleet.committed is not None else None
             if own is not None:
                 running = _Running(_with_turn(own), None)
@@ -234,7 +237,13 @@ class Machine:
     def _watch_trainer(self) -> None:
         """Ask for the trainer's store when it is silent; if it is gone, end the call that waits for it."""
         trainer = self._trainer
-        if self.fleet.committed is not None and trainer.suspicious(self.fleet):
+        trainer.waiting = self._somebody_waits()
+        if self.fleet.opening is not None:
+            trainer.others = frozenset()  # dead groups are closed by then, and the new one may have the address of one of them
+        if self.fleet.committed is not None and trainer.unsure(self.fleet):
+            trainer.probing, trainer.looked, trainer.others = True, self.fleet.hold, frozenset()
+            self._advance(_Running(self._tell_apart(), None), None)
+        elif self.fleet.committed is not None and trainer.suspicious(self.fleet):
             trainer.probing = True
             self._advance(_Running(self._probe(), None), None)
         waiting = self._turn.waiting_for if self._turn is not None else None
@@ -245,13 +254,26 @@ class Machine:
     def _probe(self) -> Script[Answer]:
         """Runs beside the script that holds the turn."""
         trainer, before = self._trainer, self._trainer.proofs
-        gone = yield from reachable(self.fleet)
+        reasons = yield from unreached(self.fleet, trainer.stores(self.fleet))
         trainer.probing = False
-        if not gone or trainer.proofs > before:
+        if not reasons or trainer.proofs > before:
             trainer.proved(self.fleet.now)
         else:
-            trainer.gone = gone
-        return Answer(200, gone)
+            trainer.gone = list(reasons.values())[-1]
+        return Answer(200, trainer.gone)
+
+    def _tell_apart(self) -> Script[Answer]:
+        """Runs beside the script that holds the turn: the trainer has just paused, so stores that are silent now are not its own."""
+        others = yield from unreached(self.fleet, masters(self.fleet))
+        self._trainer.probing = False
+        if not self._trainer.left:  # else it has gone meanwhile, and its store with it
+            self._trainer.others = frozenset(others)
+        return Answer(200, f"{len(others)} stores are another trainer's.")
+
+    def _somebody_waits(self) -> bool:
+        """Whether the client of a call is there and has not been answered."""
+        scripts = [*self._running.values(), *self._queue]
+        return any(script.call is not None and not script.answered and not script.left for script in scripts)
 
     def _save(self) -> None:
         record = self.fleet.record()
