@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _SILENCES = 3
 """So many unanswered polls in a row mean that the engine is not up; a refused connection means it at once."""
+_NO_ADAPTER = b"does not exist"
+"""What SGLang says when it is to unload an adapter that it does not hold."""
 _CHECK_CLOSES = 2.0
 """Seconds after which the gate has closed by its own check of the agent, if the agent's command did not reach it."""
 
@@ -195,7 +197,7 @@ class Agent:
         version, vocabulary, info = self.state.memory.version, self.engine.vocabulary, self.engine.info
         # Adapters of the command line are known to SGLang alone.
         ours = info.get("enable_lora") and not info.get("lora_paths")
-        adapters = frozenset(self.state.memory.adapters) if ours else None
+        adapters = frozenset(name for name, path in self.state.memory.adapters.items() if path != s.UNSURE) if ours else None
         label, tokenizer = version.label if version is not None else "", not info.get("skip_tokenizer_init")
         named = (pid, label, vocabulary, tokenizer, adapters)
         if named == self._named:
@@ -268,6 +270,8 @@ class Agent:
             elif self.state.memory.state is EngineState.DIRTY:
                 await self.shut_gate()
             reply = await self.engine.call(ended.call, body)
+            if ended.call == s.UNLOAD and self.state.memory.adapters.get(ended.name) == s.UNSURE and _NO_ADAPTER in reply.body:
+                reply = Reply.json(200, {"success": True, "message": f"The engine did not hold {ended.name}."})
             ended = replace(ended, ok=reply.ok)
         except EngineError as error:
             reply = complaint(503, f"{ended.call}: {error}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
-from sglang_rollout.agent.state import BY_SPEC, WEIGHTS_TAG, EngineFacts, Memory, State, gate_may_open
+from sglang_rollout.agent.state import BY_SPEC, UNSURE, WEIGHTS_TAG, EngineFacts, Memory, State, gate_may_open
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
@@ -117,10 +117,13 @@ Effect: TypeAlias = Save | SetGate
 
 
 def restored(memory: Memory) -> State:
-    """The state of an agent that starts and finds this record. A call whose answer nobody heard counts as failed."""
+    """The state of an agent that starts and finds this record. A call whose answer nobody heard counts as failed; what it was to do about
+    an adapter the engine may have done, or may still do."""
     if not memory.pending:
         return State(memory=memory)
-    return State(memory=memory.model_copy(update={"pending": "", "failed": memory.state is EngineState.DIRTY}))
+    doubted = {memory.pending_adapter: UNSURE} if memory.pending_adapter else {}
+    changes = {"pending": "", "pending_adapter": "", "failed": memory.state is EngineState.DIRTY}
+    return State(memory=memory.model_copy(update={**changes, "adapters": {**memory.adapters, **doubted}}))
 
 
 def step(state: State, event: Event) -> tuple[State, list[Effect]]:
@@ -227,6 +230,8 @@ def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
             asleep, lulled = memory.asleep or event.name == BY_SPEC, memory.lulled or not memory.paused
             state = _remember(state, released=_with(memory.released, event.tags), asleep=asleep, lulled=lulled, paused=True)
             return _lost(state) if WEIGHTS_TAG in event.tags else state
+        case "load_lora_adapter" | "unload_lora_adapter":
+            return _remember(state, pending_adapter=event.name)
         case _:
             return state
 
@@ -234,7 +239,7 @@ def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
 def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one line per case
     if event.boot_id != state.memory.boot_id:
         return state  # the engine that was asked is gone, and with it what was pending
-    state = _remember(state, pending="")
+    state = _remember(state, pending="", pending_adapter="")
     memory = state.memory
     match event.call, event.ok:
         case (("update_weights_from_distributed" | "update_weights_from_tensor" | "update_weights_from_disk"), True):

@@ -32,6 +32,8 @@ LOAD = "load_lora_adapter"
 UNLOAD = "unload_lora_adapter"
 
 WEIGHTS_TAG = "weights"
+UNSURE = ""
+"""In place of an adapter's path: the engine may hold it or not, and what it holds may be older. Unloading it ends that."""
 BY_SPEC = "by_spec"
 """Field of a release that the spec asked for, not a trainer; the engine never gets it."""
 MEMORY_TAGS = ("kv_cache", WEIGHTS_TAG, "cuda_graph")
@@ -59,7 +61,7 @@ class Memory(Message):
     released: list[str] = Field(default_factory=list)
     """Memory tags that were released and not resumed."""
     adapters: dict[str, str] = Field(default_factory=dict)
-    """Adapters that are loaded: path by name."""
+    """Adapters that are loaded: path by name; ``UNSURE`` of one that may be."""
     lost: bool = False
     """The weights were released in this life of the engine, and nobody has proved since what it holds."""
     asleep: bool = False
@@ -74,6 +76,8 @@ class Memory(Message):
     """Something went wrong since the engine became dirty: only a new, complete update helps."""
     pending: str = ""
     """The control call whose outcome is not known yet."""
+    pending_adapter: str = ""
+    """The adapter that it is about."""
     hold: FleetState = FleetState.ACTIVE
     """What the spec holds the fleet in, as last told: it outlives the coordinator and every life of the engine."""
     served_name: str | None = None

@@ -47,7 +47,7 @@ class AgentStatus(Message):
     released: list[str] = Field(default_factory=list)
     """Memory tags that were released and not resumed."""
     adapters: dict[str, str] = Field(default_factory=dict)
-    """Adapters that it has loaded in this life: path by name."""
+    """Adapters that it has loaded in this life: path by name. No path: it may hold it or not, because the agent was restarted meanwhile."""
     woken: bool = False
     """Its weights were released and are back, and nobody has proved yet what they are."""
     tensor_size: int | None = None

@@ -274,6 +274,19 @@ def test_what_an_engine_could_not_do_is_forgotten_when_it_is_done_all_the_same()
     assert (engine.adapter_trouble, asked(world, LOAD)) == ({}, 3)
 
 
+@pytest.mark.parametrize("spec", [True, False], ids=["wanted", "not wanted"])
+def test_an_adapter_of_which_an_agent_does_not_know_whether_it_is_loaded_is_unloaded_first(spec: bool) -> None:
+    """The agent was restarted during the call."""
+    world = make(A) if spec else make()
+    agent = world.agents["e1"]
+    agent.adapters, agent.read = {"a": ""}, {"a": "nobody knows"}
+    tell(world)
+    assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(1, "")] * spec
+    settled(world)
+    assert held(world) == [{"a": "/lora/a"} if spec else {}] * 2
+    assert agent.read == ({"a": "/lora/a"} if spec else {})
+
+
 LOADS = st.lists(
     st.tuples(st.sampled_from(["/t", "/t2"]), st.sets(st.sampled_from(["unload", "load", "back"])), st.sampled_from(["e0", "e1"])),
     min_size=1,

@@ -1,0 +1,123 @@
+"""Adapters of an agent that was restarted while its engine loaded or unloaded one: until somebody has unloaded it, it is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from sglang_rollout.agent import events as ev
+from sglang_rollout.agent import state as s
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.engine import Engine, Reply
+from sglang_rollout.agent.gate import Gate, GateView
+from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.wire.weights import BASE, EngineState
+
+FACTS = s.EngineFacts("b1", "default", "default")
+HELD = s.Memory(boot_id="b1", state=EngineState.CLEAN, version=BASE, label="default", committed=BASE, adapters={"old": "/old"})
+ABSENT = "LoRA with name {} does not exist. Loaded LoRAs: odict_keys([])"
+
+
+class FakeEngine:
+    """Answers about adapters as SGLang does."""
+
+    info: dict[str, Any] = {"enable_lora": True}  # noqa: RUF012 - never changed
+    vocabulary = None
+
+    def __init__(self, *held: str) -> None:
+        self.held = {*held}
+        self.sick = ""
+
+    def container_boot(self) -> str:
+        return "b1"
+
+    async def call(self, name: str, body: dict[str, Any]) -> Reply:
+        adapter = body["lora_name"]
+        error = self.sick
+        if name == s.UNLOAD and adapter not in self.held:
+            error = error or ABSENT.format(adapter)
+        if name == s.LOAD and adapter in self.held:
+            error = error or f"LoRA with name {adapter} already exists."
+        if not error:
+            self.held ^= {adapter}
+        return Reply.json(400 if error else 200, {"success": not error, "error_message": error})
+
+
+class FakeGate:
+    """Lets requests pass for the adapters that it was told."""
+
+    names: Collection[str] | None = None
+
+    async def view(self) -> GateView:
+        return GateView(1, True, True)
+
+    async def set(self, *, is_open: bool) -> None:
+        pass
+
+    async def name_version(self, label: str) -> None:
+        pass
+
+    async def name_tokenizer(self, *, present: bool) -> None:
+        pass
+
+    async def name_adapters(self, names: Collection[str] | None) -> None:
+        self.names = names
+
+
+def restarted(folder: Path, engine: FakeEngine, call: str, name: str) -> tuple[Agent, FakeGate]:
+    """An agent whose predecessor ended in the middle of this call."""
+    began, _ = ev.step(s.State(memory=HELD, up=True), ev.CallBegan(call, name, ("/new",) if call == s.LOAD else ()))
+    record = RecordFile(folder)
+    record.save(began.memory)
+    gate = FakeGate()
+    agent = Agent(name="e0", engine=cast(Engine, engine), gate=cast(Gate, gate), record=record)
+    agent.dispatch(ev.Identified(FACTS))
+    agent.dispatch(ev.Told(1, BASE))
+    return agent, gate
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["the engine has done it", "it has not"])
+@pytest.mark.parametrize(("call", "name"), [(s.LOAD, "new"), (s.UNLOAD, "old")])
+async def test_it_is_unloaded_whatever_became_of_the_call(tmp_path: Path, call: str, name: str, done: bool) -> None:
+    engine = FakeEngine("old")
+    if done:
+        engine.held ^= {name}
+    agent, gate = restarted(tmp_path, engine, call, name)
+    others = {"old": "/old"} if name == "new" else {}
+    assert agent.status().adapters == {**others, name: ""}
+    await agent.settle_gate()
+    assert set(gate.names or ()) == set(others), "no request may name it"
+    reply = await agent.control(s.UNLOAD, {"lora_name": name}, 5)
+    assert reply.ok
+    assert agent.status().adapters == others
+    assert name not in engine.held
+    assert (await agent.control(s.LOAD, {"lora_name": name, "lora_path": "/new"}, 5)).ok
+    assert agent.status().adapters == {**others, name: "/new"}
+    assert set(gate.names or ()) == {*others, name}
+
+
+async def test_another_refusal_leaves_it_unknown(tmp_path: Path) -> None:
+    engine = FakeEngine("old", "new")
+    agent, _ = restarted(tmp_path, engine, s.LOAD, "new")
+    engine.sick = "out of memory"
+    assert (await agent.control(s.UNLOAD, {"lora_name": "new"}, 5)).status == 400
+    assert agent.status().adapters == {"old": "/old", "new": ""}
+
+
+async def test_what_the_agent_knows_to_be_loaded_is_not_unloaded_when_the_engine_denies_it(tmp_path: Path) -> None:
+    agent, _ = restarted(tmp_path, FakeEngine(), s.LOAD, "new")
+    reply = await agent.control(s.UNLOAD, {"lora_name": "old"}, 5)
+    assert (reply.status, "does not exist" in reply.body.decode()) == (400, True)
+
+
+def test_calls_that_have_ended_and_other_lives_leave_nothing_unknown(tmp_path: Path) -> None:
+    state = s.State(memory=HELD, up=True)
+    for event in (ev.CallBegan(s.LOAD, "new", ("/new",)), ev.CallEnded(s.LOAD, False, "b1", "new", ("/new",)), ev.CallBegan(s.PAUSE)):
+        state, _ = ev.step(state, event)
+    assert ev.restored(state.memory).memory.adapters == {"old": "/old"}
+    agent, _ = restarted(tmp_path, FakeEngine(), s.LOAD, "new")
+    agent.dispatch(ev.Identified(s.EngineFacts("b2", "default", "default")))
+    assert agent.status().adapters == {}
