@@ -40,7 +40,7 @@ class Agent:
         memory, complaint = record.load()
         if complaint:
             log.warning("%s", complaint)
-        self.state = ev.restored(memory)
+        self.state = ev.restored(memory, usable=not complaint)
         self.view: GateView | None = None
         """What the gate said last; None while it cannot be asked."""
         self.gate_due = asyncio.Event()

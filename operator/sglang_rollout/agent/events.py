@@ -116,9 +116,11 @@ class SetGate:
 Effect: TypeAlias = Save | SetGate
 
 
-def restored(memory: Memory) -> State:
+def restored(memory: Memory, *, usable: bool = True) -> State:
     """The state of an agent that starts and finds this record. A call whose answer nobody heard counts as failed; what it was to do about
-    an adapter the engine may have done, or may still do."""
+    an adapter the engine may have done, or may still do. Not ``usable``: there was a record, and nobody knows what it said."""
+    if not usable:
+        return State(memory=memory.model_copy(update={"blind": True}))
     if not memory.pending:
         return State(memory=memory)
     doubted = {memory.pending_adapter: UNSURE} if memory.pending_adapter else {}
@@ -186,8 +188,9 @@ def _identified(state: State, facts: EngineFacts) -> State:
     memory = state.memory
     if facts.boot_id == memory.boot_id:
         return _label_seen(replace(state, up=True, facts=facts), facts.live_label)
-    # A new life holds what model.path holds, unless somebody already changed it.
-    pristine = facts.live_label == facts.launch_label
+    # A new life holds what model.path holds, unless somebody already changed it. Without a record it may be an old life, too, that has got
+    # tensors and not yet their label. If it is new all the same, this costs little: where versions are pushed it needs one either way.
+    pristine = facts.live_label == facts.launch_label and not memory.blind
     memory = Memory(
         boot_id=facts.boot_id,
         state=EngineState.CLEAN if pristine else EngineState.UNKNOWN,

@@ -30,7 +30,8 @@ class RecordFile:
     def load(self) -> tuple[Memory, str]:
         """What was written last, and a sentence if there was something that cannot be used."""
         memory, why = load(self.path, Memory)
-        return memory, f"{why}; the engine stays closed until its weights are known." if why else ""
+        known = "until its weights are known: after a complete update, or a restart of the engine."
+        return memory, f"{why}; the engine stays closed {known}" if why else ""
 
     def save(self, memory: Memory) -> None:
         """Replace the record. Returns when it is in place; raises RecordError otherwise."""

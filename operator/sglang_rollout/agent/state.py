@@ -78,6 +78,8 @@ class Memory(Message):
     """The control call whose outcome is not known yet."""
     pending_adapter: str = ""
     """The adapter that it is about."""
+    blind: bool = False
+    """The record before this one could not be used, and the engine has not been met since: it may be in the middle of an update."""
     hold: FleetState = FleetState.ACTIVE
     """What the spec holds the fleet in, as last told: it outlives the coordinator and every life of the engine."""
     served_name: str | None = None

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.engine import Reply
-from sglang_rollout.agent.gate import GateError
+from sglang_rollout.agent.engine import Engine, Reply
+from sglang_rollout.agent.gate import Gate, GateError
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.agent.state import LOAD, Memory, State
+from sglang_rollout.agent.state import LOAD, EngineFacts, Memory, State
 from sglang_rollout.wire.weights import BASE, EngineState
 
 MEMORY = Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", cohort=["e0"], committed=BASE, term=7, groups=["g"])
@@ -75,3 +76,14 @@ def test_fields_of_a_newer_agent_are_ignored(tmp_path: Path) -> None:
     record = RecordFile(tmp_path)
     record.path.write_text(MEMORY.model_dump_json()[:-1] + ', "later": 1}')
     assert record.load() == (MEMORY, "")
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_an_agent_opens_no_gate_to_an_engine_whose_record_cannot_be_used(tmp_path: Path, text: str | None) -> None:
+    record = RecordFile(tmp_path)
+    if text is not None:
+        record.path.write_text(text)
+    agent = Agent(name="e0", engine=Engine("http://127.0.0.1:1"), gate=Gate(tmp_path / "gate"), record=record)
+    agent.dispatch(ev.Told(1, BASE))
+    agent.dispatch(ev.Identified(EngineFacts("a", "base", "base")))
+    assert agent.may_open() == (text is None)

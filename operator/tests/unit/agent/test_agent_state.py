@@ -225,14 +225,14 @@ _events = st.one_of(
 )
 
 
-@given(st.lists(_events | st.just("restart"), max_size=40))
+@given(st.lists(_events | st.sampled_from(["restart", "restart without a usable record"]), max_size=40))
 @settings(deadline=None, max_examples=400)
 def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event | str]) -> None:
     """Whatever happens, in whatever order, restarts of the agent included. Acks pass their check first, as in the agent."""
     state, truth = s.State(), None  # truth: the version that all tensors of the present life belong to, None for a mixture
     for event in events:
         if isinstance(event, str):
-            state = ev.restored(state.memory)
+            state = ev.restored(state.memory) if event == "restart" else ev.restored(s.Memory(), usable=False)
             continue
         if isinstance(event, ev.Acknowledged) and s.ack_refusal(state, state.memory.boot_id or "", event.version):
             continue
@@ -240,7 +240,7 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
         state, effects = ev.step(state, event)
         match event:
             case ev.Identified(seen) if seen.boot_id != before.memory.boot_id:
-                truth = BASE if seen.live_label == seen.launch_label else None
+                truth = BASE if seen.live_label == seen.launch_label and not before.memory.blind else None
             case ev.CallBegan(s.BEGIN | s.UPDATE | s.TENSORS | s.UPDATE_DISK):
                 truth = None
             case ev.CallBegan(s.RELEASE, tags=tags) if "weights" in tags:
@@ -283,3 +283,18 @@ def test_a_word_of_the_coordinator_that_a_later_one_has_overtaken_opens_and_clos
     for term in (1, 2):
         assert s.gate_may_open(run(replaced, ev.Told(term, V1, at=3, life="another"))), "another coordinator has another clock"
     assert not s.gate_may_open(run(replaced, ev.Told(2), ev.Told(1, V1, at=13))), "a term that is over"
+
+
+def test_an_engine_that_is_met_with_a_record_that_cannot_be_used_is_unknown_until_its_next_life() -> None:
+    blind = ev.restored(s.Memory(), usable=False)
+    met = run(blind, ev.Told(1, BASE), ev.Identified(facts()))
+    assert (met.memory.state, met.memory.version) == (EngineState.UNKNOWN, None)
+    assert not s.gate_may_open(met)
+    assert s.closed_reason(met).startswith("It is not known which weights the engine holds")
+    again = run(ev.restored(met.memory), ev.Told(1, BASE), ev.Identified(facts()))
+    assert not s.gate_may_open(again), "the agent's next start changes nothing"
+    early = run(ev.restored(run(blind, ev.Told(1, BASE)).memory), ev.Identified(facts()), ev.Told(1, BASE))
+    assert not s.gate_may_open(early), "nor does one before it has met the engine"
+    updated = run(met, *call(s.BEGIN), *call(s.UPDATE), *call(s.END), ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1))
+    assert s.gate_may_open(updated)
+    assert s.gate_may_open(run(met, ev.Lost("gone"), ev.Identified(facts("b")))), "a new life holds what it was started with"
