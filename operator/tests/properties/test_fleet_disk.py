@@ -85,3 +85,19 @@ def test_inside_an_open_update_it_is_refused() -> None:
     assert world.do(ASK).status == 409
     assert world.do(rq.Update("g", "1", {"names": ["w"]})).success
     assert world.do(rq.End()).success
+
+
+def test_an_engine_that_came_up_in_the_trainers_pause_does_not_load_while_it_generates() -> None:
+    world = make()
+    assert world.do(rq.Pause("abort", {"mode": "abort"})).success
+    world.agents["e1"].restart()
+    world.sync_all()
+    world.sent.clear()
+    call = world.ask(ASK)
+    while not any(send.path == UPDATE_DISK for send in world.sent):
+        world.complete()
+    assert all(agent.paused for agent in world.agents.values())
+    world.drain()
+    assert world.answers[call].success
+    assert world.do(rq.Continue()).success
+    assert all(agent.gate_open and not agent.paused for agent in world.agents.values())

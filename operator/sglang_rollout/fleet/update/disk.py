@@ -16,7 +16,7 @@ from sglang_rollout.fleet.update.outcome import close
 from sglang_rollout.fleet.update.progress import By, Phase, Update
 from sglang_rollout.fleet.update.requests import Answer, Body, FromDisk
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.fleet.update.transaction import hold_all
+from sglang_rollout.fleet.update.transaction import hold_all, hold_late
 from sglang_rollout.fleet.update.whole import note_trust
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
@@ -43,8 +43,10 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     if fleet.hold is None:
         mode = fleet.policy.pause_mode.value
         failed = yield from hold_all(fleet, By.FLEET, mode, {"mode": mode})
-        if failed is not None:
-            return failed
+    else:
+        failed = yield from hold_late(fleet, boots)
+    if failed is not None:
+        return failed
     fleet.enter(Phase.TRANSFER)
     update = fleet.update = Update(boots=dict(boots), session=By.FLEET, started=fleet.now, label=ask.label or fleet.label)
     if compared or names is None:
