@@ -73,6 +73,8 @@ class Driver:
         self._reported: tuple[Version, UpdateOutcome, str] | None = None
         self._syncing: dict[str, asyncio.Task[None]] = {}
         self._synced: dict[str, float] = {}
+        self._claimed = 0
+        """The highest term that was claimed because an agent knew the one below."""
 
     @property
     def machine(self) -> Machine | None:
@@ -236,8 +238,19 @@ class Driver:
         self.feed(Wanted(intent, addressed, time.monotonic()))
 
     def _outranked(self, term: int) -> None:
-        if self._machine is not None and self._machine.outranked(term):
-            self._fail(DeposedError(f"an agent follows a coordinator of term {term}; this one is of term {self.term}"))
+        machine = self._machine
+        if machine is None or term < machine.fleet.term:
+            return
+        if machine.outranked(term):
+            self._fail(DeposedError(f"an agent follows a coordinator of term {term}; this one is of term {machine.fleet.term}"))
+        elif machine.fleet.committed is None and term >= self._claimed:
+            self._claimed = term + 1
+            self._spawn(self._rise(machine, term + 1))
+
+    async def _rise(self, machine: Machine, term: int) -> None:
+        """Only who may still lead goes above a term that an agent knows: else two coordinators would have one term."""
+        await self._leadership.claim(term)
+        machine.rise(term)
 
     async def _sync_all(self) -> None:
         """Each agent on its own: one that does not answer delays no other."""

@@ -157,6 +157,8 @@ class Pair:
             who.refused = who.refused or who.machine.fleet.committed is not None
             if who.machine.outranked(agent.term):
                 who.alive = False
+            elif who.machine.fleet.committed is None:
+                self.rise(who, agent.term + 1)
             return Result(ok=False, status=409, message=f"term {who.term} is over.")
         agent.term = who.term
         if path in (AGENT_SYNC, AGENT_RUN) and body["committed"] is not None:
@@ -166,6 +168,14 @@ class Pair:
         if path == AGENT_ACK and result.ok:
             self.acked.setdefault((who.term, key(Version.model_validate(body["version"]))), set()).add(name)
         return result
+
+    def rise(self, who: Coordinator, term: int) -> None:
+        """As the Lease does it: only who leads gets a higher term, and whoever comes next one above that."""
+        if who is not self.leading[-1]:
+            who.alive = False
+            return
+        self.lease = max(self.lease, term)
+        who.machine.rise(term)
 
     def sync(self, who: Coordinator, name: str) -> None:
         if not who.alive:

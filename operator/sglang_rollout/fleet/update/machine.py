@@ -284,14 +284,16 @@ class Machine:
             self._out.append(Save(record))
 
     def outranked(self, term: int) -> bool:
-        """An agent has seen a higher term. True: another coordinator leads, this one must end.
+        """An agent has seen this term. True: another coordinator leads, this one must end.
 
-        While nothing is proved yet it only means that the record was lost: go on above that term.
+        While nothing is proved yet it may only mean that the record was lost: then it goes on above that term (:meth:`rise`), if nobody
+        else leads.
         """
-        if self.fleet.committed is None:
-            self.fleet.term = max(self.fleet.term, term + 1)
-            return False
-        return term > self.fleet.term
+        return self.fleet.committed is not None and term > self.fleet.term
+
+    def rise(self, term: int) -> None:
+        """Go on with a term that no other coordinator has or gets."""
+        self.fleet.term = max(self.fleet.term, term)
 
 
 def _with_turn(script: Script[Answer]) -> Script[Answer]:

@@ -9,6 +9,7 @@ from typing import Any
 from sglang_rollout.fleet.agents import Agents
 from sglang_rollout.fleet.driver import Driver
 from sglang_rollout.fleet.metrics import Metrics
+from sglang_rollout.fleet.update import Machine
 from sglang_rollout.fleet.update.calls import UPDATE
 from sglang_rollout.fleet.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
 from sglang_rollout.wire.record import Record
@@ -74,3 +75,26 @@ async def test_the_last_record_is_written_before_another_coordinator_may_lead() 
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert done == ["written 1/7", "released"]
+
+
+async def test_a_coordinator_goes_above_a_term_that_agents_know_only_when_it_may_still_lead() -> None:
+    """Its record was lost; or another one leads by now, and a raised term would depose that one, or be the next one's, too."""
+    claims: list[int] = []
+    let = asyncio.Event()
+
+    class Lease:
+        async def claim(self, term: int) -> None:
+            await let.wait()
+            claims.append(term)
+
+    agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
+    parts: dict[str, Any] = {"members": None, "store": None, "leadership": Lease()}
+    driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
+    driver._machine = machine = Machine(name="demo", term=1, record=None, at=0.0)
+    for _ in range(3):
+        driver._outranked(7)
+    await asyncio.sleep(0)
+    assert machine.fleet.term == 1, "not before the Lease says so"
+    let.set()
+    await asyncio.sleep(0.01)
+    assert (claims, machine.fleet.term) == ([8], 8)
