@@ -9,8 +9,8 @@ under an identity of that life (its boot id), and pod 0 decides:
     a rank cannot be reached over the network     -> the same, after a grace
     an agent is silent, its machine answers       -> nothing: SGLang runs without its agents
 
-A generation that is lost soon after its start counts as failed; the next one waits longer each time, and after :data:`BUDGET` of them there
-is none: something is wrong that a restart does not cure.
+A generation that never came up, or is lost soon after its start, counts as failed; the next one waits longer each time, and after
+:data:`BUDGET` of them there is none: something is wrong that a restart does not cure.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sglang_rollout.wire.group import BUDGET_EXHAUSTED, Verdict
 from sglang_rollout.wire.message import Message
 
 BUDGET = 10
-"""So many generations in a row may fail. With the pauses between them that takes an hour."""
+"""So many generations in a row may fail. With the pauses between them that takes an hour, and the time that the starts take."""
 QUICK_SECONDS = 600.0
-"""A generation that is lost later than this after its start did not fail: it was lost to something else than its start."""
+"""A generation that came up and is lost later than this after its start did not fail: it was lost to something else than its start."""
 FIRST_PAUSE = 30.0
 LONGEST_PAUSE = 600.0
 GRACE_SECONDS = 15.0
@@ -54,7 +54,7 @@ class GroupMemory(Message):
     lost: str = ""
     """Why it is lost; empty while it lives."""
     failures: int = 0
-    """Generations in a row that were lost soon after their start."""
+    """Generations in a row that never came up, or were lost soon after their start."""
     not_before: float = 0.0
     """When the next one may start."""
 
@@ -159,7 +159,7 @@ def step(group: Group, now: float) -> Group:
         why = _loss(group, now)
         if why:
             return replace(group, memory=_lost(memory, why, now))
-        if memory.failures and now - memory.went >= QUICK_SECONDS:
+        if memory.failures and not _fails(memory, now):
             memory = memory.model_copy(update={"failures": 0})
         if not memory.came_up and len(group.members) == group.size and all(member.up for member in group.members.values()):
             memory = memory.model_copy(update={"came_up": True})
@@ -214,8 +214,13 @@ def _loss(group: Group, now: float) -> str:
     return ""
 
 
+def _fails(memory: GroupMemory, now: float) -> bool:
+    """Whether the living generation has failed if it is lost now."""
+    return not memory.came_up or now - memory.went < QUICK_SECONDS
+
+
 def _lost(memory: GroupMemory, why: str, now: float) -> GroupMemory:
-    failures = memory.failures + 1 if now - memory.went < QUICK_SECONDS else 0
+    failures = memory.failures + 1 if _fails(memory, now) else 0
     return memory.model_copy(update={"lost": why, "failures": failures, "not_before": now + pause(failures)})
 
 

@@ -266,6 +266,50 @@ def test_an_engine_that_never_comes_up_is_started_again() -> None:
     assert "(e-1)" in g.step(group, g.START_SECONDS).memory.lost
 
 
+def lost_again_and_again(after: float, *, comes_up: bool = False) -> g.Group:
+    """An engine each of whose generations is lost so many seconds after its start, until there is none any more or 48 h are over."""
+    group, now = g.Group("e", 2), 0.0
+    while now < 48 * 3600 and group.memory.failures < g.BUDGET:
+        number = group.memory.number
+        while not group.lives and now < 48 * 3600:
+            now += 1.0
+            for rank in range(2):
+                group = g.heard(group, rank, g.Member(f"b{number}-{rank}", now))
+            group = g.step(group, now)
+        went = now
+        while group.lives:
+            now += 5.0
+            ended = now - went >= after
+            for rank in range(2):
+                group = g.heard(group, rank, g.Member(None if ended else f"b{number}-{rank}", now, released=True, up=comes_up))
+            group = g.step(group, now)
+    return group
+
+
+@pytest.mark.parametrize("after", [60.0, g.QUICK_SECONDS + 100, g.START_SECONDS, 2 * g.START_SECONDS])
+def test_a_generation_that_never_came_up_failed_however_late_it_is_lost(after: float) -> None:
+    group = lost_again_and_again(after)
+    assert group.memory.failures == group.memory.number == g.BUDGET
+    assert g.why_down(group, 1e9).startswith(BUDGET_EXHAUSTED)
+
+
+def test_a_generation_that_came_up_and_is_lost_much_later_did_not_fail() -> None:
+    group = lost_again_and_again(g.QUICK_SECONDS + 100, comes_up=True)
+    assert group.memory.number > g.BUDGET
+    assert group.memory.failures == 0
+
+
+def test_failures_are_forgotten_only_when_a_generation_has_come_up() -> None:
+    memory = g.GroupMemory(number=4, boots=["b0", "b1"], addresses=["", ""], failures=4)
+    group = g.Group("e", 2, memory)
+    for up, failures in ((False, 4), (True, 0)):
+        now = g.QUICK_SECONDS + 100
+        for rank in range(2):
+            group = g.heard(group, rank, g.Member(f"b{rank}", now, released=True, up=up))
+        group = g.step(g.step(group, now), now)
+        assert group.memory.failures == failures
+
+
 @pytest.mark.parametrize(
     "late",
     [
