@@ -91,6 +91,12 @@ def _rules_of_shared_gpus() -> list[dict[str, str]]:
             field=".engine",
         ),
         rule(
+            "self.mode == 'Standalone' || !self.engine.eplb",
+            "modes Hybrid and Colocated cannot have engine.eplb: it moves experts between ranks, and engines are compared by checksum after"
+            " they slept. Set eplb to false, or use mode Standalone.",
+            field=".engine",
+        ),
+        rule(
             "self.mode == 'Standalone' || !has(self.engine.nodes) || self.engine.nodes == 1",
             "modes Hybrid and Colocated need engines of one pod: leave engine.nodes out.",
             field=".engine",

@@ -123,6 +123,12 @@ class RolloutSpec(ApiModel):
                 field=".state",
             ),
             rule(
+                "self.state != 'Asleep' || !self.engine.eplb",
+                "state Asleep cannot be used with engine.eplb: it moves experts between ranks, and an engine that wakes serves only with"
+                " the checksum that it fell asleep with. Use Suspended, or set eplb to false.",
+                field=".state",
+            ),
+            rule(
                 "!has(self.elastic) || self.replicas == 0 || self.elastic.base <= self.replicas",
                 "elastic.base must not exceed replicas, unless replicas is 0: lower elastic.base first, or keep more engines.",
                 field=".elastic",
