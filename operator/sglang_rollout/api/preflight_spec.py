@@ -8,7 +8,8 @@ from sglang_rollout.api.schema import ApiModel
 
 
 class AllReduce(ApiModel):
-    """An all-reduce over the ranks of each pod: with NCCL on GPUs, with gloo on CPUs."""
+    """An all-reduce over the ranks of each pod: with NCCL on GPUs, with gloo on CPUs. On a trainer's GPUs (`spec.mode`) it is NCCL, unless
+    `weights.backend` is `gloo` or `engine.args` has `--device cpu`."""
 
     floor: int | None = Field(default=None, ge=1, le=100_000, alias="floorGBps")
     """GB/s of bus bandwidth (as nccl-tests counts it) that must be reached: below it SGLang is not started. Without it, it is only

@@ -6,11 +6,14 @@ that it is there, so they wait for it as they wait for a pod that is pulling its
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from importlib import resources
 
 from sglang_rollout.api.engine_spec import NODE_NAME_ENV
+from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.api.weights_spec import Backend
 from sglang_rollout.core import names
 from sglang_rollout.core.render.common import Object
 
@@ -27,7 +30,7 @@ def all_reduce(rollout: SGLangRollout) -> str:
         return ""
     wanted = engine.preflight.all_reduce
     arguments = [
-        *("--backend", "nccl" if engine.gpu_resource else "gloo"),
+        *("--backend", _backend(rollout).value),
         *("--ranks", str(engine.pod_gpus)),
         *("--megabytes", str(wanted.megabytes)),
         *("--floor", str(wanted.floor or 0)),
@@ -41,6 +44,16 @@ rm -f {names.BOOT_FILE}
 python3 -c {shlex.quote(_PROGRAM)} {" ".join(arguments)} --node "${NODE_NAME_ENV}" &
 wait $! || exit $?
 """
+
+
+def _backend(rollout: SGLangRollout) -> Backend:
+    """NCCL where the engine computes on GPUs: its own, or the trainer's, of which no resource tells."""
+    spec = rollout.spec
+    if spec.engine.gpu_resource:
+        return Backend.NCCL
+    words = spec.engine.args
+    on_cpu = "--device=cpu" in words or ("--device", "cpu") in itertools.pairwise(words)
+    return Backend.GLOO if spec.mode is Mode.STANDALONE or on_cpu else spec.weights.backend
 
 
 def node_env(rollout: SGLangRollout) -> list[Object]:

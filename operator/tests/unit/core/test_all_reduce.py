@@ -29,6 +29,30 @@ def rollout(**wanted: Any) -> SGLangRollout:
     return SGLangRollout.model_validate(cr(engine=spec))
 
 
+SHARED = {"gpuResource": "", "memorySaver": True, "weightsCpuBackup": True}
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "engine", "weights"),
+    [
+        ("nccl", "Standalone", {}, {}),
+        ("nccl", "Standalone", {}, {"backend": "gloo"}),
+        ("gloo", "Standalone", {"gpuResource": ""}, {}),
+        ("nccl", "Hybrid", SHARED, {}),
+        ("nccl", "Colocated", SHARED, {}),
+        ("gloo", "Hybrid", SHARED, {"backend": "gloo"}),
+        ("gloo", "Colocated", SHARED | {"args": ["--device", "cpu"]}, {}),
+        ("gloo", "Colocated", SHARED | {"args": ["--device=cpu"]}, {}),
+        ("nccl", "Colocated", SHARED | {"args": ["--device", "cuda"]}, {}),
+    ],
+)
+def test_it_is_measured_where_the_engine_runs(backend: str, mode: str, engine: dict[str, Any], weights: dict[str, Any]) -> None:
+    spec = {"image": "e:1", "parallelism": {"tensor": 2}, "preflight": {"allReduce": {"floorGBps": 300}}, **engine}
+    shared = {} if mode == "Standalone" else {"sharing": {"resourceClaimName": "gpus-{engine}"}}
+    made = SGLangRollout.model_validate(cr(engine=spec, mode=mode, weights=weights, **shared))
+    assert f" --backend {backend} --ranks 2 " in all_reduce(made)
+
+
 class Container:
     """The start script of an engine's container, in a session of its own. Its engine says that it was started."""
 
