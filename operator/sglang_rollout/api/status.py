@@ -13,6 +13,8 @@ MAX_ENGINE_ROWS = 64
 """Engines listed one by one; a bigger fleet shows all of its members at ``GET /fleet``."""
 
 MAX_ADAPTERS = 128
+MAX_ADAPTER_NAME = 256
+MAX_ADAPTER_PATH = 4096
 MAX_AVOIDED_NODES = 64
 MAX_NODE_FAILURES = 128
 
@@ -126,9 +128,9 @@ class WeightsStatus(ApiModel):
 class AdapterStatus(ApiModel):
     """One adapter (LoRA)."""
 
-    name: str = Field(max_length=256)
+    name: str = Field(max_length=MAX_ADAPTER_NAME)
     """Its name in requests."""
-    path: str = Field(max_length=4096)
+    path: str = Field(max_length=MAX_ADAPTER_PATH)
     """Where engines load it from."""
     loaded: int = 0
     """Engines that hold it."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from sglang_rollout.api.conditions import conditions
 from sglang_rollout.api.status import (
+    MAX_ADAPTER_NAME,
+    MAX_ADAPTER_PATH,
     MAX_ADAPTERS,
     MAX_ENGINE_ROWS,
     AdapterStatus,
@@ -115,8 +117,18 @@ def _weights(world: World) -> WeightsStatus | None:
 
 
 def _adapters(world: World) -> list[AdapterStatus]:
-    rows = world.record.adapters[:MAX_ADAPTERS] if world.record is not None else []
-    return [AdapterStatus(name=row.name, path=row.path, loaded=row.loaded, wanted=row.wanted, reason=row.reason) for row in rows]
+    """Clipped: a record may hold what status has no room for, and each row needs a name of its own."""
+    rows = {row.name[:MAX_ADAPTER_NAME]: row for row in reversed(world.record.adapters)} if world.record is not None else {}
+    return [
+        AdapterStatus(
+            name=name,
+            path=row.path[:MAX_ADAPTER_PATH],
+            loaded=row.loaded,
+            wanted=row.wanted,
+            reason=row.reason[:_LONGEST_MESSAGE],
+        )
+        for name, row in list(reversed(rows.items()))[:MAX_ADAPTERS]
+    ]
 
 
 def _behind(record: Record, version: Version) -> int:

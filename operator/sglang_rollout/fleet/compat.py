@@ -39,6 +39,8 @@ from sglang_rollout.wire.trainer import ControlReply
 
 LONGEST_REASON = 200
 LONGEST_FLUSH = 60.0
+LONGEST_ADAPTER = 256
+LONGEST_PATH = 4096
 LONGEST_SIZE = 6
 """Digits of an engine's tensor size. Python reads no number of thousands."""
 LOAD_FORMATS = ("auto", "safetensors")
@@ -201,6 +203,9 @@ def load_adapter(body: Fields) -> Request:
     name, path = _name(body, "lora_name"), _name(body, "lora_path")
     if name is None or path is None:
         raise Refusal("lora_name and lora_path are needed: a name, and where every engine finds the adapter.")
+    for key, value, longest in (("lora_name", name, LONGEST_ADAPTER), ("lora_path", path, LONGEST_PATH)):
+        if len(value) > longest:
+            raise Refusal(f"{key} is {len(value)} characters long: use at most {longest}.")
     return LoadAdapter(name, path, body)
 
 

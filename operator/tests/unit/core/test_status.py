@@ -242,6 +242,14 @@ def test_an_apply_that_was_refused_comes_first() -> None:
         assert condition(status_of(seen, Failure(reason, sentence)), "Degraded")["reason"] == reason
 
 
+def test_adapters_of_any_length_are_told_each_under_a_name_of_its_own() -> None:
+    names = ["a" * 256 + "x", "a" * 256 + "y", "b"]
+    rows = [AdapterRow(name=name, path="/" * 5000, by_spec=False, loaded=1, wanted=2, reason="r" * 40_000) for name in names]
+    written = record(row(0), row(1)).model_copy(update={"adapters": rows})
+    told = status_of(world([pod(0), pod(1)], written=written))["adapters"]
+    assert [(one["name"], len(one["path"]), len(one["reason"])) for one in told] == [("a" * 256, 4096, 2000), ("b", 4096, 2000)]
+
+
 def test_adapters_are_told_and_change_no_revision() -> None:
     rows = [AdapterRow(name="math", path="/m", by_spec=True, loaded=1, wanted=2, reason="engine demo-engine-1: no such path")]
     written = record(row(0), row(1)).model_copy(update={"adapters": rows})

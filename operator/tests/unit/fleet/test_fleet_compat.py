@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.fleet import compat
 from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.requests import Answer, CloseGroup, Continue, End, Flush, Pause, Request, SetLabel, Update
+from sglang_rollout.fleet.update.requests import Answer, CloseGroup, Continue, End, Flush, LoadAdapter, Pause, Request, SetLabel, Update
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
 
@@ -150,6 +150,23 @@ def test_small_ones() -> None:
         compat.set_label({})
     with pytest.raises(Refusal):
         compat.flush({"timeout": "nan"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"lora_name": None}, "lora_name and lora_path are needed"),
+        ({"lora_path": ""}, "lora_name and lora_path are needed"),
+        ({"lora_name": "a" * 257}, "lora_name is 257 characters long: use at most 256."),
+        ({"lora_path": "/" * 4097}, "lora_path is 4097 characters long: use at most 4096."),
+    ],
+)
+def test_an_adapter_that_status_could_not_show_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    longest = {"lora_name": "a" * 256, "lora_path": "/" * 4096}
+    assert compat.load_adapter(longest) == LoadAdapter(longest["lora_name"], longest["lora_path"], longest)
+    with pytest.raises(Refusal) as caught:
+        compat.load_adapter({**longest, **changes})
+    assert sentence in str(caught.value)
 
 
 def test_answers_have_the_shape_that_clients_read() -> None:
