@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from pydantic import ConfigDict, Field
 
+from sglang_rollout.api.pod_template import overlay_sets
 from sglang_rollout.api.schema import ApiModel, rule, rules
 
 BLOCK = 20
@@ -124,22 +125,35 @@ NETWORK_VARIABLES: Mapping[str, tuple[str, ...]] = {
 """By field of ``engine.network``."""
 
 
-def variable_said_twice() -> list[dict[str, str]]:
-    """Rules of ``engine``: a field and ``env`` must not say the same. The pod would get one of the two without a word."""
-    said = [
-        ("!self.checkMemoryBalance", "checkMemoryBalance", (MEMORY_CHECK,)),
-        ("has(self.cache)", "cache", tuple(CACHE_VARIABLES)),
+def _fields_with_variables(engine: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    """The expression that a field is used, the sentence that begins to say so, and the variables that it sets."""
+    fields = [
+        (f"!{engine}.checkMemoryBalance", "checkMemoryBalance", (MEMORY_CHECK,)),
+        (f"has({engine}.cache)", "cache", tuple(CACHE_VARIABLES)),
     ]
     for field, variables in NETWORK_VARIABLES.items():
         alias = str(Network.model_fields[field].alias)
-        said.append((f"has(self.network) && has(self.network.{alias})", f"network.{alias}", variables))
+        fields.append((f"has({engine}.network) && has({engine}.network.{alias})", f"network.{alias}", variables))
+
+    def said(name: str, variables: tuple[str, ...]) -> str:
+        return f"engine.{name} sets {', '.join(variables)}: leave {'it' if len(variables) == 1 else 'them'} out of"
+
+    return [(given, said(name, variables), variables) for given, name, variables in fields]
+
+
+def variable_said_twice() -> list[dict[str, str]]:
+    """Rules of ``engine``: a field and ``env`` must not say the same. The pod would get one of the two without a word."""
     return [
-        rule(
-            f"!({given}) || !has(self.env) || !self.env.exists(e, e.name in {list(variables)})",
-            f"engine.{name} sets {', '.join(variables)}: leave {'it' if len(variables) == 1 else 'them'} out of engine.env.",
-            field=".env",
-        )
-        for given, name, variables in said
+        rule(f"!({given}) || !has(self.env) || !self.env.exists(e, e.name in {list(variables)})", f"{said} engine.env.", field=".env")
+        for given, said, variables in _fields_with_variables("self")
+    ]
+
+
+def variable_said_in_overlay() -> list[dict[str, str]]:
+    """Rules of the spec: the same of the overlay over the engine's container."""
+    return [
+        rule(f"!({given}) || !{overlay_sets(variables)}", f"{said} the container engine of podTemplate.", field=".podTemplate")
+        for given, said, variables in _fields_with_variables("self.engine")
     ]
 
 

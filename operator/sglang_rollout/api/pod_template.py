@@ -3,6 +3,7 @@ through."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
@@ -36,10 +37,27 @@ _NO_INIT_ENGINE = rule(
 )
 
 
+def overlay_sets(variables: Iterable[str]) -> str:
+    """Return the expression, about a rollout's spec, that the overlay gives the container ``engine`` one of these environment variables."""
+    given = "has(self.podTemplate) && has(self.podTemplate.spec) && has(self.podTemplate.spec.containers)"
+    named = f"c.name == '{ENGINE_CONTAINER}' && has(c.env) && c.env.exists(e, e.name in {list(variables)})"
+    return f"({given} && self.podTemplate.spec.containers.exists(c, {named}))"
+
+
 class Open(ApiModel):
     """An object whose further fields pass through unchanged."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={PRESERVE: True})
+
+
+_MAP_LIST: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+
+
+class OverlayVariable(Open):
+    """An environment variable to add, or to merge into the one of the same name."""
+
+    name: str = Field(min_length=1, max_length=256)
+    """Name of the variable."""
 
 
 class OverlayContainer(Open):
@@ -53,6 +71,8 @@ class OverlayContainer(Open):
     """Command of an added container."""
     args: list[Annotated[str, Field(max_length=65536)]] | None = Field(default=None, max_length=256)
     """Arguments of an added container."""
+    env: list[OverlayVariable] | None = Field(default=None, max_length=128, json_schema_extra=_MAP_LIST)
+    """Environment variables to add. Those of `engine` are bound by the same rules as `engine.env`."""
 
 
 class OverlayVolume(Open):
@@ -60,9 +80,6 @@ class OverlayVolume(Open):
 
     name: str = Field(min_length=1, max_length=63)
     """Name of the volume."""
-
-
-_MAP_LIST: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 
 
 class OverlayPodSpec(Open):

@@ -10,6 +10,8 @@ from pydantic import ConfigDict, Field
 from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, rules
 
+POD_GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
+"""Label of pods by which coscheduling knows their group."""
 _NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.engine_spec import Engine, Resources
+from sglang_rollout.api.engine_spec import ENGINE_ENV, Engine, Resources
 from sglang_rollout.api.model_spec import Model
-from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, ports_of_all_engines
-from sglang_rollout.api.pod_template import PodTemplate
-from sglang_rollout.api.scheduling_spec import Elastic, Scheduling
+from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, ports_of_all_engines, variable_said_in_overlay
+from sglang_rollout.api.pod_template import PodTemplate, overlay_sets
+from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL, Elastic, Scheduling
 from sglang_rollout.api.schema import ApiModel, argument, rule, rules
 from sglang_rollout.api.sharing_spec import Mode, Sharing, rules_of_modes
 from sglang_rollout.api.weights_spec import Weights
@@ -84,6 +84,29 @@ class Sleep(ApiModel):
     """Requests that run when `state` becomes `Asleep` have so many seconds to end; the rest is aborted. 0: abort at once."""
 
 
+def _rules_of_overlay() -> list[dict[str, str]]:
+    """Rules of ``spec``: what other fields set, the overlay must not."""
+    labels = "self.podTemplate.metadata.labels"
+    return [
+        rule(
+            f"!{overlay_sets(ENGINE_ENV)}",
+            f"podTemplate must not set {' or '.join(ENGINE_ENV)} in the container engine: health checks and weight updates depend on them.",
+            field=".podTemplate",
+        ),
+        rule(
+            f"!self.model.offline || !{overlay_sets(OFFLINE_VARIABLES)}",
+            f"model.offline sets {', '.join(OFFLINE_VARIABLES)}: leave them out of the container engine of podTemplate.",
+            field=".podTemplate",
+        ),
+        rule(
+            f"!has(self.scheduling.gang) || !has(self.podTemplate) || !has(self.podTemplate.metadata) || !has({labels})"
+            f" || !('{POD_GROUP_LABEL}' in {labels})",
+            f"scheduling.gang sets the label {POD_GROUP_LABEL} of the pods: leave it out of podTemplate.",
+            field=".podTemplate",
+        ),
+    ]
+
+
 class RolloutSpec(ApiModel):
     """The fleet that is wanted."""
 
@@ -138,6 +161,8 @@ class RolloutSpec(ApiModel):
                 "scheduling.gang.scope Base needs elastic.base: set it to the number of engines that start together.",
                 field=".scheduling",
             ),
+            *_rules_of_overlay(),
+            *variable_said_in_overlay(),
             *ports_of_all_engines(),
             *rules_of_modes(),
         )

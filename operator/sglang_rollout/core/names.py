@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from sglang_rollout.api import v1alpha1 as api
+from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL
 
 FIELD_MANAGER = "sglang-rollout-operator"
 """Owner of fields in server-side apply, and value of ``app.kubernetes.io/managed-by``."""
@@ -20,7 +21,7 @@ outdated."""
 LABEL_COMPONENT = "app.kubernetes.io/component"
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
 """On StatefulSets of engines that wait in a queue of Kueue."""
-LABEL_POD_GROUP = "scheduling.x-k8s.io/pod-group"
+LABEL_POD_GROUP = POD_GROUP_LABEL
 """On engine pods that are scheduled together or not at all: name of their PodGroup."""
 ANNOTATION_APPLIED = f"{api.GROUP}/applied"
 """On every child: hash of the object as it was rendered. Shows that a field was removed, which a look at the live

@@ -41,7 +41,7 @@ from sglang_rollout.core.render.common import (
 from sglang_rollout.core.render.environment import capabilities, variables
 from sglang_rollout.core.render.mounts import with_shared_mounts
 from sglang_rollout.core.render.overlay import merge
-from sglang_rollout.core.render.placement import CLAIM, keep_off, pod_labels, pod_placement, queue_labels
+from sglang_rollout.core.render.placement import CLAIM, keep_near, keep_off, pod_labels, pod_placement, queue_labels
 from sglang_rollout.core.render.preflight import preflight
 from sglang_rollout.core.render.ranks import WAIT_SECONDS, agent_env, agent_ranks, rank_env, server_ranks, start_script
 from sglang_rollout.core.render.server_args import server_args
@@ -72,11 +72,13 @@ def engine_statefulsets(rollout: SGLangRollout, settings: Settings, avoided: Seq
 
 def engine_template(rollout: SGLangRollout, settings: Settings, index: int, current: str) -> Object:
     """Return how the pods of an engine are made: ours, and the user's overlay over it. ``current`` is the revision that they carry."""
-    made = _pod_template(rollout, settings, index, current)
-    overlay = rollout.spec.pod_template
-    if overlay is not None:
-        # exclude_unset, not exclude_none: a null that the user wrote removes a key.
-        made = merge(made, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    ours, overlay = _pod_template(rollout, settings, index, current), rollout.spec.pod_template
+    if overlay is None:
+        return with_shared_mounts(ours)
+    # exclude_unset, not exclude_none: a null that the user wrote removes a key.
+    made = merge(ours, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    made = merge(made, {"metadata": {"labels": ours["metadata"]["labels"]}})
+    keep_near(made["spec"], rollout, index)
     return with_shared_mounts(made)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from sglang_rollout.api.scheduling_spec import GangScope, Spread
 from sglang_rollout.api.sharing_spec import ENGINE_INDEX
@@ -25,7 +26,7 @@ def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
         made["nodeSelector"] = wanted.node_selector
     if wanted.tolerations:
         made["tolerations"] = [toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in wanted.tolerations]
-    affinity = _affinity(rollout, names.engine_name(rollout.name, engine))
+    affinity = _demanding(wanted.affinity, _demands(rollout, engine))
     if affinity:
         made["affinity"] = affinity
     beyond = elastic.priority_class_name if elastic and engine >= elastic.base else None
@@ -103,18 +104,33 @@ def keep_off(pod_spec: Object, avoided: Sequence[str]) -> None:
     pod_spec["affinity"] = {**affinity, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": kept}}}
 
 
-def _affinity(rollout: SGLangRollout, engine: str) -> Object | None:
-    """The user's own, and the topology and the trainer's node as further demands. The scheduler lets the first pod of an engine go
-    anywhere in the topology, because that demand is about itself; for the trainer it waits."""
+def keep_near(pod_spec: Object, rollout: SGLangRollout, engine: int) -> None:
+    """Put the demands for the topology and the trainer's node back into the affinity of a pod: the user's overlay replaces whole lists."""
+    affinity = _demanding(pod_spec.get("affinity"), _demands(rollout, engine))
+    if affinity:
+        pod_spec["affinity"] = affinity
+
+
+def _demands(rollout: SGLangRollout, engine: int) -> list[Object]:
+    """The topology and the trainer's node. The scheduler lets the first pod of an engine go anywhere in the topology, because that
+    demand is about itself; for the trainer it waits."""
     wanted, sharing = rollout.spec.scheduling, rollout.spec.sharing
     near = []
     if wanted.topology_key is not None:
-        near.append((names.selector(rollout.name, names.COMPONENT_ENGINE, engine), wanted.topology_key))
+        name = names.engine_name(rollout.name, engine)
+        near.append((names.selector(rollout.name, names.COMPONENT_ENGINE, name), wanted.topology_key))
     if sharing is not None and sharing.trainer_labels:
         near.append((sharing.trainer_labels, _NODE))
-    if not near:
-        return wanted.affinity
-    terms = [{"labelSelector": {"matchLabels": labels}, "topologyKey": key} for labels, key in near]
-    affinity = wanted.affinity or {}
-    pods = affinity.get("podAffinity") or {}
-    return {**affinity, "podAffinity": {**pods, _REQUIRED: [*(pods.get(_REQUIRED) or []), *terms]}}
+    return [{"labelSelector": {"matchLabels": labels}, "topologyKey": key} for labels, key in near]
+
+
+def _demanding(affinity: Any, demands: Sequence[Object]) -> Any:
+    """An affinity with further demands to be near other pods. What is none is left to the API server, which refuses it."""
+    if not isinstance(affinity, dict | None):
+        return affinity
+    near = (affinity or {}).get("podAffinity") or {}
+    terms = near.get(_REQUIRED) or [] if isinstance(near, dict) else None
+    if not isinstance(terms, list):
+        return affinity
+    missing = [demand for demand in demands if demand not in terms]
+    return {**(affinity or {}), "podAffinity": {**near, _REQUIRED: [*terms, *missing]}} if missing else affinity
