@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
-from sglang_rollout.api.lora_spec import Lora, said_in_args, with_copies
+from sglang_rollout.api.lora_spec import Lora, adapters_in_experts, said_in_args, with_copies
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, ports_of_one_engine, variable_said_twice
 from sglang_rollout.api.preflight_spec import Preflight
-from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, rule, rules
+from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, refuse_flags_like, rule, rules
 
 Quantity = Annotated[
     int | str,
@@ -71,6 +71,16 @@ EngineArgument = Annotated[
         ENGINE_FLAGS,
         "engine.args must not set a flag that the operator owns: use spec.model and engine.parallelism, and leave"
         " addresses, keys and the weight version to the operator.",
+        refuse_flags_like(
+            "--ssl",
+            "--enable-ssl",
+            message="engine.args must not set --ssl flags: the gate and the agent speak plain HTTP to SGLang, within the pod. Leave them"
+            " out, and encrypt in front of the fleet's URL, for example in an Ingress.",
+        ),
+        refuse_flags_like(
+            "--disagg",
+            message="engine.args must not set --disaggregation flags: every engine of a fleet prefills and decodes. Leave them out.",
+        ),
     ),
 ]
 
@@ -200,6 +210,7 @@ class Engine(EngineKnobs):
                 "engine.moeRunnerBackend of this kind needs parallelism.expert 1 or the number in parallelism.tensor.",
                 field=".moeRunnerBackend",
             ),
+            adapters_in_experts(),
             rule(
                 "!self.eplb || self.parallelism.expert > 1",
                 "engine.eplb moves experts between ranks: set parallelism.expert to more than 1.",

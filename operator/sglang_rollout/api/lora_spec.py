@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.schema import ApiModel, rule
+from sglang_rollout.api.schema import ApiModel, rule, rules
 
 FLAGS = ("--enable-lora", "--max-lora-rank", "--lora-target-modules", "--max-loras-per-batch", "--lora-backend", "--lora-paths")
 """What SGLang is told with ``lora``."""
@@ -25,6 +25,17 @@ class Adapter(ApiModel):
 
 class Lora(ApiModel):
     """Adapters beside the model, all for the same base weights."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!('all' in self.targetModules) || self.targetModules.size() == 1",
+                "engine.lora.targetModules: all stands for every module, and SGLang ends when others are named beside it. Leave the"
+                " others out, or all.",
+                field=".targetModules",
+            )
+        )
+    )
 
     enabled: bool = True
     """False: engines start without adapters and load none; the list is kept for later. Changing it rolls the engines."""
@@ -51,6 +62,18 @@ class Lora(ApiModel):
         if self.max_per_batch is not None:
             args += ["--max-loras-per-batch", str(self.max_per_batch)]
         return [*args, "--lora-backend", self.backend] if self.backend is not None else args
+
+
+def adapters_in_experts() -> dict[str, str]:
+    """The rule of SGLang (0.5.23, ``arg_groups/lora_hook.py``) about kernels of experts that run adapters. What ``engine.args`` say of
+    adapters is left to SGLang."""
+    by_args = "has(self.args) && self.args.exists(a, a.startsWith('--enable-lora') || a.startsWith('--lora-paths'))"
+    by_field = "self.lora.enabled && has(self.lora.backend) && self.lora.backend == 'triton_v2'"
+    return rule(
+        f"!has(self.moeRunnerBackend) || !self.moeRunnerBackend.startsWith('lora') || (has(self.lora) ? {by_field} : {by_args})",
+        "engine.moeRunnerBackend of this kind runs adapters: set engine.lora, with backend triton_v2, or use another moeRunnerBackend.",
+        field=".moeRunnerBackend",
+    )
 
 
 def with_copies() -> dict[str, str]:

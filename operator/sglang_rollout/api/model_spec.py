@@ -13,6 +13,9 @@ from sglang_rollout.api.schema import ApiModel, rule, rules
 OWN_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin", "/sys", "/tmp", "/usr", "/var/run")  # noqa: S108
 """Where images and the operator have things of their own, which a mount would hide. Nobody keeps models there."""
 
+OBJECT_STORES = "^([sS]3|[gG][sS]|[aA][zZ])://"
+"""Addresses that SGLang takes for names of models in spite of their colon (0.5.23, ``utils/runai_utils.py``)."""
+
 MODELS = "/models"
 """Where model files are mounted if nothing else is said."""
 
@@ -66,6 +69,17 @@ class Model(ApiModel):
             rule(
                 f"!has(self.download) || has(self.volume) || self.path.startsWith('{MODELS}/')",
                 f"model.download without model.volume fetches into a volume of the pod at {MODELS}: model.path must lie under it.",
+                field=".path",
+            ),
+            rule(
+                "!self.path.startsWith('-') && (!has(self.servedName) || !self.servedName.startsWith('-'))",
+                "model.path and model.servedName must not begin with a hyphen: SGLang would take them for flags. Use another name, or ./"
+                " before the path.",
+            ),
+            rule(
+                f"has(self.servedName) || !self.path.contains(':') || self.path.matches('{OBJECT_STORES}')",
+                "model.path has a colon, and SGLang allows none in the name of a model, which is the path if no other is given: set"
+                " model.servedName.",
                 field=".path",
             ),
             rule(

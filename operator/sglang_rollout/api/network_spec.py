@@ -157,7 +157,18 @@ def variable_said_in_overlay() -> list[dict[str, str]]:
     ]
 
 
-PORT_FLAGS = ("--nccl-port", "--grpc-port", "--gated-launch-port", "--engine-info-bootstrap-port", "--disaggregation-bootstrap-port")
+PORT_FLAGS = (
+    "--nccl-port",
+    "--grpc-port",
+    "--grpc-http-sidecar-port",
+    "--smg-http-sidecar-port",
+    "--gated-launch-port",
+    "--engine-info-bootstrap-port",
+    "--encoder-bootstrap-port",
+    "--load-publish-endpoint",
+    "--decoupled-spec-bind-endpoint",
+    "--kv-events-config",
+)
 """Ports, further than ``--port``, on which SGLang can be told to listen."""
 
 

@@ -54,6 +54,11 @@ def refuse_flags(flags: tuple[str, ...], message: str) -> dict[str, str]:
     return rule(f"self.size() < 3 || !self.startsWith('--') || !{list(flags)}.exists(f, f.startsWith(self.split('=')[0]))", message)
 
 
-def argument(flags: tuple[str, ...], message: str) -> Any:
-    """Return the field of one command-line argument that is none of ``flags``."""
-    return Field(min_length=1, max_length=2048, json_schema_extra=rules(refuse_flags(flags, message)))
+def refuse_flags_like(*beginnings: str, message: str) -> dict[str, str]:
+    """Return a rule for one command-line argument: it must not begin like one of these families of flags."""
+    return rule(" && ".join(f"!self.startsWith('{beginning}')" for beginning in beginnings), message)
+
+
+def argument(flags: tuple[str, ...], message: str, *more: dict[str, str]) -> Any:
+    """Return the field of one command-line argument that is none of ``flags``, and keeps ``more`` rules."""
+    return Field(min_length=1, max_length=2048, json_schema_extra=rules(refuse_flags(flags, message), *more))

@@ -57,6 +57,31 @@ def test_a_wrong_object_is_refused_with_a_sentence(refusals: str, path: Path) ->
     assert expected in refusals.split(f'{path.name}":', 1)[1].split("Error from server", 1)[0]
 
 
+ACCEPTED = {
+    "a model from an object store": {"model": {"path": "s3://models/qwen"}},
+    "a path with a colon and a name": {"model": {"path": "/models/qwen:7b", "servedName": "policy"}},
+    "adapters for all modules": {"engine": {"lora": {"maxRank": 8, "targetModules": ["all"]}}},
+    "experts' kernels for adapters": {
+        "engine": {"moeRunnerBackend": "lora_triton", "lora": {"maxRank": 8, "targetModules": ["q_proj"], "backend": "triton_v2"}}
+    },
+    "the same by arguments": {"engine": {"moeRunnerBackend": "lora_triton", "args": ["--enable-lora", "--lora-backend", "triton_v2"]}},
+    "a port of its own network": {"engine": {"args": ["--kv-events-config", "{}"]}},
+    "experts that move": {"weights": {"verify": "Off"}, "engine": {"parallelism": {"tensor": 2, "expert": 2}, "eplb": True}},
+    "another label of a group": {"podTemplate": {"metadata": {"labels": {"scheduling.x-k8s.io/pod-group": "mine"}}}},
+    "variables of another container": {
+        "podTemplate": {"spec": {"containers": [{"name": "beside", "image": "b:1", "env": [{"name": "SGLANG_RUST_SERVER", "value": "1"}]}]}}
+    },
+}
+
+
+def test_what_a_rule_must_not_catch_is_accepted(api: ControlPlane) -> None:
+    for number, (what, spec) in enumerate(ACCEPTED.items()):
+        made = {"model": {"path": "m"}, **spec, "engine": {"image": "i", **spec.get("engine", {})}}
+        rollout = {"apiVersion": "rollout.sglang.io/v1alpha1", "kind": "SGLangRollout", "metadata": {"name": f"a{number}"}, "spec": made}
+        done = api.kubectl("apply", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(rollout), check=False)
+        assert done.returncode == 0, f"{what}: {done.stderr}"
+
+
 def _shown() -> Iterator[tuple[str, dict[str, Any]]]:
     """Page and object of every rollout in the documentation; a part of a spec is put into a small rollout."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
