@@ -10,6 +10,8 @@ from pydantic import ConfigDict, Field
 from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, rules
 
+AT_ONCE_SECONDS = 60
+"""What fails on a node within this time counts once: a node that boots anew ends all of its engines, and it has failed once."""
 POD_GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
 """Label of pods by which coscheduling knows their group."""
 _NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
@@ -76,7 +78,13 @@ class AvoidNodes(ApiModel):
                 "scheduling.avoidNodes.forSeconds must be at least withinSeconds: else the failures for which a node was avoided would"
                 " have it avoided again at once.",
                 field=".forSeconds",
-            )
+            ),
+            rule(
+                f"self.withinSeconds > (self.failures - 1) * {AT_ONCE_SECONDS}",
+                f"scheduling.avoidNodes.withinSeconds must be more than {AT_ONCE_SECONDS} for each failure after the first: what fails on a"
+                " node within a minute counts once, and no node would ever be avoided. Use a longer time, or fewer failures.",
+                field=".withinSeconds",
+            ),
         )
     )
 
@@ -84,7 +92,7 @@ class AvoidNodes(ApiModel):
     """So many failures of engines on one node have it avoided, if an engine of the same spec is up on a node without any. What fails
     within a minute counts once."""
     within_seconds: int = Field(default=3600, ge=60, le=86400)
-    """How long a failure counts."""
+    """How long a failure counts; more than 60 for each of `failures` after the first."""
     for_seconds: int = Field(default=3600, ge=60, le=604800)
     """How long the node is avoided."""
 

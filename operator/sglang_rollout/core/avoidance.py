@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sglang_rollout.api.scheduling_spec import AvoidNodes
+from sglang_rollout.api.scheduling_spec import AT_ONCE_SECONDS, AvoidNodes
 from sglang_rollout.api.status import MAX_AVOIDED_NODES, MAX_NODE_FAILURES, AvoidedNode, NodeFailure
 from sglang_rollout.core import pods
 from sglang_rollout.core.hashing import revision, revisions
@@ -29,8 +29,6 @@ from sglang_rollout.core.world import World
 
 SHARE = 4
 """At most one of so many nodes is avoided; of fewer nodes, one."""
-AT_ONCE_SECONDS = 60
-"""What fails on a node within this time counts once: a node that boots anew ends all of its engines, and it has failed once."""
 _LONGEST_REASON = 512
 
 

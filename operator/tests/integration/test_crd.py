@@ -67,6 +67,8 @@ ACCEPTED = {
     "the same by arguments": {"engine": {"moeRunnerBackend": "lora_triton", "args": ["--enable-lora", "--lora-backend", "triton_v2"]}},
     "a port of its own network": {"engine": {"args": ["--kv-events-config", "{}"]}},
     "experts that move": {"weights": {"verify": "Off"}, "engine": {"parallelism": {"tensor": 2, "expert": 2}, "eplb": True}},
+    "one failure is enough": {"scheduling": {"avoidNodes": {"failures": 1, "withinSeconds": 60, "forSeconds": 60}}},
+    "three failures in little more than two minutes": {"scheduling": {"avoidNodes": {"failures": 3, "withinSeconds": 121}}},
     "another label of a group": {"podTemplate": {"metadata": {"labels": {"scheduling.x-k8s.io/pod-group": "mine"}}}},
     "variables of another container": {
         "podTemplate": {"spec": {"containers": [{"name": "beside", "image": "b:1", "env": [{"name": "SGLANG_RUST_SERVER", "value": "1"}]}]}}

@@ -70,6 +70,12 @@ def test_the_third_failure_within_an_hour_has_the_node_avoided_and_says_why() ->
     )
 
 
+def test_the_shortest_time_that_is_accepted_can_be_reached() -> None:
+    policy = {"avoidNodes": {"failures": 3, "withinSeconds": 121, "forSeconds": 600}}
+    minute_by_minute = seen(GOOD, pod(1, "bad", ended(at(60)), ready=False), failures=(failure(58), failure(59)), policy=policy)
+    assert avoided(minute_by_minute) == ["bad"]
+
+
 def test_a_failure_is_remembered_once_however_often_it_is_seen() -> None:
     fleet = seen(GOOD, BAD)
     first = build_status(fleet, SETTINGS, NOW)
