@@ -10,11 +10,11 @@ from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKn
 from sglang_rollout.api.lora_spec import Lora, adapters_in_experts, said_in_args, with_copies
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, ports_of_one_engine, variable_said_twice
 from sglang_rollout.api.preflight_spec import Preflight
-from sglang_rollout.api.schema import QUANTITY, ApiModel, argument, refuse_flags_like, rule, rules
+from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, refuse_flags_like, rule, rules
 
 Quantity = Annotated[
     int | str,
-    Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64}),
+    Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64, "pattern": ANY_QUANTITY}),
 ]
 
 ENGINE_FLAGS = (

@@ -19,6 +19,9 @@ OBJECT_STORES = "^([sS]3|[gG][sS]|[aA][zZ])://"
 MODELS = "/models"
 """Where model files are mounted if nothing else is said."""
 
+MODEL_PATH_ENV = "MODEL_PATH"
+"""Environment variable in which the command of a download finds ``model.path``."""
+
 
 class ModelVolume(ApiModel):
     """Where model files are. Mounted read-only into engine and agent. One of `claim` and `hostPath`."""
@@ -51,7 +54,16 @@ class Download(ApiModel):
     env: list[EnvVar] = Field(
         default_factory=list,
         max_length=64,
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["name"],
+            **rules(
+                rule(
+                    f"!self.exists(e, e.name == '{MODEL_PATH_ENV}')",
+                    f"model.download.env must not set {MODEL_PATH_ENV}: it is model.path. Use another name.",
+                )
+            ),
+        },
     )
     """Environment variables of the command, for example `HF_TOKEN` from a Secret."""
 

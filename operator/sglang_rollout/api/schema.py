@@ -13,6 +13,9 @@ PRESERVE = "x-kubernetes-preserve-unknown-fields"
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 """Kubernetes quantities as people write them: ``16Gi``, ``500m``, ``0.5``."""
 
+ANY_QUANTITY = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
+"""All that Kubernetes takes for a quantity, as far as it is a string."""
+
 
 class ApiModel(BaseModel):
     """Base of all parts of the custom resource: camelCase in YAML, immutable in Python.

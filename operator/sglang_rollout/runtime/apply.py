@@ -27,29 +27,31 @@ class Outcome:
     writes: int
     """Requests that the server accepted. 0: the world is as the plan found it."""
     failure: Failure | None = None
-    """Why the first apply that did not go through did not; None when all went well."""
+    """Why the first action that did not go through did not; None when all went well."""
 
 
 async def execute(kube: Kube, namespace: str, plan: Plan) -> Outcome:
     """Run the actions in order. Raises ApiUnavailable or Conflict when the whole should be tried again."""
     done: list[str] = []
-    failure: Failure | None = None
+    unapplied: Failure | None = None
+    undeleted: Failure | None = None
     try:
         for action in plan.actions:
-            if isinstance(action, Delete):
-                # A plan that could not be applied as a whole deletes nothing: its deletes may rest on what was refused.
-                if not failure and await _delete(kube, namespace, action):
+            if isinstance(action, Apply):
+                found = await _apply(kube, namespace, action)
+                if found is None:
+                    done.append(f"applied {action.object['kind']} {action.object['metadata']['name']}: {action.reason}")
+                unapplied = unapplied or found
+            # A plan that could not be applied as a whole deletes nothing: its deletes may rest on what was refused.
+            elif not unapplied:
+                deleted = await _delete(kube, namespace, action)
+                if deleted is True:
                     done.append(f"deleted {action.kind} {action.name}: {action.reason}")
-                continue
-            found = await _apply(kube, namespace, action)
-            if found:
-                failure = failure or found
-            else:
-                name = action.object["metadata"]["name"]
-                done.append(f"applied {action.object['kind']} {name}: {action.reason}")
+                elif deleted is not False:
+                    undeleted = undeleted or deleted
     finally:
         _tell(namespace, done)
-    return Outcome(len(done), failure)
+    return Outcome(len(done), unapplied or undeleted)
 
 
 def _tell(namespace: str, done: list[str]) -> None:
@@ -102,12 +104,14 @@ async def _make(kube: Kube, action: Apply, live: Object | None) -> None:
         await kube.apply(obj, force=False)
 
 
-async def _delete(kube: Kube, namespace: str, action: Delete) -> bool:
-    """Whether it was there to be deleted."""
+async def _delete(kube: Kube, namespace: str, action: Delete) -> bool | Failure:
+    """Whether it was there to be deleted, or why it could not be."""
     resource = Resource.of(action.api_version, action.kind)
     try:
         await kube.delete(resource, namespace, action.name, uid=action.uid)
     except (NotFound, Conflict):
         # Gone already, or a new object has its name: what the plan wanted away is away.
         return False
+    except Refused as error:
+        return Failure(Reason.APPLY_FAILED, str(error))
     return True

@@ -11,6 +11,9 @@ STATUS_NOT_FOUND = 404
 STATUS_TOO_MANY = 429
 STATUS_SERVER_ERROR = 500
 
+_STORAGE = ("etcdserver:", "rpc error:")
+"""How the words of an API server begin whose storage is away: it passes them on as errors of its own."""
+
 
 class KubeError(Exception):
     """Any failed conversation with the API server. ``str()`` of it is a sentence for people."""
@@ -38,7 +41,7 @@ class Expired(KubeError):
 
 
 class Refused(KubeError):
-    """The server understood and said no (schema, CEL, quota, RBAC). Trying the same again does not help by itself."""
+    """The server understood and said no (schema, CEL, quota, RBAC, a webhook). Trying the same again does not help by itself."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
@@ -46,7 +49,7 @@ class Refused(KubeError):
 
 
 class ApiUnavailable(KubeError):
-    """No usable answer: connection refused or lost, deadline passed, 429, 5xx. Trying again later is right."""
+    """No usable answer: connection refused or lost, deadline passed, 429, 5xx but for refusals. Trying again later is right."""
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -57,8 +60,12 @@ class NoCredentials(KubeError):
     """No kubeconfig and not in a cluster, or a kubeconfig that cannot be used."""
 
 
-def from_status(what: str, code: int, body: bytes | str, *, retry_after: str | None = None) -> KubeError:
-    """Turn a failed HTTP reply into one of the errors above; ``what`` says what was tried (``get configmaps ns/x``)."""
+def from_status(what: str, code: int, body: bytes | str, *, retry_after: str | None = None, read: bool = False) -> KubeError:
+    """Turn a failed HTTP reply into one of the errors above; ``what`` says what was tried (``get configmaps ns/x``).
+
+    ``read``: nothing was sent that could be refused. To a server-side apply that does not fit the schema, and when a webhook cannot be
+    called, an API server answers 500, too.
+    """
     status = _status_object(body)
     sentence = str(status.get("message") or "").strip() or f"HTTP {code}"
     reason = str(status.get("reason") or "")
@@ -69,9 +76,15 @@ def from_status(what: str, code: int, body: bytes | str, *, retry_after: str | N
         return Conflict(message, reason=reason)
     if code == STATUS_EXPIRED:
         return Expired(message)
-    if code == STATUS_TOO_MANY or code >= STATUS_SERVER_ERROR:
+    if code == STATUS_TOO_MANY or (code >= STATUS_SERVER_ERROR and (read or not _is_refusal(code, status))):
         return ApiUnavailable(message, retry_after=_seconds(retry_after))
     return Refused(message, code=code)
+
+
+def _is_refusal(code: int, status: dict[str, Any]) -> bool:
+    """Whether a server that works as it should has said no, and neither something in between nor one without its storage."""
+    said = str(status.get("message") or "").removeprefix("Internal error occurred: ")
+    return code == STATUS_SERVER_ERROR and status.get("kind") == "Status" and not said.startswith(_STORAGE)
 
 
 def _status_object(body: bytes | str) -> dict[str, Any]:

@@ -207,7 +207,8 @@ class Kube:
             try:
                 if not response.ok:
                     retry_after = response.headers.get("Retry-After")
-                    raise from_status(call.what, response.status, await response.read(), retry_after=retry_after)
+                    body, read = await response.read(), call.method == "GET"
+                    raise from_status(call.what, response.status, body, retry_after=retry_after, read=read)
                 outcome = "ok"
                 yield response
             finally:

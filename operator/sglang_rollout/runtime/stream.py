@@ -53,7 +53,7 @@ def parse_event(what: str, line: bytes) -> WatchEvent:
     parsed = parse_object(what, line)
     kind, obj = parsed["type"], parsed["object"]
     if kind == "ERROR":
-        error = from_status(what, int(obj.get("code") or 500), json.dumps(obj))
+        error = from_status(what, int(obj.get("code") or 500), json.dumps(obj), read=True)
         # Whatever the server says, a watch that failed goes on with a new list.
         raise error if isinstance(error, Expired | ApiUnavailable) else Expired(str(error))
     return WatchEvent(kind, obj)

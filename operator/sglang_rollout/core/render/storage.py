@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_rollout.api.model_spec import MODELS
+from sglang_rollout.api.model_spec import MODEL_PATH_ENV, MODELS
 from sglang_rollout.api.pod_template import CACHE_VOLUME, DOWNLOAD_CONTAINER, MODEL_VOLUME
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core.hashing import digest
@@ -51,7 +51,7 @@ def downloads(rollout: SGLangRollout) -> list[Object]:
             "name": DOWNLOAD_CONTAINER,
             "image": rollout.spec.engine.image,
             "command": ["/bin/sh", "-c", FETCH_SCRIPT, DOWNLOAD_CONTAINER, *model.download.command],
-            "env": [{"name": "MODEL_PATH", "value": model.path}, *env],
+            "env": [{"name": MODEL_PATH_ENV, "value": model.path}, *env],
             "resources": requests("100m", "256Mi"),
             "securityContext": {"allowPrivilegeEscalation": False},
             "terminationMessagePolicy": "FallbackToLogsOnError",

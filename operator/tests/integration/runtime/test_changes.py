@@ -100,6 +100,84 @@ async def test_what_the_server_refuses_is_said_in_the_status_and_not_hammered(op
     await eventually("children after the mend", lambda: world.is_complete("demo"))
 
 
+MISFITS: dict[str, tuple[Any, str]] = {
+    "unknown field": ({"containers": [{"name": "engine", "enviroment": []}]}, "enviroment: field not declared in schema"),
+    "wrong type": ({"terminationGracePeriodSeconds": "soon"}, "terminationGracePeriodSeconds"),
+    "duplicate key": ({"tolerations": [], "hostAliases": [{"ip": "10.0.0.1"}, {"ip": "10.0.0.1"}]}, "hostAliases"),
+    "bad quantity": ({"containers": [{"name": "engine", "resources": {"requests": {"memory": "much"}}}]}, "quantities must match"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+async def test_what_does_not_fit_the_schema_is_a_refusal_and_no_outage(operator: OperatorProcess, world: World, case: str) -> None:
+    """The API server answers 500 to such an apply, as it does when it is in trouble itself."""
+    pod_spec, words = MISFITS[case]
+    await world.kube.create(rollout("demo", world.namespace, podTemplate={"spec": pod_spec}))
+
+    async def said() -> bool:
+        ready = await world.condition("demo")
+        assert (ready.get("status"), ready.get("reason")) == ("False", "ApplyFailed"), ready
+        return words in ready["message"]
+
+    await eventually("the server's words in the status", said, seconds=10)
+    assert await world.seconds_until_told("demo", "ApplyFailed") <= 5
+    assert "waiting for the API server" not in operator.said()
+    # Growing delays, and not every three seconds for ever.
+    before = operator.metrics()["retries_total"]
+    await asyncio.sleep(5.0)
+    assert operator.metrics()["retries_total"] - before <= 5
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"podTemplate": None}})
+    await eventually("children after the mend", lambda: world.is_complete("demo"))
+    assert (await world.condition("demo"))["reason"] != "ApplyFailed"
+
+
+async def test_a_delete_that_is_refused_is_said_in_the_status(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
+    await world.kube.create(rollout("demo", world.namespace, replicas=2))
+    await eventually("children", lambda: world.is_complete("demo"))
+    _refuse_deletes(api, world.namespace)
+
+    async def refused() -> bool:
+        await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"replicas": 1}})
+        ready = await world.condition("demo")
+        assert ready.get("reason") == "ApplyFailed", ready
+        return "nothing goes on a Friday" in ready["message"]
+
+    await eventually("the policy's words in the status", refused)
+    api.kubectl("delete", "validatingadmissionpolicybinding", world.namespace)
+    await eventually("one engine after the mend", lambda: world.is_complete("demo", 1), seconds=60)
+
+
+def _refuse_deletes(api: ControlPlane, namespace: str) -> None:
+    """An admission policy for the namespace; it takes a moment to be looked at."""
+    policy = {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": {"name": namespace},
+        "spec": {
+            "matchConstraints": {
+                "resourceRules": [{"apiGroups": ["apps"], "apiVersions": ["v1"], "resources": ["statefulsets"], "operations": ["DELETE"]}]
+            },
+            "validations": [{"expression": "false", "message": "nothing goes on a Friday"}],
+        },
+    }
+    binding = {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": {"name": namespace},
+        "spec": {
+            "policyName": namespace,
+            "validationActions": ["Deny"],
+            "matchResources": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}},
+        },
+    }
+    for made in (policy, binding):
+        api.kubectl("apply", "-f", "-", stdin=json.dumps(made))
+    end = time.monotonic() + 30
+    while "Friday" not in api.kubectl("delete", "statefulset", "demo-engine-1", "-n", namespace, "--dry-run=server", check=False).stderr:
+        assert time.monotonic() < end, "the policy is not looked at"
+        time.sleep(0.5)
+
+
 async def test_an_image_that_does_not_pull_is_a_sentence_and_an_event(operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace))
     await eventually("children", lambda: world.is_complete("demo"))

@@ -84,6 +84,12 @@ async def test_a_refusal_does_not_stop_other_applies_but_every_delete() -> None:
     assert ("delete", "d") not in kube.calls
 
 
+async def test_a_delete_that_is_refused_is_told_and_stops_no_other() -> None:
+    kube = Recorder(b=Refused("denied by policy", code=403))
+    assert await run(kube, apply("a"), delete("b"), delete("c")) == Outcome(2, Failure(Reason.APPLY_FAILED, "denied by policy"))
+    assert ("delete", "c") in kube.calls
+
+
 @pytest.mark.parametrize("error", [NotFound("gone"), Conflict("another uid")])
 async def test_what_is_gone_already_needs_no_delete(error: KubeError) -> None:
     kube = Recorder(a=error)

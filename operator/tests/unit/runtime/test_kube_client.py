@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,38 @@ async def test_bad_answers_become_our_errors_with_the_servers_sentence(
         assert caught.value.already_exists
     if isinstance(caught.value, Refused):
         assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "reason", "kind"),
+    [
+        (500, "failed to create typed patch object (n/x): .spec.enviroment: field not declared in schema", "", Refused),
+        (500, "Internal error occurred: failed calling webhook: no endpoints available", "InternalError", Refused),
+        (500, "etcdserver: request timed out", "", ApiUnavailable),
+        (500, "Internal error occurred: etcdserver: leader changed", "InternalError", ApiUnavailable),
+        (500, "rpc error: code = Unavailable desc = connection error", "", ApiUnavailable),
+        (502, "because of this", "", ApiUnavailable),
+        (503, "because of this", "ServiceUnavailable", ApiUnavailable),
+        (504, "because of this", "Timeout", ApiUnavailable),
+    ],
+)
+async def test_a_server_error_about_what_was_sent_is_a_refusal(
+    tmp_path: Path, code: int, message: str, reason: str, kind: type[KubeError]
+) -> None:
+    obj = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", "namespace": "n"}}
+    async with scripted(tmp_path, *(status(code, message, reason) for _ in range(2))) as (_, kube):
+        with pytest.raises(KubeError, match=re.escape(message)) as caught:
+            await kube.apply(obj)
+        with pytest.raises(KubeError) as deleting:
+            await kube.delete(PODS, "n", "x")
+    assert type(caught.value) is type(deleting.value) is kind
+
+
+async def test_a_server_error_of_something_in_between_is_an_outage(tmp_path: Path) -> None:
+    async with scripted(tmp_path, web.Response(status=500, text="<html>"), web.json_response({"message": "no"}, status=500)) as (_, kube):
+        for _ in range(2):
+            with pytest.raises(ApiUnavailable):
+                await kube.delete(PODS, "n", "x")
 
 
 async def test_a_proxy_that_answers_with_html_is_no_api_server(tmp_path: Path) -> None:
