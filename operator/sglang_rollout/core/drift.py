@@ -34,6 +34,30 @@ _KEPT_ZEROS = frozenset(
 """Fields whose false or 0 the API server keeps. From others it drops an empty value, which then looks like a missing
 one."""
 
+_KEPT_EMPTY = frozenset({"emptyDir", "labelSelector", "namespaceSelector"})
+"""Maps that say something when they are empty, so that the API server keeps them. Others it drops, as it drops empty values."""
+
+_FILLED_IN = frozenset(
+    {
+        "apiVersion",
+        "dnsPolicy",
+        "failureThreshold",
+        "imagePullPolicy",
+        "path",
+        "periodSeconds",
+        "protocol",
+        "restartPolicy",
+        "scheme",
+        "schedulerName",
+        "serviceAccountName",
+        "successThreshold",
+        "terminationMessagePath",
+        "terminationMessagePolicy",
+        "timeoutSeconds",
+    }
+)
+"""Fields in which the API server writes its default over an empty text or a 0."""
+
 _WHOLE = frozenset({"spec.selector"})
 """Maps that are one value to the API server (``x-kubernetes-map-type: atomic``) and mean something else with a key more: a
 Service with another key in its selector selects nothing."""
@@ -50,12 +74,20 @@ def stamped(rendered: Mapping[str, Any]) -> dict[str, Any]:
     return {**rendered, "metadata": metadata}
 
 
+def is_applied(stamp: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    """Whether ``live`` was made from what :func:`stamped` made. It may have been changed since, or may be what the API server makes of
+    it."""
+    return bool(stamp["metadata"]["annotations"][ANNOTATION_APPLIED] == _applied(live))
+
+
+def _applied(live: Mapping[str, Any]) -> Any:
+    return (live.get("metadata", {}).get("annotations") or {}).get(ANNOTATION_APPLIED)
+
+
 def difference(stamp: Mapping[str, Any], live: Mapping[str, Any]) -> str:
     """Return where ``live`` differs from what :func:`stamped` made, as a path; empty if it does not."""
-    wanted = stamp["metadata"]["annotations"][ANNOTATION_APPLIED]
-    found = (live.get("metadata", {}).get("annotations") or {}).get(ANNOTATION_APPLIED)
-    if found != wanted:
-        return "what is wanted changed" if found else f"metadata.annotations[{ANNOTATION_APPLIED}]"
+    if not is_applied(stamp, live):
+        return "what is wanted changed" if _applied(live) else f"metadata.annotations[{ANNOTATION_APPLIED}]"
     return _mapping(stamp, live, "", False)
 
 
@@ -68,6 +100,8 @@ def _value(rendered: Any, live: Any, path: str, key: str, quantities: bool) -> s
     if isinstance(rendered, list):
         return _list(rendered, live, path, key) if isinstance(live, list) else path
     if rendered == live and isinstance(rendered, bool) == isinstance(live, bool):
+        return ""
+    if key in _FILLED_IN and not rendered:
         return ""
     return "" if quantities and quantity.same(rendered, live) else path
 
@@ -88,7 +122,7 @@ def _mapping(rendered: Mapping[str, Any], live: Mapping[str, Any], path: str, qu
 
 
 def _is_dropped(key: str, value: Any) -> bool:
-    return value is None or (key not in _KEPT_ZEROS and not isinstance(value, Mapping) and not value)
+    return value is None or (not value and key not in _KEPT_ZEROS | _KEPT_EMPTY)
 
 
 def _list(rendered: list[Any], live: list[Any], path: str, key: str) -> str:

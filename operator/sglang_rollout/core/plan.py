@@ -21,11 +21,11 @@ to, and pods that go one by one would end the engine outside of its turn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_rollout.core import names, pods
-from sglang_rollout.core.drift import difference, stamped
+from sglang_rollout.core.drift import difference, is_applied, stamped
 from sglang_rollout.core.elastic import base_members, comes_later, held_for_nothing, in_part, waits_for_room
 from sglang_rollout.core.hashing import revisions
 from sglang_rollout.core.render import render_all
@@ -52,6 +52,8 @@ class Apply:
     """The object is the control Secret and holds no token yet: put a random one in first."""
     unseen: bool = False
     """No object of this name carries the rollout's label. One without it may be there: ask :func:`stranger` first."""
+    version: str = ""
+    """resourceVersion of the live object. If it is the same afterwards, nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Delete:
     uid: str
     """Precondition: an object of the same name that was made meanwhile is left alone."""
     reason: str
+    unless_healed: str = ""
+    """Name of an object that is applied in the same plan. If that changed it, this waits for the next plan."""
 
 
 Action = Apply | Delete
@@ -89,6 +93,8 @@ def plan(world: World, settings: Settings, now: str = "") -> Plan:
     found = render_all(rollout, settings, token, gates=world.gates(), avoided=world.avoided, members=base_members(world))
     wanted = [stamped(rendered) for rendered in found if _can_be_made(rendered, world)]
     applies: list[Action] = []
+    changing: set[str] = set()
+    healing: set[str] = set()
     blocked = False
     for rendered in wanted:
         live = world.child(rendered["kind"], rendered["metadata"]["name"])
@@ -100,15 +106,17 @@ def plan(world: World, settings: Settings, now: str = "") -> Plan:
         reason = "does not exist" if live is None else difference(rendered, live)
         if reason:
             needs_token = rendered["kind"] == "Secret" and token is None
-            applies.append(Apply(rendered, reason, needs_token=needs_token, unseen=live is None))
+            version = str((live or {}).get("metadata", {}).get("resourceVersion", ""))
+            applies.append(Apply(rendered, reason, needs_token=needs_token, unseen=live is None, version=version))
+            (healing if live is not None and is_applied(rendered, live) else changing).add(rendered["metadata"]["name"])
     prunes = _prunes(world, wanted)
-    changing = {action.object["metadata"]["name"] for action in applies if isinstance(action, Apply)}
     restarts, waits = _rolling(world, changing, now)
+    restarts = [_unless_healed(restart, healing) for restart in (*restarts, *_moves(world, changing, now))]
     waits = (
         waits or bool(world.cluster.gang_problem or world.cluster.queue_problem) or any(in_part(world, name) for name in world.engines())
     )
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
-    return Plan((*applies, *prunes, *restarts, *_moves(world, changing, now)), requeue)
+    return Plan((*applies, *prunes, *restarts), requeue)
 
 
 def _can_be_made(rendered: Object, world: World) -> bool:
@@ -235,6 +243,13 @@ def _is_observed(world: World, engine: str) -> bool:
     statefulset: Mapping[str, Any] = world.child("StatefulSet", engine) or {}
     generation = (statefulset.get("metadata") or {}).get("generation")
     return (statefulset.get("status") or {}).get("observedGeneration") == generation
+
+
+def _unless_healed(restart: Delete, healing: set[str]) -> Delete:
+    """Hold back the restart of an engine whose template somebody has changed: the controller could make the pod anew from that. If
+    applying changes nothing, the template is what the API server makes of ours, and is waited for no longer."""
+    engine = restart.name if restart.kind == "StatefulSet" else restart.name.rpartition("-")[0]
+    return replace(restart, unless_healed=engine) if engine in healing else restart
 
 
 def _restart(old: Object, reason: str) -> Delete:

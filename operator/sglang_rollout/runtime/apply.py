@@ -33,17 +33,21 @@ class Outcome:
 async def execute(kube: Kube, namespace: str, plan: Plan) -> Outcome:
     """Run the actions in order. Raises ApiUnavailable or Conflict when the whole should be tried again."""
     done: list[str] = []
+    healed: set[str] = set()
     unapplied: Failure | None = None
     undeleted: Failure | None = None
     try:
         for action in plan.actions:
             if isinstance(action, Apply):
-                found = await _apply(kube, namespace, action)
-                if found is None:
-                    done.append(f"applied {action.object['kind']} {action.object['metadata']['name']}: {action.reason}")
-                unapplied = unapplied or found
+                found, name = await _apply(kube, namespace, action), action.object["metadata"]["name"]
+                if isinstance(found, Failure):
+                    unapplied = unapplied or found
+                    continue
+                done.append(f"applied {action.object['kind']} {name}: {action.reason}")
+                if found["metadata"].get("resourceVersion") != action.version:
+                    healed.add(name)
             # A plan that could not be applied as a whole deletes nothing: its deletes may rest on what was refused.
-            elif not unapplied:
+            elif not unapplied and action.unless_healed not in healed:
                 deleted = await _delete(kube, namespace, action)
                 if deleted is True:
                     done.append(f"deleted {action.kind} {action.name}: {action.reason}")
@@ -63,20 +67,18 @@ def _tell(namespace: str, done: list[str]) -> None:
         log.debug("%s: %s", namespace, line)
 
 
-async def _apply(kube: Kube, namespace: str, action: Apply) -> Failure | None:
-    """Why it did not go through; None if it did."""
+async def _apply(kube: Kube, namespace: str, action: Apply) -> Object | Failure:
+    """The object as it is now, or why it is not so."""
     try:
         if action.unseen or action.needs_token:
             live = await _live(kube, namespace, action.object)
             taken = stranger(live, action.object) if live else ""
             if taken:
                 return Failure(Reason.NAME_TAKEN, taken)
-            await _make(kube, action, live)
-        else:
-            await kube.apply(action.object)
+            return await _make(kube, action, live)
+        return await kube.apply(action.object)
     except Refused as error:
         return Failure(Reason.APPLY_FAILED, str(error))
-    return None
 
 
 async def _live(kube: Kube, namespace: str, obj: Object) -> Object | None:
@@ -86,7 +88,7 @@ async def _live(kube: Kube, namespace: str, obj: Object) -> Object | None:
         return None
 
 
-async def _make(kube: Kube, action: Apply, live: Object | None) -> None:
+async def _make(kube: Kube, action: Apply, live: Object | None) -> Object:
     """Apply over what there is. If there is nothing, nobody who is faster is overwritten: Conflict then, and all is looked
     at again.
     """
@@ -96,12 +98,11 @@ async def _make(kube: Kube, action: Apply, live: Object | None) -> None:
         # took the label off the Secret.
         obj = with_token(obj, token_of(live) or secrets.token_urlsafe(TOKEN_BYTES))
     if live is not None:
-        await kube.apply(obj)
-    elif action.needs_token:
+        return await kube.apply(obj)
+    if action.needs_token:
         # Apply would not do: of two operators (an upgrade in which both run for a moment) each may replace what is its own.
-        await kube.create(obj)
-    else:
-        await kube.apply(obj, force=False)
+        return await kube.create(obj)
+    return await kube.apply(obj, force=False)
 
 
 async def _delete(kube: Kube, namespace: str, action: Delete) -> bool | Failure:

@@ -36,11 +36,16 @@ class Cluster:
         return plan(self.observe(), settings)
 
     def execute(self, actions: tuple[Action, ...]) -> None:
+        healed = set()
         for action in actions:
             if isinstance(action, Delete):
-                self._delete(action)
-            else:
-                self._apply(with_token(action.object, "t0ken") if action.needs_token else action.object)
+                if action.unless_healed not in healed:
+                    self._delete(action)
+                continue
+            name = action.object["metadata"]["name"]
+            self._apply(with_token(action.object, "t0ken") if action.needs_token else action.object)
+            if self.objects[action.object["kind"], name]["metadata"]["resourceVersion"] != action.version:
+                healed.add(name)
 
     def settle(self) -> None:
         """What the cluster does by itself between two looks of the operator."""
@@ -76,13 +81,16 @@ class Cluster:
         key = (obj["kind"], obj["metadata"]["name"])
         live = self.objects.get(key)
         metadata = {"uid": f"uid-{next(self.serial)}", "generation": 0} if live is None else live["metadata"]
-        spec_changed = live is None or live.get("spec") != obj.get("spec")
-        made = copy.deepcopy(obj)
+        made = _stored(obj)
+        spec_changed = live is None or live.get("spec") != made.get("spec")
         made["metadata"] |= {"uid": metadata["uid"], "generation": metadata["generation"] + spec_changed}
         # The API server fills in fields that nobody rendered, and keeps those that others own.
         made["status"] = (live or {}).get("status", {})
         if obj["kind"] == "ConfigMap" and "data" not in obj and live and "data" in live:
             made["data"] = live["data"]
+        made["metadata"]["resourceVersion"] = metadata.get("resourceVersion", "")
+        if made != live:
+            made["metadata"]["resourceVersion"] = str(next(self.serial))
         self.objects[key] = made
 
     def _delete(self, action: Delete) -> None:
@@ -133,6 +141,17 @@ class Cluster:
         ]
         record = Record(term=1, epoch=1, committed=BASE, engines=rows)
         config_map["data"] = {names.WEIGHTS_KEY: record.model_dump_json()}
+
+
+def _stored(obj: Any) -> Any:
+    """What the API server makes of it: it lower-cases one field that we know nothing of, and drops maps that are empty."""
+    if isinstance(obj, dict):
+        return {
+            key: value.lower() if key == "rewritten" else _stored(value)
+            for key, value in obj.items()
+            if not (key == "nodeSelector" and value == {})
+        }
+    return [_stored(item) for item in obj] if isinstance(obj, list) else obj
 
 
 def rollout(name: str = "demo", **spec: Any) -> Object:

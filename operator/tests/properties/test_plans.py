@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated import SETTINGS, Cluster, rollout
@@ -94,6 +95,37 @@ def test_a_rolling_update_keeps_all_engines_but_one(then: Any) -> None:
         assert len(lost) <= 1, "two engines that serve were restarted at once"
         cluster.execute(made.actions)
         cluster.settle()
+
+
+@pytest.mark.parametrize("overlay", [{"nodeSelector": {}}, {"rewritten": "As It Is Written"}])
+def test_what_the_api_server_makes_of_a_template_holds_no_rolling_update(overlay: Any) -> None:
+    spec = {**HEALTHY, "podTemplate": {"spec": overlay}}
+    cluster = Cluster(rollout(**spec))
+    for image in ("example.org/engine:1", "example.org/engine:2"):
+        cluster.edit_spec({**spec, "engine": {"image": image, "gpuResource": ""}})
+        for _ in range(8):
+            cluster.execute(cluster.plan().actions)
+            cluster.settle()
+        assert {pod["spec"]["containers"][0]["image"] for pod in cluster.pods.values()} == {image}
+    assert len(cluster.serving()) == 3
+
+
+def test_a_template_that_somebody_changed_is_healed_before_a_pod_is_made_from_it() -> None:
+    cluster = Cluster(rollout(**HEALTHY))
+    cluster.converge()
+    cluster.edit_spec({**HEALTHY, "engine": {"image": "example.org/engine:2", "gpuResource": ""}})
+    cluster.execute(cluster.plan().actions)
+    cluster.settle()
+    for index in range(3):
+        child = cluster.objects["StatefulSet", f"demo-engine-{index}"]
+        child["spec"]["template"]["spec"]["containers"][0]["image"] = "example.org/of-somebody:1"
+        child["metadata"] |= {"generation": 9, "resourceVersion": f"edited-{index}"}
+    cluster.settle()
+    before = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.execute(cluster.plan().actions)
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == before
+    cluster.converge()
+    assert {pod["spec"]["containers"][0]["image"] for pod in cluster.pods.values()} == {"example.org/engine:2"}
 
 
 def test_a_broken_image_stops_the_rolling_update_at_the_first_engine() -> None:

@@ -49,7 +49,7 @@ def identity(item: Any, keys: tuple[str, ...]) -> tuple[Any, ...] | None:
     """Return what tells ``item`` from the others of its list; None if it lacks it."""
     if not isinstance(item, Mapping):
         return None
-    found = tuple(item.get(key, _PORT_PROTOCOL if key == "protocol" else None) for key in keys)
+    found = tuple(item.get(key) or (_PORT_PROTOCOL if key == "protocol" else item.get(key)) for key in keys)
     return None if None in found else found
 
 

@@ -77,6 +77,25 @@ async def test_a_changed_engine_rolls_one_at_a_time(operator: OperatorProcess, w
     assert {"RollingUpdateStarted", "RollingUpdateFinished"} <= reasons
 
 
+@pytest.mark.parametrize("pod_spec", [{"nodeSelector": {}, "schedulerName": ""}, {"serviceAccount": "other"}], ids=["dropped", "rewritten"])
+async def test_what_the_server_makes_of_a_template_holds_no_rolling_update(
+    operator: OperatorProcess, world: World, pod_spec: dict[str, Any]
+) -> None:
+    await world.kube.create(rollout("demo", world.namespace, podTemplate={"spec": pod_spec}))
+    await world.serve("demo", 2)
+    old = {pod["metadata"]["uid"] for pod in (await world.pods("demo")).values()}
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"engine": {"args": ["--log-level", "info"]}}})
+
+    async def rolled() -> bool:
+        pods = await world.pods("demo")
+        for pod in pods.values():
+            await world.make_ready(pod)
+        return len(pods) == 2 and not old & {pod["metadata"]["uid"] for pod in pods.values()}
+
+    await eventually("two new pods", rolled, seconds=60)
+    await eventually("Ready again", lambda: _is_ready(world, "demo"))
+
+
 async def _is_ready(world: World, name: str) -> bool:
     return (await world.condition(name)).get("status") == "True"
 

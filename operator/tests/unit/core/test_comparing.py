@@ -179,3 +179,35 @@ def test_a_key_added_to_a_services_selector_is_drift() -> None:
     assert difference(stamped(service), live) == ""
     added = live | {"spec": {"selector": {"rollout": "demo", "a": "b"}}}
     assert difference(stamped(service), added) == "spec.selector"
+
+
+EMPTIED: Object = {
+    "kind": "X",
+    "metadata": {"name": "n", "labels": {}},
+    "spec": {
+        "nodeSelector": {},
+        "schedulerName": "",
+        "dnsPolicy": "",
+        "containers": [{"name": "log", "imagePullPolicy": "", "resources": {"limits": {}}, "livenessProbe": {"periodSeconds": 0}}],
+        "volumes": [{"name": "x", "emptyDir": {}}],
+    },
+}
+
+
+def test_what_the_api_server_drops_or_fills_in_is_no_drift() -> None:
+    live = live_of(EMPTIED)
+    del live["metadata"]["labels"], live["spec"]["nodeSelector"]
+    live["spec"] |= {"schedulerName": "default-scheduler", "dnsPolicy": "ClusterFirst"}
+    log = {"name": "log", "imagePullPolicy": "IfNotPresent", "resources": {}, "livenessProbe": {"periodSeconds": 10}}
+    live["spec"]["containers"] = [log]
+    assert difference(stamped(EMPTIED), live) == ""
+
+
+def test_an_empty_map_that_says_something_and_an_empty_variable_are_healed() -> None:
+    live = live_of(EMPTIED)
+    live["spec"]["volumes"] = [{"name": "x", "hostPath": {"path": "/"}}]
+    assert difference(stamped(EMPTIED), live) == "spec.volumes[x].emptyDir"
+    empty = {**RENDERED, "spec": {"containers": [{"name": "engine", "env": [{"name": "A", "value": ""}]}]}}
+    live = live_of(empty)
+    live["spec"]["containers"][0]["env"][0]["value"] = "1"
+    assert difference(stamped(empty), live) == "spec.containers[engine].env[A].value"

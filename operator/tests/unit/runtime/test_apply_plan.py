@@ -28,13 +28,15 @@ class Recorder:
         if name in self.errors:
             raise self.errors[name]
 
-    async def apply(self, obj: dict[str, Any], *, force: bool = True) -> None:
+    async def apply(self, obj: dict[str, Any], *, force: bool = True) -> dict[str, Any]:
         self.objects.append(obj)
         self._call("apply" if force else "apply without force", obj["metadata"]["name"])
+        return {**obj, "metadata": {**obj["metadata"], "resourceVersion": "8"}}
 
-    async def create(self, obj: dict[str, Any]) -> None:
+    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
         self.objects.append(obj)
         self._call("create", obj["metadata"]["name"])
+        return obj
 
     async def get(self, _resource: Any, namespace: str, name: str) -> dict[str, Any]:
         assert namespace == "n"
@@ -57,8 +59,8 @@ def apply(name: str, kind: str = "ConfigMap", **more: Any) -> Apply:
     )
 
 
-def delete(name: str) -> Delete:
-    return Delete("v1", "Pod", name, f"uid-{name}", "because")
+def delete(name: str, **more: Any) -> Delete:
+    return Delete("v1", "Pod", name, f"uid-{name}", "because", **more)
 
 
 async def run(kube: Recorder, *actions: Apply | Delete) -> Outcome:
@@ -82,6 +84,16 @@ async def test_a_refusal_does_not_stop_other_applies_but_every_delete() -> None:
     assert await run(kube, apply("a"), apply("b"), apply("c"), delete("d")) == Outcome(1, Failure(Reason.APPLY_FAILED, "a is nonsense"))
     assert ("apply", "c") in kube.calls
     assert ("delete", "d") not in kube.calls
+
+
+@pytest.mark.parametrize(("seen", "deleted"), [("7", False), ("8", True), ("", False)])
+async def test_a_pod_stays_when_its_template_was_healed_a_moment_ago(seen: str, deleted: bool) -> None:
+    """Its controller may not have seen that yet, and would make the pod anew from what somebody had changed."""
+    kube = Recorder()
+    made = await run(kube, apply("a", version=seen), delete("a-0", unless_healed="a"), delete("b-0"))
+    assert made.writes == 2 + deleted
+    assert (("delete", "a-0") in kube.calls) is deleted
+    assert ("delete", "b-0") in kube.calls
 
 
 async def test_a_delete_that_is_refused_is_told_and_stops_no_other() -> None:
