@@ -6,7 +6,7 @@ update. It keeps no memory between passes: an operator that was killed half-way 
 Rolling update, in the order of the questions:
 
     StatefulSet not yet as wanted (or its controller lags)  -> apply; a pod deleted now would return as it was
-    outdated engine that is not ready                       -> delete its pods: it serves nobody, so nothing is lost
+    outdated engine that is not ready, or lacks pods        -> delete its pods: it serves nobody, so nothing is lost
     another engine does not serve (nor is it paused)        -> wait: one engine at a time; not for one beyond the base without room
     outdated engine                                         -> delete its pods; one that does not serve first
 
@@ -191,7 +191,8 @@ def _rolling(world: World, changing: set[str], now: str) -> tuple[list[Delete], 
     if not outdated:
         return [], False
     settled = {engine: found for engine, found in outdated.items() if engine not in changing and _is_observed(world, engine)}
-    broken = [engine for engine in settled if not all(map(pods.is_ready, world.pods_of(engine)))]
+    # Also one whose pods are not there, for example because a quota does not let them be made.
+    broken = [engine for engine in settled if not world.whole(engine)]
     if broken:
         return [_restart(old, "outdated, and not ready") for engine in broken for old in settled[engine]], True
     return _next_step(world, [engine for engine in wanted if not waits_for_room(world, engine, now)], settled), True

@@ -148,3 +148,24 @@ def test_status_names_the_pod_that_does_not_find_pod_0() -> None:
     starting = [pod(1, rank, ready=False) for rank in range(2)]
     shown = engines(fleet(pod(0, 0), pod(0, 1), *starting, gates=(True, False), reason=said))[1]
     assert shown["reason"].endswith(f"now for {words}.")
+
+
+@pytest.mark.parametrize("there", [0, 1])
+def test_engines_whose_pods_cannot_be_made_are_made_anew_at_once(there: int) -> None:
+    """They serve nobody, so that nothing is lost, and none of them has to wait for another."""
+    pods = [pod(index, 0, current="old") for index in range(2)][: 2 * there]
+    seen = applied(fleet(*pods, gates=(False, False)))
+    wanted = cr(engine={**ENGINE, "nodes": 1})
+    resized = replace(seen, cr=wanted, rollout=SGLangRollout.model_validate(wanted))
+    made = plan(resized, SETTINGS)
+    assert [(one.kind, one.name) for one in made.actions if isinstance(one, Delete)] == [
+        ("StatefulSet", "demo-engine-0"),
+        ("StatefulSet", "demo-engine-1"),
+    ]
+
+
+def test_an_engine_that_has_not_all_its_pods_is_broken() -> None:
+    seen = fleet(pod(0, 0, current="old"), pod(0, 1, current="old"), pod(1, 0, current="old"), gates=(True, False))
+    assert rolled(seen) == {"demo-engine-1-0"}
+    both = fleet(pod(0, 0, current="old"), pod(1, 0, current="old"), gates=(False, False))
+    assert rolled(both) == {"demo-engine-0-0", "demo-engine-1-0"}
