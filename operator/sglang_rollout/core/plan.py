@@ -9,6 +9,7 @@ Rolling update, in the order of the questions:
     outdated engine that is not ready, or lacks pods        -> delete its pods: it serves nobody, so nothing is lost
     another engine does not serve (nor is it paused)        -> wait: one engine at a time; not for one beyond the base without room
     outdated engine                                         -> delete its pods; one that does not serve first
+    (fleet Asleep by spec.state: nobody serves)             -> delete the pods of one that was made without what sleeping needs
 
 An engine that does not come up on a node which is avoided is moved in the same way, beside the rolling update: its StatefulSet
 gets the affinity first, then its pods are deleted. So are the pods that are left of an engine beyond the base when it was preempted in
@@ -30,7 +31,7 @@ from sglang_rollout.core.elastic import base_members, comes_later, held_for_noth
 from sglang_rollout.core.hashing import revisions
 from sglang_rollout.core.render import render_all
 from sglang_rollout.core.render.policies import token_of
-from sglang_rollout.core.serving import kept_back, serves
+from sglang_rollout.core.serving import cannot_sleep, kept_back, serves
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.world import Object, World
 
@@ -205,6 +206,10 @@ def _next_step(world: World, engines: list[str], settled: Mapping[str, list[Obje
     for engine in sorted(settled, key=lambda name: (name not in away, -engines.index(name))):
         if all(other == engine for other in away):
             return [_restart(old, "outdated, and all other engines serve") for old in settled[engine]]
+    # Where all sleep nobody serves, so that one which cannot has to be made anew all the same: one at a time, too.
+    awake = [engine for engine in sorted(settled, key=engines.index, reverse=True) if cannot_sleep(world, engine)]
+    if awake and all(map(world.whole, engines)):
+        return [_restart(old, "outdated, and cannot sleep") for old in settled[awake[0]]]
     return []
 
 

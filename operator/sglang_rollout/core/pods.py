@@ -94,6 +94,12 @@ def made_for(statefulset: Object) -> int:
     return int(words[words.index(names.NODES_FLAG) + 1]) if names.NODES_FLAG in words else 1
 
 
+def started_with(pod: Object, flag: str) -> bool:
+    """Return whether the pod starts SGLang with this flag."""
+    containers = (pod.get("spec") or {}).get("containers") or []
+    return any(flag in (container.get("args") or []) for container in containers if container.get("name") == ENGINE_CONTAINER)
+
+
 def place(pod: Object) -> str:
     """Return name and node of a pod, for sentences about an engine that has several."""
     node = node_of(pod)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_rollout.core import names
+from sglang_rollout.api.engine_knobs import FLAGS
+from sglang_rollout.core import names, pods
 from sglang_rollout.core.world import World
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
@@ -29,6 +30,15 @@ def kept_back(world: World, engine: str) -> bool:
     """Whether only ``spec.state`` keeps an engine from serving."""
     paused = world.record is not None and world.record.state is FleetState.PAUSED
     return paused and holds_committed(world, engine) and world.whole(engine) and router_ready(world)
+
+
+def cannot_sleep(world: World, engine: str) -> bool:
+    """Whether an engine of a fleet that ``spec.state`` keeps Asleep was made without what sleeping needs. It has its memory and serves
+    nobody, until it is made anew."""
+    asleep, row = world.record is not None and world.record.state is FleetState.ASLEEP, world.row(engine)
+    if not asleep or row is None or row.gate_open or row.released:
+        return False
+    return not any(pods.started_with(pod, FLAGS["memory_saver"]) for pod in world.pods_of(engine))
 
 
 def waits_for_trainer(world: World) -> bool:
