@@ -13,6 +13,7 @@ import pydantic
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names, pods
 from sglang_rollout.core.cluster import Cluster
+from sglang_rollout.core.shapes import misfit
 from sglang_rollout.core.words import sentence
 from sglang_rollout.wire.record import EngineRow, Record
 
@@ -136,12 +137,14 @@ def observe_world(cr: Object, children: Iterable[Object], pods: Iterable[Object]
 def _parse(cr: Object) -> tuple[SGLangRollout | None, str]:
     """Without the status: that one which we cannot read is written anew, and must not stand in the way of the spec."""
     try:
-        return SGLangRollout.model_validate({key: value for key, value in cr.items() if key != "status"}), ""
+        rollout = SGLangRollout.model_validate({key: value for key, value in cr.items() if key != "status"})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         said = sentence(f"{where}: {first['msg']}")
         return None, f"{said} The object was stored under another version of the API: apply it again."
+    problem = misfit(rollout)
+    return (None, problem) if problem else (rollout, "")
 
 
 def _record(config_map: Object | None) -> tuple[Record | None, str]:

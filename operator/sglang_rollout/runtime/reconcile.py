@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sglang_rollout.api.conditions import Reason
 from sglang_rollout.core.avoidance import expires_in
 from sglang_rollout.core.events import transitions
-from sglang_rollout.core.plan import plan
+from sglang_rollout.core.facts import Failure
+from sglang_rollout.core.plan import Plan, plan
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.core.status import build_status
+from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import World
 from sglang_rollout.runtime.apply import Outcome, execute
 from sglang_rollout.runtime.errors import Conflict, NotFound, Refused
@@ -53,8 +56,8 @@ class Reconciler:
             # Children go by their owner references; making new ones now would only be in the way.
             self._metrics.ready(key, None)
             return Result("gone")
-        steps = plan(world, self._settings, self._now())
-        outcome = await execute(self._kube, namespace, steps)
+        steps, unplanned = self._plan(world)
+        outcome = await execute(self._kube, namespace, steps) if unplanned is None else Outcome(0, unplanned)
         if outcome.writes:
             # Status speaks of what is there now. With the old picture it could call a fleet of the previous
             # generation ready under the new observedGeneration.
@@ -69,6 +72,17 @@ class Reconciler:
             log.warning("%s/%s: %s", namespace, name, outcome.failure.sentence)
         waits = [seconds for seconds in (steps.requeue_after, expires_in(status, self._now())) if seconds is not None]
         return Result("refused" if outcome.failure else "ok", min(waits, default=None), retry=bool(outcome.failure))
+
+    def _plan(self, world: World) -> tuple[Plan, Failure | None]:
+        """What to do, or why nobody can say: a person must learn of a defect from the object that it concerns, not only from our log."""
+        try:
+            return plan(world, self._settings, self._now()), None
+        except Exception as error:
+            metadata = world.cr["metadata"]
+            log.exception("%s/%s: a defect in the operator: nothing can be planned", metadata["namespace"], metadata["name"])
+            said = sentence(f"The children of this rollout cannot be made ({type(error).__name__}: {error})")
+            advice = "Look first at spec.podTemplate and spec.scheduling.affinity: are they as in a Pod?"
+            return Plan(), Failure(Reason.APPLY_FAILED, f"{said} {advice} The operator's log has more; please report it.")
 
     async def _report(self, world: World, outcome: Outcome) -> Object:
         """Write the status if it differs, then tell people what changed."""

@@ -59,7 +59,7 @@ def prefetch(rollout: SGLangRollout, settings: Settings) -> list[Object]:
 
 
 def _pod_spec(engine: Object, download: Object) -> Object:
-    mounted = {mount["name"] for mount in download.get("volumeMounts") or []}
+    mounted = {mount.get("name") for mount in download.get("volumeMounts") or []}
     nodes = (engine.get("affinity") or {}).get("nodeAffinity")
     return {
         **{key: engine[key] for key in _TAKEN_OVER if key in engine},

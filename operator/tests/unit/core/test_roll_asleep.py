@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -57,11 +58,9 @@ def test_engines_that_cannot_sleep_are_made_anew_one_by_one() -> None:
     assert rolled(fleet([old(0), old(1), pod(2, current=CURRENT)], [awake(0), awake(1), asleep(2)])) == ["demo-engine-1-0"]
 
 
-@pytest.mark.parametrize(
-    "rows", [[asleep(0), asleep(1), asleep(2)], [row(index, gate=False) for index in range(3)]], ids=["asleep", "going"]
-)
-def test_engines_that_sleep_keep_their_weights_and_nobody_takes_their_room(rows: list[EngineRow]) -> None:
-    assert rolled(fleet([old(index, saving=True) for index in range(3)], rows)) == []
+@pytest.mark.parametrize("made", [asleep, lambda index: row(index, gate=False)], ids=["asleep", "going to sleep"])
+def test_engines_that_can_sleep_keep_their_weights(made: Callable[[int], EngineRow]) -> None:
+    assert rolled(fleet([old(index, saving=True) for index in range(3)], [made(index) for index in range(3)])) == []
 
 
 def test_a_fleet_that_is_not_asleep_waits_as_ever() -> None:

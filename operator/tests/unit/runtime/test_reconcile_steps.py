@@ -129,6 +129,22 @@ async def test_a_refusal_reaches_the_status_and_is_tried_again(stage: Stage) -> 
     assert stage.applied[0][0]["status"]["failure"] == stage.outcome.failure
 
 
+async def test_a_spec_on_which_planning_fails_is_told_and_tried_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Plan:
+        raise TypeError("'int' object is not iterable")
+
+    monkeypatch.setattr(module, "plan", fail)
+    assert await stage.run() == Result("refused", retry=True)
+    failure = stage.applied[0][0]["status"]["failure"]
+    assert failure.reason is Reason.APPLY_FAILED
+    assert "TypeError: 'int' object is not iterable" in failure.sentence
+    assert "spec.podTemplate" in failure.sentence
+    assert "Traceback" in caplog.text
+    assert "execute" not in stage.done
+
+
 @pytest.mark.parametrize("error", [NotFound("gone"), Conflict("another uid")])
 async def test_no_status_for_a_rollout_that_is_not_there_any_more(stage: Stage, error: KubeError) -> None:
     stage.error = error

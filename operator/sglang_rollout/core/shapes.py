@@ -1,0 +1,86 @@
+"""Whether the open parts of a spec (``podTemplate``, ``affinity``) are shaped as in a Pod, as far as rendering looks into them. Pure.
+
+The API server stores anything there, and judges it when it is applied. What has another shape cannot even be rendered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_MAP: Mapping[str, Any] = {}
+_NAMED = [{"name": str}]
+
+_CONTAINER = {
+    "env": _NAMED,
+    "envFrom": [_MAP],
+    "ports": [{"containerPort": int, "protocol": str}],
+    "resources": {"requests": _MAP, "limits": _MAP},
+    "securityContext": _MAP,
+    "volumeDevices": [{"devicePath": str}],
+    "volumeMounts": [{"name": str, "mountPath": str}],
+}
+_AFFINITY = {
+    "nodeAffinity": {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [_MAP], "matchFields": [_MAP]}]}},
+    "podAffinity": {_REQUIRED: [_MAP]},
+    "podAntiAffinity": {_REQUIRED: [_MAP]},
+}
+_POD = {
+    "affinity": _AFFINITY,
+    "containers": [_CONTAINER],
+    "ephemeralContainers": _NAMED,
+    "hostAliases": [{"ip": str}],
+    "imagePullSecrets": _NAMED,
+    "initContainers": [_CONTAINER],
+    "nodeSelector": _MAP,
+    "resourceClaims": _NAMED,
+    "securityContext": _MAP,
+    "tolerations": [_MAP],
+    "topologySpreadConstraints": [{"topologyKey": str, "whenUnsatisfiable": str}],
+}
+
+_WORDS: tuple[tuple[type, str], ...] = (
+    (Mapping, "a map of fields"),
+    (list, "a list"),
+    (str, "a text"),
+    (bool, "true or false"),
+    (int, "a number"),
+    (float, "a number with a fraction"),
+)
+
+
+def misfit(rollout: SGLangRollout) -> str:
+    """Return what has another shape than in a Pod, as a sentence; empty if nothing has."""
+    overlay, affinity = rollout.spec.pod_template, rollout.spec.scheduling.affinity
+    found = list(_misfits(affinity, _AFFINITY, "spec.scheduling.affinity"))
+    if overlay is not None:
+        written = overlay.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        found += _misfits(written.get("spec"), _POD, "spec.podTemplate.spec")
+    return f"{found[0]}. Write it as in a Pod." if found else ""
+
+
+def _misfits(value: Any, shape: Any, path: str) -> Iterator[str]:
+    """A null takes a field away; an item of a list it cannot be."""
+    if value is None and not path.endswith("]"):
+        return
+    wanted = next(kind for kind, _ in _WORDS if (shape is kind if isinstance(shape, type) else isinstance(shape, kind)))
+    other = not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))
+    if other:
+        yield f"{path} must be {_words(wanted)}, not {_word_for(value)}"
+    elif isinstance(shape, Mapping):
+        for key, below in shape.items():
+            yield from _misfits(value.get(key), below, f"{path}.{key}")
+    elif isinstance(shape, list):
+        for index, item in enumerate(value):
+            yield from _misfits(item, shape[0], f"{path}[{index}]")
+
+
+def _words(wanted: type) -> str:
+    return next(words for kind, words in _WORDS if kind is wanted)
+
+
+def _word_for(value: Any) -> str:
+    return next((words for kind, words in _WORDS if isinstance(value, kind)), "null")
