@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any
 
 from sglang_rollout.core import quantity
 from sglang_rollout.core.words import sentence
 
 Object = dict[str, Any]
+
+_TRIED = timedelta(seconds=5)
+_FAILED = " failed error: "
+"""Before it the controller names pod and StatefulSet."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Cluster:
     """Why PodGroups cannot be made, as a sentence."""
     largest: LargestNode | None = None
     """The node with most GPUs; None: not known, for example because the operator may not list nodes."""
+    uncreated: Mapping[str, str] = field(default_factory=dict)
+    """Why pods of engines cannot be made, in their controller's words, by engine."""
 
 
 def queue_problem(name: str, namespace: str, *, installed: bool) -> str:
@@ -63,6 +70,31 @@ def gang_problem(said: str = "") -> str:
         "spec.scheduling.gang needs PodGroups (scheduling.x-k8s.io/v1alpha1), which this cluster does not know: install a scheduler"
         " with coscheduling and its definitions, or remove gang."
     )
+
+
+def uncreated(events: Iterable[Object], engines: Mapping[str, Object]) -> dict[str, str]:
+    """Return why pods of these StatefulSets cannot be made, by their Events of the reason FailedCreate.
+
+    Not what ended after some seconds: what a pod needs may become known to the API server a moment after the StatefulSet.
+    """
+    found: dict[str, list[tuple[datetime, datetime, str]]] = {}
+    for event in events:
+        about, (first, last) = event.get("involvedObject") or {}, _times(event)
+        live = engines.get(str(about.get("name")))
+        if live is not None and about.get("uid") == live["metadata"].get("uid"):
+            found.setdefault(live["metadata"]["name"], []).append((last, first, str(event.get("message"))))
+    return {
+        engine: max(told)[2].rpartition(_FAILED)[2]
+        for engine, told in found.items()
+        if max(told)[0] - min(first for _, first, _ in told) >= _TRIED
+    }
+
+
+def _times(event: Object) -> tuple[datetime, datetime]:
+    """When it was told first, and when last; Events of another API have but one time."""
+    once = event.get("eventTime") or (event.get("metadata") or {}).get("creationTimestamp")
+    first, last = (datetime.fromisoformat(str(event.get(key) or once)) for key in ("firstTimestamp", "lastTimestamp"))
+    return first, last
 
 
 def largest_node(nodes: Iterable[Object], resource: str) -> LargestNode:

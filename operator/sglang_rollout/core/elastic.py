@@ -35,7 +35,7 @@ def base_members(world: World) -> int | None:
 
 def comes_later(world: World, engine: str) -> bool:
     """Whether an engine beyond the base is not made yet, because an engine of the base has no node: it must not take its room."""
-    if not _is_beyond(world, engine) or world.child("StatefulSet", engine) or world.rollout is None:
+    if not is_beyond(world, engine) or world.child("StatefulSet", engine) or world.rollout is None:
         return False
     base = [names.engine_name(world.rollout.name, index) for index in range(world.rollout.spec.base)]
     return not all(len(found := world.pods_of(first)) == world.size_of(first) and all(map(pods.node_of, found)) for first in base)
@@ -43,7 +43,7 @@ def comes_later(world: World, engine: str) -> bool:
 
 def waits_for_room(world: World, engine: str, now: str) -> bool:
     """Whether an engine beyond the base has been without a node for a while. Nobody waits for it."""
-    there = world.pods_of(engine) if now and _is_beyond(world, engine) else []
+    there = world.pods_of(engine) if now and is_beyond(world, engine) else []
     return any(pods.node_of(pod) is None and _age(pod, now) >= PATIENCE_SECONDS for pod in there)
 
 
@@ -51,7 +51,7 @@ def in_part(world: World, engine: str) -> bool:
     """Whether only some pods of an engine beyond the base have nodes, and a scheduler would take all of them or none."""
     nodes = [pods.node_of(pod) for pod in world.pods_of(engine)]
     gang = world.rollout is not None and world.rollout.spec.scheduling.gang is not None
-    return gang and _is_beyond(world, engine) and any(nodes) and not all(nodes)
+    return gang and is_beyond(world, engine) and any(nodes) and not all(nodes)
 
 
 def held_for_nothing(world: World, engine: str, now: str) -> list[pods.Object]:
@@ -67,7 +67,8 @@ def held_for_nothing(world: World, engine: str, now: str) -> list[pods.Object]:
     return placed if min(since) >= PATIENCE_SECONDS else []
 
 
-def _is_beyond(world: World, engine: str) -> bool:
+def is_beyond(world: World, engine: str) -> bool:
+    """Whether an engine is wanted beyond the base."""
     rollout, index = world.rollout, names.engine_index(world.cr["metadata"]["name"], engine)
     return rollout is not None and index is not None and rollout.spec.base <= index < rollout.spec.engines
 

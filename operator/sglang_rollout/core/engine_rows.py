@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.status import EnginePhase, EngineStatus
 from sglang_rollout.core import pods
-from sglang_rollout.core.elastic import comes_later
+from sglang_rollout.core.elastic import comes_later, is_beyond
 from sglang_rollout.core.hashing import revision, revisions
 from sglang_rollout.core.serving import for_trainer, holds_committed, kept_back, lent, router_ready, serves, waits_for_trainer
 from sglang_rollout.core.waiting import waits
@@ -91,9 +91,11 @@ def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) ->
     )
 
 
-def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
+def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:  # noqa: PLR0911 - one line per case
     if serves(world, name):
         return _TRAINER_LOST if waits_for_trainer(world) else (EnginePhase.SERVING, None, "")
+    if refused := _uncreated(world, name):
+        return refused
     if world.size_of(name) > 1:
         return _state_of_several(world, name)
     pod = world.pod_of(name)
@@ -105,6 +107,17 @@ def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:
     if not pods.is_ready(pod):
         return _not_ready(world, pod, _failed_before(world, name))
     return _closed(world, name)
+
+
+def _uncreated(world: World, name: str) -> tuple[EnginePhase, Reason, str] | None:
+    """What its controller says of an engine whose pods it cannot make."""
+    said = world.cluster.uncreated.get(name, "") if world.lacks_pods(name) else ""
+    if not said:
+        return None
+    why = sentence(f"its pods cannot be made: {said}")
+    if "exceeded quota" in said and is_beyond(world, name):
+        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, why
+    return EnginePhase.FAILED, Reason.CREATE_FAILED, why
 
 
 def _state_of_several(world: World, name: str) -> tuple[EnginePhase, Reason, str]:

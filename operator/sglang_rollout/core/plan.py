@@ -113,9 +113,8 @@ def plan(world: World, settings: Settings, now: str = "") -> Plan:
     prunes = _prunes(world, wanted)
     restarts, waits = _rolling(world, changing, now)
     restarts = [_unless_healed(restart, healing) for restart in (*restarts, *_moves(world, changing, now))]
-    waits = (
-        waits or bool(world.cluster.gang_problem or world.cluster.queue_problem) or any(in_part(world, name) for name in world.engines())
-    )
+    lacking = any(in_part(world, name) or world.lacks_pods(name) for name in world.engines())
+    waits = waits or lacking or bool(world.cluster.gang_problem or world.cluster.queue_problem)
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
     return Plan((*applies, *prunes, *restarts), requeue)
 

@@ -90,6 +90,12 @@ class World:
         found = self.pods_of(engine)
         return len(found) == self.size_of(engine) and all(pods.is_ready(pod) for pod in found)
 
+    def lacks_pods(self, engine: str) -> bool:
+        """Whether pods of an engine are not there, and its controller has looked: it counts those that it has made."""
+        live = self.child("StatefulSet", engine) or {}
+        counted = (live.get("status") or {}).get("replicas")
+        return counted is not None and max(counted, len(self.pods_of(engine))) < self.size_of(engine)
+
     def size_of(self, engine: str) -> int:
         """Return how many pods an engine has, which may be another number than is wanted now."""
         live = self.child("StatefulSet", engine)

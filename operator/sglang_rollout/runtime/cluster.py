@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
-from sglang_rollout.core.cluster import Cluster, LargestNode, gang_problem, largest_node, queue_problem, queue_stopped
+from sglang_rollout.core.cluster import Cluster, LargestNode, gang_problem, largest_node, queue_problem, queue_stopped, uncreated
 from sglang_rollout.core.world import World
 from sglang_rollout.runtime.errors import NotFound, Refused
 from sglang_rollout.runtime.kube import Kube
-from sglang_rollout.runtime.resources import NODES, POD_GROUPS, Object, Resource
+from sglang_rollout.runtime.resources import EVENTS, NODES, POD_GROUPS, Object, Resource
 
 KUEUE = "kueue.x-k8s.io"
 
@@ -27,6 +27,8 @@ async def with_cluster(kube: Kube, world: World) -> World:
         stopped, absent = await _queue(kube, rollout)
         largest = await _largest(kube, rollout)
         found = replace(found, queue_problem=absent, queue_stopped=stopped, largest=largest)
+    if any(map(world.lacks_pods, world.engines())):
+        found = replace(found, uncreated=await _uncreated(kube, world, rollout))
     children = {**world.children, **{(group["kind"], group["metadata"]["name"]): group for group in groups}}
     return replace(world, children=children, cluster=found)
 
@@ -74,6 +76,15 @@ async def _queue(kube: Kube, rollout: SGLangRollout) -> tuple[str, str]:
         return "", queue_problem(name, rollout.namespace, installed=True)
     except Refused:
         return "", ""  # not allowed to look: then Kueue itself is the only one who can say
+
+
+async def _uncreated(kube: Kube, world: World, rollout: SGLangRollout) -> dict[str, str]:
+    """Why pods of engines cannot be made. Only their controller can say, and it does in Events alone."""
+    try:
+        events = await kube.list(EVENTS, rollout.namespace, fields={"involvedObject.kind": "StatefulSet", "reason": "FailedCreate"})
+    except Refused:
+        return {}  # not allowed to look: a chart of an older release
+    return uncreated(events.items, world.engines())
 
 
 async def _largest(kube: Kube, rollout: SGLangRollout) -> LargestNode | None:

@@ -24,7 +24,8 @@ OPERATOR_RULES: list[Object] = [
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch", "delete"]},
     {"apiGroups": ["apps"], "resources": ["daemonsets", "deployments", "statefulsets"], "verbs": _HEAL},
     {"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles", "rolebindings"], "verbs": _HEAL},
-    {"apiGroups": [""], "resources": ["events"], "verbs": ["get", "create", "patch"]},
+    # list: why pods of an engine cannot be made, which StatefulSets tell in Events alone.
+    {"apiGroups": [""], "resources": ["events"], "verbs": ["get", "list", "create", "patch"]},
     # Children of rollouts with scheduling.gang; clusters without coscheduling have no such kind.
     {"apiGroups": ["scheduling.x-k8s.io"], "resources": ["podgroups"], "verbs": _HEAL},
     # Whether the queue of scheduling.queueName exists, and whether it admits.

@@ -147,6 +147,39 @@ async def test_ports_of_nodes_move_past_those_that_are_in_use(world: World) -> N
         await move(29980)
 
 
+async def test_pods_that_a_quota_does_not_let_be_made_are_told_and_come_after_the_mend(
+    api: ControlPlane, operator: OperatorProcess, world: World
+) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few", "namespace": world.namespace}}
+    api.kubectl("apply", "-f", "-", stdin=json.dumps({**quota, "spec": {"hard": {"pods": "0"}}}))
+    await eventually("the quota", lambda: _counted(api, world))
+    await world.kube.create(rollout("demo", world.namespace))
+    said = await reason(world, "CreateFailed")
+    assert "its pods cannot be made: pods" in said
+    assert "exceeded quota: few" in said
+    assert (await world.condition("demo", "Degraded"))["reason"] == "CreateFailed"
+    # Another size of the pods' group is applied although no pod is there.
+    change = {"spec": {"engine": {"parallelism": {"tensor": 2}, "nodes": 2}}}
+    await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", change)
+
+    async def resized() -> bool:
+        sizes = {child["spec"]["replicas"] for key, child in (await world.children("demo")).items() if key[0] == "StatefulSet"}
+        return sizes == {2}
+
+    await eventually("engines of two pods", resized)
+    api.kubectl("delete", "resourcequota", "few", "-n", world.namespace)
+
+    async def made() -> bool:
+        return len(await world.pods("demo")) == 4
+
+    await eventually("pods", made, seconds=60)
+    await reason(world, "RouterNotReady")
+
+
+async def _counted(api: ControlPlane, world: World) -> bool:
+    return bool(api.get("resourcequota", "few", "-n", world.namespace).get("status", {}).get("hard"))
+
+
 async def test_more_gpus_than_any_node_has(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
     await _node(api, world, "large", 4)
     await _node(api, world, "small", 2)

@@ -10,7 +10,7 @@ from worlds import NOW, SETTINGS, cr, pod, record, row, unschedulable, world
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
-from sglang_rollout.core.cluster import Cluster, LargestNode, gang_problem, largest_node, queue_problem, queue_stopped
+from sglang_rollout.core.cluster import Cluster, LargestNode, gang_problem, largest_node, queue_problem, queue_stopped, uncreated
 from sglang_rollout.core.hashing import revision
 from sglang_rollout.core.plan import Apply, Delete, plan
 from sglang_rollout.core.status import build_status
@@ -167,3 +167,53 @@ def test_a_cluster_without_gpus_is_asked_for_its_device_plugin() -> None:
 
 def test_what_is_not_known_is_not_said() -> None:
     assert said(seen(pod(0), homeless(1)))[2].endswith("its pod waits for the scheduler.")
+
+
+QUOTA = 'pods "demo-engine-1-0" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=8, used: nvidia.com/gpu=8'
+
+
+def failed_create(engine: str, words: str, *, first: str = "02:58:00", last: str = "02:59:00", uid: str = "") -> Object:
+    message = f"create Pod {engine}-0 in StatefulSet {engine} failed error: {words}"
+    times = {"firstTimestamp": f"2026-11-21T{first}Z", "lastTimestamp": f"2026-11-21T{last}Z"}
+    return {"involvedObject": {"kind": "StatefulSet", "name": engine, "uid": uid}, "message": message, **times}
+
+
+def unmade(*events: Object, made: int = 0, **spec: Any) -> World:
+    """The controller has looked at the second engine, and made so many pods of it."""
+    found = seen(pod(0), **spec)
+    live = found.children["StatefulSet", "demo-engine-1"]
+    live["metadata"]["uid"] = "now"
+    live["status"] = {"observedGeneration": 1, "replicas": made}
+    return replace(found, cluster=Cluster(uncreated=uncreated(events, found.engines())))
+
+
+def test_pods_that_cannot_be_made_are_told_in_their_controllers_words() -> None:
+    refused = unmade(failed_create("demo-engine-1", "an old story", last="02:58:30"), failed_create("demo-engine-1", QUOTA, uid="now"))
+    says = ("CreateFailed", f"Engine demo-engine-1: its pods cannot be made: {QUOTA}.")
+    assert said(refused) == ("False", *says)
+    assert said(refused, "Degraded") == ("True", *says)
+    assert said(refused, "Progressing")[0] == "False"
+    assert build_status(refused, SETTINGS, NOW)["engines"][1]["phase"] == "Failed"
+    assert plan(refused, SETTINGS, NOW).requeue_after is not None, "no event of ours tells when it changes"
+
+
+@pytest.mark.parametrize(
+    ("event", "made"),
+    [
+        (failed_create("demo-engine-1", "too early to tell", last="02:58:02"), 0),
+        (failed_create("demo-engine-1", "of a StatefulSet that is gone", uid="before"), 0),
+        (failed_create("demo-engine-0", QUOTA), 0),
+        (failed_create("demo-engine-1", "of a pod that was made since"), 1),
+    ],
+)
+def test_an_engine_whose_pods_are_about_to_be_made_is_waited_for(event: Object, made: int) -> None:
+    assert said(unmade(event, made=made)) == ("False", "PodsNotReady", "Engine demo-engine-1: it has no pod yet.")
+
+
+def test_quota_that_engines_beyond_the_base_do_not_get_is_room_that_they_wait_for() -> None:
+    found = unmade(failed_create("demo-engine-1", QUOTA, uid="now"))
+    wanted = {**found.cr, "spec": {**found.cr["spec"], "elastic": {"base": 1}}}
+    elastic = replace(found, cr=wanted, rollout=SGLangRollout.model_validate(wanted))
+    assert said(elastic)[1] == "BaseServing"
+    row_of = build_status(elastic, SETTINGS, NOW)["engines"][1]
+    assert (row_of["phase"], row_of["reason"]) == ("Pending", f"its pods cannot be made: {QUOTA}.")
