@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +149,17 @@ def test_the_revision_is_about_what_the_user_wrote() -> None:
     ganged = revision(rollout(scheduling={"gang": {}}))
     assert revision(rollout(scheduling={"gang": {"timeoutSeconds": 600}})) == ganged, "the PodGroup's alone"
     assert revision(rollout(scheduling={"gang": {"scheduler": "other", "timeoutSeconds": 600}})) != ganged != first
+
+
+def test_operations_tells_which_defaults_restart_engines_when_they_are_written_out() -> None:
+    engine: Object = {"image": "example.org/engine:1", "gpuResource": ""}
+    first = revision(rollout())
+    for more in ({"nodes": 1}, {"network": {}}):
+        assert revision(rollout(engine={**engine, **more})) != first, more
+    asking = [revision(rollout(engine={**engine, "resources": {"requests": {"cpu": cpu}}})) for cpu in (2, "2")]
+    assert asking[0] != asking[1]
+    page = (Path(__file__).parents[4] / "docs/operations.md").read_text()
+    assert all(word in page for word in ("(`nodes`, `gpusPerPod`, `network.basePort`)", "(`network: {}`)", '(`cpu: 2` and `cpu: "2"`)'))
 
 
 @pytest.mark.parametrize(("enabled", "told"), [(True, [{"name": "a", "path": "/a"}]), (False, None)])
