@@ -99,7 +99,7 @@ async def prove(lab: Pod, status: AgentStatus, **more: Any) -> Answer:
 
 async def test_it_sleeps_when_its_requests_have_ended_and_serves_again_when_it_is_proved(lab: Pod, saver: Saver, engine: Server) -> None:
     tokens = engine.generate(8)["output_ids"]
-    long = engine.start_long(150)
+    long = engine.start_long(800)
     status = await told(lab, "asleep")
     assert not status.gate_open, "no new request"
     assert (await lab.generate()).status == 503
