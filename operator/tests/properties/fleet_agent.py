@@ -189,12 +189,8 @@ class FakeAgent:
         if path == calls.UPDATE_DISK:
             self.loaded = body["model_path"]
             return self._load(works)
-        if path == CHECKER and self.checksum is None:
-            return Result(ok=False, status=404, message="Not Found")
         if path == CHECKER:
-            honest = f"of {sorted(self.tensors.items())}" if self.checksum == "same" else self.checksum
-            told = honest if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
-            return Result(ok=True, status=200, checksums=("".join([told, *self.handles]),)) if works else refused
+            return self._checked() if works or self.checksum is None else refused
         if path == calls.CONTINUE:
             if self.state is EngineState.DIRTY or self.released or not works:
                 return refused
@@ -234,16 +230,21 @@ class FakeAgent:
         if path == calls.PAUSE:
             self.paused = True
             return done if works else refused
-        if path == calls.INIT:
-            if not works:
-                return refused
-            self.groups = [*self.groups, body["group_name"]]
-            return done
         if path == calls.DESTROY:
             known = body["group_name"] in self.groups
             self.groups = [name for name in self.groups if name != body["group_name"]]
             return done if known else Result(ok=False, status=400, message="The group to be destroyed does not exist.")
+        if path == calls.INIT and works:
+            self.groups = [*self.groups, body["group_name"]]
         return done if works else refused
+
+    def _checked(self) -> Result:
+        """Its checksum, if its SGLang can tell one."""
+        if self.checksum is None:
+            return Result(ok=False, status=404, message="Not Found")
+        honest = f"of {sorted(self.tensors.items())}" if self.checksum == "same" else self.checksum
+        told = honest if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
+        return Result(ok=True, status=200, checksums=("".join([told, *self.handles]),))
 
     def _acknowledge(self, body: dict[str, Any], token: object, works: bool) -> Result:
         refused = Result(ok=False, status=400, message="the engine failed.")

@@ -84,4 +84,6 @@ def test_an_engine_with_its_start_weights_needs_what_only_another_engine_can_pro
     world.drain()
     assert world.agents["e0"].gate_open
     assert not world.agents["e1"].gate_open, "it lacks v"
-    assert "1 tensor" in world.machine.fleet.last_update.reason  # type: ignore[union-attr]
+    last = world.machine.fleet.last_update
+    assert last is not None
+    assert "1 tensor" in last.reason

@@ -43,6 +43,13 @@ def probing(world: World) -> bool:
     return any(getattr(effect, "path", "") == AGENT_PREFLIGHT for effect in world.pending)
 
 
+def given_up(world: World) -> str:
+    """Why the pause or the update has ended."""
+    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.last_update is not None
+    return world.machine.fleet.last_update.reason
+
+
 @pytest.fixture
 def transfer() -> tuple[World, int]:
     """A bucket is under way: all engines wait for the trainer's broadcast."""
@@ -217,9 +224,7 @@ def test_a_trainer_that_pauses_and_dies_is_noticed_after_its_lease_however_long_
     world.tick(21)
     world.complete(probe(world), broken=EVERYBODY)
     world.drain()
-    assert world.machine.fleet.hold is None
-    assert world.machine.fleet.last_update is not None
-    assert "the trainer is gone: its store at 10.0.0.9:7 takes no connection" in world.machine.fleet.last_update.reason
+    assert "the trainer is gone: its store at 10.0.0.9:7 takes no connection" in given_up(world)
 
 
 def test_the_store_of_a_dead_trainer_ends_no_pause_of_the_next_one() -> None:
@@ -236,9 +241,7 @@ def test_the_store_of_a_dead_trainer_ends_no_pause_of_the_next_one() -> None:
     assert world.machine.fleet.hold is not None
     world.tick(21)
     world.drain()
-    assert world.machine.fleet.hold is None
-    assert world.machine.fleet.last_update is not None
-    assert "nothing was heard of the trainer" in world.machine.fleet.last_update.reason
+    assert "nothing was heard of the trainer" in given_up(world)
 
 
 def test_who_is_gone_while_its_stores_are_asked_for_is_not_taken_for_another() -> None:

@@ -94,6 +94,7 @@ async def test_what_the_server_makes_of_a_template_holds_no_rolling_update(
 
     await eventually("two new pods", rolled, seconds=60)
     await eventually("Ready again", lambda: _is_ready(world, "demo"))
+    assert (await world.status("demo"))["updatedReplicas"] == 2
 
 
 async def _is_ready(world: World, name: str) -> bool:

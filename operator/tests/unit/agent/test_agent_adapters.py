@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -24,7 +24,7 @@ ABSENT = "LoRA with name {} does not exist. Loaded LoRAs: odict_keys([])"
 class FakeEngine:
     """Answers about adapters as SGLang does."""
 
-    info: dict[str, Any] = {"enable_lora": True}  # noqa: RUF012 - never changed
+    info: ClassVar[dict[str, Any]] = {"enable_lora": True}
     vocabulary = None
 
     def __init__(self, *held: str) -> None:

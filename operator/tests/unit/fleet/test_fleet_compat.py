@@ -60,8 +60,11 @@ JSON = st.recursive(
 
 @given(st.dictionaries(TEXT, JSON, max_size=4), st.booleans())
 def test_whatever_is_taken_can_be_written_again(body: dict[str, Any], escaped: bool) -> None:
-    with contextlib.suppress(Refusal):
-        json.dumps(compat.parse(json.dumps(body, ensure_ascii=escaped).encode("utf-8", "surrogatepass")), ensure_ascii=False).encode()
+    try:
+        taken = compat.parse(json.dumps(body, ensure_ascii=escaped).encode("utf-8", "surrogatepass"))
+    except Refusal:
+        return
+    assert json.dumps(taken, ensure_ascii=False).encode()
 
 
 def test_both_halves_are_a_character() -> None:
@@ -82,8 +85,11 @@ FIELDS = [
 @pytest.mark.parametrize("parse", PARSERS, ids=lambda parse: parse.__name__)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
 def test_a_field_of_any_type_is_taken_or_refused(parse: Callable[[dict[str, Any]], Request], body: dict[str, Any]) -> None:
-    with contextlib.suppress(Refusal):
-        parse(body)
+    try:
+        request = parse(body)
+    except Refusal:
+        return
+    assert request is not None
 
 
 def update(body: dict[str, Any]) -> Update:

@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sglang_rollout.fleet.agents import Agents
 from sglang_rollout.fleet.driver import Driver
 from sglang_rollout.fleet.metrics import Metrics
@@ -32,7 +34,7 @@ class Scripted:
         return wanted
 
 
-async def test_a_call_that_is_cut_in_the_moment_in_which_it_begins_is_not_waited_for() -> None:
+async def test_a_call_that_is_cut_in_the_moment_in_which_it_begins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer was lost just before: its engines would be waited for until the deadline of the update."""
     agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
 
@@ -40,7 +42,7 @@ async def test_a_call_that_is_cut_in_the_moment_in_which_it_begins_is_not_waited
         await asyncio.sleep(60)
         return Result(ok=True)
 
-    agents.call = call  # type: ignore[method-assign]
+    monkeypatch.setattr(agents, "call", call)
     parts: dict[str, Any] = {"members": None, "store": None, "leadership": None}
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     machine: Any = Scripted(Send(UPDATE, {"e0": {}, "e1": {}}, 60, id=7), Cut(7, "the trainer is gone."))
