@@ -36,8 +36,8 @@ cluster-binaries: venv ## Kubernetes, etcd, CoreDNS and Helm, built from Go modu
 	@$(LAB) binaries
 
 # --- checks ------------------------------------------------------------------------------------------------------------
-.PHONY: lint generate golden lock test test-fast test-neighbours chaos chaos-real chaos-cluster bench
-lint: venv cluster-binaries ## ruff, mypy, import-linter, shellcheck, helm lint, generated files
+.PHONY: lint generate golden lock test test-all test-fast test-neighbours chaos chaos-real chaos-cluster bench
+lint: venv ## ruff, mypy, import-linter, shellcheck, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -57,10 +57,15 @@ lock: venv ## Resolve requirements/*.lock anew
 	@requirements/lock.sh
 
 test-fast: venv ## Unit, property and golden tests: no root, no cluster, no engine
-	@$(BIN)/pytest -q operator/tests/unit operator/tests/golden operator/tests/properties e2e/tests -m "not engine and not router and not controlplane and not cluster"
+	@$(BIN)/pytest -q -n auto operator/tests/unit operator/tests/golden operator/tests/properties e2e/tests -m "not engine and not router and not controlplane and not cluster"
 
 test: ## All tests, on a cluster made for them (CLUSTER=current: on yours)
 	@e2e/test.sh
+
+test-all: ## make test, then what takes too long for each change: long matrices, Kueue, the fault matrices
+	@e2e/test.sh
+	@$(BIN)/pytest --strict-skips -n 2 --dist loadgroup operator/tests -m long
+	@$(MAKE) --no-print-directory test-neighbours chaos chaos-cluster
 
 test-neighbours: venv ## The cases with Kueue, built from its Go module (5 minutes once), on the lab cluster
 	@$(BIN)/python -m e2e.neighbours.kueue

@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
 # `make test`: prepare the machine, run the tests that need no cluster, then the cases on a cluster, then clean up.
-# CLUSTER=lab (default) makes a cluster and removes it; current uses your kubectl context; none leaves the cases out, by name.
+# CLUSTER=lab (default) makes a cluster and removes it; current uses your kubectl context; none leaves out what needs a cluster.
+# Kubernetes and the images are built in the background while tests run that need neither.
+# shellcheck disable=SC2317  # functions are called by the trap and by run
 set -euo pipefail
 cd "$(dirname "$0")/.."
 CLUSTER=${CLUSTER:-lab}
 python=.venv/bin/python
+out=out/test
+mkdir -p "$out"
 summary=()
+builder=
+failed=0
 
 note() { printf '\n[%4d s] %s\n' "$SECONDS" "$1"; }
-# shellcheck disable=SC2317  # called by the trap
 finish() {
   local status=$?
   trap - EXIT
+  if [ -n "$builder" ]; then kill -- "-$builder" 2> /dev/null || true; fi
   if [ "$CLUSTER" = lab ] && [ -e .venv/.done ]; then
     note "remove the lab cluster"
     $python -m e2e.cluster down || status=1
@@ -26,24 +32,54 @@ run() { # title, command...
   local title=$1 began=$SECONDS
   shift
   note "$title"
-  if "$@"; then summary+=("ok      $((SECONDS - began)) s  $title"); else summary+=("FAILED  $((SECONDS - began)) s  $title"); return 1; fi
+  if "$@"; then
+    summary+=("$(printf 'ok     %5d s  %s' $((SECONDS - began)) "$title")")
+  else
+    summary+=("$(printf 'FAILED %5d s  %s' $((SECONDS - began)) "$title")")
+    return 1
+  fi
+}
+
+tests() { # name, arguments of pytest...
+  local name=$1
+  shift
+  .venv/bin/pytest --strict-skips --durations=30 --junitxml="$out/$name.xml" "$@"
+}
+
+build() { # what the cluster needs; a log of its own, because tests print meanwhile
+  nice make --no-print-directory cluster-binaries
+  if [ "$CLUSTER" = lab ]; then nice make --no-print-directory images; fi
+}
+
+await_build() {
+  local status=0
+  wait "$builder" || status=$?
+  builder=
+  cat "$out/build.log"
+  return "$status"
 }
 
 run "Python environment" make --no-print-directory venv
 run "what is missing on this machine" make --no-print-directory preflight
-run "Kubernetes binaries" make --no-print-directory cluster-binaries
+if [ "$CLUSTER" != none ]; then
+  set -m # a process group of its own, so that finish can end all of it
+  build > "$out/build.log" 2>&1 < /dev/null &
+  builder=$!
+  set +m
+fi
 run "SGLang for CPU" make --no-print-directory engine-venv
-failed=0
-run "unit, property, golden, contract and integration tests" .venv/bin/pytest operator/tests e2e/tests || failed=1
+run "unit, property, golden and contract tests" tests contract -n 2 --dist loadgroup operator/tests e2e/tests -m "not controlplane" || failed=1
 if [ "$CLUSTER" = none ]; then
-  summary+=("SKIPPED e2e/cases: CLUSTER=none has no cluster")
+  summary+=("LEFT OUT  tests with an API server, e2e/cases: CLUSTER=none has no Kubernetes")
 else
+  run "Kubernetes and images, built meanwhile" await_build
+  run "integration tests with an API server" tests integration -n 2 --dist loadgroup operator/tests -m controlplane || failed=1
   # Two nodes: an engine of two pods has one for each.
   if [ "$CLUSTER" = lab ] && [ "$($python -m e2e.cluster status 2> /dev/null | grep -c ': Ready;')" != 2 ]; then
     $python -m e2e.cluster down # what a crashed run or the demo left would be in the way
   fi
   run "cluster with the project's images" make --no-print-directory cluster-up NODES=2
   eval "$($python -m e2e.cluster env)"
-  run "end-to-end cases" .venv/bin/pytest e2e/cases -m "not neighbours and not two_nodes" || failed=1
+  run "end-to-end cases" tests cases e2e/cases -m "not neighbours and not two_nodes" || failed=1
 fi
 exit "$failed"

@@ -20,7 +20,9 @@ def _has_ipv6() -> bool:
 
 needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6: nothing can listen on ::1")
 
-_FIRST, _COUNT = 24200, 700
+_COUNT = 350
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_FIRST = 24200 + _COUNT * (_WORKER % 3)  # each worker of `pytest -n` has ports of its own
 _turns = itertools.count(os.getpid() * 97)
 
 
