@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.status import AvoidedNode, EnginePhase
-from sglang_rollout.core import pods
+from sglang_rollout.core import names, pods
 from sglang_rollout.core.elastic import comes_later
 from sglang_rollout.core.engine_rows import EngineView
-from sglang_rollout.core.serving import router_ready
+from sglang_rollout.core.serving import router_ready, router_refused
 from sglang_rollout.core.words import sentence
 from sglang_rollout.core.world import World
 
@@ -124,7 +124,10 @@ class Facts:
             nowhere = pods.unschedulable(pod)
             if nowhere:
                 return sentence(f"Router pod {pod['metadata']['name']}: no node can take it: {nowhere}")
-        return "The router is starting."
+            if pods.node_of(pod) is None:
+                return f"Router pod {pod['metadata']['name']} waits for the scheduler."
+        name, refused = names.router_name(self.world.cr["metadata"]["name"]), router_refused(self.world)
+        return sentence(f"The pod of Deployment {name} cannot be created: {refused}") if refused else "The router is starting."
 
 
 def _severity(view: EngineView) -> int:

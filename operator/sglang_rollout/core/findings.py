@@ -8,7 +8,7 @@ from sglang_rollout.core import names, pods
 from sglang_rollout.core.engine_rows import EngineView, version_text
 from sglang_rollout.core.facts import SEVERITY, Facts
 from sglang_rollout.core.prefetch import prefetch_status
-from sglang_rollout.core.serving import for_trainer, lent, waits_for_trainer
+from sglang_rollout.core.serving import for_trainer, lent, router_refused, waits_for_trainer
 from sglang_rollout.core.words import LENT, partly, sentence
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
@@ -190,9 +190,8 @@ def _degraded(facts: Facts) -> Finding:
         return Finding(kind, "True", facts.obstacle.reason, facts.obstacle.sentence)
     if worst and worst.reason in _NEEDS_A_PERSON:
         return Finding(kind, "True", worst.reason, _sentence(facts, worst))
-    for pod in facts.world.router_pods():
-        if not facts.router and pods.trouble(pod):
-            return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
+    if not facts.router and (router_refused(facts.world) or any(map(pods.trouble, facts.world.router_pods()))):
+        return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
     held = _held(facts)
     if held is not None and held.reason is Reason.TRAINER_LOST:
         return Finding(kind, "True", held.reason, held.message)

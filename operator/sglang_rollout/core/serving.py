@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_rollout.api.engine_knobs import FLAGS
 from sglang_rollout.core import names, pods
-from sglang_rollout.core.world import World
+from sglang_rollout.core.world import Object, World
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 
@@ -14,6 +14,14 @@ def router_ready(world: World) -> bool:
     router = world.child("Deployment", names.router_name(world.cr["metadata"]["name"])) or {}
     status = router.get("status") or {}
     return bool(status.get("readyReplicas")) and status.get("observedGeneration") == router.get("metadata", {}).get("generation")
+
+
+def router_refused(world: World) -> str:
+    """Return the message with which the API server refuses the router's pod; empty if the server accepts it."""
+    router = world.child("Deployment", names.router_name(world.cr["metadata"]["name"])) or {}
+    conditions = (router.get("status") or {}).get("conditions") or []
+    failed: Object = next((one for one in conditions if one.get("type") == "ReplicaFailure" and one.get("status") == "True"), {})
+    return str(failed.get("message") or "")
 
 
 def serves(world: World, engine: str) -> bool:
