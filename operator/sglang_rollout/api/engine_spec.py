@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
 from sglang_rollout.api.lora_spec import Lora, adapters_in_experts, said_in_args, with_copies
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, ports_of_one_engine, variable_said_twice
+from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.preflight_spec import Preflight
 from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, refuse_flags_like, rule, rules
 
@@ -147,6 +148,19 @@ class Resources(ApiModel):
     """What the container cannot exceed."""
 
 
+AccountAnnotations = Annotated[
+    Labels,
+    Field(
+        json_schema_extra=rules(
+            rule(
+                "!self.exists(k, k.startsWith('rollout.sglang.io/'))",
+                "serviceAccountAnnotations must not set annotations under rollout.sglang.io/: they belong to the operator.",
+            )
+        )
+    ),
+]
+
+
 class Engine(EngineKnobs):
     """The SGLang servers. Each engine is a StatefulSet of its own, with one pod or, spread over nodes, several."""
 
@@ -281,6 +295,9 @@ class Engine(EngineKnobs):
     """Keep compiled kernels (Triton, inductor, FlashInfer, DeepGEMM, …) between pods: engines start faster."""
     resources: Resources = Resources()
     """CPU and memory of the engine container. The GPUs are added by the operator."""
+    service_account_annotations: AccountAnnotations | None = None
+    """Annotations of the engines' ServiceAccount `<name>-engine`, for example `eks.amazonaws.com/role-arn` or
+    `iam.gke.io/gcp-service-account`. A change restarts engines one by one, because some clouds look at the account when a pod is made."""
     preflight: Preflight | None = None
     """What is measured before SGLang starts."""
     lora: Lora | None = None

@@ -1,5 +1,5 @@
-"""``spec.podTemplate``: an overlay over the engine pods. Only what rules look at is typed; the rest of a pod passes
-through."""
+"""``spec.podTemplate`` and ``spec.router.podTemplate``: overlays over the engine pods and the router pod. Only what rules look at
+is typed; the rest of a pod passes through."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ CACHE_VOLUME = "rollout-cache"
 RESERVED_VOLUMES = ("run", "control", "tmp", "shm", MODEL_VOLUME, CACHE_VOLUME)
 """Volumes of the engine pod that belong to the operator."""
 
+SMG_CONTAINER = "smg"
+ROUTER_CONTAINERS = ("front", SMG_CONTAINER, "coordinator")
+"""Containers of the router pod."""
+ROUTER_VOLUMES = ("tmp", "control", "account")
+"""Volumes of the router pod. All of them belong to the operator."""
+
 Name = Annotated[str, Field(max_length=253)]
 Labels = Annotated[dict[str, Annotated[str, Field(max_length=65536)]], Field(json_schema_extra={"maxProperties": 64})]
 
@@ -35,6 +41,27 @@ _NO_INIT_ENGINE = rule(
     f"!self.exists(c, c.name == '{ENGINE_CONTAINER}')",
     f"podTemplate must not make an init container of the name {ENGINE_CONTAINER}: the engine itself has it.",
 )
+
+_FRONT_AND_COORDINATOR = [name for name in ROUTER_CONTAINERS if name != SMG_CONTAINER]
+_NOT_ROUTER_CONTAINERS = rule(
+    f"!self.exists(c, c.name in {_FRONT_AND_COORDINATOR})",
+    "router.podTemplate must not change or remove the containers front and coordinator: they serve the fleet's URL and lead weight"
+    " updates. Use router.frontResources and router.coordinatorResources for CPU and memory.",
+)
+_SMG_COMMAND = rule(
+    f"!self.exists(c, c.name == '{SMG_CONTAINER}' && (has(c.command) || has(c.args) || has(c.image)))",
+    "router.podTemplate must not set command, args or image of the container smg: use router.args.",
+)
+_NO_INIT_ROUTER = rule(
+    f"!self.exists(c, c.name in {list(ROUTER_CONTAINERS)})",
+    f"router.podTemplate must not add an init container named {', '.join(ROUTER_CONTAINERS)}: the router's own containers have these"
+    " names. Choose another name.",
+)
+
+
+def _not_set(message: str, *fields: str) -> dict[str, str]:
+    """Return a rule of a pod's spec: none of ``fields`` is set."""
+    return rule(" && ".join(f"!has(self.{name})" for name in fields), message)
 
 
 def overlay_sets(variables: Iterable[str]) -> str:
@@ -120,10 +147,12 @@ class OverlayPodSpec(Open):
     """Volumes to add."""
     host_network: bool | None = None
     """Refused: `engine.network.hostNetwork` does that."""
+    service_account_name: str | None = Field(default=None, max_length=253)
+    """ServiceAccount of the engine pods, instead of `<name>-engine`."""
 
 
 class OverlayMetadata(ApiModel):
-    """Labels and annotations of the engine pods."""
+    """Labels and annotations of the pods."""
 
     labels: Labels | None = Field(
         default=None,
@@ -146,3 +175,84 @@ class PodTemplate(ApiModel):
     """Labels and annotations of the engine pods."""
     spec: OverlayPodSpec | None = None
     """Fields of the pods' spec."""
+
+
+class RouterOverlayContainer(OverlayContainer):
+    """A container to add, or `smg` to merge into."""
+
+    name: str = Field(min_length=1, max_length=63)
+    """Name of the container. `smg` is the SGLang router."""
+    env: list[OverlayVariable] | None = Field(default=None, max_length=128, json_schema_extra=_MAP_LIST)
+    """Environment variables to add."""
+
+
+class RouterOverlayPodSpec(Open):
+    """Fields of the router pod's spec."""
+
+    model_config = ConfigDict(
+        json_schema_extra={PRESERVE: True}
+        | rules(
+            _not_set(
+                "router.podTemplate must not set hostNetwork: two routers on one node would need the same ports. Leave it out; the Service"
+                " makes the router reachable.",
+                "hostNetwork",
+            ),
+            _not_set(
+                "router.podTemplate must not set hostPID or shareProcessNamespace: the front ends running requests by a signal to process 1"
+                " of its container. Leave them out.",
+                "hostPID",
+                "shareProcessNamespace",
+            ),
+            _not_set(
+                "router.podTemplate must not set serviceAccountName, serviceAccount or automountServiceAccountToken: the coordinator needs"
+                " the rights of the router's own ServiceAccount. Use router.serviceAccountAnnotations to annotate that account.",
+                "serviceAccountName",
+                "serviceAccount",
+                "automountServiceAccountToken",
+            ),
+        )
+    )
+
+    containers: list[RouterOverlayContainer] | None = Field(
+        default=None, max_length=16, json_schema_extra=_MAP_LIST | rules(_NOT_ROUTER_CONTAINERS, _SMG_COMMAND)
+    )
+    """Containers to add, or `smg` to merge into. Lists inside a container merge by name too (env, ports, volumeMounts by
+    mountPath)."""
+    init_containers: list[RouterOverlayContainer] | None = Field(
+        default=None, max_length=16, json_schema_extra=_MAP_LIST | rules(_NO_INIT_ROUTER)
+    )
+    """Init containers to add."""
+    volumes: list[OverlayVolume] | None = Field(
+        default=None,
+        max_length=64,
+        json_schema_extra=_MAP_LIST
+        | rules(
+            rule(
+                f"!self.exists(v, v.name in {list(ROUTER_VOLUMES)})",
+                f"router.podTemplate must not define the volumes {', '.join(ROUTER_VOLUMES)}: they belong to the operator. Choose another"
+                " name.",
+            )
+        ),
+    )
+    """Volumes to add."""
+    host_network: bool | None = None
+    """Refused: two routers on one node would need the same ports."""
+    host_pid: bool | None = Field(default=None, alias="hostPID")
+    """Refused: the front signals process 1 of its container."""
+    share_process_namespace: bool | None = None
+    """Refused: the front signals process 1 of its container."""
+    service_account_name: str | None = Field(default=None, max_length=253)
+    """Refused: the coordinator needs the rights of the router's own ServiceAccount."""
+    service_account: str | None = Field(default=None, max_length=253)
+    """Refused, as `serviceAccountName`."""
+    automount_service_account_token: bool | None = None
+    """Refused: only the coordinator's container gets the token."""
+
+
+class RouterPodTemplate(ApiModel):
+    """Overlay over the router pod."""
+
+    metadata: OverlayMetadata | None = None
+    """Labels and annotations of the router pod."""
+    spec: RouterOverlayPodSpec | None = None
+    """Fields of the pod's spec."""

@@ -1,4 +1,4 @@
-"""``spec.scheduling`` of an SGLangRollout: on which nodes engines run."""
+"""``spec.scheduling`` and ``spec.router.scheduling`` of an SGLangRollout: on which nodes pods run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TolerationOperator(StrEnum):
 
 
 class Toleration(ApiModel):
-    """A taint of nodes that engines accept, as in a Pod."""
+    """A taint that the pods tolerate, as in a Pod."""
 
     key: str | None = Field(default=None, max_length=316)
     """Key of the taint; none with operator `Exists`: every taint."""
@@ -108,8 +108,21 @@ class Elastic(ApiModel):
     first when others need the room, this fleet's base among them."""
 
 
-class Scheduling(ApiModel):
-    """On which nodes engines run, and when. The router goes anywhere."""
+class Placement(ApiModel):
+    """On which nodes pods run."""
+
+    node_selector: Labels | None = None
+    """Labels that a node must have."""
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
+    """Taints that the pods tolerate."""
+    affinity: dict[str, Any] | None = Field(default=None, json_schema_extra={PRESERVE: True})
+    """Affinity, as in a Pod."""
+    priority_class_name: str | None = Field(default=None, min_length=1, max_length=253)
+    """PriorityClass of the pods."""
+
+
+class Scheduling(Placement):
+    """On which nodes engines run, and when. `router.scheduling` says it for the router."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -129,14 +142,6 @@ class Scheduling(ApiModel):
         )
     )
 
-    node_selector: Labels | None = None
-    """Labels that a node must have."""
-    tolerations: list[Toleration] = Field(default_factory=list, max_length=64)
-    """Taints of nodes that engines accept."""
-    affinity: dict[str, Any] | None = Field(default=None, json_schema_extra={PRESERVE: True})
-    """Affinity, as in a Pod."""
-    priority_class_name: str | None = Field(default=None, min_length=1, max_length=253)
-    """PriorityClass of the engines."""
     topology_key: str | None = Field(default=None, min_length=1, max_length=317)
     """Label of nodes: all pods of one engine go to nodes with one value of it, for example one rack or one NVLink domain."""
     queue_name: str | None = Field(default=None, min_length=1, max_length=63, pattern=_NAME)

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.engine_spec import ENGINE_ENV, Engine, Resources
+from sglang_rollout.api.engine_spec import ENGINE_ENV, AccountAnnotations, Engine, Resources
 from sglang_rollout.api.model_spec import Model
 from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, ports_of_all_engines, variable_said_in_overlay
-from sglang_rollout.api.pod_template import PodTemplate, overlay_sets
-from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL, Elastic, Scheduling
+from sglang_rollout.api.pod_template import PodTemplate, RouterPodTemplate, overlay_sets
+from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL, Elastic, Placement, Scheduling
 from sglang_rollout.api.schema import ApiModel, argument, rule, rules
 from sglang_rollout.api.sharing_spec import Mode, Sharing, rules_of_modes
 from sglang_rollout.api.weights_spec import Weights
@@ -63,9 +63,20 @@ class Router(ApiModel):
     """How requests are spread over the engines. Headers `x-smg-routing-key` and `x-session-id` make requests sticky
     under every policy."""
     resources: Resources = Resources()
-    """CPU and memory of the smg container. The two containers beside it have small fixed requests."""
+    """CPU and memory of the container smg. Default: requests of 250m CPU and 256Mi."""
+    front_resources: Resources = Resources()
+    """CPU and memory of the container front. Default: requests of 100m CPU and 128Mi."""
+    coordinator_resources: Resources = Resources()
+    """CPU and memory of the container coordinator. Default: requests of 100m CPU and 128Mi."""
     args: list[RouterArgument] = Field(default_factory=list, max_length=64)
     """More arguments of `smg`, one word per item."""
+    scheduling: Placement = Placement()
+    """On which nodes the router runs. `spec.scheduling` does not apply to it: a router needs no GPU."""
+    service_account_annotations: AccountAnnotations | None = None
+    """Annotations of the router's ServiceAccount `<name>-router`. A change restarts the router."""
+    pod_template: RouterPodTemplate | None = None
+    """Overlay over the router pod for everything that has no field of its own, for example `imagePullSecrets`. Merged like
+    `spec.podTemplate`. A change restarts the router."""
 
 
 class State(StrEnum):
@@ -91,6 +102,13 @@ def _rules_of_overlay() -> list[dict[str, str]]:
         rule(
             f"!{overlay_sets(ENGINE_ENV)}",
             f"podTemplate must not set {' or '.join(ENGINE_ENV)} in the container engine: health checks and weight updates depend on them.",
+            field=".podTemplate",
+        ),
+        rule(
+            "!has(self.engine.serviceAccountAnnotations) || !has(self.podTemplate) || !has(self.podTemplate.spec)"
+            " || !has(self.podTemplate.spec.serviceAccountName)",
+            "engine.serviceAccountAnnotations annotate the ServiceAccount that the operator makes, and podTemplate.spec.serviceAccountName"
+            " names another one: annotate that one yourself, or leave serviceAccountName out.",
             field=".podTemplate",
         ),
         rule(

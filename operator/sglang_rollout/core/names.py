@@ -27,6 +27,9 @@ ANNOTATION_APPLIED = f"{api.GROUP}/applied"
 """On every child: hash of the object as it was rendered. Shows that a field was removed, which a look at the live
 object cannot."""
 
+ANNOTATION_ACCOUNT = f"{api.GROUP}/service-account"
+"""On router pods: hash of ``router.serviceAccountAnnotations``. A change of these makes a new pod."""
+
 LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
 """On every pod of a StatefulSet, by its controller: a pod's place in its engine."""
 

@@ -1,4 +1,5 @@
-"""Whether the open parts of a spec (``podTemplate``, ``affinity``) are shaped as in a Pod, as far as rendering looks into them. Pure.
+"""Whether the open parts of a spec (``podTemplate`` and ``affinity``, also the router's) are shaped as in a Pod, as far as rendering
+looks into them. Pure.
 
 The API server stores anything there, and judges it when it is applied. What has another shape cannot even be rendered.
 """
@@ -54,11 +55,16 @@ _WORDS: tuple[tuple[type, str], ...] = (
 
 def misfit(rollout: SGLangRollout) -> str:
     """Return what has another shape than in a Pod, as a sentence; empty if nothing has."""
-    overlay, affinity = rollout.spec.pod_template, rollout.spec.scheduling.affinity
-    found = list(_misfits(affinity, _AFFINITY, "spec.scheduling.affinity"))
-    if overlay is not None:
-        written = overlay.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        found += _misfits(written.get("spec"), _POD, "spec.podTemplate.spec")
+    spec = rollout.spec
+    found: list[str] = []
+    for at, scheduling, overlay in (
+        ("spec", spec.scheduling, spec.pod_template),
+        ("spec.router", spec.router.scheduling, spec.router.pod_template),
+    ):
+        found += _misfits(scheduling.affinity, _AFFINITY, f"{at}.scheduling.affinity")
+        if overlay is not None:
+            written = overlay.model_dump(mode="json", by_alias=True, exclude_unset=True)
+            found += _misfits(written.get("spec"), _POD, f"{at}.podTemplate.spec")
     return f"{found[0]}. Write it as in a Pod." if found else ""
 
 

@@ -70,6 +70,11 @@ ACCEPTED = {
     "one failure is enough": {"scheduling": {"avoidNodes": {"failures": 1, "withinSeconds": 60, "forSeconds": 60}}},
     "three failures in little more than two minutes": {"scheduling": {"avoidNodes": {"failures": 3, "withinSeconds": 121}}},
     "another label of a group": {"podTemplate": {"metadata": {"labels": {"scheduling.x-k8s.io/pod-group": "mine"}}}},
+    "an account of its own": {"podTemplate": {"spec": {"serviceAccountName": "mine"}}},
+    "nulls in the router's pod": {"router": {"podTemplate": {"spec": {"containers": None, "serviceAccountName": None, "overhead": None}}}},
+    "a variable of smg": {
+        "router": {"podTemplate": {"spec": {"containers": [{"name": "smg", "env": [{"name": "RUST_LOG", "value": "x"}]}]}}}
+    },
     "variables of another container": {
         "podTemplate": {"spec": {"containers": [{"name": "beside", "image": "b:1", "env": [{"name": "SGLANG_RUST_SERVER", "value": "1"}]}]}}
     },

@@ -1,11 +1,11 @@
-"""Where and when engine pods may run: ``spec.scheduling`` in the words of pods, of Kueue and of coscheduling."""
+"""Where and when pods may run: ``spec.scheduling`` and ``router.scheduling`` in the words of pods, of Kueue and of coscheduling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_rollout.api.scheduling_spec import GangScope, Spread
+from sglang_rollout.api.scheduling_spec import GangScope, Placement, Spread
 from sglang_rollout.api.sharing_spec import ENGINE_INDEX
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
@@ -21,17 +21,8 @@ _UNSATISFIABLE = {Spread.PREFERRED: "ScheduleAnyway", Spread.REQUIRED: "DoNotSch
 def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
     """Return the fields of the spec of an engine's pods that say so; none where nothing is said."""
     wanted, elastic = rollout.spec.scheduling, rollout.spec.elastic
-    made: Object = {}
-    if wanted.node_selector:
-        made["nodeSelector"] = wanted.node_selector
-    if wanted.tolerations:
-        made["tolerations"] = [toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in wanted.tolerations]
-    affinity = _demanding(wanted.affinity, _demands(rollout, engine))
-    if affinity:
-        made["affinity"] = affinity
     beyond = elastic.priority_class_name if elastic and engine >= elastic.base else None
-    if priority := beyond or wanted.priority_class_name:
-        made["priorityClassName"] = priority
+    made = _placed(wanted, _demanding(wanted.affinity, _demands(rollout, engine)), beyond or wanted.priority_class_name)
     if wanted.gang:
         made["schedulerName"] = wanted.gang.scheduler
     if wanted.spread_engines is not Spread.OFF:
@@ -48,6 +39,23 @@ def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
         claim = sharing.resource_claim_name.replace(ENGINE_INDEX, str(engine))
         made["resourceClaims"] = [{"name": CLAIM, "resourceClaimName": claim}]
     return made
+
+
+def router_placement(rollout: SGLangRollout) -> Object:
+    """Return the fields of the router pod's spec that say where it may run."""
+    wanted = rollout.spec.router.scheduling
+    return _placed(wanted, wanted.affinity, wanted.priority_class_name)
+
+
+def _placed(wanted: Placement, affinity: Any, priority: str | None) -> Object:
+    """Return the fields that engine pods and the router pod share, without those that are empty."""
+    made = {
+        "nodeSelector": wanted.node_selector,
+        "tolerations": [toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in wanted.tolerations],
+        "affinity": affinity,
+        "priorityClassName": priority,
+    }
+    return {field: value for field, value in made.items() if value}
 
 
 def pod_labels(rollout: SGLangRollout, engine: int) -> dict[str, str]:

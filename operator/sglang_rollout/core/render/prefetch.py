@@ -45,13 +45,16 @@ def prefetch(rollout: SGLangRollout, settings: Settings) -> list[Object]:
     name, component = names.prefetch_name(rollout.name), names.COMPONENT_PREFETCH
     made = child(rollout, api_version="apps/v1", kind="DaemonSet", name=name, component=component)
     spec = _pod_spec(engine, download)
+    # Clouds inject credentials when a pod is made, so changed annotations of the account need new pods.
+    annotations = rollout.spec.engine.service_account_annotations
+    made_from = [spec, annotations] if annotations else spec
     made["spec"] = {
         "selector": {"matchLabels": names.selector(rollout.name, component)},
         # Nothing serves here: a changed model is fetched on all nodes at once, as the first one was.
         "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}},
         "revisionHistoryLimit": 2,
         "template": {
-            "metadata": {"labels": {**names.labels(rollout.name, component), names.LABEL_REVISION: digest(spec)}},
+            "metadata": {"labels": {**names.labels(rollout.name, component), names.LABEL_REVISION: digest(made_from)}},
             "spec": spec,
         },
     }

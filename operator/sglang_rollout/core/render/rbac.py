@@ -17,12 +17,14 @@ def rbac(rollout: SGLangRollout) -> list[Object]:
 def _accounts(rollout: SGLangRollout) -> list[Object]:
     """An account without rights for engines (model code runs there), one for the router. No token is mounted by default
     in either."""
-    made = []
-    for name, component in (
-        (names.engine_account(rollout.name), names.COMPONENT_ENGINE),
-        (names.router_name(rollout.name), names.COMPONENT_ROUTER),
+    made, spec = [], rollout.spec
+    for name, component, annotated in (
+        (names.engine_account(rollout.name), names.COMPONENT_ENGINE, spec.engine.service_account_annotations),
+        (names.router_name(rollout.name), names.COMPONENT_ROUTER, spec.router.service_account_annotations),
     ):
         account = child(rollout, api_version="v1", kind="ServiceAccount", name=name, component=component)
+        if annotated:
+            account["metadata"]["annotations"] = annotated
         made.append({**account, "automountServiceAccountToken": False})
     return made
 

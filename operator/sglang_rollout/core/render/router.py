@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
+from sglang_rollout.core.hashing import digest
 from sglang_rollout.core.render.common import (
     CONTROL_MOUNT,
     HOME_ENV,
@@ -18,6 +19,8 @@ from sglang_rollout.core.render.common import (
     requests,
     restricted,
 )
+from sglang_rollout.core.render.overlay import merge
+from sglang_rollout.core.render.placement import router_placement
 from sglang_rollout.core.settings import Settings
 from sglang_rollout.wire.ports import COORDINATOR_PORT, FLEET_HEALTH, FRONT_PORT, SMG_METRICS_PORT, SMG_PORT
 
@@ -47,12 +50,24 @@ def router_deployment(rollout: SGLangRollout, settings: Settings) -> Object:
         "strategy": {"type": "Recreate"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ROUTER)},
-        "template": {
-            "metadata": {"labels": names.labels(rollout.name, names.COMPONENT_ROUTER)},
-            "spec": _pod_spec(rollout, settings),
-        },
+        "template": _pod_template(rollout, settings),
     }
     return made
+
+
+def _pod_template(rollout: SGLangRollout, settings: Settings) -> Object:
+    """Return the operator's pod template with the user's overlay over it."""
+    metadata: Object = {"labels": names.labels(rollout.name, names.COMPONENT_ROUTER)}
+    if annotations := rollout.spec.router.service_account_annotations:
+        # Clouds inject credentials when a pod is made, so changed annotations need a new pod.
+        metadata["annotations"] = {names.ANNOTATION_ACCOUNT: digest(annotations)}
+    made: Object = {"metadata": metadata, "spec": _pod_spec(rollout, settings)}
+    overlay = rollout.spec.router.pod_template
+    if overlay is None:
+        return made
+    # exclude_unset, not exclude_none: a null that the user wrote removes a key.
+    made = merge(made, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return merge(made, {"metadata": metadata})
 
 
 def _pod_spec(rollout: SGLangRollout, settings: Settings) -> Object:
@@ -63,12 +78,13 @@ def _pod_spec(rollout: SGLangRollout, settings: Settings) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [_front(settings), _smg(rollout, settings), _coordinator(rollout, settings)],
+        **router_placement(rollout),
+        "containers": [_front(rollout, settings), _smg(rollout, settings), _coordinator(rollout, settings)],
         "volumes": [TMP_VOLUME, control_volume(rollout), _account_volume()],
     }
 
 
-def _front(settings: Settings) -> Object:
+def _front(rollout: SGLangRollout, settings: Settings) -> Object:
     return {
         "name": "front",
         "image": settings.router_image,
@@ -87,7 +103,7 @@ def _front(settings: Settings) -> Object:
         "readinessProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
         "livenessProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=3),
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", SOFT_STOP_SCRIPT]}}},
-        "resources": requests("100m", "128Mi"),
+        "resources": container_resources(rollout.spec.router.front_resources) or requests("100m", "128Mi"),
         "securityContext": restricted(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [TMP_MOUNT],
@@ -140,7 +156,7 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
         "startupProbe": http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
         "readinessProbe": http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
         "livenessProbe": http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
-        "resources": requests("100m", "128Mi"),
+        "resources": container_resources(rollout.spec.router.coordinator_resources) or requests("100m", "128Mi"),
         "securityContext": restricted(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [

@@ -1,15 +1,26 @@
-"""What status says while the router does not run."""
+"""The router pod: where it may run, what the user lays over it, and what status says while it does not run."""
 
 from __future__ import annotations
 
-import pytest
-from worlds import Object, condition, pod, ready, record, row, status_of, unschedulable, world
+from typing import Any
 
+import pytest
+from worlds import SETTINGS, Object, condition, cr, pod, ready, record, row, status_of, unschedulable, world
+
+from sglang_rollout.api.pod_template import ROUTER_CONTAINERS, ROUTER_VOLUMES
+from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.core import names
+from sglang_rollout.core.render.prefetch import prefetch
+from sglang_rollout.core.render.router import router_deployment
 from sglang_rollout.core.world import World
 
 TAINTED = "0/2 nodes are available: 2 node(s) had untolerated taint(s)"
 QUOTA = 'pods "demo-router-5c9" is forbidden: exceeded quota: small'
+
+
+def template(**router: Any) -> Object:
+    made: Object = router_deployment(SGLangRollout.model_validate(cr(router=router)), SETTINGS)["spec"]["template"]
+    return made
 
 
 def without_router(said: Object | None, *, failure: str = "") -> World:
@@ -37,3 +48,36 @@ def test_status_says_why_the_router_does_not_run(seen: World, says: str, degrade
     assert ready(seen) == ("False", "RouterNotReady", says)
     assert condition(status_of(seen), "RouterReady")["message"] == says
     assert condition(status_of(seen), "Degraded")["status"] == degraded
+
+
+def test_rules_protect_every_container_and_volume_of_the_router() -> None:
+    spec = template()["spec"]
+    assert tuple(one["name"] for one in spec["containers"]) == ROUTER_CONTAINERS
+    assert tuple(one["name"] for one in spec["volumes"]) == ROUTER_VOLUMES
+
+
+def test_the_overlay_merges_into_the_pod_and_keeps_what_the_operator_selects_by() -> None:
+    overlay = {
+        "metadata": {"labels": {"team": "rl", names.LABEL_ROLLOUT: "other"}, "annotations": {names.ANNOTATION_ACCOUNT: "x", "note": "y"}},
+        "spec": {"tolerations": [{"operator": "Exists"}], "containers": [{"name": "smg", "env": [{"name": "RUST_LOG", "value": "debug"}]}]},
+    }
+    scheduling = {"tolerations": [{"key": "pool", "operator": "Exists"}], "priorityClassName": "high"}
+    made = template(podTemplate=overlay, scheduling=scheduling, serviceAccountAnnotations={"role": "a"})
+    assert made["metadata"]["labels"] == {**names.labels("demo", "router"), "team": "rl"}
+    assert made["spec"]["tolerations"] == [{"operator": "Exists"}]
+    assert made["spec"]["priorityClassName"] == "high"
+    smg = next(one for one in made["spec"]["containers"] if one["name"] == "smg")
+    assert [one["name"] for one in smg["env"]] == ["HOME", "RUST_LOG"]
+    annotations = made["metadata"]["annotations"]
+    assert annotations["note"] == "y"
+    other = template(serviceAccountAnnotations={"role": "b"})["metadata"]["annotations"]
+    assert annotations[names.ANNOTATION_ACCOUNT] not in {"x", other[names.ANNOTATION_ACCOUNT]}
+
+
+def test_changed_annotations_of_the_engines_account_make_new_prefetch_pods() -> None:
+    def revision(**engine: Any) -> str:
+        model = {"path": "/models/a", "volume": {"hostPath": "/d"}, "download": {"command": ["x"]}, "prefetch": True}
+        made = prefetch(SGLangRollout.model_validate(cr(model=model, engine={"image": "i", **engine})), SETTINGS)
+        return str(made[0]["spec"]["template"]["metadata"]["labels"][names.LABEL_REVISION])
+
+    assert revision(serviceAccountAnnotations={"role": "a"}) != revision(serviceAccountAnnotations={"role": "b"})

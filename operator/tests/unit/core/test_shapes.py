@@ -41,6 +41,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"scheduling": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": ["x"]}}}}},
         f"spec.scheduling.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0] must be a map of fields, not a text",
     ),
+    ({"router": {"podTemplate": {"spec": {"imagePullSecrets": ["x"]}}}}, "spec.router.podTemplate.spec.imagePullSecrets[0] must be a map"),
+    ({"router": {"scheduling": {"affinity": {"podAffinity": 5}}}}, "spec.router.scheduling.affinity.podAffinity must be a map of fields"),
 ]
 
 
