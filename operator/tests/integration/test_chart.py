@@ -77,6 +77,29 @@ def test_the_cluster_scope_may_list_nodes(api: ControlPlane) -> None:
     assert {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]} in role["rules"]
 
 
+def test_the_operator_can_be_put_on_tainted_nodes_with_a_private_registry(api: ControlPlane) -> None:
+    amounts = {"cpu": "1", "memory": "1Gi"}
+    resources = {"requests": amounts, "limits": amounts}
+    values = {
+        "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+        "nodeSelector": {"pool": "system"},
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "high",
+        "resources": resources,
+        "images": {"pullSecrets": ["registry"]},
+        "serviceAccount": {"annotations": {"role": "operator"}},
+    }
+    words = [word for name, value in values.items() for word in ("--set-json", f"{name}={json.dumps(value)}")]
+    objects = {made["kind"]: made for made in rendered(api, *words)}
+    spec = objects["Deployment"]["spec"]["template"]["spec"]
+    assert {name: spec[name] for name in ("tolerations", "nodeSelector", "affinity", "priorityClassName")} == {
+        name: values[name] for name in ("tolerations", "nodeSelector", "affinity", "priorityClassName")
+    }
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    assert spec["containers"][0]["resources"] == resources
+    assert objects["ServiceAccount"]["metadata"]["annotations"] == {"role": "operator"}
+
+
 def test_a_wrong_value_is_refused(api: ControlPlane) -> None:
     done = helm(api, "template", "x", str(CHART), "--kube-version=1.34.3", "--set", "rbac.scop=Cluster", check=False)
     assert done.returncode != 0
