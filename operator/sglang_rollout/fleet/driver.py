@@ -35,10 +35,10 @@ from sglang_rollout.fleet.update.events import (
     Written,
 )
 from sglang_rollout.fleet.update.requests import Answer, Request
+from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.intent import Intent
-from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
+from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState, held_sentence
-from sglang_rollout.wire.weights import Version
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
         self._kept = FleetState.ACTIVE
-        self._reported: tuple[Version, UpdateOutcome, str] | None = None
+        self._reported = 0
+        """Ended updates that the log holds."""
         self._syncing: dict[str, asyncio.Task[None]] = {}
         self._synced: dict[str, float] = {}
         self._claimed = 0
@@ -172,8 +173,7 @@ class Driver:
                     future = self._waiting.get(call)
                     if future is not None and not future.done():
                         future.set_result(answer)
-        self._metrics.count(self._machine.fleet.last_update)
-        self._report(self._machine.fleet.last_update)
+        self._report(self._machine.fleet)
         if self._machine.fleet.kept is not self._kept:
             self._kept = self._machine.fleet.kept
             log.info("%s", held_sentence(self._kept) or "The fleet is active, as its spec says.")
@@ -184,11 +184,13 @@ class Driver:
         if future is not None and not future.done():
             future.set_result(effect.reason)
 
-    def _report(self, last: LastUpdate | None) -> None:
-        """One line for each update that ended; later changes of the same one only add to its figures."""
-        if last is None or (last.version, last.outcome, last.reason) == self._reported:
+    def _report(self, fleet: Fleet) -> None:
+        """Count an update that has just ended, and log one line about it."""
+        self._metrics.count(fleet.ended)
+        last, ended = fleet.last_update, fleet.ended.total()
+        if last is None or ended == self._reported:
             return
-        self._reported = (last.version, last.outcome, last.reason)
+        self._reported = ended
         what = f"{last.outcome}: version {last.version} (label {last.version.label}) {last.phases_ms}"
         if last.outcome is UpdateOutcome.COMMITTED:
             log.info("%s", what)

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from sglang_rollout.fleet.update import calls
 from sglang_rollout.fleet.update.events import Result
+from sglang_rollout.fleet.update.lora import LOAD, UNLOAD
 from sglang_rollout.fleet.update.machine import Machine
+from sglang_rollout.fleet.update.memory import RELEASE, RESUME
 from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.wire.record import LastUpdate
+from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.wire import ports
+from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
 PREFIX = "sglang_rollout_fleet"
 # From a call on an idle engine (milliseconds) to a bucket of a large model (minutes).
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+PATHS = (
+    *(calls.INIT, calls.DESTROY, calls.BEGIN, calls.UPDATE, calls.UPDATE_DISK, calls.UPDATE_TENSOR, calls.END),
+    *(calls.PAUSE, calls.CONTINUE, calls.FLUSH, CHECKER, RELEASE, RESUME, LOAD, UNLOAD),
+    *(ports.AGENT_SYNC, ports.AGENT_RUN, ports.AGENT_PREFLIGHT, ports.AGENT_CHECKPOINT, ports.AGENT_ACK, ports.AGENT_FENCE),
+)
+"""Calls that the coordinator makes on several engines."""
 
 
 class Metrics:
-    """The coordinator's own registry: no process-wide state."""
+    """The coordinator's own registry: no process-wide state.
+
+    Series whose labels are known start at 0: ``increase()`` does not see a first failure that makes its own series.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -32,13 +48,19 @@ class Metrics:
         self._updates = Counter(f"{PREFIX}_updates", "Weight updates that ended", ["outcome"], registry=self.registry)
         self._calls = Histogram(f"{PREFIX}_fan_out_seconds", "Calls on all engines", ["path"], buckets=BUCKETS, registry=self.registry)
         self._failures = Counter(f"{PREFIX}_fan_out_failures", "Engines on which a call failed", ["path"], registry=self.registry)
-        self._last: tuple[str, str] | None = None
+        self._counted: Tally[UpdateOutcome] = Tally()
+        for outcome in UpdateOutcome:
+            self._updates.labels(outcome.value)
+        for state in EngineState:
+            self._engines.labels(state.value)
+        for path in PATHS:
+            self._failures.labels(path)
 
-    def count(self, last: LastUpdate | None) -> None:
-        """Count an update that has ended; told the same one again, nothing."""
-        if last is not None and (last.outcome.value, str(last.version)) != self._last:
-            self._last = (last.outcome.value, str(last.version))
-            self._updates.labels(last.outcome.value).inc()
+    def count(self, ended: Tally[UpdateOutcome]) -> None:
+        """Raise the counter of ended updates to ``ended``, the numbers by outcome."""
+        for outcome, number in (ended - self._counted).items():
+            self._updates.labels(outcome.value).inc(number)
+        self._counted = Tally(ended)
 
     def fan_out(self, path: str, seconds: float, results: Mapping[str, Result]) -> None:
         """Count one call on several engines."""
@@ -53,7 +75,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _observe(self, fleet: Fleet) -> None:
-        states: dict[str, int] = {"clean": 0, "dirty": 0, "unknown": 0}
+        states: dict[str, int] = {state.value: 0 for state in EngineState}
         for engine in fleet.engines.values():
             states[engine.row().state.value] += 1
         for state, number in states.items():

@@ -141,6 +141,12 @@ async def test_a_restarted_coordinator_gives_an_open_update_up_and_remembers(lab
     found = await lab.document()
     assert (found["committed"]["n"], found["term"], found["serving"]) == (3, 2, 0)
     assert not lab.agents[1].agent.session
+    assert (found["last_update"]["outcome"], found["last_update"]["version"]["n"]) == ("Failed", 4)
+    assert 'sglang_rollout_fleet_updates_total{outcome="Failed"} 1.0' in (await lab.get("/fleet/metrics"))[2]
+    await lab.kill()
+    lab.start()
+    await lab.serving(0)
+    assert 'sglang_rollout_fleet_updates_total{outcome="Failed"} 0.0' in (await lab.get("/fleet/metrics"))[2], "counted once"
 
 
 async def test_a_lost_record_is_rebuilt_from_the_agents(lab: Lab) -> None:

@@ -15,7 +15,7 @@ from sglang_rollout.fleet.update.tensors import recalled, unpacked
 from sglang_rollout.fleet.update.versions import key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.weights import EngineState, Version
 
 PATIENCE = 5.0
 """With a record: how long a new coordinator waits for agents that may prove a newer version than the record says."""
@@ -150,6 +150,7 @@ class Knowledge:
             # Whoever is not heard, or was made anew, may have committed what was under way: the store may have been away by then.
             knows = everybody and not self._made_anew(self._record)
             fleet.burn([self._record.burned, None if knows else self._record.under_way])
+            self._end_interrupted(self._record, proved.committed)
             fleet.called = {row.name: row.path for row in self._record.adapters if not row.by_spec}
             fleet.id = self._record.fleet_id or fleet.id
             fleet.noted = dict(self._record.noted)
@@ -165,6 +166,15 @@ class Knowledge:
         fleet.commit(proved.committed)
         if self._record is not None and self._record.committed == proved.committed:
             fleet.checksums, fleet.disk = dict(self._record.checksums), self._record.disk
+
+    def _end_interrupted(self, record: Record, committed: Version) -> None:
+        """Note that the update which was open when the coordinator before ended has failed, unless it is proved to be committed."""
+        version = record.under_way
+        if version is None or key(committed) >= key(version):
+            return
+        reason = "the coordinator was restarted in the middle of the update"
+        finished = self._fleet.finished()
+        self._fleet.end_update(LastUpdate(version=version, outcome=UpdateOutcome.FAILED, reason=reason, finished=finished))
 
     def _made_anew(self, record: Record) -> bool:
         """Whether an engine that the record knows has another life and an agent that was told nothing: what it held, nobody can say."""
@@ -187,11 +197,11 @@ class Knowledge:
         proved = prove(None, self._statuses())
         if key(proved) > key(fleet.committed):
             fleet.commit(proved)
-            fleet.last_update = LastUpdate(
+            fleet.end_update(LastUpdate(
                 version=proved, outcome=UpdateOutcome.COMMITTED, finished=fleet.finished(),
                 reason="proved afterwards: every engine of the update says that it holds this version",
                 engines=[name for name, engine in fleet.engines.items() if engine.holds(proved)],
-            )  # fmt: skip
+            ))  # fmt: skip
         for status in self._statuses():
             self._burn(status)
 

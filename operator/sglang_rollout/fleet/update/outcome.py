@@ -145,7 +145,7 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     fleet.commits += 1
     for name in cohort:
         fleet.engines[name].tries, fleet.engines[name].note = 0, ""
-    fleet.last_update = _last(fleet, version, outcome, reason, cohort)
+    fleet.end_update(_last(fleet, version, outcome, reason, cohort))
     record = fleet.record()
     if record is not None:
         # Not written: the acknowledgements are the commit, and the record follows when the store can be reached again.
@@ -211,14 +211,14 @@ def fail(fleet: Fleet, reason: str, results: Results | None = None, *, engine: s
     names = list(dict.fromkeys([*(update.boots if update else ()), *(hold.engines if hold else ())]))
     sentence = reason
     if update is not None:
-        fleet.last_update = _last(fleet, fleet.target(), UpdateOutcome.FAILED, reason, [])
+        fleet.end_update(_last(fleet, fleet.target(), UpdateOutcome.FAILED, reason, []))
         sentence = (
             f"{reason.rstrip('.')} (phase {phase.value}). The update was given up: version {fleet.committed} stays committed, and"
             f" {', '.join(list(update.boots)[:8])} serve nobody until a complete update."
             f" Open a new group with world_size={fleet.table.world_size} and push again."
         )
     elif hold is not None:
-        fleet.last_update = _last(fleet, fleet.target(), UpdateOutcome.ABORTED, f"the pause was given up: {reason}", [])
+        fleet.end_update(_last(fleet, fleet.target(), UpdateOutcome.ABORTED, f"the pause was given up: {reason}", []))
     fleet.update, fleet.hold, fleet.label = None, None, None
     blamed = {"engine": engine} if engine is not None else {}
     answer = Answer(400, sentence, {**fleet.advice(), **blamed, "phase": phase.value, "engines": told(results or {})})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from sglang_rollout.fleet.update.tensors import Brought, packed
 from sglang_rollout.fleet.update.versions import history, newest, next_version
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.policy import WeightsPolicy
-from sglang_rollout.wire.record import LastUpdate, Noted, OnDisk, Record
+from sglang_rollout.wire.record import LastUpdate, Noted, OnDisk, Record, UpdateOutcome
 from sglang_rollout.wire.states import LENT, FleetMode, FleetState, held_sentence
 from sglang_rollout.wire.weights import Version
 
@@ -90,6 +91,8 @@ class Fleet:
     """Label that the trainer gave before its first tensors."""
     phase: Phase = Phase.IDLE
     last_update: LastUpdate | None = None
+    ended: Counter[UpdateOutcome] = field(default_factory=Counter)
+    """Weight updates that ended while this coordinator led, by outcome. A last update that was read from the record is not among them."""
     now: float = 0.0
     """Time of the newest event."""
     wall_offset: float = 0.0
@@ -157,6 +160,11 @@ class Fleet:
             self.checksums, self.disk = {}, None
         self.history = history(before, version, self.policy.max_staleness)
         self.committed = version
+
+    def end_update(self, last: LastUpdate) -> None:
+        """Note how an update ended. Call this once per update; later figures of the same update are assigned to ``last_update``."""
+        self.last_update = last
+        self.ended[last.outcome] += 1
 
     def tolerated(self) -> list[Version]:
         """Older versions that may be served."""

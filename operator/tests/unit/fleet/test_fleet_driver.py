@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ class Scripted:
     """Stands in for the machine: wants these effects at the first event, and keeps what comes of them."""
 
     def __init__(self, *effects: Effect) -> None:
-        self.fleet = SimpleNamespace(last_update=None, kept=FleetState.ACTIVE)
+        self.fleet = SimpleNamespace(last_update=None, ended=Counter(), kept=FleetState.ACTIVE)
         self.effects = list(effects)
         self.answered: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
 
