@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from e2e import promtool
 from e2e.cluster import network, nodeconf
 from e2e.cluster.paths import cache_root
 from e2e.cluster.say import LabError, say, step
@@ -59,6 +60,12 @@ def _apt(*words: str) -> subprocess.CompletedProcess[str]:
 
 def install(*, lab: bool = True) -> None:
     """Install what is missing, where this is root on a Debian (or Ubuntu); elsewhere say what to install."""
+    _install_packages(lab=lab)
+    if not _have("promtool"):
+        promtool.fetch()
+
+
+def _install_packages(*, lab: bool) -> None:
     packages = missing_packages(lab=lab)
     if not packages:
         return

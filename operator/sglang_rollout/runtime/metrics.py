@@ -5,7 +5,11 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 PREFIX = "sglang_rollout_operator"
-WRITE_VERBS = frozenset({"apply", "patch", "create", "delete"})
+READ_VERBS = ("get", "list", "watch")
+WRITE_VERBS = ("apply", "patch", "create", "delete")
+OUTCOMES = ("ok", "error")
+RESULTS = ("ok", "gone", "refused", "unavailable", "conflict", "error")
+CONDITION_VALUES = ("True", "False", "Unknown")
 # A reconcile of a healthy fleet is a dozen reads: milliseconds. The long end is an API server in trouble.
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -14,7 +18,10 @@ Key = tuple[str, str]
 
 
 class Metrics:
-    """Counters and gauges of one operator process."""
+    """Counters and gauges of one operator process.
+
+    Series whose labels are known start at 0: ``increase()`` does not see a first error that makes its own series.
+    """
 
     def __init__(self, version: str = "") -> None:
         self.registry = CollectorRegistry()
@@ -28,6 +35,15 @@ class Metrics:
         self._listed = Gauge(f"{PREFIX}_last_list_timestamp_seconds", "When all rollouts were last listed.", registry=self.registry)
         Gauge(f"{PREFIX}_build_info", "Version of the operator.", ["version"], registry=self.registry).labels(version=version).set(1)
         self._ready: dict[Key, str] = {}
+        for result in RESULTS:
+            self._reconciles.labels(result=result)
+        for verb in WRITE_VERBS:
+            self._writes.labels(verb=verb)
+        for verb in (*READ_VERBS, *WRITE_VERBS):
+            for outcome in OUTCOMES:
+                self._requests.labels(verb=verb, outcome=outcome)
+        for value in CONDITION_VALUES:
+            self._rollouts.labels(ready=value)
 
     def request(self, verb: str, plural: str, outcome: str) -> None:
         """Count one API request; the hook of :class:`~sglang_rollout.runtime.kube.Kube`."""
@@ -55,7 +71,7 @@ class Metrics:
             self._ready.pop(key, None)
         else:
             self._ready[key] = status
-        for value in ("True", "False", "Unknown"):
+        for value in CONDITION_VALUES:
             self._rollouts.labels(ready=value).set(sum(1 for ready in self._ready.values() if ready == value))
 
     def listed(self) -> None:

@@ -132,7 +132,7 @@ async def test_metrics_and_health_over_http() -> None:
         text = await reply.text()
     assert reply.headers["Content-Type"].startswith("text/plain")
     assert 'sglang_rollout_operator_writes_total{verb="apply"} 1.0' in text
-    assert 'writes_total{verb="create"}' not in text
+    assert 'writes_total{verb="create"} 0.0' in text
     assert 'sglang_rollout_operator_rollouts{ready="True"} 0.0' in text
     assert 'sglang_rollout_operator_rollouts{ready="False"} 1.0' in text
     assert 'sglang_rollout_operator_build_info{version="1.2.3"} 1.0' in text
