@@ -84,8 +84,8 @@ class EngineKnobs(ApiModel):
     """Released weights are kept in host memory, so that a fleet that wakes serves at once (`--enable-weights-cpu-backup`)."""
     log_level: LogLevel | None = None
     """How much an engine logs (`--log-level`)."""
-    metrics: bool = False
-    """The engine counts: `/metrics` (`--enable-metrics`)."""
+    metrics: bool = True
+    """Export SGLang's metrics: `/metrics` on the port `metrics` of each engine pod (`--enable-metrics`)."""
 
 
 FLAGS: Mapping[str, str] = {
@@ -120,9 +120,14 @@ def same_said_twice() -> list[dict[str, str]]:
     for field, flag in FLAGS.items():
         info = EngineKnobs.model_fields[field]
         name = str(info.alias)
-        given = f"self.{name}" if info.annotation is bool else f"has(self.{name})"
         # argparse takes an abbreviation for the flag, too.
         in_args = f"has(self.args) && self.args.exists(a, a.size() > 2 && a.startsWith('--') && '{flag}'.startsWith(a.split('=')[0]))"
+        if info.default is True:
+            # Not refused where both say the same: nobody has to write the field for that.
+            message = f"engine.{name} is false, but {flag} in engine.args says the opposite: leave one of them out."
+            made.append(rule(f"self.{name} || !({in_args})", message, field=f".{name}"))
+            continue
+        given = f"self.{name}" if info.annotation is bool else f"has(self.{name})"
         message = f"engine.{name} and {flag} in engine.args say the same: leave one of them out."
         made.append(rule(f"!{given} || !({in_args})", message, field=f".{name}"))
     return made

@@ -4,6 +4,7 @@ A pod with a network of its own has them all to itself, and every engine uses th
 ports, so there every engine has a block of its own, by its index:
 
     basePort + 20 * index   +0 gate   +1 SGLang   +2 agent   +3 torch's rendezvous   +4 … +17 rendezvous of several pods, attention groups
+                           +18 metrics
 
 Blocks begin at multiples of their size. So those of two fleets are either the same, which the scheduler sees and keeps apart, or have
 nothing in common.
@@ -28,6 +29,7 @@ class EnginePorts(NamedTuple):
     engine: int
     agent: int
     rendezvous: int
+    metrics: int
     nccl: int | None = None
     """``--nccl-port``; None: SGLang looks for a free one, as it may where nobody else listens."""
 
@@ -43,7 +45,7 @@ class EnginePorts(NamedTuple):
         return (*own, *range(self.rendezvous, self.rendezvous + _DERIVED))
 
 
-OF_POD = EnginePorts(wire.GATE_PORT, wire.ENGINE_PORT, wire.AGENT_PORT, wire.RENDEZVOUS_PORT)
+OF_POD = EnginePorts(wire.GATE_PORT, wire.ENGINE_PORT, wire.AGENT_PORT, wire.RENDEZVOUS_PORT, wire.METRICS_PORT)
 """Those of every engine whose pods have networks of their own."""
 
 
@@ -53,4 +55,4 @@ def engine_ports(rollout: SGLangRollout, index: int) -> EnginePorts:
     if network is None or not network.host_network:
         return OF_POD
     first = network.first_port + BLOCK * index
-    return EnginePorts(gate=first, engine=first + 1, agent=first + 2, nccl=first + 3, rendezvous=first + 4)
+    return EnginePorts(gate=first, engine=first + 1, agent=first + 2, nccl=first + 3, rendezvous=first + 4, metrics=first + 18)

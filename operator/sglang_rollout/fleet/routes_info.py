@@ -44,7 +44,8 @@ async def get_document(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus text."""
     parts = request.app[PARTS]
-    return web.Response(body=parts.metrics.text(parts.driver.machine), content_type="text/plain", charset="utf-8")
+    body = parts.metrics.text(parts.driver.machine)
+    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 async def get_server_info(request: web.Request) -> web.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import random
 import secrets
@@ -25,7 +26,7 @@ from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, find_haproxy
 from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.wire.policy import PauseMode, WeightsPolicy
-from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH
+from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
 
 _START_SECONDS = 60.0
 _LONGEST_RUNTIME_PATH = 50
@@ -174,6 +175,7 @@ def _announce(plan: Plan, folders: Folders) -> None:
     click.echo(f"The fleet answers at {url}; {len(plan.engines)} engine(s) wanted, each joins when it is up.")
     click.echo(f"  generate    POST {url}/generate")
     click.echo(f"  discovery   GET  {url}{FLEET}")
+    click.echo(f"  metrics     GET  {plan.metrics.url}{METRICS}; all targets for Prometheus: {folders.targets}")
     click.echo(f"  logs        {folders.logs}")
     click.echo("Ctrl-C ends it; the engines go on.")
 
@@ -188,6 +190,7 @@ def _prepare(plan: Plan, folders: Folders) -> None:
             with os.fdopen(os.open(folders.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as token:
                 token.write(secrets.token_urlsafe(32))
         folders.intent.write_text(plan.intent().model_dump_json(indent=2))
+        folders.targets.write_text(json.dumps(plan.scrape_targets(), indent=2))
     except OSError as error:
         raise CannotStartError(
             f"the folder {folders.state} cannot be used: {error.strerror}; name a writable one with --state-dir"

@@ -6,14 +6,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from sglang_rollout.proxy.address import Address
+from sglang_rollout.wire import ports as wire
 from sglang_rollout.wire.intent import Intent, WantedEngine
 from sglang_rollout.wire.policy import WeightsPolicy
 
 NAME = "local"
 """Name and namespace of a fleet that no Kubernetes knows."""
+
+_ROUTER_PORTS = 4
+"""smg, its metrics, the coordinator, and the metrics of all three processes of a router pod."""
+_ENGINE_PORTS = 3
+"""Gate, agent, and the metrics of all three processes of an engine pod."""
 
 _PROGRAM = (sys.executable, "-m", "sglang_rollout.cli")
 
@@ -29,6 +36,16 @@ class EngineArg:
     def url(self) -> str:
         """The server's URL."""
         return f"http://{self.address}"
+
+
+class _Row(NamedTuple):
+    """One engine and where its parts listen."""
+
+    name: str
+    engine: EngineArg
+    gate: Address
+    agent: Address
+    metrics: Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +83,11 @@ class Folders:
         return self.state / "intent.json"
 
     @property
+    def targets(self) -> Path:
+        """What Prometheus scrapes."""
+        return self.state / "prometheus-targets.json"
+
+    @property
     def record(self) -> Path:
         """What the coordinator remembers."""
         return self.state / "weights.json"
@@ -84,23 +106,40 @@ class Plan:
 
     def intent(self) -> Intent:
         """The coordinator's orders."""
-        wanted = [WantedEngine(name=name, tensor_size=engine.tensor_size, url=f"http://{gate}") for name, engine, gate, _ in self._rows()]
+        wanted = [WantedEngine(name=row.name, tensor_size=row.engine.tensor_size, url=f"http://{row.gate}") for row in self._rows()]
         return Intent(generation=1, name=NAME, namespace=NAME, engines=wanted, weights=self.weights)
 
     def children(self, folders: Folders) -> list[Child]:
         """All processes, in the order in which they start."""
-        smg, metrics, coordinator = (_loopback(port) for port in self.ports[:3])
+        smg, smg_metrics, coordinator = (_loopback(port) for port in self.ports[:3])
         children: list[Child] = []
-        for name, engine, gate, agent in self._rows():
-            children += _engine_children(name, engine, gate, agent, folders)
-        smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(metrics), "--policy", self.policy)
+        for row in self._rows():
+            children += _engine_children(row, folders)
+        smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy)
         # smg serves 5 s more after SIGTERM. By then the front is gone and nobody can ask.
         children.append(Child("smg", (*_PROGRAM, *smg_line), grace=1.0))
         children.append(Child("coordinator", self._coordinator(smg, coordinator, folders)))
         runtime = str(folders.runtime / "front")
         front = ("proxy", "front", "--listen", str(self.listen), "--smg", str(smg), "--coordinator", str(coordinator))
-        children.append(Child("front", (*_PROGRAM, *front, "--runtime-dir", runtime)))
+        metrics = ("--metrics-listen", str(self.metrics), "--smg-metrics", str(smg_metrics))
+        children.append(Child("front", (*_PROGRAM, *front, *metrics, "--runtime-dir", runtime)))
         return children
+
+    @property
+    def metrics(self) -> Address:
+        """Where the metrics of coordinator, smg and front are served."""
+        return _loopback(self.ports[3])
+
+    def scrape_targets(self) -> list[dict[str, object]]:
+        """The processes in the format of Prometheus' ``file_sd_configs``."""
+        router = {"coordinator": wire.METRICS, "smg": wire.METRICS_SMG, "front": wire.METRICS_FRONT}
+        engine = {"engine": wire.METRICS, "agent": wire.METRICS_AGENT, "gate": wire.METRICS_GATE}
+        pods = [("local-router", self.metrics, router), *((row.name, row.metrics, engine) for row in self._rows())]
+        return [
+            {"targets": [str(address)], "labels": {"__metrics_path__": path, "container": container, "pod": pod}}
+            for pod, address, paths in pods
+            for container, path in paths.items()
+        ]
 
     def _coordinator(self, smg: Address, listen: Address, folders: Folders) -> tuple[str, ...]:
         return (
@@ -110,15 +149,16 @@ class Plan:
             *("--public-url", self.listen.url),
         )
 
-    def _rows(self) -> Iterator[tuple[str, EngineArg, Address, Address]]:
-        """Name, engine, gate and agent of each engine."""
+    def _rows(self) -> Iterator[_Row]:
         for i, engine in enumerate(self.engines):
-            yield f"{NAME}-engine-{i}", engine, _loopback(self.ports[3 + 2 * i]), _loopback(self.ports[4 + 2 * i])
+            first = _ROUTER_PORTS + _ENGINE_PORTS * i
+            gate, agent, metrics = (_loopback(port) for port in self.ports[first : first + _ENGINE_PORTS])
+            yield _Row(f"{NAME}-engine-{i}", engine, gate, agent, metrics)
 
 
 def ports_needed(engines: int) -> int:
-    """smg, its metrics, the coordinator, and a gate and an agent for each engine."""
-    return 3 + 2 * engines
+    """Return how many loopback ports the parts of a fleet listen on."""
+    return _ROUTER_PORTS + _ENGINE_PORTS * engines
 
 
 def parse_engine(text: str, default_tensor_size: int) -> EngineArg:
@@ -139,9 +179,13 @@ def parse_engine(text: str, default_tensor_size: int) -> EngineArg:
         raise ValueError(f"{url!r} is not the URL of an SGLang server: {error}") from None
 
 
-def _engine_children(name: str, engine: EngineArg, gate: Address, agent: Address, folders: Folders) -> list[Child]:
+def _engine_children(row: _Row, folders: Folders) -> list[Child]:
+    name, engine, gate, agent, metrics = row
     socket = str(folders.runtime / name / "gate.sock")
-    gate_line = ("proxy", "gate", "--listen", str(gate), "--engine", str(engine.address), "--agent", str(agent), "--socket", socket)
+    gate_line = (
+        *("proxy", "gate", "--listen", str(gate), "--engine", str(engine.address), "--agent", str(agent), "--socket", socket),
+        *("--metrics-listen", str(metrics)),
+    )
     agent_line = (
         *("agent", "--name", name, "--engine-url", engine.url, "--listen", str(agent), "--gate-socket", socket),
         *("--state-dir", str(folders.state / name), "--token-file", str(folders.token), "--tensor-size", str(engine.tensor_size)),

@@ -69,6 +69,11 @@ def _runtime_dir(default: str) -> Callable[[_F], _F]:
     return click.option("--runtime-dir", type=click.Path(path_type=Path), show_default=default, help=text)
 
 
+_metrics_listen = click.option(
+    "--metrics-listen", type=ADDRESS, show_default="nowhere", help="Where the metrics of every process of the pod are served."
+)
+
+
 @click.group(name="proxy")
 def command() -> None:
     """Become one of the fleet's proxies: gate or front (both haproxy), or smg (the SGLang router).
@@ -82,16 +87,26 @@ def command() -> None:
 @click.option("--engine", type=ADDRESS, default=f"127.0.0.1:{ports.ENGINE_PORT}", show_default=True, help="The SGLang server.")
 @click.option("--agent", type=ADDRESS, default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="The engine's agent.")
 @click.option("--socket", required=True, metavar="PATH", help="haproxy's stats socket, through which the agent opens and closes the gate.")
+@_metrics_listen
 @_runtime_dir("the socket's folder")
 @_maxconn(GATE_CONNECTIONS)
 @_print
 def gate(
-    *, listen: Address, engine: Address, agent: Address, socket: str, runtime_dir: Path | None, maxconn: int, only_print: bool
+    *,
+    listen: Address,
+    engine: Address,
+    agent: Address,
+    socket: str,
+    metrics_listen: Address | None,
+    runtime_dir: Path | None,
+    maxconn: int,
+    only_print: bool,
 ) -> None:
     """The gate: haproxy in front of one engine. Requests for tokens pass only while the engine's agent has opened it; every other call
     goes to the agent."""
     where, most = _listening(listen, only_print), _connections(maxconn, only_print)
-    params = GateParams(listen=where, engine=engine, agent=agent, socket=socket, maxconn=most)
+    metrics = _listening(metrics_listen, only_print) if metrics_listen is not None else None
+    params = GateParams(listen=where, engine=engine, agent=agent, socket=socket, maxconn=most, metrics=metrics)
     try:
         text = gate_config(params)
     except ValueError as error:
@@ -103,17 +118,33 @@ def gate(
 @click.option("--listen", type=ADDRESS, default=f"[::]:{ports.FRONT_PORT}", show_default=True, help="The fleet's one URL.")
 @click.option("--smg", type=ADDRESS, default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, help="The SGLang router.")
 @click.option("--coordinator", type=ADDRESS, default=f"127.0.0.1:{ports.COORDINATOR_PORT}", show_default=True, help="The coordinator.")
+@_metrics_listen
+@click.option(
+    "--smg-metrics", type=ADDRESS, default=f"127.0.0.1:{ports.SMG_METRICS_PORT}", show_default=True, help="The SGLang router's metrics."
+)
 @_runtime_dir("the system's folder for temporary files")
 @_maxconn(FRONT_CONNECTIONS)
 @click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads of haproxy.")
 @_print
 def front(
-    *, listen: Address, smg: Address, coordinator: Address, runtime_dir: Path | None, maxconn: int, threads: int, only_print: bool
+    *,
+    listen: Address,
+    smg: Address,
+    coordinator: Address,
+    metrics_listen: Address | None,
+    smg_metrics: Address,
+    runtime_dir: Path | None,
+    maxconn: int,
+    threads: int,
+    only_print: bool,
 ) -> None:
     """The front: haproxy that owns the fleet's one URL. Requests for tokens go to smg, every other call to the coordinator."""
     where, most = _listening(listen, only_print), _connections(maxconn, only_print)
-    text = front_config(FrontParams(listen=where, smg=smg, coordinator=coordinator, maxconn=most, threads=threads))
-    _print_or_become("front", text, runtime_dir or Path(tempfile.gettempdir()), only_print)
+    metrics = _listening(metrics_listen, only_print) if metrics_listen is not None else None
+    params = FrontParams(
+        listen=where, smg=smg, coordinator=coordinator, maxconn=most, threads=threads, metrics=metrics, smg_metrics=smg_metrics
+    )
+    _print_or_become("front", front_config(params), runtime_dir or Path(tempfile.gettempdir()), only_print)
 
 
 @command.command(

@@ -11,6 +11,7 @@ import jinja2
 
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.versions import ADAPTERS_KEY, NO_VERSION, TOKENIZER_KEY, VERSION_KEY, VOCABULARY_KEY, guard_of, version_map_of
+from sglang_rollout.wire import ports
 from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, FLEET_HELD, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
@@ -20,6 +21,9 @@ FRONT_CONNECTIONS = 8000
 _RESERVED_FILES = 128
 """Files that haproxy needs besides its connections: sockets to listen on, checks, pollers, the stats socket."""
 _LEAST_CONNECTIONS = 64
+_SMG_METRICS = Address("127.0.0.1", ports.SMG_METRICS_PORT)
+_METRICS_CONNECTIONS = 16
+"""Scrapes that haproxy serves at once: a few paths for a few Prometheus servers."""
 
 _SENTENCES = {
     "closed": (
@@ -53,6 +57,9 @@ _SENTENCES = {
         "It is restarted by itself: try again.",
     ),
 }
+
+_ONLY_GET = ("method_not_allowed", "This port serves metrics only. Use GET.")
+_NO_METRICS = ("metrics_unavailable", "The process that exports these metrics does not answer. Its container may be starting.")
 
 _NO_TOKENIZER = (
     "no_tokenizer",
@@ -99,6 +106,8 @@ class GateParams:
     socket: str
     """Path of the stats socket, through which the agent opens and closes the gate."""
     maxconn: int = GATE_CONNECTIONS
+    metrics: Address | None = None
+    """Where the pod's metrics are served; None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,21 @@ class FrontParams:
     coordinator: Address
     maxconn: int = FRONT_CONNECTIONS
     threads: int = 2
+    metrics: Address | None = None
+    """Where the pod's metrics are served; None: nowhere."""
+    smg_metrics: Address = _SMG_METRICS
+
+
+@dataclass(frozen=True, slots=True)
+class _MetricsSource:
+    """One process whose metrics haproxy passes on."""
+
+    name: str
+    server: Address
+    path: str
+    """On the pod's metrics port."""
+    remote_path: str
+    """At the process."""
 
 
 def connections_for(wanted: int, open_files: int) -> int:
@@ -139,6 +163,12 @@ def gate_config(params: GateParams) -> str:
         no_tokenizer=_body(*_NO_TOKENIZER, kind="invalid_request_error"),
         no_version=NO_VERSION,
         version_header=VERSION_HEADER,
+        metrics=_metrics(
+            params.metrics,
+            ports.METRICS_GATE,
+            _MetricsSource("engine", params.engine, ports.METRICS, "/metrics"),
+            _MetricsSource("agent", params.agent, ports.METRICS_AGENT, ports.AGENT_METRICS),
+        ),
         **_shared(params.maxconn),
     )
 
@@ -164,8 +194,30 @@ def front_config(params: FrontParams) -> str:
         wide=_regex(_WIDE),
         held_path=FLEET_HELD,
         threads=params.threads,
+        metrics=_metrics(
+            params.metrics,
+            ports.METRICS_FRONT,
+            _MetricsSource("coordinator", params.coordinator, ports.METRICS, ports.FLEET_METRICS),
+            _MetricsSource("smg", params.smg_metrics, ports.METRICS_SMG, "/metrics"),
+        ),
         **_shared(params.maxconn),
     )
+
+
+def _metrics(listen: Address | None, own_path: str, *sources: _MetricsSource) -> dict[str, object] | None:
+    """Values of the metrics frontend; None: there is none. ``own_path`` serves haproxy's own metrics."""
+    if listen is None:
+        return None
+    paths = ", ".join((*(source.path for source in sources), own_path))
+    return {
+        "bind": _bind(listen),
+        "connections": _METRICS_CONNECTIONS,
+        "own_path": own_path,
+        "sources": sources,
+        "unknown": _body("not_found", f"This port serves metrics only: GET {paths}.", kind="invalid_request_error"),
+        "only_get": _body(*_ONLY_GET, kind="invalid_request_error"),
+        "away": _body(*_NO_METRICS),
+    }
 
 
 def _shared(maxconn: int) -> dict[str, object]:
@@ -207,6 +259,7 @@ def _template(name: str) -> jinja2.Template:
         loader=jinja2.PackageLoader("sglang_rollout.proxy"),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
+        trim_blocks=True,
         autoescape=False,  # noqa: S701 - not HTML; values are checked where they enter
     )
     return environment.get_template(name)

@@ -13,6 +13,8 @@ AGENT_PORT = 30002
 RENDEZVOUS_PORT = 30100
 """Of an engine with several pods: where its rank 0 gathers the others (``--dist-init-addr``). SGLang takes a dozen ports from here on, and
 its ranks speak over any others."""
+METRICS_PORT = 30003
+"""Port ``metrics`` of engine and router pods: haproxy, which serves there the metrics of each process of the pod, and nothing else."""
 
 FRONT_PORT = 30000
 """The router pod's only reachable port and the port of Service ``<name>-router``: the fleet's ONE URL."""
@@ -27,6 +29,13 @@ OPERATOR_METRICS_PORT = 8080
 """``/metrics`` of the operator."""
 OPERATOR_HEALTH_PORT = 8081
 """``/healthz`` of the operator."""
+
+# Paths on METRICS_PORT, all GET Prometheus text. ``/metrics`` is the process that the pod is for.
+METRICS = "/metrics"  # engine pod: SGLang; router pod: the coordinator
+METRICS_AGENT = "/metrics/agent"
+METRICS_GATE = "/metrics/gate"  # haproxy itself
+METRICS_SMG = "/metrics/smg"
+METRICS_FRONT = "/metrics/front"  # haproxy itself
 
 DATA_PATHS = ("/generate", "/v1/chat/completions", "/v1/completions")
 """Paths that generate tokens. The gate lets them pass only while the engine holds the committed version; the front sends

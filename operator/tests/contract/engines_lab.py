@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -23,6 +25,8 @@ class Urls:
     fleet: str
     engines: list[str]
     model: str
+    targets: list[dict[str, Any]]
+    """What Prometheus scrapes, in the format of ``file_sd_configs``."""
 
     def version(self) -> str:
         """What the engines hold now."""
@@ -54,10 +58,10 @@ def _wait_routed(url: str, engines: int) -> None:
 
 @contextmanager
 def engines_behind_a_url(folder: Path, number: int, args: Sequence[str] = ()) -> Iterator[Urls]:
-    """``args``: more of SGLang's."""
+    """``args``: more of SGLang's. Metrics are on, as in pods."""
     log = folder / "local.log"
     with ExitStack() as stack:
-        engines = [stack.enter_context(start_engine(free_port(), wait=False, args=args)) for _ in range(number)]
+        engines = [stack.enter_context(start_engine(free_port(), wait=False, args=("--enable-metrics", *args))) for _ in range(number)]
         for engine in engines:
             engine.wait()
         address = f"127.0.0.1:{free_port()}"  # only now: engines take ports too while they start
@@ -69,4 +73,5 @@ def engines_behind_a_url(folder: Path, number: int, args: Sequence[str] = ()) ->
         stack.callback(local.terminate)
         wait_serving(f"http://{address}", number, 90, local, log)
         _wait_routed(f"http://{address}", number)
-        yield Urls(f"http://{address}", [engine.url for engine in engines], str(environment.model()))
+        targets = json.loads((folder / "state" / "prometheus-targets.json").read_text())
+        yield Urls(f"http://{address}", [engine.url for engine in engines], str(environment.model()), targets)

@@ -146,6 +146,7 @@ def _gate(settings: Settings, ports: EnginePorts) -> Object:
             *("--engine", f"127.0.0.1:{ports.engine}"),
             *("--agent", f"127.0.0.1:{ports.agent}"),
             *("--socket", names.GATE_SOCKET),
+            *("--metrics-listen", f"[::]:{ports.metrics}"),
         ],
         "env": [HOME_ENV],
         "ports": container_ports(ports, http=ports.gate),
@@ -208,8 +209,7 @@ def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
         "command": ["/bin/sh", "-c", script, ENGINE_CONTAINER],
         "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name, ports), ports)],
         "env": _environment(rollout),
-        # Here too: older schedulers do not look at the ports of sidecars.
-        **({"ports": container_ports(ports, engine=ports.engine)} if ports.on_node else {}),
+        "ports": _engine_ports(ports),
         "startupProbe": http_probe(
             AGENT_ENGINE,
             ports.gate,
@@ -233,6 +233,16 @@ def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [RUN_MOUNT, {"name": "shm", "mountPath": "/dev/shm"}, *mounts(rollout)],  # noqa: S108 - the engine's own volume
     }
+
+
+def _engine_ports(ports: EnginePorts) -> list[Object]:
+    """Return the ports that are named here and not at the gate, which listens on the second.
+
+    On a node older schedulers do not look at the ports of sidecars. Many scrape configurations do not look at init containers, of which
+    the gate is one.
+    """
+    own = {"engine": ports.engine} if ports.on_node else {}
+    return container_ports(ports, **own, metrics=ports.metrics)
 
 
 def _environment(rollout: SGLangRollout) -> list[Object]:

@@ -22,7 +22,7 @@ from sglang_rollout.core.render.common import (
 from sglang_rollout.core.render.overlay import merge
 from sglang_rollout.core.render.placement import router_placement
 from sglang_rollout.core.settings import Settings
-from sglang_rollout.wire.ports import COORDINATOR_PORT, FLEET_HEALTH, FRONT_PORT, SMG_METRICS_PORT, SMG_PORT
+from sglang_rollout.wire.ports import COORDINATOR_PORT, FLEET_HEALTH, FRONT_PORT, METRICS_PORT, SMG_METRICS_PORT, SMG_PORT
 
 FRONT_HEALTH = "/front/health"
 GRACE_SECONDS = 190
@@ -94,11 +94,16 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--listen", f"[::]:{FRONT_PORT}"),
             *("--smg", f"127.0.0.1:{SMG_PORT}"),
             *("--coordinator", f"127.0.0.1:{COORDINATOR_PORT}"),
+            *("--metrics-listen", f"[::]:{METRICS_PORT}"),
+            *("--smg-metrics", f"127.0.0.1:{SMG_METRICS_PORT}"),
             # The folder for temporary files is shared by the containers of this pod.
             *("--runtime-dir", "/tmp/front"),  # noqa: S108
         ],
         "env": [HOME_ENV],
-        "ports": [{"name": "http", "containerPort": FRONT_PORT, "protocol": "TCP"}],
+        "ports": [
+            {"name": "http", "containerPort": FRONT_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
+        ],
         "startupProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
         "readinessProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
         "livenessProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=3),

@@ -79,6 +79,7 @@ class App:
             web.get("/get_server_info", self._server_info),
             web.get("/v1/models", always(lambda: infos.models(life))),
             web.get("/v1/loads", always(lambda: infos.loads(life))),
+            web.get("/metrics", self._metrics),
             web.get("/health", self._health),
             web.get("/health_generate", self._health_generate),
             web.get("/ready", self._ready),
@@ -127,6 +128,9 @@ class App:
     async def _server_info(self, _: web.Request) -> web.Response:
         async with self._life.scheduler():  # it asks the scheduler, and so it hangs with it
             return json_reply(infos.server_info(self._life))
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=infos.metrics(self._life), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _health(self, _: web.Request) -> web.Response:
         """As with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false: 200 while the HTTP server lives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -134,6 +135,19 @@ def loads(life: Life) -> dict[str, Any]:
         "num_accelerators": 1,
         "loads": [row],
     }
+
+
+def metrics(life: Life) -> bytes:
+    """Return ``/metrics`` as with ``--enable-metrics``: the samples that show whether an engine works, of more than a hundred."""
+    running, waiting, _ = _counts(life)
+    samples = (
+        ("sglang:num_running_reqs", "gauge", running),
+        ("sglang:num_queue_reqs", "gauge", waiting),
+        ("sglang:generation_tokens_total", "counter", life.generated),
+    )
+    model = json.dumps(life.model_path)  # quoted as a label's value is
+    lines = (f"# TYPE {name.removesuffix('_total')} {kind}\n{name}{{model_name={model}}} {value:.1f}\n" for name, kind, value in samples)
+    return "".join(lines).encode()
 
 
 def old_load(life: Life) -> list[dict[str, Any]]:

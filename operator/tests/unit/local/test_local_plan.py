@@ -1,5 +1,6 @@
 """Which processes make up a local fleet."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ PLAN = Plan(
     engines=ENGINES,
     weights=WeightsPolicy(backend="gloo"),
     policy="RoundRobin",
-    ports=tuple(range(24001, 24008)),
+    ports=tuple(range(24001, 24011)),
 )
 FOLDERS = Folders(state=Path("/s"), runtime=Path("/r"))
 
@@ -25,7 +26,7 @@ def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
         *("local-engine-0-gate", "local-engine-0-agent", "local-engine-1-gate", "local-engine-1-agent"),
         *("smg", "coordinator", "front"),
     ]
-    assert ports_needed(2) == 7
+    assert ports_needed(2) == 10 == len(PLAN.ports)
     agent = children[3].command
     assert agent[agent.index("--tensor-size") + 1] == "2"
     assert agent[agent.index("--engine-url") + 1] == "http://127.0.0.1:1002"
@@ -37,15 +38,28 @@ def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
 def test_the_intent_names_the_gates() -> None:
     intent = PLAN.intent()
     assert [(engine.name, engine.tensor_size, engine.url) for engine in intent.engines] == [
-        ("local-engine-0", 1, "http://127.0.0.1:24004"),
-        ("local-engine-1", 2, "http://127.0.0.1:24006"),
+        ("local-engine-0", 1, "http://127.0.0.1:24005"),
+        ("local-engine-1", 2, "http://127.0.0.1:24008"),
     ]
     assert intent.weights.backend == "gloo"
 
 
 def test_no_address_is_used_twice() -> None:
-    listens = [child.command[child.command.index("--listen") + 1] for child in PLAN.children(FOLDERS)]
-    assert len(set(listens)) == len(listens)
+    options = ("--listen", "--metrics-listen")
+    lines = [child.command for child in PLAN.children(FOLDERS)]
+    listens = [value for line in lines for option, value in pairwise(line) if option in options]
+    assert len(set(listens)) == len(listens) == ports_needed(2) + 1
+
+
+def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() -> None:
+    targets = {(str(target["labels"]["pod"]), str(target["labels"]["container"])): target for target in PLAN.scrape_targets()}  # type: ignore[index]
+    assert len(targets) == len(PLAN.children(FOLDERS)) + len(ENGINES), "and the engines themselves"
+    lines = {child.name: child.command for child in PLAN.children(FOLDERS)}
+    gate, front = lines["local-engine-1-gate"], lines["front"]
+    engine, smg = targets["local-engine-1", "engine"], targets["local-router", "smg"]
+    assert engine["targets"] == [gate[gate.index("--metrics-listen") + 1]]
+    assert smg["targets"] == [front[front.index("--metrics-listen") + 1]]
+    assert smg["labels"]["__metrics_path__"] == "/metrics/smg"  # type: ignore[index]
 
 
 @pytest.mark.parametrize("text", ["https://x:1", "http://x", "http://x:1/path", "http://x:1,tp=0", "http://x:1,pp=2", "http://u@x:1", ""])

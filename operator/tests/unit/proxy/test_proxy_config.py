@@ -14,8 +14,8 @@ from sglang_rollout.proxy.versions import UNSET
 
 GOLDEN = Path(__file__).parent / "golden"
 LOOPBACK = Address("127.0.0.1", 30001)
-GATE = GateParams(Address("::", 30000), LOOPBACK, Address("127.0.0.1", 30002), "/run/rollout/gate/gate.sock")
-FRONT = FrontParams(Address("::", 30000), Address("127.0.0.1", 30010), Address("127.0.0.1", 30020))
+GATE = GateParams(Address("::", 30000), LOOPBACK, Address("127.0.0.1", 30002), "/run/rollout/gate/gate.sock", metrics=Address("::", 30003))
+FRONT = FrontParams(Address("::", 30000), Address("127.0.0.1", 30010), Address("127.0.0.1", 30020), metrics=Address("::", 30003))
 TEXTS = {"gate": gate_config(GATE), "front": front_config(FRONT)}
 
 

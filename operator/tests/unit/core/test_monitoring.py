@@ -1,0 +1,65 @@
+"""The PodMonitors and scrape jobs in ``examples/monitoring`` find every process that the operator renders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from worlds import SETTINGS, cr
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.core.render.engines import engine_statefulsets
+from sglang_rollout.core.render.router import router_deployment
+from sglang_rollout.wire import ports
+
+ROOT = Path(__file__).parents[4]
+MONITORS = {
+    monitor["metadata"]["name"]: monitor["spec"]
+    for monitor in yaml.safe_load_all((ROOT / "examples/monitoring/pod-monitors.yaml").read_text())
+}
+
+JOBS = yaml.safe_load((ROOT / "examples/monitoring/scrape-config.yaml").read_text())["scrape_configs"]
+
+
+def template(component: str) -> dict[str, Any]:
+    rollout = SGLangRollout.model_validate(cr())
+    owner = router_deployment(rollout, SETTINGS) if component == "router" else engine_statefulsets(rollout, SETTINGS)[0]
+    return dict(owner["spec"]["template"])
+
+
+def named_ports(pod: dict[str, Any]) -> Iterator[str]:
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        yield from (port["name"] for port in container.get("ports", ()))
+
+
+@pytest.mark.parametrize(
+    ("component", "processes"),
+    [
+        ("engine", {ports.METRICS: "engine", ports.METRICS_AGENT: "agent", ports.METRICS_GATE: "gate"}),
+        ("router", {ports.METRICS: "coordinator", ports.METRICS_SMG: "smg", ports.METRICS_FRONT: "front"}),
+    ],
+)
+def test_the_monitor_of_a_component_selects_its_pods_and_every_process(component: str, processes: dict[str, str]) -> None:
+    made, monitor = template(component), MONITORS[f"sglang-rollout-{component}s"]
+    assert monitor["selector"]["matchLabels"].items() <= made["metadata"]["labels"].items()
+    names = list(named_ports(made["spec"]))
+    assert len(names) == len(set(names)), "Prometheus takes every port of the name"
+    endpoints = monitor["podMetricsEndpoints"]
+    assert {endpoint["port"] for endpoint in endpoints} <= set(names)
+    shown = {
+        endpoint["path"]: next(rule["replacement"] for rule in endpoint["relabelings"] if rule.get("targetLabel") == "container")
+        for endpoint in endpoints
+    }
+    assert shown == processes
+    assert set(processes.values()) == {item["name"] for item in (*made["spec"].get("initContainers", ()), *made["spec"]["containers"])}
+    for endpoint in endpoints:
+        assert "rollout" in {rule["targetLabel"] for rule in endpoint["relabelings"]}, "the alerts name it"
+    labels = made["metadata"]["labels"]
+    kept = f"{labels['app.kubernetes.io/managed-by']};{labels['app.kubernetes.io/component']};metrics"
+    jobs = {
+        job["metrics_path"]: job["job_name"].removeprefix("sglang-rollout-") for job in JOBS if job["relabel_configs"][0]["regex"] == kept
+    }
+    assert jobs == processes
