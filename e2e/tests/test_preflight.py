@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from e2e import promtool
 from e2e.cluster import network, nodeconf, preflight, say
 from e2e.cluster.say import LabError
 
@@ -121,3 +122,11 @@ def test_waiting_ends_with_a_sentence() -> None:
     say.wait_until(lambda: next(answers), seconds=5, what="it did not come", every=0)
     with pytest.raises(LabError, match=r"it did not come \(waited 0 s\)"):
         say.wait_until(lambda: False, seconds=0, what="it did not come", every=0)
+
+
+def test_without_promtool_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(LabError, match=r"promtool is missing\. Run: make preflight"):
+        promtool.find()
+    promtool.fetch()
+    assert "the test of the alert rules is skipped" in capsys.readouterr().err
