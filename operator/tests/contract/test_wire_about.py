@@ -7,6 +7,7 @@ import time
 import pytest
 import requests
 from e2e.engine import environment
+from prometheus_client.parser import text_string_to_metric_families
 from wire_lab import Server, refused
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -50,6 +51,15 @@ def test_server_info(engine: Server) -> None:
     assert {key: again[key] for key in ("random_seed", "startup_time", "launch_command")} == {
         key: info[key] for key in ("random_seed", "startup_time", "launch_command")
     }
+
+
+def test_metrics(engine: Server) -> None:
+    engine.generate(2)
+    text = engine.get("/metrics")[1]
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    for name in ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:generation_tokens_total"):
+        assert {sample.labels["model_name"] for sample in samples if sample.name == name} == {str(environment.model())}
+    assert sum(sample.value for sample in samples if sample.name == "sglang:generation_tokens_total") >= 2
 
 
 def test_models_and_loads(engine: Server) -> None:

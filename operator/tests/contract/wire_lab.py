@@ -32,7 +32,7 @@ def stand_in(port: int, log: Path, *args: str) -> Engine:
 
 
 def sglang(port: int, log: Path, *, old: bool = False) -> Engine:
-    return make_sglang(port, log=log, old=old)
+    return make_sglang(port, log=log, old=old, args=["--enable-metrics"])
 
 
 @dataclass

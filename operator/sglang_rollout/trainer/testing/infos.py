@@ -138,7 +138,7 @@ def loads(life: Life) -> dict[str, Any]:
 
 
 def metrics(life: Life) -> bytes:
-    """Return ``/metrics`` as with ``--enable-metrics``: the samples that show whether an engine works, of more than a hundred."""
+    """Return ``/metrics`` as with ``--enable-metrics``: the samples that show whether an engine works, of about eighty."""
     running, waiting, _ = _counts(life)
     samples = (
         ("sglang:num_running_reqs", "gauge", running),
