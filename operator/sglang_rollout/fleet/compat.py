@@ -41,6 +41,8 @@ LONGEST_REASON = 200
 LONGEST_FLUSH = 60.0
 LONGEST_ADAPTER = 256
 LONGEST_PATH = 4096
+ADAPTER_FIELDS = ("lora_name", "lora_path", "pinned")
+"""Of ``/load_lora_adapter``, in SGLang 0.5.20 to 0.5.23. ``lora_id`` and ``rid`` of its request class are set by SGLang itself."""
 LONGEST_SIZE = 6
 """Digits of an engine's tensor size. Python reads no number of thousands."""
 LOAD_FORMATS = ("auto", "safetensors")
@@ -199,22 +201,33 @@ def resume_memory(body: Fields) -> ResumeMemory:
 
 
 def load_adapter(body: Fields) -> Request:
-    """``/load_lora_adapter``."""
+    """``/load_lora_adapter``. A field that SGLang would ignore is refused: the trainer relies on it, and no engine would act on it."""
+    _check_fields("/load_lora_adapter", body, ADAPTER_FIELDS)
+    pinned = body.get("pinned", False)
+    if not isinstance(pinned, bool):
+        raise Refusal(f"pinned {_clip(pinned)} is neither true nor false.")
     name, path = _name(body, "lora_name"), _name(body, "lora_path")
     if name is None or path is None:
         raise Refusal("lora_name and lora_path are needed: a name, and where every engine finds the adapter.")
     for key, value, longest in (("lora_name", name, LONGEST_ADAPTER), ("lora_path", path, LONGEST_PATH)):
         if len(value) > longest:
             raise Refusal(f"{key} is {len(value)} characters long: use at most {longest}.")
-    return LoadAdapter(name, path, body)
+    return LoadAdapter(name, path, pinned)
 
 
 def unload_adapter(body: Fields) -> Request:
     """``/unload_lora_adapter``."""
+    _check_fields("/unload_lora_adapter", body, ("lora_name",))
     name = _name(body, "lora_name")
     if name is None:
         raise Refusal("lora_name is missing: name the adapter.")
     return UnloadAdapter(name)
+
+
+def _check_fields(path: str, body: Fields, known: tuple[str, ...]) -> None:
+    unknown = next((key for key in body if key not in known), None)
+    if unknown is not None:
+        raise Refusal(f"{path} takes no field {_clip(unknown)}: SGLang ignores it. Use {', '.join(known)}. No engine was called.")
 
 
 def _tags(body: Fields) -> tuple[str, ...]:

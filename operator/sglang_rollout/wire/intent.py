@@ -27,6 +27,8 @@ class Adapter(Message):
 
     name: str
     path: str
+    pinned: bool = False
+    """SGLang never evicts a pinned adapter from the slots of running adapters."""
 
 
 class Intent(Message):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_lab import Answer
+from agent_lab import Answer, until
 from e2e.engine import environment
 from whole_lab import Whole, whole_fleet
 
@@ -35,9 +35,9 @@ def adapter(folder: Path, seed: int) -> str:
     return str(folder)
 
 
-async def load(fleet: Whole, name: str, path: str | None) -> Answer:
+async def load(fleet: Whole, name: str, path: str | None, **more: Any) -> Answer:
     """One call for the whole fleet. ``path`` None: unload."""
-    body = {"lora_name": name} | ({"lora_path": path} if path else {})
+    body = {"lora_name": name} | ({"lora_path": path} if path else {}) | more
     return await fleet.ask("POST", "/load_lora_adapter" if path else "/unload_lora_adapter", body)
 
 
@@ -101,3 +101,25 @@ async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_a
     gone = await chat(fleet, model=f"{model}:math")
     assert (gone.status, gone.body["error"]["code"]) == (404, "model_not_found"), gone
     assert await tokens(fleet, "code") == found["code"]
+
+
+async def test_a_pinned_adapter_is_pinned_again_on_an_engine_that_lost_it(fleet: Whole, tmp_path: Path) -> None:
+    """With two slots SGLang pins one adapter and refuses a second one: that tells whether the first is pinned."""
+    unknown = await load(fleet, "math", str(tmp_path / "math"), added_tokens_config={})
+    assert (unknown.status, "takes no field 'added_tokens_config'" in unknown.body["message"]) == (400, True), unknown
+    assert (await load(fleet, "math", adapter(tmp_path / "math", 1), pinned=True)).status == 200
+    first = fleet.pods[0]
+    status = await first.status()
+    lost = await first.control("/unload_lora_adapter", {"lora_name": "math"}, term=status.term)
+    assert lost.status == 200, lost
+
+    async def held_again() -> bool:
+        return "math" in [row["id"] for row in (await fleet.ask("GET", "/v1/models", at=first.engine_url)).body["data"]]
+
+    assert not await held_again()
+    await until(held_again, 20, "the coordinator has loaded the adapter again")
+    assert [(row["name"], row["pinned"]) for row in (await fleet.document())["adapters"]] == [("math", True)]
+    second = {"lora_name": "code", "lora_path": str(tmp_path / "math"), "pinned": True}
+    for pod in fleet.pods:
+        refused = await fleet.ask("POST", "/load_lora_adapter", second, pod.engine_url)
+        assert (refused.status, "not allowed to pin all slots" in refused.body["error_message"]) == (400, True), refused

@@ -46,6 +46,17 @@ async def test_an_adapter_serves_from_the_answer_of_its_load_to_that_of_its_unlo
     assert (await ask(lab, "math")).status == 400
 
 
+@pytest.mark.router
+async def test_a_stand_in_pins_as_many_adapters_as_sglang(engine: tuple[Pod, StandIn], tmp_path: Path) -> None:
+    lab, _ = engine
+    body = {"lora_path": str(tmp_path), "pinned": True}
+    said = [await lab.control("/load_lora_adapter", {**body, "lora_name": str(number)}) for number in range(8)]
+    assert [answer.status for answer in said] == [200] * 7 + [400]
+    assert "not allowed to pin all slots" in said[-1].body["error_message"]
+    assert (await lab.control("/unload_lora_adapter", {"lora_name": "0"})).status == 200
+    assert (await lab.control("/load_lora_adapter", {**body, "lora_name": "7"})).status == 200
+
+
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[tuple[Lab, list[dict[str, Any]]]]:
     """A coordinator whose trainers have loaded an adapter, and what reaches smg."""

@@ -53,6 +53,8 @@ class FakeAgent:
     released: list[str] = field(default_factory=list)
     asleep: bool = False
     adapters: dict[str, str] = field(default_factory=dict)
+    pinned: set[str] = field(default_factory=set)
+    """Adapters that the engine has loaded as pinned."""
     folders: dict[str, str] = field(default_factory=dict)
     """What lies under an adapter's path; empty: nothing that can be loaded. A path not named here holds itself."""
     read: dict[str, str] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class FakeAgent:
         self.committed, self.paused, self.session, self.fed, self.failed, self.groups = None, False, False, 0, False, []
         self.draining = self.asleep = self.lost = False
         self.tensors = dict.fromkeys(NAMES, "base")
-        self.released, self.adapters, self.handles, self.read = [], {}, [], {}
+        self.released, self.adapters, self.pinned, self.handles, self.read = [], {}, set(), [], {}
 
     def follow_the_spec(self) -> None:
         """What the agent does by itself: it falls asleep and wakes."""
@@ -269,12 +271,15 @@ class FakeAgent:
             if not works or not found or body["lora_name"] in self.adapters:
                 return False
             self.read = {**self.read, body["lora_name"]: found}
+            if body.get("pinned"):
+                self.pinned.add(body["lora_name"])
             self.adapters = {**self.adapters, body["lora_name"]: body["lora_path"]}
             return True
         if path == UNLOAD:
             if not works or body["lora_name"] not in self.adapters:
                 return False
             self.adapters = {name: where for name, where in self.adapters.items() if name != body["lora_name"]}
+            self.pinned.discard(body["lora_name"])
             self.read = {name: what for name, what in self.read.items() if name != body["lora_name"]}
             return True
         if path == RELEASE:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_fleet_held import tell
 
 from sglang_rollout.fleet.update import requests as rq
+from sglang_rollout.fleet.update.events import Write
 from sglang_rollout.fleet.update.lora import LOAD, UNLOAD, rows
 from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.states import FleetState
@@ -102,9 +103,9 @@ def test_an_adapter_that_does_not_load_is_told_and_tried_again_later() -> None:
 
 def test_a_trainers_adapter_is_loaded_on_all_or_on_none() -> None:
     world = make()
-    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    assert world.do(rq.LoadAdapter("t", "/t")).success
     assert held(world) == [{"t": "/t"}] * 2
-    call = world.ask(rq.LoadAdapter("u", "/u", {}))
+    call = world.ask(rq.LoadAdapter("u", "/u"))
     world.complete(broken=frozenset({"e1"}))
     world.drain()
     answer = world.answers[call]
@@ -124,7 +125,7 @@ def test_a_trainers_adapter_is_loaded_on_all_or_on_none() -> None:
 
 def test_the_specs_adapters_are_the_specs_alone() -> None:
     world = make(A)
-    for request in (rq.LoadAdapter("a", "/other", {}), rq.UnloadAdapter("a")):
+    for request in (rq.LoadAdapter("a", "/other"), rq.UnloadAdapter("a")):
         answer = world.do(request)
         assert (answer.status, "belongs to the spec (engine.lora.adapters)" in answer.message) == (409, True)
     assert held(world) == [{"a": "/lora/a"}] * 2
@@ -156,9 +157,9 @@ def write(world: World, path: str, contents: str) -> None:
 def test_a_trainer_replaces_an_adapter_also_under_the_same_path(path: str) -> None:
     world = make()
     write(world, "/t", "step 1")
-    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    assert world.do(rq.LoadAdapter("t", "/t")).success
     write(world, path, "step 2")
-    assert world.do(rq.LoadAdapter("t", path, {})).success
+    assert world.do(rq.LoadAdapter("t", path)).success
     assert read(world) == ["step 2"] * 2
     done = asked(world, LOAD)
     settled(world)
@@ -167,12 +168,12 @@ def test_a_trainer_replaces_an_adapter_also_under_the_same_path(path: str) -> No
 
 def test_an_engine_that_was_away_while_an_adapter_was_overwritten_reads_it_again() -> None:
     world = make()
-    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    assert world.do(rq.LoadAdapter("t", "/t")).success
     away = world.agents["e1"]
     away.answers = False
     settled(world)
     write(world, "/t", "step 2")
-    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    assert world.do(rq.LoadAdapter("t", "/t")).success
     assert read(world) == ["step 2", "/t"]
     away.answers = True
     settled(world)
@@ -184,8 +185,8 @@ def test_an_engine_that_was_away_while_an_adapter_was_overwritten_reads_it_again
 
 def replace_and_fail(world: World, path: str, step: str) -> str:
     """Adapter t was loaded from /t; engine e1 fails at a step of loading it from ``path``. The sentence that the trainer gets."""
-    assert world.do(rq.LoadAdapter("t", "/t", {})).success
-    call = world.ask(rq.LoadAdapter("t", path, {}))
+    assert world.do(rq.LoadAdapter("t", "/t")).success
+    call = world.ask(rq.LoadAdapter("t", path))
     if step == "load":
         world.complete()
     world.complete(broken=frozenset({"e1"}))
@@ -216,9 +217,9 @@ def test_an_overwritten_adapter_that_does_not_load_is_on_no_engine() -> None:
 
 def test_an_old_adapter_that_is_gone_from_its_path_is_told_as_not_loaded() -> None:
     world = make()
-    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    assert world.do(rq.LoadAdapter("t", "/t")).success
     world.agents["e0"].folders["/t"] = ""
-    call = world.ask(rq.LoadAdapter("t", "/t2", {}))
+    call = world.ask(rq.LoadAdapter("t", "/t2"))
     world.complete()
     world.complete(broken=frozenset({"e1"}))
     world.drain()
@@ -232,11 +233,11 @@ def test_an_old_adapter_that_is_gone_from_its_path_is_told_as_not_loaded() -> No
 def test_an_answer_from_before_a_call_that_is_read_after_it_tells_nothing_of_the_adapter(crossing: str) -> None:
     world = make()
     if crossing == "unload":
-        assert world.do(rq.LoadAdapter("t", "/t", {})).success
+        assert world.do(rq.LoadAdapter("t", "/t")).success
         settled(world)
     world.answer_sync("e1")  # what it says here is on its way while the call is made
     world.now += 0.1
-    assert world.do(rq.LoadAdapter("t", "/t", {}) if crossing == "load" else rq.UnloadAdapter("t")).success
+    assert world.do(rq.LoadAdapter("t", "/t") if crossing == "load" else rq.UnloadAdapter("t")).success
     done = asked(world, LOAD), asked(world, UNLOAD)
     world.now += 0.1
     world.arrive("e1")
@@ -251,7 +252,7 @@ def test_a_call_right_after_a_crossing_answer_reaches_every_engine() -> None:
     world = make()
     world.answer_sync("e1")
     world.now += 0.1
-    assert world.do(rq.LoadAdapter("t", "/t", {})).success
+    assert world.do(rq.LoadAdapter("t", "/t")).success
     world.now += 0.1
     world.arrive("e1")
     assert world.do(rq.UnloadAdapter("t")).success
@@ -287,6 +288,62 @@ def test_an_adapter_of_which_an_agent_does_not_know_whether_it_is_loaded_is_unlo
     assert agent.read == ({"a": "/lora/a"} if spec else {})
 
 
+def pinned(world: World) -> list[set[str]]:
+    return [agent.pinned for agent in world.agents.values()]
+
+
+def test_a_pinned_adapter_is_pinned_on_joiners_on_restarted_engines_and_by_a_new_coordinator() -> None:
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
+    world.agents["e1"].restart()
+    world.agents["e2"] = FakeAgent("e2")
+    world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
+    world.want()
+    settled(world)
+    assert (held(world), pinned(world)) == ([{"t": "/t"}] * 3, [{"t"}] * 3)
+    world.start()
+    settled(world)
+    world.agents["e0"].restart()
+    settled(world)
+    assert (pinned(world), [row.pinned for row in rows(world.machine.fleet)]) == ([{"t"}] * 3, [True])
+    want(world, Adapter(name="u", path="/u", pinned=True))
+    assert pinned(world) == [{"t", "u"}] * 3, "an intent without Kubernetes may pin, too"
+
+
+@pytest.mark.parametrize("step", ["load", "unload"])
+def test_a_replacement_that_fails_leaves_the_old_adapter_pinned(step: str) -> None:
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
+    call = world.ask(rq.LoadAdapter("t", "/t2"))
+    if step == "load":
+        world.complete()
+    world.complete(broken=frozenset({"e1"}))
+    world.drain()
+    assert world.answers[call].message == f"engine e1 did not {step} t: the engine failed. It is /t as before."
+    assert (held(world), pinned(world)) == ([{"t": "/t"}] * 2, [{"t"}] * 2)
+
+
+def test_the_record_of_a_commit_names_the_adapters() -> None:
+    """A coordinator that ends right after it would have its successor unload them."""
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
+    world.ask(rq.FromDisk("/snapshots/5", "5", {"model_path": "/snapshots/5"}))
+    while not isinstance(commit := world.pending[0], Write):
+        world.complete()
+    assert [(row.name, row.path, row.pinned) for row in commit.record.adapters] == [("t", "/t", True)]
+
+
+def test_more_adapters_than_the_record_holds_are_refused_before_any_engine_is_called() -> None:
+    world = make()
+    fleet = world.machine.fleet
+    fleet.called = {str(n): Adapter(name=str(n), path="/" * 4000) for n in range(19)}
+    settled(world)
+    refused = world.do(rq.LoadAdapter("one-more", "/" * 4000))
+    assert (refused.status, "LoRA adapter one-more has no room in the fleet's record: with it the 20 adapters" in refused.message) == (400, True)
+    assert not any("one-more" in body["lora_name"] for effect in world.sent if effect.path == LOAD for body in effect.bodies.values())
+    assert world.do(rq.LoadAdapter("one-more", "/short")).success
+
+
 LOADS = st.lists(
     st.tuples(st.sampled_from(["/t", "/t2"]), st.sets(st.sampled_from(["unload", "load", "back"])), st.sampled_from(["e0", "e1"])),
     min_size=1,
@@ -299,7 +356,7 @@ def test_all_engines_answer_from_the_same_contents_whatever_fails(loads: list[tu
     world = make()
     for number, (path, wrong, engine) in enumerate(loads):
         write(world, path, f"step {number}")
-        call, steps = world.ask(rq.LoadAdapter("t", path, {})), 0
+        call, steps = world.ask(rq.LoadAdapter("t", path)), 0
         while world.pending:
             stage = "unload" if world.sent[-1].path == UNLOAD else "load" if steps < 2 else "back"
             world.complete(broken=frozenset({engine}) if stage in wrong else frozenset())

@@ -7,6 +7,7 @@ import math
 from sglang_rollout.fleet.update.calls import Results
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.events import Seen, Wanted
+from sglang_rollout.fleet.update.lora import adapter_of
 from sglang_rollout.fleet.update.membership import at_first, enough
 from sglang_rollout.fleet.update.progress import By, Hold
 from sglang_rollout.fleet.update.rebuild import complete, in_the_middle, prove, rebuild
@@ -84,7 +85,7 @@ class Knowledge:
         fleet.policy = event.intent.weights
         fleet.generation, fleet.base = event.intent.generation, event.intent.base
         adapters = event.intent.adapters
-        fleet.adapters = None if adapters is None else {adapter.name: adapter.path for adapter in adapters}
+        fleet.adapters = None if adapters is None else {adapter.name: adapter for adapter in adapters}
         fleet.wish, fleet.drain = event.intent.state, event.intent.drain
         fleet.mode = event.intent.mode
         fleet.engines = {}
@@ -151,7 +152,7 @@ class Knowledge:
             knows = everybody and not self._made_anew(self._record)
             fleet.burn([self._record.burned, None if knows else self._record.under_way])
             self._end_interrupted(self._record, proved.committed)
-            fleet.called = {row.name: row.path for row in self._record.adapters if not row.by_spec}
+            fleet.called = {row.name: adapter_of(row) for row in self._record.adapters if not row.by_spec}
             fleet.id = self._record.fleet_id or fleet.id
             fleet.noted = dict(self._record.noted)
             fleet.brought, fleet.tried_before = recalled(self._record.tensors), unpacked(self._record.tried)

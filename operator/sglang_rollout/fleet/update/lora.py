@@ -7,6 +7,7 @@ another path; a trainer says that they are others by loading the name again, als
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from sglang_rollout.fleet.ranks import Refusal
@@ -16,36 +17,51 @@ from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.membership import refuse_asleep
 from sglang_rollout.fleet.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
 from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.record import AdapterRow
 from sglang_rollout.wire.states import FleetState
 
 LOAD = "/load_lora_adapter"
 UNLOAD = "/unload_lora_adapter"
+MAX_ADAPTERS_CHARACTERS = 80_000
+"""Rows in the record of the adapters that trainers have loaded: the record has to fit into a ConfigMap (1 MiB)."""
+ROW_CHARACTERS = 110
+"""Of a row beside name, path and reason."""
+MAX_REASONS_CHARACTERS = 20_000
+"""Of all rows in the record together; ``GET /fleet`` has the whole reasons."""
 AGAIN = 30.0
 """Seconds after which an adapter that an engine could not load or unload is tried again: a volume may yet be filled."""
 
 
-def wanted(fleet: Fleet) -> dict[str, str]:
-    """Path by name: what trainers have loaded, and what the spec says, which counts more."""
+def wanted(fleet: Fleet) -> dict[str, Adapter]:
+    """Return by name the adapters that trainers have loaded and those of the spec, which win."""
     return {**fleet.called, **(fleet.adapters or {})}
 
 
-def rows(fleet: Fleet) -> list[AdapterRow]:
-    """The adapters in the record: on how many of the engines that are up, and what is wrong."""
+def adapter_of(row: Adapter) -> Adapter:
+    """Return the adapter of a row of the record, without what the row says about engines."""
+    return Adapter(name=row.name, path=row.path, pinned=row.pinned)
+
+
+def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
+    """The adapters in the record: on how many of the engines that are up, and what is wrong. ``room``: characters for all reasons."""
+    adapters = wanted(fleet)
+    each = None if room is None else room // max(1, len(adapters))
     engines = [engine for engine in fleet.engines.values() if engine.up]
     return [
         AdapterRow(
-            name=name, path=path, by_spec=name in (fleet.adapters or {}), wanted=len(fleet.engines),
-            loaded=sum(_loaded(engine).get(name) == path for engine in engines),
-            reason=next((engine.adapter_trouble[name] for engine in engines if name in engine.adapter_trouble), ""),
+            name=name, path=adapter.path, pinned=adapter.pinned, by_spec=name in (fleet.adapters or {}), wanted=len(fleet.engines),
+            loaded=sum(_loaded(engine).get(name) == adapter.path for engine in engines),
+            reason=next((engine.adapter_trouble[name] for engine in engines if name in engine.adapter_trouble), "")[:each],
         )
-        for name, path in wanted(fleet).items()
+        for name, adapter in adapters.items()
     ]  # fmt: skip
 
 
 def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
     """The next call that brings engines nearer to what is wanted, and to which of them; unloading comes first."""
-    goal = wanted(fleet)
+    adapters = wanted(fleet)
+    goal = {name: adapter.path for name, adapter in adapters.items()}
     # What an agent was asked before the last call ended tells of the time before it.
     fresh = {name: engine for name, engine in fleet.engines.items() if engine.asked > fleet.rested}
     for engine in fresh.values():
@@ -65,7 +81,7 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
         if extra is not None:
             unload[name] = {"lora_name": extra}
         elif missing is not None:
-            load[name] = {"lora_name": missing, "lora_path": goal[missing]}
+            load[name] = _body(adapters[missing])
     if unload:
         return UNLOAD, unload
     return (LOAD, load) if load else None
@@ -86,19 +102,21 @@ def load(fleet: Fleet, ask: LoadAdapter) -> Script[Answer]:
     """Load on every engine, or on none. What engines hold under the name goes first: while it is gone gates refuse requests for it."""
     yield Turn()
     _refuse(fleet, ask.name, "loaded")
+    adapter = Adapter(name=ask.name, path=ask.path, pinned=ask.pinned)
+    _refuse_too_many(fleet, adapter)
     names = fleet.up()
     held = [name for name in names if ask.name in _loaded(fleet.engines[name])]
     unloaded = yield from _tell(fleet, UNLOAD, same(held, {"lora_name": ask.name}))
     if failures(unloaded):
         return (yield from _give_up(fleet, ask, unloaded, unloaded, {}))
-    results = yield from _tell(fleet, LOAD, same(names, {**ask.body, "lora_name": ask.name, "lora_path": ask.path}))
+    results = yield from _tell(fleet, LOAD, same(names, _body(adapter)))
     if failures(results):
         return (yield from _give_up(fleet, ask, results, unloaded, results))
     for name, engine in fleet.engines.items():
         engine.adapter_trouble.pop(ask.name, None)
         if name not in names:  # should it come back with what it holds, that is no longer what the path holds
             engine.overwritten[ask.name] = engine.boot
-    fleet.called[ask.name] = ask.path
+    fleet.called[ask.name] = adapter
     return Answer(200, "", {"engines": told(results)})
 
 
@@ -107,16 +125,16 @@ def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results,
     before = fleet.called.get(ask.name)
     what = "load" if loaded else "unload"
     undone = yield from _tell(fleet, UNLOAD, same(_done(loaded), {"lora_name": ask.name}))
-    if before is None or before == ask.path:
+    if before is None or before.path == ask.path:
         fleet.called.pop(ask.name, None)
         stuck = ", ".join(failures(undone if loaded else unloaded))
         return _failed(failed, what, ask.name, f"Still loaded on: {stuck}." if stuck else "It is loaded on no engine.")
     empty = [name for name in _done(unloaded) if name not in failures(undone)]
-    back = failures((yield from _tell(fleet, LOAD, same(empty, {"lora_name": ask.name, "lora_path": before}))))
+    back = failures((yield from _tell(fleet, LOAD, same(empty, _body(before)))))
     for name, result in back.items():
         _put_off(fleet, name, ask.name, result)
     lack = ", ".join({**back, **failures(undone)})
-    after = f"{before} was to be loaded again and is not on: {lack}. It is tried again." if lack else f"It is {before} as before."
+    after = f"{before.path} was to be loaded again and is not on: {lack}. It is tried again." if lack else f"It is {before.path} as before."
     return _failed(failed, what, ask.name, after)
 
 
@@ -146,6 +164,22 @@ def _refuse(fleet: Fleet, name: str, what: str) -> None:
         )
     if not fleet.up():
         raise Refusal("No engine of this fleet is up. Try again.", status=503)
+
+
+def _refuse_too_many(fleet: Fleet, adapter: Adapter) -> None:
+    """The record keeps every adapter that trainers have loaded, and has to fit into a ConfigMap."""
+    kept = {**fleet.called, adapter.name: adapter}
+    characters = sum(len(json.dumps([one.name, one.path])) + ROW_CHARACTERS for one in kept.values())
+    if characters > MAX_ADAPTERS_CHARACTERS:
+        raise Refusal(
+            f"LoRA adapter {adapter.name} has no room in the fleet's record: with it the {len(kept)} adapters that trainers"
+            f" have loaded take {characters} characters, and at most {MAX_ADAPTERS_CHARACTERS} fit. Unload some, or use shorter paths."
+        )
+
+
+def _body(adapter: Adapter) -> Body:
+    """Return what an engine receives, whether a trainer's call, a joiner or a roll-back loads the adapter."""
+    return {"lora_name": adapter.name, "lora_path": adapter.path, "pinned": adapter.pinned}
 
 
 def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Script[Results]:

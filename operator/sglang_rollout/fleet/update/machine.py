@@ -172,6 +172,7 @@ class Machine:
                     running.waiting_for = effect
                     self._running[effect] = running
                     if isinstance(step, Write):
+                        step = replace(step, record=self._with_adapters(step.record))
                         self._saved = step.record
                     elif step.path in COLLECTIVE:
                         self._with_trainer.add(effect)
@@ -277,11 +278,16 @@ class Machine:
 
     def _save(self) -> None:
         record = self.fleet.record()
-        if record is not None:
-            record = record.model_copy(update={"adapters": lora.rows(self.fleet)})
-        if record is not None and record != self._saved:
+        if record is None:
+            return
+        record = self._with_adapters(record)
+        if record != self._saved:
             self._saved = record
             self._out.append(Save(record))
+
+    def _with_adapters(self, record: Record) -> Record:
+        """Complete a record: every one that is persisted names the adapters, also the one of a commit."""
+        return record.model_copy(update={"adapters": lora.rows(self.fleet, lora.MAX_REASONS_CHARACTERS)})
 
     def outranked(self, term: int) -> bool:
         """An agent has seen this term. True: another coordinator leads, this one must end.

@@ -115,11 +115,11 @@ class Tensors:
 
 @dataclass(frozen=True)
 class LoadAdapter:
-    """``/load_lora_adapter``."""
+    """``/load_lora_adapter``: all that SGLang's call takes, so that every engine gets it, whenever it loads the adapter."""
 
     name: str
     path: str
-    body: Body
+    pinned: bool = False
 
 
 @dataclass(frozen=True)

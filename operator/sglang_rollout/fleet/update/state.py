@@ -14,6 +14,7 @@ from sglang_rollout.fleet.update.progress import By, Group, Hold, Phase, Update
 from sglang_rollout.fleet.update.tensors import Brought, packed
 from sglang_rollout.fleet.update.versions import history, newest, next_version
 from sglang_rollout.wire.agent import SyncRequest
+from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.record import LastUpdate, Noted, OnDisk, Record, UpdateOutcome
 from sglang_rollout.wire.states import LENT, FleetMode, FleetState, held_sentence
@@ -61,10 +62,10 @@ class Fleet:
     """What the spec asks for."""
     drain: float = 300.0
     """Seconds that requests have to end before engines fall asleep."""
-    adapters: dict[str, str] | None = None
-    """Adapters of the spec: path by name. None: it says nothing about any."""
-    called: dict[str, str] = field(default_factory=dict)
-    """Adapters that trainers have loaded."""
+    adapters: dict[str, Adapter] | None = None
+    """Adapters of the spec by name. None: it says nothing about any."""
+    called: dict[str, Adapter] = field(default_factory=dict)
+    """Adapters that trainers have loaded, by name."""
     kept: FleetState = FleetState.ACTIVE
     """What of it is in effect. No trainer's call and no lease ends it."""
     mode: FleetMode | None = None

@@ -7,6 +7,13 @@ from typing import Any
 
 from sglang_rollout.trainer.testing.life import Life
 
+_MAX_LORAS_PER_BATCH = 8
+"""SGLang's default of ``--max-loras-per-batch``."""
+_TOO_MANY_PINNED = (
+    "Failed to load LoRA adapter {name} as a pinned adapter. It is not allowed to pin all slots in the LoRA memory pool to avoid"
+    " starvation for unpinned adapters and base models. Please increase your `--max-loras-per-batch` or load it as unpinned LoRA adapters."
+)
+
 
 def load(life: Life, body: Mapping[str, Any]) -> dict[str, Any]:
     """``/load_lora_adapter``."""
@@ -19,6 +26,10 @@ def load(life: Life, body: Mapping[str, Any]) -> dict[str, Any]:
         return _reply(
             life, f"Failed to load LoRA adapter {name}: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '{path}'."
         )
+    if body.get("pinned"):
+        if len(life.pinned) >= _MAX_LORAS_PER_BATCH - 1:
+            return _reply(life, _TOO_MANY_PINNED.format(name=name))
+        life.pinned.add(name)
     life.adapters[name] = path
     life.ever_loaded.add(name)
     return _reply(life, "")
@@ -30,6 +41,7 @@ def unload(life: Life, body: Mapping[str, Any]) -> dict[str, Any]:
     if name not in life.adapters:
         return _reply(life, f"LoRA adapter {name} does not exist. Loaded LoRAs: {list(life.adapters)}")
     del life.adapters[name]
+    life.pinned.discard(name)
     return _reply(life, "")
 
 

@@ -111,6 +111,8 @@ class Life:
         """Ranks of a group that is not open yet."""
         self.released: set[str] = set()
         self.adapters: dict[str, str] = {}
+        self.pinned: set[str] = set()
+        """Names of the adapters that were loaded with ``pinned``."""
         self.ever_loaded: set[str] = set()
         """Of an adapter that was unloaded SGLang takes requests all the same."""
         self.calls: set[asyncio.Task[Any]] = set()

@@ -78,7 +78,7 @@ PARSERS: list[Callable[[dict[str, Any]], Request]] = [
 ]  # fmt: skip
 FIELDS = [
     "group_name", "mode", "checksums", "name", "dtype", "shape", "names", "dtypes", "shapes", "weight_version", "new_version",
-    "model_path", "load_format", "serialized_named_tensors", "tags", "lora_name", "lora_path",
+    "model_path", "load_format", "serialized_named_tensors", "tags", "lora_name", "lora_path", "pinned",
 ]  # fmt: skip
 
 
@@ -165,14 +165,22 @@ def test_small_ones() -> None:
         ({"lora_path": ""}, "lora_name and lora_path are needed"),
         ({"lora_name": "a" * 257}, "lora_name is 257 characters long: use at most 256."),
         ({"lora_path": "/" * 4097}, "lora_path is 4097 characters long: use at most 4096."),
+        ({"pinned": "yes"}, "pinned 'yes' is neither true nor false."),
+        ({"added_tokens_config": {}}, "/load_lora_adapter takes no field 'added_tokens_config': SGLang ignores it."),
     ],
 )
-def test_an_adapter_that_status_could_not_show_is_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_an_adapter_that_status_could_not_show_or_sglang_would_not_load_as_asked_is_refused(changes: dict[str, Any], sentence: str) -> None:
     longest = {"lora_name": "a" * 256, "lora_path": "/" * 4096}
-    assert compat.load_adapter(longest) == LoadAdapter(longest["lora_name"], longest["lora_path"], longest)
+    assert compat.load_adapter(longest) == LoadAdapter(longest["lora_name"], longest["lora_path"])
+    assert compat.load_adapter({**longest, "pinned": True}) == LoadAdapter(longest["lora_name"], longest["lora_path"], pinned=True)
     with pytest.raises(Refusal) as caught:
         compat.load_adapter({**longest, **changes})
     assert sentence in str(caught.value)
+
+
+def test_a_field_that_sglang_does_not_know_is_refused_when_an_adapter_is_unloaded() -> None:
+    with pytest.raises(Refusal, match=r"/unload_lora_adapter takes no field 'force': SGLang ignores it\. Use lora_name\."):
+        compat.unload_adapter({"lora_name": "a", "force": True})
 
 
 def test_answers_have_the_shape_that_clients_read() -> None:
