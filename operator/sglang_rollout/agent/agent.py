@@ -123,9 +123,7 @@ class Agent:
             if self.state.up:
                 self.dispatch(ev.Polled(label, calls))
             else:
-                facts = await self._identify(label)
-                self.dispatch(ev.Identified(facts))
-                self._compare_size(facts.tensor_size)
+                self.dispatch(ev.Identified(await self._identify(label)))
         except EngineGoneError as error:
             self.dispatch(ev.Lost(self.why_down() or str(error)))
         except EngineError as error:
@@ -154,14 +152,17 @@ class Agent:
         if boot is not None and facts is not None and facts.boot_id == boot:
             # Only silent for a while: /server_info could take as long as the call that kept the engine busy.
             return replace(facts, live_label=label)
-        return await self.engine.identify(label, self.state.memory.boot_id)
+        facts = await self.engine.identify(label, self.state.memory.boot_id)
+        self._check_size(facts.tensor_size)
+        return facts
 
-    def _compare_size(self, size: int | None) -> None:
-        if self._tensor_size is not None and size is not None and size != self._tensor_size:
-            log.error(
-                "The engine runs with tensor parallel size %d, the fleet reckons with %d: groups will be refused or hang.",
-                size,
-                self._tensor_size,
+    def _check_size(self, size: int | None) -> None:
+        """Keep an engine out of the fleet whose ranks do not fit: every group with it would be refused, or would hang."""
+        wanted = self._tensor_size
+        if wanted is not None and size is not None and size != wanted:
+            raise EngineError(
+                f"it runs with tensor parallel size {size}, and the fleet expects {wanted}: start the engine with --tp-size {wanted},"
+                " or correct the size that the fleet was given"
             )
 
     def _notice_restart(self) -> None:

@@ -76,7 +76,7 @@ class _Place:
     help="File in which the engine's container writes a new id at each start; its folder also holds drain, drained and kill.",
 )
 @click.option(
-    "--tensor-size", type=click.IntRange(1), help="Tensor-parallel ranks the engine should have; a different one is reported in the log."
+    "--tensor-size", type=click.IntRange(1), help="Tensor parallel size of the engine; an engine with another size stays out of the fleet."
 )
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Pods of the engine.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Place of this pod among them; pod 0 serves.")

@@ -28,7 +28,7 @@ def document(parts: Parts) -> FleetDocument:
             FleetMember(
                 **engine.row().model_dump(),
                 url=url,
-                tensor_size=engine.wanted.tensor_size,
+                tensor_size=engine.tensor_size,
                 rank_offset=offsets.get(name),
                 routed=url in parts.router.routed,
                 sglang_version=engine.status.sglang_version if engine.status is not None else None,

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.wire.intent import WantedEngine
-
 TRAINER_RANKS = 1
 """The trainer's own ranks: it is rank 0, alone."""
 LONGEST_GROUP_NAME = 200
@@ -67,10 +65,10 @@ class RankTable:
         return table
 
 
-def rank_table(engines: Iterable[WantedEngine]) -> RankTable:
-    """The rank table of these engines, in the order in which they are given."""
+def rank_table(engines: Iterable[tuple[str, int]]) -> RankTable:
+    """Return the rank table of engines, each a name and a tensor parallel size, in the order in which they are given."""
     members = tuple(engines)
-    return RankTable(tuple(member.name for member in members), tuple(member.tensor_size for member in members))
+    return RankTable(tuple(name for name, _ in members), tuple(size for _, size in members))
 
 
 def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:

@@ -21,6 +21,7 @@ import click
 from pydantic import ValidationError
 
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, parse_engine, ports_needed
+from sglang_rollout.local.sizes import SizesError, check_sizes, read_sizes
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, find_haproxy
@@ -42,7 +43,12 @@ class CannotStartError(click.ClickException):
 
 @click.command(name="local")
 @click.option(
-    "--engine", "engines", multiple=True, required=True, metavar="URL[,tp=N]", help="An SGLang server that runs or will; repeat for more."
+    "--engine",
+    "engines",
+    multiple=True,
+    required=True,
+    metavar="URL[,tp=N]",
+    help="An SGLang server that runs or will; repeat for more. tp=N: its tensor parallel size must be N [default: as the server reports].",
 )
 @click.option("--listen", type=ADDRESS, default="127.0.0.1:30000", show_default=True, help="The fleet's one URL.")
 @click.option(
@@ -67,7 +73,7 @@ class CannotStartError(click.ClickException):
     metavar="JSON",
     help='More of the weights policy, as in the intent: \'{"verify": "always", "min_committed": 1, "catch_up": {"disk": "/ckpt"}}\'.',
 )
-@click.option("--tensor-size", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of engines without tp=N.")
+@click.option("--tensor-size", type=click.IntRange(1), help="tp=N of every engine that has none [default: as the server reports].")
 @click.option(
     "--state-dir",
     type=click.Path(path_type=Path),
@@ -88,7 +94,7 @@ def command(
     policy: str,
     pause_mode: str,
     weights_json: str,
-    tensor_size: int,
+    tensor_size: int | None,
     state_dir: Path | None,
     base_port: int | None,
 ) -> None:
@@ -96,6 +102,9 @@ def command(
 
     \b
     sglang-rollout local --engine http://127.0.0.1:30101 --engine http://127.0.0.1:30102,tp=2
+
+    The sizes of engines that answer are checked at the start. An engine that is not up yet joins when it is, and stays out of the fleet
+    if its tensor parallel size is not the given one; GET /fleet says so.
     """
     try:
         parsed = tuple(parse_engine(text, tensor_size) for text in engines)
@@ -112,18 +121,19 @@ def command(
         raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
     named = {"backend": backend, "pause_mode": PauseMode(pause_mode)}
     weights = more.model_copy(update={key: value for key, value in named.items() if key not in more.model_fields_set})
+    silent = asyncio.run(_check_sizes(parsed, weights))
     ports = _ports(ports_needed(len(parsed)), base_port, taken={listen.port, *(engine.address.port for engine in parsed)})
     plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=ports)
     runtime = _runtime_folder()
     try:
         folders = Folders(state=state_dir.absolute() if state_dir else runtime / "state", runtime=runtime)
         _prepare(plan, folders)
-        asyncio.run(_run(plan, folders))
+        asyncio.run(_run(plan, folders, silent))
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
 
 
-async def _run(plan: Plan, folders: Folders) -> None:
+async def _run(plan: Plan, folders: Folders, silent: list[EngineArg]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -131,7 +141,7 @@ async def _run(plan: Plan, folders: Folders) -> None:
     supervisor.start()
     try:
         if await _until_serving(supervisor, plan.listen.url, stop):
-            _announce(plan, folders)
+            _announce(plan, folders, silent)
             await stop.wait()
             click.echo("Ending.")
     finally:
@@ -170,13 +180,17 @@ def _runtime_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="sglang-rollout-", dir="/tmp"))
 
 
-def _announce(plan: Plan, folders: Folders) -> None:
+def _announce(plan: Plan, folders: Folders, silent: list[EngineArg]) -> None:
+    """``silent``: engines that did not answer at the start."""
     url = plan.listen.url
     click.echo(f"The fleet answers at {url}; {len(plan.engines)} engine(s) wanted, each joins when it is up.")
     click.echo(f"  generate    POST {url}/generate")
     click.echo(f"  discovery   GET  {url}{FLEET}")
     click.echo(f"  metrics     GET  {plan.metrics.url}{METRICS}; all targets for Prometheus: {folders.targets}")
     click.echo(f"  logs        {folders.logs}")
+    for engine in silent:
+        size = f"its tensor parallel size must be {engine.tensor_size}" if engine.tensor_size else "the fleet reads its size"
+        click.echo(f"  not up yet  {engine.url}: {size} when it is up")
     click.echo("Ctrl-C ends it; the engines go on.")
 
 
@@ -215,6 +229,16 @@ def _check_engines(engines: tuple[EngineArg, ...]) -> None:
             socket.getaddrinfo(engine.address.host, engine.address.port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
             raise CannotStartError(f"the host of engine {engine.url} cannot be resolved: {error.strerror}") from None
+
+
+async def _check_sizes(engines: tuple[EngineArg, ...], weights: WeightsPolicy) -> list[EngineArg]:
+    """Refuse engines whose sizes do not fit. Returns those that do not answer yet: their agents check them when they are up."""
+    try:
+        found = await read_sizes(engines)
+        check_sizes(found, weights)
+    except SizesError as error:
+        raise CannotStartError(str(error)) from None
+    return [engine for engine in engines if engine not in found]
 
 
 def _check_free(address: Address, option: str) -> None:

@@ -27,10 +27,11 @@ _PROGRAM = (sys.executable, "-m", "sglang_rollout.cli")
 
 @dataclass(frozen=True, slots=True)
 class EngineArg:
-    """One ``--engine``: the URL of an SGLang server, and its tensor size if it is not the default."""
+    """One ``--engine``: the URL of an SGLang server, and its tensor parallel size if the command line says one."""
 
     address: Address
-    tensor_size: int
+    tensor_size: int | None = None
+    """None: the size that the engine reports."""
 
     @property
     def url(self) -> str:
@@ -161,7 +162,7 @@ def ports_needed(engines: int) -> int:
     return _ROUTER_PORTS + _ENGINE_PORTS * engines
 
 
-def parse_engine(text: str, default_tensor_size: int) -> EngineArg:
+def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg:
     """Read ``http://host:port`` or ``http://host:port,tp=2``. Raises ValueError with a sentence."""
     url, *options = text.split(",")
     tensor_size = default_tensor_size
@@ -188,7 +189,8 @@ def _engine_children(row: _Row, folders: Folders) -> list[Child]:
     )
     agent_line = (
         *("agent", "--name", name, "--engine-url", engine.url, "--listen", str(agent), "--gate-socket", socket),
-        *("--state-dir", str(folders.state / name), "--token-file", str(folders.token), "--tensor-size", str(engine.tensor_size)),
+        *("--state-dir", str(folders.state / name), "--token-file", str(folders.token)),
+        *(("--tensor-size", str(engine.tensor_size)) if engine.tensor_size is not None else ()),
     )
     return [Child(f"{name}-gate", (*_PROGRAM, *gate_line)), Child(f"{name}-agent", (*_PROGRAM, *agent_line))]
 

@@ -14,8 +14,8 @@ class WantedEngine(Message):
 
     name: str
     """Name of the engine: its StatefulSet in Kubernetes (``<rollout>-engine-<i>``)."""
-    tensor_size: int = Field(default=1, ge=1)
-    """Tensor-parallel ranks of the engine; so many consecutive ranks it takes in a trainer's group."""
+    tensor_size: int | None = Field(default=1, ge=1)
+    """Tensor-parallel ranks of the engine; so many consecutive ranks it takes in a trainer's group. None: as many as the engine reports."""
     url: str | None = None
     """Base URL of its gate. None: found by the engine's EndpointSlice hostname ``<name>-0`` (Kubernetes)."""
     port: int | None = Field(default=None, ge=1, le=65535)

@@ -14,7 +14,10 @@ from wire_lab import Peer, Server, peer, server
 from sglang_rollout.trainer.testing import StandInFleet
 
 SAVER = ("--enable-memory-saver", "--enable-weights-cpu-backup")
-LORA = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj", "--lora-backend", "torch_native", "--max-loras-per-batch", "2")
+LORA = (
+    *("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj", "--lora-backend", "torch_native"),
+    *("--max-loras-per-batch", "2"),
+)
 
 
 def _server(kind: str, factory: pytest.TempPathFactory) -> Iterator[Server]:

@@ -14,6 +14,9 @@ from nodes_lab import Pair, two_pods
 from ports import free_port
 from test_agent_engine import push
 
+from sglang_rollout.local.plan import EngineArg
+from sglang_rollout.local.sizes import Sizes, read_sizes
+from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.weights import Version
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(900)]
@@ -44,6 +47,8 @@ async def checksums(lab: Pod) -> list[str]:
 
 async def test_an_update_reaches_both_and_a_dead_rank_takes_the_other_along(pair: Pair) -> None:
     lab = pair.leader.pod
+    sizes = await read_sizes([EngineArg(Address("127.0.0.1", pair.leader.engine_port))])
+    assert list(sizes.values()) == [Sizes(2)], "what a local fleet reads at its start"
     await lab.open_with_base()
     base = await checksums(lab)
     assert len(base) == 2

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_rollout.fleet.ranks import Refusal, check_group, rank_table
-from sglang_rollout.wire.intent import WantedEngine
 
 sizes = st.lists(st.integers(1, 16), min_size=1, max_size=64)
 json_values = st.recursive(
@@ -18,8 +17,8 @@ json_values = st.recursive(
 FIELDS = ["master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"]
 
 
-def engines(of: list[int]) -> list[WantedEngine]:
-    return [WantedEngine(name=f"e{index}", tensor_size=size) for index, size in enumerate(of)]
+def engines(of: list[int]) -> list[tuple[str, int]]:
+    return [(f"e{index}", size) for index, size in enumerate(of)]
 
 
 def body(world_size: object, **changes: object) -> dict[str, object]:

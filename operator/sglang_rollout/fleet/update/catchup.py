@@ -127,8 +127,8 @@ def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -> Scri
 
 def _compare(fleet: Fleet, joiner: Engine, version: Version) -> Script[None]:
     """With an engine of its shape that holds the version, if there is one: a folder may hold something else than its name says."""
-    name, size = joiner.wanted.name, joiner.wanted.tensor_size
-    peer = next((other for other, engine in fleet.engines.items() if engine.wanted.tensor_size == size and engine.holds(version)), None)
+    name, size = joiner.wanted.name, joiner.tensor_size
+    peer = next((other for other, engine in fleet.engines.items() if engine.tensor_size == size and engine.holds(version)), None)
     right = fleet.checksums.get(size)
     if right is None and peer is not None and fleet.policy.verify is not Verify.OFF:
         yield Turn()  # one asks for all: an engine takes one control call at a time

@@ -66,6 +66,12 @@ class Engine:
         return self.status.boot_id if self.status is not None else None
 
     @property
+    def tensor_size(self) -> int:
+        """Tensor-parallel ranks: as wanted, else as the engine reports; 1 until an engine without a wanted size has answered."""
+        reported = self.status.tensor_size if self.status is not None else None
+        return self.wanted.tensor_size or reported or 1
+
+    @property
     def up(self) -> bool:
         """Whether the engine process runs and can be called."""
         return self.reachable and self.boot is not None

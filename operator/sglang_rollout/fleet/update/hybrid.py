@@ -74,7 +74,7 @@ def _begin(fleet: Fleet, name: str, ask: Begin) -> Script[Answer]:
 def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Script[Answer]:
     """One engine gets tensors, or the update fails as a whole."""
     yield Turn()
-    size, given = fleet.engines[name].wanted.tensor_size, len(ask.body["serialized_named_tensors"])
+    size, given = fleet.engines[name].tensor_size, len(ask.body["serialized_named_tensors"])
     if given != size:
         raise Refusal(f"serialized_named_tensors has {given} entries, and engine {name} has {size} ranks: send one for each.")
     if fleet.update is not None and name in fleet.update.ended:

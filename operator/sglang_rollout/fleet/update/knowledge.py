@@ -208,7 +208,7 @@ class Knowledge:
 
     def _members(self) -> tuple[tuple[str, int, str | None], ...]:
         engines = self._fleet.members().items()
-        return tuple(sorted((name, engine.wanted.tensor_size, engine.boot) for name, engine in engines))
+        return tuple(sorted((name, engine.tensor_size, engine.boot) for name, engine in engines))
 
     def _note_formed(self) -> None:
         fleet = self._fleet

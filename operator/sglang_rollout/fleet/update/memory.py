@@ -113,7 +113,7 @@ def note_checksums(fleet: Fleet) -> Script[None]:
         found = results[name].checksums
         if found is None:
             continue
-        fleet.checksums[fleet.engines[name].wanted.tensor_size] = found
+        fleet.checksums[fleet.engines[name].tensor_size] = found
         if fleet.keeps_weights:
             fleet.noted[name] = Noted(boot_id=boot, checksums=found)
 
@@ -128,7 +128,7 @@ def unnoted(fleet: Fleet) -> list[str]:
     asked = [name for name in holding if not fleet.engines[name].released]
     if fleet.keeps_weights:
         return [name for name in asked if _own(fleet, name) is None]
-    peers = {fleet.engines[name].wanted.tensor_size: name for name in reversed(asked)}
+    peers = {fleet.engines[name].tensor_size: name for name in reversed(asked)}
     return [name for size, name in peers.items() if size not in fleet.checksums]
 
 
@@ -161,7 +161,7 @@ def prove(fleet: Fleet, names: list[str]) -> Script[Answer]:
         raise RuntimeError("nobody can be compared before the committed version is proved")
     boots = {name: fleet.boot(name) for name in names}
     yield from note_checksums(fleet)
-    right = {name: _own(fleet, name) or fleet.checksums.get(fleet.engines[name].wanted.tensor_size) for name in names}
+    right = {name: _own(fleet, name) or fleet.checksums.get(fleet.engines[name].tensor_size) for name in names}
     known = [name for name in names if right[name] is not None]
     results = yield from send(CHECKER, same(known, CHECKSUM), fleet.policy.deadlines.update)
     same_bytes = [name for name in known if results[name].checksums == right[name]]

@@ -123,7 +123,7 @@ class Fleet:
     @property
     def table(self) -> RankTable:
         """Ranks of a group opened now."""
-        return rank_table(engine.wanted for engine in self.members().values())
+        return rank_table((name, engine.tensor_size) for name, engine in self.members().items())
 
     def members(self) -> dict[str, Engine]:
         """Engines that take part in a group opened now, in rank order."""

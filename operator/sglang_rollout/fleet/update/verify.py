@@ -70,7 +70,7 @@ def vouched(fleet: Fleet, names: Iterable[str], version: Version) -> Script[dict
 
 
 def _size(fleet: Fleet, name: str) -> int:
-    return fleet.engines[name].wanted.tensor_size
+    return fleet.engines[name].tensor_size
 
 
 def _unexpected(alike: Mapping[str, Checksums], right: Checksums) -> dict[str, str]:

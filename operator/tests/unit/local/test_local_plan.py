@@ -9,7 +9,7 @@ from sglang_rollout.local.plan import Folders, Plan, parse_engine, ports_needed
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.policy import WeightsPolicy
 
-ENGINES = (parse_engine("http://127.0.0.1:1001", 1), parse_engine("127.0.0.1:1002,tp=2", 1))
+ENGINES = (parse_engine("http://127.0.0.1:1001"), parse_engine("127.0.0.1:1002,tp=2"))
 PLAN = Plan(
     listen=Address("0.0.0.0", 30000),
     engines=ENGINES,
@@ -30,6 +30,7 @@ def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
     agent = children[3].command
     assert agent[agent.index("--tensor-size") + 1] == "2"
     assert agent[agent.index("--engine-url") + 1] == "http://127.0.0.1:1002"
+    assert "--tensor-size" not in children[1].command, "the engine says its size"
     gate = children[2].command
     assert gate[gate.index("--socket") + 1] == agent[agent.index("--gate-socket") + 1]
     assert gate[gate.index("--agent") + 1] == agent[agent.index("--listen") + 1]
@@ -38,7 +39,7 @@ def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
 def test_the_intent_names_the_gates() -> None:
     intent = PLAN.intent()
     assert [(engine.name, engine.tensor_size, engine.url) for engine in intent.engines] == [
-        ("local-engine-0", 1, "http://127.0.0.1:24005"),
+        ("local-engine-0", None, "http://127.0.0.1:24005"),
         ("local-engine-1", 2, "http://127.0.0.1:24008"),
     ]
     assert intent.weights.backend == "gloo"
@@ -65,4 +66,4 @@ def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() 
 @pytest.mark.parametrize("text", ["https://x:1", "http://x", "http://x:1/path", "http://x:1,tp=0", "http://x:1,pp=2", "http://u@x:1", ""])
 def test_what_is_no_engine_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not understood|is not the URL"):
-        parse_engine(text, 1)
+        parse_engine(text)

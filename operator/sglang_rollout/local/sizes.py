@@ -1,0 +1,95 @@
+"""What engines of a local fleet report about their sizes, compared with the command line before anything starts.
+
+Called by :mod:`sglang_rollout.local.cli`. Never waits for an engine: one that does not answer yet is checked by its agent when it is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from sglang_rollout.local.plan import EngineArg
+from sglang_rollout.wire.policy import Transport, WeightsPolicy
+
+_TIMEOUT_SECONDS = 5.0
+"""An engine answers at once, unless its scheduler is busy. Such an engine is treated as one that is not up yet."""
+_NO_SGLANG = "does not answer /server_info as an SGLang server does: name the address of an SGLang server, 0.5.20 or newer"
+
+
+class SizesError(Exception):
+    """The fleet must not start with this engine; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Parallel sizes that a running engine reports."""
+
+    tensor: int
+    pipeline: int = 1
+    data: int = 1
+    """Replicas of the model in one engine, not the width of attention data parallelism."""
+
+
+async def read_sizes(engines: Sequence[EngineArg]) -> dict[EngineArg, Sizes]:
+    """Return the sizes of the engines that answer now, asking all at once.
+
+    Raises:
+        SizesError: something answers that the fleet cannot use.
+    """
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)) as http:
+        found = await asyncio.gather(*(_ask(http, engine) for engine in engines))
+    return {engine: sizes for engine, sizes in zip(engines, found, strict=True) if sizes is not None}
+
+
+def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: WeightsPolicy) -> None:
+    """Compare what engines report with the command line.
+
+    Raises:
+        SizesError: an engine has another tensor parallel size than the command line says, or takes no weights over a group.
+    """
+    for engine, found in sizes.items():
+        if engine.tensor_size not in (None, found.tensor):
+            raise SizesError(
+                f"engine {engine.url} runs with tensor parallel size {found.tensor}, and the command line says {engine.tensor_size}:"
+                f" leave the size out, or start the engine with --tp-size {engine.tensor_size}"
+            )
+        if weights.transport is Transport.DISK:
+            continue
+        for what, size, flag in (("pipeline", found.pipeline, "--pp-size"), ("data", found.data, "--dp-size")):
+            if size > 1:
+                raise SizesError(
+                    f"engine {engine.url} runs with {what} parallel size {size}: SGLang cannot take weights over a group there."
+                    f" Start the engine with {flag} 1, or add"
+                    """ --weights '{"transport": "disk"}' and send checkpoints with /update_weights_from_disk"""
+                )
+
+
+async def _ask(http: aiohttp.ClientSession, engine: EngineArg) -> Sizes | None:
+    try:
+        async with http.get(f"{engine.url}/server_info") as answer:
+            if answer.status in (401, 403):
+                raise SizesError(
+                    f"engine {engine.url} answers /server_info with HTTP {answer.status}: a local fleet sends no API key."
+                    " Start the engine without --api-key"
+                )
+            if answer.status >= 500:
+                return None  # it starts, or ends
+            info = await answer.json(content_type=None) if answer.status == 200 else None
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return None
+    except ValueError:
+        raise SizesError(f"{engine.url} {_NO_SGLANG}") from None
+    if not isinstance(info, dict) or _size(info, "tp_size") is None:
+        raise SizesError(f"{engine.url} {_NO_SGLANG}")
+    # Releases up to 0.5.21 report the width of attention data parallelism as dp_size.
+    data = 1 if info.get("enable_dp_attention") else _size(info, "dp_size")
+    return Sizes(_size(info, "tp_size") or 1, _size(info, "pp_size") or 1, data or 1)
+
+
+def _size(info: Mapping[str, Any], key: str) -> int | None:
+    value = info.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
