@@ -11,6 +11,7 @@ from sglang_rollout.agent.access import Access, Handler, RefusedError, check_tok
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import EngineError, Reply
+from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.leader import Leader
 from sglang_rollout.agent.metrics import Metrics
 from sglang_rollout.agent.preflight import preflight
@@ -105,8 +106,11 @@ class Routes:
     async def checkpoint(self, request: web.Request) -> web.StreamResponse:
         """Look at a folder that the engine may be told to load."""
         wanted = await message(request, CheckpointRequest)
-        own = wanted.model_path or self._model_path or self._agent.engine.info.get("model_path")
-        reply = await self._checkpoints.run(wanted, own if isinstance(own, str) else None)
+        engine = self._agent.engine
+        own = (
+            EngineModel(wanted.model_path) if wanted.model_path else EngineModel.reported(self._model_path, engine.info, engine.model_info)
+        )
+        reply = await self._checkpoints.run(wanted, own)
         if self._leader is not None:
             reply = await self._leader.checkpoint(wanted, reply)
         return web.json_response(reply.model_dump(mode="json"))

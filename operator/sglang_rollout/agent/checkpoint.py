@@ -2,7 +2,8 @@
 
 SGLang dies of truncated files and of tensors with other shapes, and loads an architecture that is not its own without a word when
 the shapes happen to agree; tensors that are missing keep their old values. So the folder is compared with the model that the engine
-runs, as far as this pod can read both.
+runs, as far as this pod can read both. Where it cannot read the engine's model, the architecture is compared with the one that the engine
+reports, and the reply says what was not compared.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from sglang_rollout.agent.engine_model import EngineModel, read_engine_model
 from sglang_rollout.checkpoints.folder import CONFIG, Model, ProblemsError, limited, read_model
 from sglang_rollout.checkpoints.format import TensorEntry
 from sglang_rollout.checkpoints.snapshots import hold, listed
-from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest
+from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointReply, CheckpointRequest
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """SGLang copies these into each other: the engine's own type decides."""
@@ -76,8 +78,8 @@ class CheckpointCheck:
         """Let the snapshot go that the last check found: the engine has loaded it, or never will."""
         self._held.close()
 
-    async def run(self, request: CheckpointRequest, engine_model: str | None) -> CheckpointReply:
-        """The verdict, within ``request.deadline`` seconds. ``engine_model``: the engine's model path.
+    async def run(self, request: CheckpointRequest, engine_model: EngineModel) -> CheckpointReply:
+        """The verdict, within ``request.deadline`` seconds.
 
         A snapshot that is good is held, so that the trainer does not remove it while the engine loads it, until :meth:`release`.
         """
@@ -125,16 +127,15 @@ def resolve(request: CheckpointRequest) -> Path:
     raise ProblemsError([f"{request.path} holds no snapshot of version {wanted.label!r}; {newest}."])
 
 
-def check(path: str, engine_model: str | None, *, end: float = float("inf"), names: bool = False) -> CheckpointReply:
+def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), names: bool = False) -> CheckpointReply:
     """Compare ``path`` with the model of the engine. Blocks; gives up at ``end`` (monotonic seconds)."""
-
     alive = _until(end)
     if not os.path.isabs(path):
         return CheckpointReply(ok=False, reason=f"{path!r} is no absolute path: name the folder as the engines' pods see it.")
     try:
         found = read_model(Path(path), alive=alive)
-        own = _engine_model(engine_model, alive)
-        problems = [] if own is None else differences(found, own)
+        own, why = read_engine_model(engine_model, alive)
+        problems = _identity_differences(found, engine_model) if own is None else differences(found, own)
         if problems:
             raise ProblemsError(limited(problems))
         digest = _digest(found, alive)
@@ -142,13 +143,18 @@ def check(path: str, engine_model: str | None, *, end: float = float("inf"), nam
         return CheckpointReply(ok=False, reason=str(error))
     except OSError as error:
         return CheckpointReply(ok=False, reason=f"{path} cannot be read here: {error.strerror or error}.")
-    told = _needed(found) if names else None
-    return CheckpointReply(ok=True, tensors=len(found.tensors), bytes=found.bytes, digest=digest, names=told, compared=own is not None)
+    unchecked: list[str] = []
+    if own is None:
+        unchecked = [*UNCHECKED] if engine_model.architectures else [ARCHITECTURE, *UNCHECKED]
+    return CheckpointReply(
+        ok=True, tensors=len(found.tensors), bytes=found.bytes, digest=digest, names=_needed(found) if names else None,
+        compared=own is not None, unchecked=unchecked, why_unchecked=why,
+    )  # fmt: skip
 
 
-def own_tensors(engine_model: str | None, *, end: float = float("inf")) -> CheckpointReply:
+def own_tensors(engine_model: EngineModel, *, end: float = float("inf")) -> CheckpointReply:
     """The tensors of the model that the engine runs; without ``names`` where this pod cannot read it."""
-    own = _engine_model(engine_model, _until(end))
+    own, _ = read_engine_model(engine_model, _until(end))
     if own is None:
         return CheckpointReply(ok=True)
     return CheckpointReply(ok=True, tensors=len(own.tensors), bytes=own.bytes, names=_needed(own), compared=True)
@@ -184,6 +190,14 @@ def differences(found: Model, own: Model) -> list[str]:
     return problems
 
 
+def _identity_differences(found: Model, engine: EngineModel) -> list[str]:
+    """Compare with what the engine reports of a model that this pod cannot read."""
+    theirs = found.config.get("architectures")
+    if not engine.architectures or theirs == list(engine.architectures):
+        return []
+    return [f"{found.path / CONFIG}: architectures is {_brief(theirs)}, the engine reports {_brief(list(engine.architectures))}."]
+
+
 def _config_differences(found: Mapping[str, Any], own: Mapping[str, Any], prefix: str, than: Path) -> list[str]:
     problems = []
     for key in (*_IDENTITY, *_SIZES):
@@ -212,16 +226,6 @@ def _optional(name: str, *, tied: bool) -> bool:
     return (tied and name == _TIED) or name.endswith(_COMPUTED)
 
 
-def _engine_model(path: str | None, alive: Any) -> Model | None:
-    """The engine's own model; None where this pod cannot read it: a name on a hub, a folder that only the engine's container has."""
-    if path is None or not os.path.isabs(path):
-        return None
-    try:
-        return read_model(Path(path), alive=alive)
-    except (ProblemsError, OSError):
-        return None
-
-
 def _digest(model: Model, alive: Any) -> str:
     """Tells whether two pods see the same files: names, headers and samples of the content, spread evenly over each file."""
     made = hashlib.sha256()
@@ -237,7 +241,7 @@ def _digest(model: Model, alive: Any) -> str:
     return made.hexdigest()
 
 
-def _guarded(request: CheckpointRequest, engine_model: str | None, end: float) -> CheckpointReply:
+def _guarded(request: CheckpointRequest, engine_model: EngineModel, end: float) -> CheckpointReply:
     try:
         if not request.path:
             return own_tensors(engine_model, end=end)

@@ -90,6 +90,8 @@ class Engine:
         self._needs_session: bool | None = None
         self.info: dict[str, Any] = {}
         """The last /server_info, without secrets."""
+        self.model_info: dict[str, Any] = {}
+        """The last /model_info."""
         self.vocabulary: int | None = None
         """How many tokens the model knows; None if the engine did not tell."""
 
@@ -130,6 +132,7 @@ class Engine:
         info = (await self.get("/model_info", timeout=timeout)).document
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError(f"{self.url}/model_info names no weight_version: is this an SGLang server?")
+        self.model_info = info
         return str(info["weight_version"])
 
     async def refresh_info(self, *, timeout: float) -> dict[str, Any]:

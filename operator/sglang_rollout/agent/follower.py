@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import socket
 import time
 
@@ -17,6 +18,7 @@ from sglang_rollout.agent.access import Handler, RefusedError, check_token, mess
 from sglang_rollout.agent.barrier import Barrier
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import Engine, EngineError
+from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.group import GRACE_SECONDS, Link
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.reach import is_cut
@@ -150,7 +152,10 @@ def follower_app(follower: Follower, *, name: str, token: str, model_path: str |
     async def checkpoint(request: web.Request) -> web.StreamResponse:
         check_token(request, token)
         wanted = await message(request, CheckpointRequest)
-        return web.json_response((await checkpoints.run(wanted, wanted.model_path or model_path)).model_dump(mode="json"))
+        own = wanted.model_path or model_path
+        # Pod 0 compares with a model on the hub: only there SGLang says its revision.
+        readable = EngineModel(own if own and os.path.isabs(own) else None)
+        return web.json_response((await checkpoints.run(wanted, readable)).model_dump(mode="json"))
 
     async def elsewhere(request: web.Request) -> web.StreamResponse:
         return refuse(

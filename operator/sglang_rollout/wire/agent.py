@@ -122,6 +122,11 @@ class PreflightReply(Message):
     reason: str = ""
 
 
+ARCHITECTURE = "architecture"
+UNCHECKED = ("sizes and quantization", "names, types and shapes of tensors")
+"""Parts of a checkpoint that are compared only where a pod can read the engine's own model."""
+
+
 class CheckpointRequest(Message):
     """Coordinator → agent, before any engine hears of a disk update: can this engine load the folder, as its own pod sees it?"""
 
@@ -155,3 +160,7 @@ class CheckpointReply(Message):
     """Whether the engine's own model could be read here, so that architecture, names, types and shapes were compared."""
     path: str | None = None
     """The folder to load: of the snapshot, where one was asked for."""
+    unchecked: list[str] = Field(default_factory=list)
+    """What could not be compared with the engine's model, as noun phrases."""
+    why_unchecked: str = ""
+    """Why, as a clause; empty if all was compared."""

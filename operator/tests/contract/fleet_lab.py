@@ -81,7 +81,8 @@ class HttpAgent:
             ]
             return web.json_response({"success": True, "message": "", "ranks": ranks})
         if request.path == AGENT_CHECKPOINT:
-            return web.json_response({"ok": result.ok, "reason": result.message, "digest": result.digest, "path": result.path})
+            said = {"ok": result.ok, "reason": result.message, "digest": result.digest, "path": result.path, "compared": result.compared}
+            return web.json_response(said | {"unchecked": result.unchecked, "why_unchecked": result.why_unchecked})
         return self.answer(request.path, {"success": result.ok, "message": result.message}, result.status)
 
     def answer(self, path: str, body: dict[str, Any], status: int) -> web.Response:

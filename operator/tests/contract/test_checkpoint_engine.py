@@ -44,13 +44,28 @@ async def test_an_agent_looks_at_its_own_files_and_wants_the_token(tmp_path: Pat
         assert "update_weights_from_disk" not in engine.calls
 
 
+NAME = "org/tiny"
+"""The engine's ``--model-path``: a name on the Hugging Face hub, of which its cache holds the files."""
+
+
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face cache, laid out as huggingface_hub does."""
+    repository = tmp_path_factory.mktemp("hub") / "models--org--tiny"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(environment.model(), repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return repository.parent
+
+
+@pytest.fixture(scope="module")
+def engine(cache: Path) -> Iterator[Engine]:
     try:
         environment.python(make=False)
     except LabError as error:
         pytest.skip(str(error))
-    with start_engine(free_port()) as made:
+    with start_engine(free_port(), args=["--model-path", NAME], env={"HF_HUB_CACHE": str(cache)}) as made:
         yield made
 
 
@@ -70,14 +85,17 @@ def reversed_head(folder: Path) -> Path:
 
 @pytest.mark.engine
 @pytest.mark.timeout(420)
-async def test_what_passes_is_loaded_by_the_real_engine(engine: Engine, tmp_path: Path) -> None:
+async def test_what_passes_is_loaded_by_the_real_engine(
+    engine: Engine, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     async with pod(tmp_path, engine.url) as lab:
         await until(lab.engine_up, 60, "the agent sees the engine")
         await lab.open_with_base()
         before = (await lab.generate(8)).body["output_ids"]
         new = reversed_head(tmp_path / "new")
         reply = await ask(lab, path=str(new))
-        assert (reply.ok, reply.compared, reply.reason) == (True, True, "")
+        assert (reply.ok, reply.compared, reply.reason, reply.unchecked) == (True, True, "", [])
         loaded = await lab.control("/update_weights_from_disk", {"model_path": str(new), "weight_version": "disk-1"})
         assert (loaded.status, loaded.body["success"]) == (200, True)
         status = await lab.status({"run": 0, "n": 0, "label": "base"})
@@ -88,7 +106,28 @@ async def test_what_passes_is_loaded_by_the_real_engine(engine: Engine, tmp_path
         file = new / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
         assert "it is truncated" in (await ask(lab, path=str(new), model_path=str(environment.model()))).reason
-        config = json.loads((new / "config.json").read_text())
-        (new / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"]}))
-        shutil.copy(environment.model() / "model.safetensors", file)
-        assert "architectures" in (await ask(lab, path=str(new), model_path=str(environment.model()))).reason
+        other = other_architecture(tmp_path / "other")
+        assert f"the engine's model {cache}" in (await ask(lab, path=str(other))).reason, "also after an update"
+
+
+def other_architecture(folder: Path) -> Path:
+    """A checkpoint that SGLang takes without a word: every shape is right."""
+    shutil.copytree(environment.model(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}))
+    return folder
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(420)
+async def test_an_agent_without_the_engines_cache_compares_with_what_the_engine_reports(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a pod, where only the engine's container has the cache."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "nothing"))
+    async with pod(tmp_path, engine.url) as lab:
+        await until(lab.engine_up, 60, "the agent sees the engine")
+        reply = await ask(lab, path=str(environment.model()))
+        assert (reply.ok, reply.compared, reply.unchecked) == (True, False, ["sizes and quantization", "names, types and shapes of tensors"])
+        refused = await ask(lab, path=str(other_architecture(tmp_path / "other")))
+        assert (refused.ok, "the engine reports ['LlamaForCausalLM']" in refused.reason) == (False, True), refused

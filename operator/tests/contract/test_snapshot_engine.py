@@ -17,6 +17,7 @@ from ports import free_port
 from test_trainer_fleet import HERE, engine_python
 
 from sglang_rollout.agent.checkpoint import check
+from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.checkpoints.snapshots import latest, listed, verify
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -65,7 +66,7 @@ def test_an_engine_loads_what_was_pushed(fleet: tuple[Engine, str], tmp_path: Pa
     assert newest is not None
     assert str(newest.path) == seen["path"]
     verify(newest)
-    verdict = check(str(newest.path), str(base))
+    verdict = check(str(newest.path), EngineModel(str(base)))
     assert (verdict.ok, verdict.compared, verdict.reason) == (True, True, "")
     load(engine, base)
     assert greedy(engine, len(seen["tokens"])) != seen["tokens"]

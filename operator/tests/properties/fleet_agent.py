@@ -10,7 +10,7 @@ from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.lora import LOAD, UNLOAD
 from sglang_rollout.fleet.update.memory import RELEASE, RESUME
 from sglang_rollout.fleet.update.verify import CHECKER
-from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.agent import UNCHECKED, AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import BASE, EngineState, Version
@@ -155,7 +155,10 @@ class FakeAgent:
             found = works and (self.stocked or not body.get("snapshot"))
             self.chosen = (body["snapshot"]["run"], body["snapshot"]["n"]) if body.get("snapshot") else None
             message, names = "" if found else "model.safetensors is cut off.", frozenset(self.holds) if body.get("names") else None
-            return Result(ok=found, status=200, message=message, digest=self.digest, path=body["path"], names=names, compared=self.readable)
+            return Result(
+                ok=found, status=200, message=message, digest=self.digest, path=body["path"], names=names, compared=self.readable,
+                unchecked=() if self.readable else UNCHECKED, why_unchecked="" if self.readable else "no cache holds org/model",
+            )  # fmt: skip
         return self._control(path, body, token, works)
 
     def _told(self, body: dict[str, Any]) -> None:

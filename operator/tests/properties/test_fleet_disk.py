@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fleet_world import World
 
 from sglang_rollout.fleet.update import requests as rq
@@ -75,6 +76,23 @@ def test_with_min_committed_it_is_fenced_alone() -> None:
     assert answer.status == 200
     assert list(answer.fleet["fenced"]) == ["e1"]
     assert [agent.gate_open for agent in world.agents.values()] == [True, False, True]
+
+
+@pytest.mark.parametrize("fenced", [frozenset(), frozenset({"e2"})], ids=["all commit", "one is fenced"])
+def test_what_no_pod_could_compare_is_said_in_the_answer(fenced: frozenset[str]) -> None:
+    world = make(min_committed=2)
+    world.agents["e1"].readable = False
+    answer = finish(world, world.ask(ASK), UPDATE_DISK, fenced)
+    assert answer.success
+    assert answer.message.endswith(
+        ". Not compared with the model that engine e1 runs: sizes and quantization; names, types and shapes of tensors,"
+        " because no cache holds org/model."
+    )
+    what = ["sizes and quantization", "names, types and shapes of tensors"]
+    assert answer.fleet["unchecked"] == {"what": what, "why": "no cache holds org/model", "engines": ["e1"]}
+    world.agents["e1"].readable = True
+    again = world.do(ASK)
+    assert (again.message, "unchecked" in again.fleet) == ("Success", False)
 
 
 def test_inside_an_open_update_it_is_refused() -> None:

@@ -310,6 +310,17 @@ def test_a_pinned_adapter_is_pinned_on_joiners_on_restarted_engines_and_by_a_new
     assert pinned(world) == [{"t", "u"}] * 3, "an intent without Kubernetes may pin, too"
 
 
+def test_joiners_get_a_trainers_adapter_also_where_the_spec_lists_none() -> None:
+    world = World([1, 1])
+    settled(world)
+    world.agents["e0"].adapters = {"mine": "/x"}
+    settled(world)
+    assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
+    world.agents["e1"].restart()
+    settled(world)
+    assert (held(world), pinned(world)) == ([{"mine": "/x", "t": "/t"}, {"t": "/t"}], [{"t"}] * 2)
+
+
 @pytest.mark.parametrize("step", ["load", "unload"])
 def test_a_replacement_that_fails_leaves_the_old_adapter_pinned(step: str) -> None:
     world = make()

@@ -1,4 +1,7 @@
-"""What the engine sees on volumes of the user, the agent sees too, read-only: it checks checkpoints before the engine loads them."""
+"""What the engine sees on volumes of the user, the agent sees too, read-only: it checks checkpoints before the engine loads them.
+
+The agent also gets the variables that say where the engine's Hugging Face cache is: a checkpoint is compared with the model there.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, M
 from sglang_rollout.core.render.common import Object
 
 _NOT_SHARED = frozenset(RESERVED_VOLUMES) - {MODEL_VOLUME}
+
+HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
+"""Variables by which huggingface_hub finds its cache."""
 
 _KEPT = ("name", "mountPath", "subPath")
 """Not ``mountPropagation``, which is for writers, and not ``subPathExpr``, which needs variables that only the engine has."""
@@ -25,15 +31,23 @@ def with_shared_mounts(template: Object) -> Object:
     ]
     if not shared:
         return template
+    caches = [variable for variable in engine.get("env") or [] if _is_cache(variable)]
     made = [
-        _mounting(container, shared) if container["name"] == AGENT_CONTAINER else container
+        _mounting(container, shared, caches) if container["name"] == AGENT_CONTAINER else container
         for container in spec.get("initContainers") or []
     ]
     return {**template, "spec": {**spec, "initContainers": made}}
 
 
-def _mounting(agent: Object, shared: list[Object]) -> Object:
-    return {**agent, "volumeMounts": [*agent["volumeMounts"], *shared]}
+def _mounting(agent: Object, shared: list[Object], caches: list[Object]) -> Object:
+    named = {variable["name"] for variable in caches}
+    env = [*(variable for variable in agent.get("env") or [] if variable["name"] not in named), *caches]
+    return {**agent, "env": env, "volumeMounts": [*agent["volumeMounts"], *shared]}
+
+
+def _is_cache(variable: Object) -> bool:
+    """Whether the agent can take it over: a value that refers to another variable of the engine means nothing there."""
+    return variable.get("name") in HUB_VARIABLES and isinstance(variable.get("value"), str) and "$(" not in variable["value"]
 
 
 def _is_shared(mount: dict[str, Any]) -> bool:

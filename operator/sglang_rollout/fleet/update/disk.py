@@ -2,23 +2,25 @@
 
 SGLang dies of truncated files and of wrong shapes, and takes a wrong architecture with equal shapes without a word. So
 every engine's pod reads the checkpoint first; only when all of them can is any engine told. There is no collective: an
-engine that fails can be fenced alone, if ``weights.minCommitted`` lets the others commit.
+engine that fails can be fenced alone, if ``weights.minCommitted`` lets the others commit. The answer names what a pod could not compare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.calls import UPDATE_DISK, Script, Turn, failures, same, send, soil, told
+from sglang_rollout.fleet.update.events import Result
 from sglang_rollout.fleet.update.membership import present
-from sglang_rollout.fleet.update.outcome import close
+from sglang_rollout.fleet.update.outcome import close, leave_behind
 from sglang_rollout.fleet.update.progress import By, Phase, Update
 from sglang_rollout.fleet.update.requests import Answer, Body, FromDisk
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.transaction import hold_all, hold_late
 from sglang_rollout.fleet.update.whole import note_trust
-from sglang_rollout.wire.agent import CheckpointRequest
+from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.record import OnDisk
 
@@ -31,7 +33,8 @@ MARGIN = 5.0
 def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     """Check the checkpoint from every pod, then load it on every engine and commit."""
     boots = present(fleet)
-    digest, names, compared = yield from _check(fleet, ask.path, boots)
+    checked = yield from _check(fleet, ask.path, boots)
+    names = checked.names
     yield Turn()
     if fleet.update is not None:
         raise Refusal("a weight update is open: end it before one from disk.", status=409, fleet=fleet.advice())
@@ -49,7 +52,7 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
         return failed
     fleet.enter(Phase.TRANSFER)
     update = fleet.update = Update(boots=dict(boots), session=By.FLEET, started=fleet.now, label=ask.label or fleet.label)
-    if compared or names is None:
+    if checked.is_compared or names is None:
         update.opaque, update.checkpoint = True, names
     else:
         # Nobody could say that it has all tensors of the model: it brings those that it has, as a trainer would.
@@ -62,10 +65,25 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
     for name, result in broken.items():
         update.dropped[name] = f"did not load {ask.path}: {result.message}"
     fleet.enter(Phase.VERIFY)
-    answer = yield from close(fleet, update, results)
+    answer = yield from close(fleet, update, results, tell=False)
     if answer.success and fleet.committed is not None:
-        fleet.disk = OnDisk(version=fleet.committed, path=ask.path, digest=digest)
-    return answer
+        fleet.disk = OnDisk(version=fleet.committed, path=ask.path, digest=checked.digest)
+        answer = _with_unchecked(answer, checked.by_engine)
+    return (yield from leave_behind(fleet, answer))
+
+
+def _with_unchecked(answer: Answer, by_engine: Mapping[str, Result]) -> Answer:
+    """Say what nobody compared with the engines' model: SGLang takes a checkpoint of another model without an error."""
+    lacking = {name: result for name, result in by_engine.items() if not result.compared}
+    if not lacking:
+        return answer
+    first = next(iter(lacking.values()))
+    # An agent of the release before this field says nothing.
+    what, why = first.unchecked or (ARCHITECTURE, *UNCHECKED), first.why_unchecked or "its agent does not say what it compared"
+    sentence = f"Not compared with the model that engine {next(iter(lacking))} runs: {'; '.join(what)}, because {why}."
+    more = f" The same on {len(lacking) - 1} more." if len(lacking) > 1 else ""
+    unchecked = {"what": list(what), "why": why, "engines": list(lacking)}
+    return replace(answer, message=f"{answer.message.rstrip('.')}. {sentence}{more}", fleet={**answer.fleet, "unchecked": unchecked})
 
 
 def _body(ask: FromDisk) -> Body:
@@ -75,8 +93,24 @@ def _body(ask: FromDisk) -> Body:
     return {**kept, **ours}
 
 
-def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[tuple[str | None, frozenset[str] | None, bool]]:
-    """What tells the contents, the tensors if they are known, and whether those are all that the engines' model has."""
+@dataclass(frozen=True)
+class _Checked:
+    """What the agents found in a checkpoint."""
+
+    digest: str | None
+    """What tells its contents from others."""
+    names: frozenset[str] | None
+    """Its tensors, if they are known."""
+    by_engine: Mapping[str, Result]
+
+    @property
+    def is_compared(self) -> bool:
+        """True if it has all tensors of the engines' model."""
+        return all(result.compared for result in self.by_engine.values())
+
+
+def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[_Checked]:
+    """Have every pod look at the checkpoint; refuse it if one cannot load it, or if they see different ones."""
     limit = fleet.policy.deadlines.update
     body = CheckpointRequest(path=path, deadline=limit).model_dump(mode="json")
     bodies, first = same(boots, body), next(iter(boots))
@@ -95,4 +129,4 @@ def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[tuple[st
             f"{path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine was told.",
             fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
         )
-    return contents.pop(), results[first].names, all(result.compared for result in results.values())
+    return _Checked(contents.pop(), results[first].names, results)

@@ -34,6 +34,10 @@ class Result:
     """Set when the reply was about a checkpoint: its folder."""
     compared: bool = False
     """The reply was about a checkpoint, which has all tensors of the engine's model."""
+    unchecked: tuple[str, ...] = ()
+    """What of a checkpoint could not be compared with the engine's model."""
+    why_unchecked: str = ""
+    """Why, as a clause."""
 
 
 # --- events --------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
     fresh = {name: engine for name, engine in fleet.engines.items() if engine.asked > fleet.rested}
     for engine in fresh.values():
         _forget_troubles(engine, goal)
-    if fleet.adapters is None or fleet.update is not None or fleet.kept is FleetState.ASLEEP:
+    if fleet.update is not None or fleet.kept is FleetState.ASLEEP:
         return None
     unload: dict[str, Body] = {}
     load: dict[str, Body] = {}
@@ -75,7 +75,9 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
             continue
         there = _loaded(engine)
         later = {other for other, at in engine.adapters_at.items() if fleet.now < at}
-        wrong = [other for other, path in there.items() if goal.get(other) != path or engine.outdated(other)]
+        # Without a list in the spec, what no trainer has loaded through the fleet is somebody else's.
+        ours = {other: path for other, path in there.items() if other in goal or fleet.adapters is not None or engine.outdated(other)}
+        wrong = [other for other, path in ours.items() if goal.get(other) != path or engine.outdated(other)]
         extra = next((other for other in wrong if other not in later), None)
         missing = next((other for other in goal if other not in there and other not in later), None)
         if extra is not None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.agent.checkpoint import CheckpointCheck, check, own_tensors
+from sglang_rollout.agent.engine_model import EngineModel, hub_folder
 from sglang_rollout.checkpoints.format import build_header, parse_header
 from sglang_rollout.wire.agent import CheckpointRequest
 
@@ -25,16 +26,20 @@ def own(tmp_path: Path) -> Path:
     return write_model(tmp_path / "own")
 
 
+def model(folder: Path | None) -> EngineModel:
+    return EngineModel(str(folder) if folder else None)
+
+
 def verdict(found: Path | str, own: Path | None) -> str:
     """Empty, or the reason for the refusal."""
-    reply = check(str(found), str(own) if own else None)
+    reply = check(str(found), model(own))
     assert reply.ok == (reply.reason == "")
     return reply.reason
 
 
 @pytest.mark.parametrize("shards", [0, 1, 3])
 def test_a_whole_checkpoint_of_the_same_model_passes(tmp_path: Path, own: Path, shards: int) -> None:
-    reply = check(str(write_model(tmp_path / "new", shards=shards)), str(own))
+    reply = check(str(write_model(tmp_path / "new", shards=shards)), model(own))
     assert (reply.ok, reply.reason, reply.compared) == (True, "", True)
     assert (reply.tensors, reply.bytes) == (4, (32 + 16 + 4 + 32) * 4)
 
@@ -48,18 +53,18 @@ def test_float_types_are_converted_by_the_engine(tmp_path: Path, own: Path, dtyp
 def test_without_the_engines_model_the_files_alone_are_checked(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "new", {"a": ("I8", (3,))}, architectures=["Other"])
     for unknown in (None, tmp_path / "nowhere", Path("org/model-7b"), Path("/" + "x" * 300)):
-        reply = check(str(folder), str(unknown) if unknown else None)
+        reply = check(str(folder), model(unknown))
         assert (reply.ok, reply.compared) == (True, False)
 
 
 def test_an_agent_names_the_tensors_of_the_model_that_its_engine_runs(own: Path) -> None:
-    reply = own_tensors(str(own))
+    reply = own_tensors(model(own))
     assert (reply.ok, reply.compared, set(reply.names or [])) == (True, True, set(TENSORS))
-    assert own_tensors("org/model-7b").names is None
+    assert own_tensors(EngineModel("org/model-7b")).names is None
 
 
 async def test_it_is_asked_for_them_without_a_folder(own: Path) -> None:
-    reply = await CheckpointCheck().run(CheckpointRequest(path="", names=True), str(own))
+    reply = await CheckpointCheck().run(CheckpointRequest(path="", names=True), model(own))
     assert set(reply.names or []) == set(TENSORS)
 
 
@@ -190,6 +195,83 @@ def test_another_architecture_is_refused_though_all_shapes_agree(tmp_path: Path,
     assert words in verdict(write_model(tmp_path / "new", **config), own)
 
 
+COMMIT, OTHER = "1" * 40, "2" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face cache with two commits of a model: ``main``, and one with another architecture on branch ``pr/1``."""
+    repository = tmp_path / "hub" / "models--org--model-7b"
+    for name, commit, config in (("main", COMMIT, {}), ("pr/1", OTHER, {"architectures": ["Qwen2ForCausalLM"]})):
+        write_model(repository / "snapshots" / commit, **config)
+        (repository / "refs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / name).write_text(commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return repository
+
+
+@pytest.mark.parametrize(("revision", "fits"), [(None, True), (COMMIT, True), ("pr/1", False), (OTHER, False)])
+def test_a_model_on_the_hub_is_compared_in_the_cache_of_its_revision(tmp_path: Path, hub: Path, revision: str | None, fits: bool) -> None:
+    reply = check(str(write_model(tmp_path / "new")), EngineModel("org/model-7b", revision))
+    if fits:
+        assert (reply.ok, reply.compared, reply.unchecked, reply.why_unchecked) == (True, True, [], "")
+    else:
+        assert f"the engine's model {hub / 'snapshots' / OTHER} has ['Qwen2ForCausalLM']" in reply.reason
+    shapes = {**TENSORS, "model.norm.weight": ("F32", (8,))}
+    assert "has shape [8], expected [4]" in check(str(write_model(tmp_path / "wide", shapes)), EngineModel("org/model-7b")).reason
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"HF_HUB_CACHE": "{}/hub"}, {"HUGGINGFACE_HUB_CACHE": "{}/hub"}, {"HF_HOME": "{}"}, {"XDG_CACHE_HOME": "{}/xdg"}, {}],
+    ids=lambda variables: "+".join(variables) or "--download-dir",
+)
+def test_a_cache_is_where_huggingface_hub_has_it(tmp_path: Path, hub: Path, variables: dict[str, str]) -> None:
+    (tmp_path / "xdg").mkdir()
+    (tmp_path / "xdg" / "huggingface").symlink_to(tmp_path)
+    found = EngineModel("org/model-7b", download_dir=None if variables else str(tmp_path / "hub"))
+    folder = hub_folder(found, {name: value.format(tmp_path) for name, value in variables.items()})
+    assert folder is not None
+    assert folder.resolve() == hub / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize(
+    "engine", [EngineModel("org/other"), EngineModel("../hub"), EngineModel("org/model-7b", "../../x"), EngineModel("s3://a/b")]
+)
+def test_what_is_in_no_cache_is_not_looked_for_elsewhere(hub: Path, engine: EngineModel) -> None:
+    assert hub_folder(engine, os.environ) is None
+
+
+def test_without_files_the_architecture_is_compared_with_the_one_that_the_engine_reports(tmp_path: Path) -> None:
+    llama, qwen = write_model(tmp_path / "llama"), write_model(tmp_path / "qwen", architectures=["Qwen2ForCausalLM"])
+    engine = EngineModel.reported("org/nowhere", {}, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    refused = check(str(qwen), engine)
+    assert refused.reason == f"{qwen}/config.json: architectures is ['Qwen2ForCausalLM'], the engine reports ['LlamaForCausalLM']."
+    reply = check(str(llama), engine)
+    assert (reply.ok, reply.compared, reply.unchecked) == (True, False, ["sizes and quantization", "names, types and shapes of tensors"])
+    assert reply.why_unchecked == "no Hugging Face cache that its pod can read holds the engine's model org/nowhere"
+    unreadable = check(str(llama), EngineModel(str(tmp_path / "absent")))
+    assert unreadable.unchecked[0] == "architecture"
+    assert f"its pod cannot read the engine's model {tmp_path / 'absent'} (There is no" in unreadable.why_unchecked
+
+
+@pytest.mark.parametrize(
+    ("server_info", "model_info"),
+    [
+        ({}, {}),
+        ({}, {"architectures": None}),
+        ({"json_model_override_args": '{"architectures": ["Other"]}'}, {"architectures": ["Other"]}),
+        ({}, {"architectures": ["DeepseekVL2ForCausalLM"]}),
+    ],
+    ids=["not told", "null", "overridden on the command line", "renamed by SGLang"],
+)
+def test_an_architecture_that_the_engine_cannot_vouch_for_refuses_nothing(
+    tmp_path: Path, server_info: dict[str, Any], model_info: dict[str, Any]
+) -> None:
+    reply = check(str(write_model(tmp_path / "new")), EngineModel.reported("org/nowhere", server_info, model_info))
+    assert (reply.ok, reply.unchecked[0]) == (True, "architecture")
+
+
 def test_sizes_of_the_language_model_inside_a_larger_one_are_compared(tmp_path: Path) -> None:
     own = write_model(tmp_path / "own", text_config={"hidden_size": 4})
     assert "text_config.hidden_size is 8" in verdict(write_model(tmp_path / "new", text_config={"hidden_size": 8}), own)
@@ -215,10 +297,10 @@ def test_a_tied_head_may_be_left_out_and_an_untied_one_not(tmp_path: Path) -> No
 def test_names_are_told_if_asked_for_without_a_tied_head_that_no_trainer_needs_to_push(tmp_path: Path) -> None:
     for tied in (True, False):
         folder = write_model(tmp_path / str(tied), tie_word_embeddings=tied)
-        told = check(str(folder), None, names=True).names
+        told = check(str(folder), EngineModel(), names=True).names
         assert told is not None
         assert ("lm_head.weight" in told, "model.embed_tokens.weight" in told) == (not tied, True)
-        assert check(str(folder), None).names is None
+        assert check(str(folder), EngineModel()).names is None
 
 
 def test_a_wrong_model_is_told_in_a_few_sentences(tmp_path: Path, own: Path) -> None:
@@ -230,7 +312,7 @@ def test_a_wrong_model_is_told_in_a_few_sentences(tmp_path: Path, own: Path) -> 
 
 def test_the_digest_tells_content_apart(tmp_path: Path, own: Path) -> None:
     one, same, other = (
-        check(str(write_model(tmp_path / name, fill=fill)), str(own)).digest for name, fill in (("a", 1), ("b", 1), ("c", 2))
+        check(str(write_model(tmp_path / name, fill=fill)), model(own)).digest for name, fill in (("a", 1), ("b", 1), ("c", 2))
     )
     assert one == same != other
 
@@ -250,13 +332,13 @@ async def test_a_volume_that_hangs_is_given_up_and_not_asked_twice(tmp_path: Pat
     checker = CheckpointCheck()
     began = time.monotonic()
     request = CheckpointRequest(path=str(folder), deadline=0.3)
-    reply = await checker.run(request, None)
+    reply = await checker.run(request, EngineModel())
     assert (reply.ok, "was not read within 0.3 s" in reply.reason) == (False, True)
     assert time.monotonic() - began < 2
-    assert "still runs" in (await checker.run(request, None)).reason
+    assert "still runs" in (await checker.run(request, EngineModel())).reason
     with (folder / "config.json").open("w") as server:
         server.write("{}")
     await asyncio.sleep(0.2)
     (folder / "config.json").unlink()
     write_model(folder)
-    assert (await checker.run(request, None)).ok
+    assert (await checker.run(request, EngineModel())).ok

@@ -15,12 +15,17 @@ SETTINGS = Settings(fleet_image="fleet:1", router_image="router:1")
 
 def mounts(*wanted: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """What each container of the pod mounts."""
-    container = {"name": "engine", "volumeMounts": list(wanted)}
+    return {made["name"]: made["volumeMounts"] for made in containers(*wanted)}
+
+
+def containers(*wanted: dict[str, Any], env: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """The pod's containers, where the user's template gives the engine these mounts and variables."""
+    container = {"name": "engine", "volumeMounts": list(wanted)} | ({"env": env} if env else {})
     spec = {"model": {"path": "/models/m"}, "engine": {"image": "e:1"}, "podTemplate": {"spec": {"containers": [container]}}}
     metadata = {"name": "demo", "namespace": "default", "uid": "u", "generation": 1}
     rollout = SGLangRollout.model_validate({"metadata": metadata, "spec": spec})
     pod = engine_statefulsets(rollout, SETTINGS)[0]["spec"]["template"]["spec"]
-    return {made["name"]: made["volumeMounts"] for made in (*pod["initContainers"], *pod["containers"])}
+    return [*pod["initContainers"], *pod["containers"]]
 
 
 def agent_extra(*wanted: dict[str, Any]) -> list[dict[str, Any]]:
@@ -57,3 +62,18 @@ def test_mounts_that_would_hide_the_agents_own_files_stay_with_the_engine(mount:
 
 def test_a_folder_whose_name_only_begins_like_ours_is_shared() -> None:
     assert [mount["mountPath"] for mount in agent_extra({"name": "x", "mountPath": "/optimizer"})] == ["/optimizer"]
+
+
+def test_the_agent_looks_for_the_hugging_face_cache_where_the_engine_does() -> None:
+    secret = {"valueFrom": {"secretKeyRef": {"name": "tokens", "key": "hf"}}}
+    env = [
+        {"name": "HF_HOME", "value": "/cache/hf"}, {"name": "HF_TOKEN", **secret}, {"name": "HF_HUB_CACHE", "value": "$(HF_HOME)/hub"},
+        {"name": "XDG_CACHE_HOME", **secret},
+    ]  # fmt: skip
+
+    def agent_env(*mounted: dict[str, Any]) -> list[dict[str, Any]]:
+        (agent,) = (made for made in containers(*mounted, env=env) if made["name"] == "agent")
+        return [variable for variable in agent["env"] if variable in env]
+
+    assert agent_env({"name": "cache", "mountPath": "/cache"}) == [{"name": "HF_HOME", "value": "/cache/hf"}]
+    assert agent_env() == [], "without a volume the agent reads nothing there"
