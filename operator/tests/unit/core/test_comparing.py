@@ -162,7 +162,7 @@ def test_operations_tells_which_defaults_restart_engines_when_they_are_written_o
     assert all(word in page for word in ("(`nodes`, `gpusPerPod`, `network.basePort`)", "(`network: {}`)", '(`cpu: 2` and `cpu: "2"`)'))
 
 
-@pytest.mark.parametrize(("enabled", "told"), [(True, [{"name": "a", "path": "/a"}]), (False, None)])
+@pytest.mark.parametrize(("enabled", "told"), [(True, [{"name": "a", "path": "/a", "pinned": False}]), (False, None)])
 def test_adapters_that_are_switched_off_are_listed_and_wanted_by_nobody(enabled: bool, told: object) -> None:
     lora = {"enabled": enabled, "maxRank": 8, "targetModules": ["all"], "adapters": [{"name": "a", "path": "/a"}]}
     custom = rollout(engine={"image": "e:1", "lora": lora})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 from sglang_rollout.fleet.agents import LONGEST_MESSAGE
 from sglang_rollout.fleet.ranks import LONGEST_GROUP_NAME
 from sglang_rollout.fleet.update.engine import Engine
 from sglang_rollout.fleet.update.groups import MOST_GROUPS
+from sglang_rollout.fleet.update.lora import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
 from sglang_rollout.fleet.update.outcome import _last
 from sglang_rollout.fleet.update.progress import Group
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.fleet.update.versions import LONGEST_LABEL
 from sglang_rollout.wire.agent import AgentStatus
-from sglang_rollout.wire.intent import WantedEngine
+from sglang_rollout.wire.intent import Adapter, WantedEngine
 from sglang_rollout.wire.record import AdapterRow, EngineRow, GroupRow, LastUpdate, Noted, Record, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
 
@@ -55,7 +58,7 @@ def test_five_hundred_engines_take_less_than_a_third_of_what_the_configmap_may_h
     assert found < 300 * KIB
 
 
-def test_as_many_groups_as_may_be_open_and_the_worst_that_engines_may_say_have_room() -> None:
+def test_as_many_groups_and_adapters_as_may_be_there_and_the_worst_that_engines_may_say_have_room() -> None:
     fleet = Fleet("demo", 7, committed=STEP, tried=frozenset(f"model.layers.{number}.weight" for number in range(100_000)))
     fleet.last_update = _last(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
     oldest = STEP.model_copy(update={"label": "s" * LONGEST_LABEL})
@@ -67,8 +70,12 @@ def test_as_many_groups_as_may_be_open_and_the_worst_that_engines_may_say_have_r
     boots = dict.fromkeys(fleet.engines, BOOT)
     for number in range(MOST_GROUPS):
         fleet.groups[str(number)] = Group("g" * LONGEST_GROUP_NAME, 99, 4001, "h" * 253 + ":54321", "nccl", boots)
+    fleet.called = {adapter: Adapter(name=adapter, path="/lora/x", pinned=True) for adapter in map(str, range(640))}
+    assert sum(len(json.dumps([a.name, a.path])) + ROW_CHARACTERS for a in fleet.called.values()) > 0.99 * MAX_ADAPTERS_CHARACTERS
+    fleet.engines[NAMES[0].ljust(63, "x")].adapter_trouble = dict.fromkeys(fleet.called, "x" * LONGEST_MESSAGE)
     record = fleet.record()
     assert record is not None
+    record = record.model_copy(update={"adapters": rows(fleet, MAX_REASONS_CHARACTERS)})
     found = size(record)
     print(f"largest record: {found / KIB:.0f} KiB")
     assert found < 1000 * KIB
