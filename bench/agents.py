@@ -31,9 +31,10 @@ class MemoryGate(Gate):
         """What it was told last."""
         return GateView(pid=1, ready=self._open, up=self._open)
 
-    async def set(self, *, is_open: bool) -> None:
+    async def set(self, *, is_open: bool) -> GateView:
         """Open or close."""
         self._open = is_open
+        return await self.view()
 
     async def _tell(self, command: str) -> None:
         """Labels, limits and cuts concern answers, requests and connections, of which there are none."""

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards, sleep
@@ -26,6 +26,21 @@ _NO_ADAPTER = b"does not exist"
 """What SGLang says when it is to unload an adapter that it does not hold."""
 _CHECK_CLOSES = 2.0
 """Seconds after which the gate has closed by its own check of the agent, if the agent's command did not reach it."""
+
+
+class _GateEntries(NamedTuple):
+    """What a gate was told for its answers and its checks of requests."""
+
+    pid: int
+    """Of the haproxy that was told."""
+    label: str
+    """What answers carry as their version."""
+    vocabulary: int | None
+    """Number of the model's tokens; requests with others are refused."""
+    tokenizer: bool
+    """False: requests that need a tokenizer are refused."""
+    adapters: frozenset[str] | None
+    """Adapters that requests may name; None: SGLang decides."""
 
 
 class Agent:
@@ -65,9 +80,8 @@ class Agent:
         self.why_down: Callable[[], str] = lambda: ""
         """What else is known about an engine that is not up: of one with several pods, what the others do."""
         self._silences = 0
-        self._named: tuple[int, str, int | None, bool, frozenset[str] | None] | None = None
-        """haproxy's pid, the label that it puts on answers, the vocabulary beyond which it refuses tokens, whether there is a tokenizer,
-        and the adapters that requests may name."""
+        self._named: _GateEntries | None = None
+        """What the gate was told last; None if it may not know all of it."""
         self._gate_lock = asyncio.Lock()
 
     # What is known
@@ -177,14 +191,15 @@ class Agent:
         async with self._gate_lock:
             self.gate_due.clear()
             try:
-                view = await self.gate.view()
-                wanted = s.gate_may_open(self.state)
+                # A gate that was open is closed without a look at it first: an update waits for that.
+                shut = self.view is not None and self.view.ready and not s.gate_may_open(self.state)
+                before = self.view if shut and self.view is not None else await self.gate.view()
+                view, wanted = before, s.gate_may_open(self.state)
                 if wanted:
                     await self._name_version(view.pid)
-                if view.ready != wanted:
-                    await self.gate.set(is_open=wanted)
+                if before.ready != wanted:
+                    view = await self.gate.set(is_open=wanted)
                     log.info("The gate (haproxy, pid %d) is %s.", view.pid, "open" if wanted else "closed for new requests")
-                    view = await self.gate.view()
             except GateError as error:
                 if self.view is not None:
                     log.warning("%s.", error)
@@ -192,23 +207,47 @@ class Agent:
                 return
             self.view = view
 
+    async def settle_gate_if_due(self) -> None:
+        """Return when the gate is as the state demands, like :meth:`settle_gate`, but without a look at a gate that already is.
+
+        For answers that an update waits for. A haproxy that was restarted is noticed by the next look, within half a second.
+        """
+        async with self._gate_lock:  # a settling under way may be all that is needed
+            if self._gate_is_settled():
+                return
+        await self.settle_gate()
+
+    def _gate_is_settled(self) -> bool:
+        view, wanted, version = self.view, s.gate_may_open(self.state), self.state.memory.version
+        if view is None or self.gate_due.is_set() or (view.ready, view.up) != (wanted, wanted):
+            return False
+        return not wanted or (self._named is not None and version is not None and self._named.label == version.label)
+
     async def _name_version(self, pid: int) -> None:
-        """Tell the gate what the engine holds and knows, once per haproxy and version, and before it opens. What an older gate cannot be
-        told is left out; any other error keeps it from opening, and it is told again."""
+        """Tell the gate what the engine holds and knows, before the gate opens: of what this haproxy was told, only what has changed.
+
+        What an older gate cannot be told is left out. Any other error keeps the gate from opening, and all is told again.
+        """
         version, vocabulary, info = self.state.memory.version, self.engine.vocabulary, self.engine.info
         # Adapters of the command line are known to SGLang alone.
         ours = info.get("enable_lora") and not info.get("lora_paths")
         adapters = frozenset(name for name, path in self.state.memory.adapters.items() if path != s.UNSURE) if ours else None
         label, tokenizer = version.label if version is not None else "", not info.get("skip_tokenizer_init")
-        named = (pid, label, vocabulary, tokenizer, adapters)
-        if named == self._named:
+        named, before = _GateEntries(pid, label, vocabulary, tokenizer, adapters), self._named
+        if named == before:
             return
+        if before is not None and before.pid != pid:
+            before = None
+        self._named = None
         try:
-            await self.gate.name_version(label)
-            if vocabulary is not None:
+            if before is None or before.label != label:
+                await self.gate.name_version(label)
+            if vocabulary is not None and (before is None or before.vocabulary != vocabulary):
                 await self.gate.name_vocabulary(vocabulary)
-            await self.gate.name_tokenizer(present=tokenizer)
-            await self.gate.name_adapters(adapters)
+            if before is None or before.tokenizer != tokenizer:
+                await self.gate.name_tokenizer(present=tokenizer)
+            if before is None or before.adapters != adapters:
+                await self.gate.name_adapters(adapters)
         except GateLacksError as error:
             log.warning("Answers will not name their version, or tokens and adapters are not checked: %s.", error)
         self._named = named
@@ -219,15 +258,12 @@ class Agent:
             if self.view is not None and not self.view.ready:
                 return
             try:
-                await self.gate.set(is_open=False)
+                self.view = await self.gate.set(is_open=False)
             except GateAbsentError:
                 return  # nothing passes without haproxy, and a new one starts closed
             except GateError as error:
                 log.warning("%s; waiting until the gate has closed by its own check.", error)
                 await asyncio.sleep(_CHECK_CLOSES)
-                return
-            if self.view is not None:
-                self.view = replace(self.view, ready=False, up=False)
 
     async def cut(self) -> None:
         """End the connections that the gate holds to the engine."""

@@ -95,7 +95,7 @@ class Routes:
         """A sync that ends the pause of an update. The gate follows what is committed, also of an engine that does not go on."""
         self._take_over(request, await message(request, SyncRequest))
         reply = await self._agent.control(s.CONTINUE, {}, deadline_of(request, _CALL_DEADLINE))
-        return await self._status() if reply.ok else passed_on(reply)
+        return await self._report_settled() if reply.ok else passed_on(reply)
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:
         """Try to reach the trainer."""
@@ -121,7 +121,7 @@ class Routes:
             await acknowledge(self._agent, await message(request, AckRequest), deadline_of(request, _ACK_DEADLINE))
         except AckError as error:
             raise RefusedError(409, str(error)) from None
-        return await self._status()
+        return await self._report_settled()
 
     async def fence(self, request: web.Request) -> web.StreamResponse:
         """Give an update up."""
@@ -166,6 +166,14 @@ class Routes:
 
     async def _status(self) -> web.Response:
         await self._agent.settle_gate()
+        return self._report()
+
+    async def _report_settled(self) -> web.Response:
+        """Report once the gate is as the state demands."""
+        await self._agent.settle_gate_if_due()
+        return self._report()
+
+    def _report(self) -> web.Response:
         return web.json_response(self._agent.status().model_dump(mode="json"))
 
 

@@ -19,6 +19,9 @@ from sglang_rollout.proxy.versions import (
 )
 
 _SERVER = "engine/e"
+_VIEW = "show info; show servers state engine"
+_VIEW_BEGINS = "Name:"
+"""The first line of haproxy's answer to ``show info``. What stands before it answers the command before."""
 _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
 """Bits of ``srv_admin_state`` that keep a server out (haproxy's SRV_ADMF_MAINT). 0x04 only tells that it was configured ``disabled``."""
 
@@ -60,7 +63,9 @@ class Gate:
 
     async def view(self) -> GateView:
         """Ask for the present state."""
-        answer = await self._command("show info; show servers state engine")
+        return self._view_of(await self._command(_VIEW))
+
+    def _view_of(self, answer: str) -> GateView:
         pid = next((line.partition(":")[2] for line in answer.splitlines() if line.startswith("Pid:")), "")
         row = next((line.split() for line in answer.splitlines() if " engine " in line and line[:1].isdigit()), None)
         if not pid.strip().isdigit() or row is None or len(row) < 7:
@@ -69,9 +74,13 @@ class Gate:
         ready = not admin & _MAINTENANCE
         return GateView(pid=int(pid), ready=ready, up=ready and operation != 0)
 
-    async def set(self, *, is_open: bool) -> None:
-        """Open the gate, or close it for new requests; those in flight go on."""
-        await self._tell(f"set server {_SERVER} state {'ready' if is_open else 'maint'}")
+    async def set(self, *, is_open: bool) -> GateView:
+        """Open the gate, or close it for new requests, and return the state after it. Requests in flight continue."""
+        command = f"set server {_SERVER} state {'ready' if is_open else 'maint'}"
+        # One connection for both: an update waits for the gate, and each connection costs a switch to haproxy and back.
+        said, name, view = (await self._command(f"{command}; {_VIEW}")).partition(_VIEW_BEGINS)
+        self._check_silence(command, said)
+        return self._view_of(name + view)
 
     async def name_version(self, label: str) -> None:
         """Have every answer from now on carry this label in its header; requests under way keep theirs. Empty: no header."""
@@ -96,7 +105,11 @@ class Gate:
         await self._tell(f"shutdown sessions server {_SERVER}")
 
     async def _tell(self, command: str) -> None:
-        answer = (await self._command(command)).strip()
+        self._check_silence(command, await self._command(command))
+
+    def _check_silence(self, command: str, answer: str) -> None:
+        """Raise GateError if haproxy said anything: a command that works has an empty answer."""
+        answer = answer.strip()
         if answer:
             kind = GateLacksError if answer.startswith(_LACKS) else GateError
             raise kind(f"haproxy at {self.socket} refused '{_quoted(command)}': {answer[:200]}")

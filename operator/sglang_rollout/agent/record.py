@@ -50,12 +50,22 @@ def load(path: Path, kept: type[_Kept]) -> tuple[_Kept, str]:
 
 def save(path: Path, message: Message) -> None:
     """Replace a record. Returns when it is in place; raises RecordError otherwise."""
-    temporary = path.with_suffix(".json.new")
+    # A record is written twice for each control call, while a trainer waits: the folder is made only when it is missing.
+    temporary = f"{path}.new"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(message.model_dump_json())
+        data = message.model_dump_json().encode()
+        try:
+            _write(temporary, data)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(temporary, data)
         os.replace(temporary, path)
     except OSError as error:
         raise RecordError(f"The agent's record {path} cannot be written: {error.strerror}.") from error
     except ValueError as error:  # of pydantic: a text in it is half of a character
         raise RecordError(f"The agent's record {path} cannot be written: {error}.") from error
+
+
+def _write(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)

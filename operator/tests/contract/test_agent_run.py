@@ -17,6 +17,7 @@ from bench.agents import MemoryGate
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.gate import GateView
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.wire.agent import AgentStatus
@@ -81,6 +82,23 @@ async def test_one_call_commits_continues_and_opens_the_gate(caller: Caller, eng
     assert engine.calls[-1] == "continue_generation"
     assert engine.bodies["continue_generation"] == {}
     assert caller.agent.lease == 7.0
+
+
+async def test_an_acknowledgement_does_not_wait_for_a_look_at_the_closed_gate(
+    caller: Caller, engine: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await caller.update(up_to="/end_weight_update")
+    await caller.agent.settle_gate()
+    view, looks = caller.agent.gate.view, []
+
+    async def counted() -> GateView:
+        looks.append("view")
+        return await view()
+
+    monkeypatch.setattr(caller.agent.gate, "view", counted)
+    body = {"version": V1, "boot_id": caller.agent.status().boot_id, "cohort": ["e0"]}
+    status = AgentStatus.model_validate((await caller.post(AGENT_ACK, body))[1])
+    assert (status.version, status.gate_open, looks) == (Version(**V1), False, [])
 
 
 async def test_a_dirty_engine_takes_over_what_is_committed_and_does_not_go_on(caller: Caller, engine: StubEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,10 +14,10 @@ import pytest
 
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import Engine
-from sglang_rollout.agent.gate import Gate, GateError
+from sglang_rollout.agent.gate import Gate, GateError, GateView
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.state import Memory, State
-from sglang_rollout.wire.weights import BASE, EngineState
+from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 ADAPTERS = {f"adapter-{number}": "/a" for number in range(1000)}
 
@@ -29,24 +30,31 @@ class Haproxy:
         self.answers: dict[str, str | None] = {}
         self.heard: list[str] = []
         self.is_open = False
+        self.pid = 7
+        self.connections = 0
         self.ended: list[asyncio.Event] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.ended.append(ended := asyncio.Event())
-        command = (await reader.readline()).decode().strip()
-        self.heard.append(command.split()[3] if command.startswith("set map") else command)
-        answer = self._answer(command)
-        if answer is None:
-            await reader.read()
-        else:
-            writer.write(answer.encode() + b"\n")
+        self.connections += 1
+        for command in (await reader.readline()).decode().strip().split("; "):
+            self.heard.append(command.split()[3] if command.startswith("set map") else command)
+            answer = self._answer(command)
+            if answer is None:
+                await reader.read()
+            else:
+                writer.write(answer.encode() + b"\n")
         writer.close()
         ended.set()
 
     def _answer(self, command: str) -> str | None:
-        if command.startswith("show info"):
-            return f"Pid: 7\n1\n2 engine 1 e 127.0.0.1 2 {0 if self.is_open else 1} 1 1\n"
+        if command == "show info":
+            return f"Name: HAProxy\nPid: {self.pid}\n"
+        if command == "show servers state engine":
+            return f"1\n2 engine 1 e 127.0.0.1 2 {0 if self.is_open else 1} 1 1\n"
         if command.startswith("set server"):
+            if "server" in self.answers:
+                return self.answers["server"]
             self.is_open = command.endswith("ready")
             return ""
         _, _, _, key, value = command.split()
@@ -56,14 +64,18 @@ class Haproxy:
         return ""
 
 
+def state_of(version: Version) -> State:
+    memory = Memory(state=EngineState.CLEAN, version=version, committed=version, adapters=dict(ADAPTERS))
+    return State(memory=memory, up=True, informed=True)
+
+
 @asynccontextmanager
 async def agent_of(haproxy: Haproxy, folder: Path, *, timeout: float = 30) -> AsyncIterator[Agent]:
     async with await asyncio.start_unix_server(haproxy.serve, folder / "gate.sock"):
         engine: Any = SimpleNamespace(vocabulary=100, info={"enable_lora": True}, container_boot=lambda: None)
         gate = Gate(folder / "gate.sock", timeout=timeout)
         agent = Agent(name="e0", engine=cast("Engine", engine), gate=gate, record=RecordFile(folder))
-        memory = Memory(state=EngineState.CLEAN, version=BASE, committed=BASE, adapters=dict(ADAPTERS))
-        agent.state = State(memory=memory, up=True, informed=True)
+        agent.state = state_of(BASE)
         yield agent
         for ended in haproxy.ended:
             await ended.wait()
@@ -101,3 +113,37 @@ async def test_an_error_quotes_the_beginning_of_a_long_command(tmp_path: Path, a
         with pytest.raises(GateError, match=r"set map .* adapters ,adapter") as raised:
             await agent.gate.name_adapters(ADAPTERS)
     assert len(str(raised.value)) < 2000
+
+
+async def test_an_update_costs_the_gate_few_connections(tmp_path: Path) -> None:
+    haproxy = Haproxy()
+    async with agent_of(haproxy, tmp_path) as agent:
+        await agent.settle_gate()
+        haproxy.connections = 0
+        agent.state = replace(agent.state, memory=agent.state.memory.model_copy(update={"state": EngineState.DIRTY}))
+        await agent.settle_gate()
+        assert (haproxy.is_open, agent.view, haproxy.connections) == (False, GateView(pid=7, ready=False, up=False), 1)
+        haproxy.heard.clear()
+        agent.state = state_of(Version(run=1, n=1, label="v1"))
+        await agent.settle_gate()
+    assert (haproxy.is_open, haproxy.entries["version"], haproxy.connections) == (True, "v1", 4)
+    assert [heard for heard in haproxy.heard if not heard.startswith(("show", "set server"))] == ["version"], "the rest has not changed"
+
+
+async def test_a_new_haproxy_is_told_everything(tmp_path: Path) -> None:
+    haproxy = Haproxy()
+    async with agent_of(haproxy, tmp_path) as agent:
+        await agent.settle_gate()
+        haproxy.heard.clear()
+        haproxy.pid, haproxy.is_open = 8, False
+        await agent.settle_gate()
+    assert {"version", "vocabulary", "tokenizer", "adapters"} <= set(haproxy.heard)
+    assert haproxy.is_open
+
+
+async def test_a_gate_that_refuses_to_move_is_an_error(tmp_path: Path) -> None:
+    haproxy = Haproxy()
+    haproxy.answers["server"] = "No such server.\n"
+    async with agent_of(haproxy, tmp_path) as agent:
+        with pytest.raises(GateError, match=r"refused 'set server engine/e state maint': No such server"):
+            await agent.gate.set(is_open=False)
