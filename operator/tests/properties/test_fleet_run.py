@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from fleet_world import FakeAgent, World, group_body, push
 
 from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.calls import CONTINUE, END
+from sglang_rollout.fleet.update.calls import BEGIN, CONTINUE, END, PAUSE, UPDATE
 from sglang_rollout.fleet.update.events import Answer
+from sglang_rollout.fleet.update.verify import CHECKER
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version
@@ -51,6 +53,31 @@ def test_after_the_acknowledgements_there_is_one_round() -> None:
     paths = [send.path for send in world.sent]
     assert paths[paths.index(AGENT_ACK) + 1 :] == [AGENT_RUN]
     assert all(runs(agent) for agent in world.agents.values())
+
+
+@pytest.mark.parametrize("buckets", [1, 7])
+def test_a_push_costs_each_engine_one_call_per_step(buckets: int) -> None:
+    world = make(engines=4)
+    assert world.do(rq.OpenGroup(group_body(world, "h"))).success
+    world.sent.clear()
+    assert world.do(rq.Begin()).success
+    for number in range(buckets):
+        assert world.do(rq.Update("h", "2", {"names": [f"w{number}"], "flush_cache": number == buckets - 1})).success
+    assert world.do(rq.End()).success
+    assert [send.path for send in world.sent] == [PAUSE, BEGIN, *[UPDATE] * buckets, END, AGENT_ACK, AGENT_RUN]
+    assert all(set(send.bodies) == set(world.agents) for send in world.sent)
+
+
+def test_checksums_cost_nothing_between_the_pushes_that_compare_them() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    every = world.policy.verify_every
+    compared = []
+    for number in range(1, every + 2):
+        world.sent.clear()
+        push(world, str(number))
+        compared += [number] if CHECKER in [send.path for send in world.sent] else []
+    assert compared == [1, every + 1]
 
 
 def test_an_engine_that_does_not_go_on_is_named_and_fenced() -> None:
