@@ -1,4 +1,5 @@
-"""Corrections of SGLang for CPUs, each only where ``SGLANG_CPU_PATCHES`` names it: ``lora``, ``expert-parallel``, ``checksum`` (0.5.20).
+"""Corrections of SGLang for CPUs, each only where ``SGLANG_CPU_PATCHES`` names it: ``lora``, ``expert-parallel``, ``checksum`` (0.5.20),
+``paused-sleep``.
 
 They change a module right after, or before, SGLang imports it. An engine that runs with one is real but for these lines.
 """
@@ -84,6 +85,18 @@ def _no_device_to_wait_for(_):
     torch.cuda.synchronize = _nothing
 
 
+def _sleep_while_paused(module):
+    """With ``--sleep-on-idle`` an idle scheduler waits for messages, but a paused one polls for them on a whole core."""
+    scheduler = module.Scheduler
+    record = scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_sleep(self):
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
+
+
 def _nothing(*_):
     pass
 
@@ -92,4 +105,5 @@ _PATCHES = {
     "lora": ("sglang.srt.lora.layers", _no_pinned_memory, _nothing),
     "expert-parallel": ("sglang.srt.layers.moe.fused_moe_native", _nothing, _experts_of_this_rank),
     "checksum": ("sglang.srt.utils.weight_checker", _nothing, _no_device_to_wait_for),
+    "paused-sleep": ("sglang.srt.managers.scheduler", _nothing, _sleep_while_paused),
 }
