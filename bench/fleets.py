@@ -31,6 +31,8 @@ PARTS = {
     "smg": "smg::router",
 }
 """What stands in the command line of each part."""
+ENGINE_PARTS = {"engine server": "sglang.launch_server", "engine scheduler": "sglang::scheduler"}
+"""The same for the processes of SGLang; its detokenizer has no part in a push."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,21 @@ class LocalFleet:
 
     def parts(self) -> dict[str, list[int]]:
         """Process ids of the fleet's parts, by name."""
-        found: dict[str, list[int]] = {name: [] for name in PARTS}
-        for pid, words in _below(self.roots).items():
-            for name, mark in PARTS.items():
-                if mark in words:
-                    found[name].append(pid)
-        return {name: sorted(pids) for name, pids in found.items() if pids}
+        return _marked(self.roots, PARTS)
+
+
+def engine_parts() -> dict[str, list[int]]:
+    """Return the process ids of the real engines that this process has started, by name."""
+    return _marked([os.getpid()], ENGINE_PARTS)
 
 
 @contextmanager
-def real_engines(number: int, *, model: Path | None = None, args: Sequence[str] = ()) -> Iterator[list[str]]:
-    """SGLang servers on the CPU; their URLs."""
+def real_engines(
+    number: int, *, model: Path | None = None, args: Sequence[str] = (), env: dict[str, str] | None = None
+) -> Iterator[list[str]]:
+    """Run SGLang servers on the CPU, with ``env`` in their environment, and yield their URLs."""
     with ExitStack() as stack:
-        engines = [stack.enter_context(start_engine(free_port(), model=model, args=args, wait=False)) for _ in range(number)]
+        engines = [stack.enter_context(start_engine(free_port(), model=model, args=args, env=env, wait=False)) for _ in range(number)]
         for engine in engines:
             engine.wait()
         yield [engine.url for engine in engines]
@@ -167,6 +171,16 @@ def until_serving(fleet: LocalFleet, within: float = START_SECONDS) -> None:
     """Wait until all engines serve."""
     wanted = len(fleet.engines)
     until(f"{fleet.url}: {wanted} engines serve", lambda: get(f"{fleet.url}/fleet")["serving"] == wanted, within, every=0.5)
+
+
+def _marked(roots: Sequence[int], marks: Mapping[str, str]) -> dict[str, list[int]]:
+    """Return the process ids below ``roots`` by the mark in their command lines."""
+    found: dict[str, list[int]] = {name: [] for name in marks}
+    for pid, words in _below(roots).items():
+        for name, mark in marks.items():
+            if mark in words:
+                found[name].append(pid)
+    return {name: sorted(pids) for name, pids in found.items() if pids}
 
 
 def _below(roots: Sequence[int]) -> dict[int, str]:

@@ -1,6 +1,6 @@
 """The peers of a bare gloo broadcast: so many ranks as threads of this process, and nothing of SGLang or of the fleet.
 
-python -m bench.push_receivers PORT GROUP WORLD_SIZE BYTES ROUNDS
+python -m bench.push_receivers PORT GROUP WORLD_SIZE BYTES
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ import torch.distributed as dist
 from sglang_rollout.trainer.testing.groups import Rank
 
 
-def receive(rank: Rank, nbytes: int, rounds: int) -> None:
-    """Join, and take part in so many broadcasts, each with a barrier behind it."""
+def receive(rank: Rank, nbytes: int) -> None:
+    """Join, and take part in broadcasts, each with a barrier behind it, until the process is killed."""
     rank.join()
     group, buffer = rank._process_group, torch.empty(nbytes, dtype=torch.uint8)
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
-    for _ in range(rounds):
+    while True:
         group.broadcast([buffer], options).wait()
         group.barrier().wait()
-    rank.leave()
 
 
 def main() -> None:
-    """Run all ranks but the first to their end."""
-    port, group, world_size, nbytes, rounds = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6])
+    """Run all ranks but the first."""
+    port, group, world_size, nbytes = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
     torch.set_num_threads(1)
     ranks = [Rank(host="127.0.0.1", port=port, group=group, rank=rank, world_size=world_size) for rank in range(1, world_size)]
-    threads = [threading.Thread(target=receive, args=(rank, nbytes, rounds)) for rank in ranks]
+    threads = [threading.Thread(target=receive, args=(rank, nbytes)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:

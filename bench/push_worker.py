@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import requests
 import torch
 import torch.distributed as dist
-from bench.common import cpu_seconds
 from bench.fleets import engine_python
+from bench.push_meters import Calls, Meters, Processes
 from safetensors.torch import load_file
 
 from sglang_rollout.trainer import connect
@@ -37,9 +37,9 @@ Push = Callable[[], Row]
 class Gloo:
     """One buffer to all ranks, and nothing else: the least that a push can take."""
 
-    def __init__(self, ranks: int, nbytes: int, rounds: int) -> None:
+    def __init__(self, ranks: int, nbytes: int) -> None:
         meeting = Rendezvous(host="127.0.0.1", world_size=1 + ranks, backend="gloo", device=None, deadline=Deadline(SECONDS))
-        line = [str(meeting.port), meeting.name, str(meeting.world_size), str(nbytes), str(rounds)]
+        line = [str(meeting.port), meeting.name, str(meeting.world_size), str(nbytes)]
         self._peers = engine_python("bench.push_receivers", *line, stdout=sys.stderr)
         self._group = meeting.join()
         self._meeting = meeting
@@ -55,7 +55,8 @@ class Gloo:
         return {"whole": (time.monotonic() - started) * 1000}
 
     def close(self) -> None:
-        """Wait for the peers, which have done their rounds."""
+        """End the peers, which wait for a broadcast."""
+        self._peers.kill()
         self._peers.wait(SECONDS)
 
 
@@ -81,27 +82,38 @@ class Direct:
     def push(self) -> Row:
         """One push; milliseconds."""
         group = self._group
+        calls: dict[str, float] = {}
         started = time.monotonic()
-        self._all("/pause_generation", {"mode": "retract"})
-        self._all("/begin_weight_update", {})
+        self._timed(calls, "/pause_generation", {"mode": "retract"})
+        self._timed(calls, "/begin_weight_update", {})
         begun = time.monotonic()
         buckets = plan(((described(tensor, name), tensor) for name, tensor in self._tensors.items()), self._bucket_bytes)
         for turn, bucket in enumerate(buckets):
             buffer = group.flatten(bucket, turn)
             body = bucket.request(group.name) | {"flush_cache": bucket.last}
-            calls = [self._pool.submit(self._post, index, UPDATE, body) for index in range(len(self._engines))]
+            sent = time.monotonic()
+            replies = [self._pool.submit(self._post, index, UPDATE, body) for index in range(len(self._engines))]
             group.broadcast(buffer, timeout=SECONDS)
-            for call in calls:
-                call.result()
+            for reply in replies:
+                reply.result()
+            name = UPDATE.removeprefix("/")
+            calls[name] = calls.get(name, 0.0) + (time.monotonic() - sent) * 1000
         ended = time.monotonic()
-        self._all("/end_weight_update", {})
-        self._all("/continue_generation", {})
-        return {"transfer": (ended - begun) * 1000, "whole": (time.monotonic() - started) * 1000}
+        self._timed(calls, "/end_weight_update", {})
+        self._timed(calls, "/continue_generation", {})
+        done = time.monotonic()
+        steps = {"begin": begun - started, "transfer": ended - begun, "end": done - ended}
+        return {"whole": (done - started) * 1000, "steps": {name: seconds * 1000 for name, seconds in steps.items()}, "calls": calls}
 
     def close(self) -> None:
         """Close the group everywhere."""
         self._all("/destroy_weights_update_group", {"group_name": self._group.name})
         self._group.close()
+
+    def _timed(self, calls: dict[str, float], path: str, body: dict[str, Any]) -> None:
+        started = time.monotonic()
+        self._all(path, body)
+        calls[path.removeprefix("/")] = (time.monotonic() - started) * 1000
 
     def _all(self, path: str, body: dict[str, Any]) -> None:
         list(self._pool.map(lambda index: self._post(index, path, body), range(len(self._engines))))
@@ -113,26 +125,22 @@ class Direct:
 class Through:
     """``Fleet.push`` through the fleet's URL."""
 
-    def __init__(self, url: str, tensors: dict[str, torch.Tensor], bucket_bytes: int, parts: dict[str, list[int]]) -> None:
-        self._tensors, self._bucket_bytes, self._parts = tensors, bucket_bytes, {**parts, "trainer": [os.getpid()]}
+    def __init__(self, url: str, tensors: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+        self._tensors, self._bucket_bytes = tensors, bucket_bytes
         self._fleet = connect(url, timeout=60)
-        started = time.monotonic()
         self._fleet.open_group("gloo", host="127.0.0.1")
-        self.opened = (time.monotonic() - started) * 1000
         self._version = 0
 
     def push(self) -> Row:
-        """One push; milliseconds by the client's clock, by the coordinator's, and of processor time of each part."""
+        """One push; milliseconds by the client's clock and by the coordinator's."""
         self._version += 1
-        before = {name: cpu_seconds(pids) for name, pids in self._parts.items()}
         started = time.monotonic()
         result = self._fleet.push(self._tensors, version=self._version, bucket_bytes=self._bucket_bytes)
         whole = (time.monotonic() - started) * 1000
-        cpu = {name: round((cpu_seconds(pids) - before[name]) * 1000) for name, pids in self._parts.items()}
         last = self._fleet.document().last_update
         phases = dict(last.phases_ms) if last is not None else {}
         row = {"whole": whole, "bytes": result.bytes, "buckets": result.buckets, "paused": phases.pop("total", 0)}
-        return {**row, "client": result.phases, "coordinator": phases, "cpu": cpu}
+        return {**row, "steps": result.phases, "coordinator": phases}
 
     def close(self) -> None:
         """Close the group."""
@@ -147,13 +155,29 @@ def load(model: Path | None) -> dict[str, torch.Tensor]:
         return stand_in.state_dict()
 
 
+def take_turns(ways: dict[str, Push], rounds: int, seconds: float) -> Iterator[tuple[int, str, Push]]:
+    """Yield round, name and way: all ways in each round, in an order that alternates.
+
+    Round 0 warms up. Stops after the round that passes ``seconds``.
+    """
+    end = time.monotonic() + seconds
+    for number in range(rounds + 1):
+        names = list(ways)
+        for name in names if number % 2 else reversed(names):
+            yield number, name, ways[name]
+        if time.monotonic() > end:
+            print(f"bench.push_worker: {number} of {rounds} rounds in {seconds:.0f} s", file=sys.stderr)
+            return
+
+
 def main() -> None:
-    """Measure in turns, so that all ways see the same machine; the first round of each warms up and is left out."""
+    """Push each way in turns, so that all ways see the same machine, and print a row for each push but those of round 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     parser.add_argument("--engines", nargs="+", required=True)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no round after this")
     parser.add_argument("--bucket-mib", type=int, required=True)
     parser.add_argument("--ways", nargs="+", default=["gloo", "direct", "fleet"])
     parser.add_argument("--parts", type=json.loads, default={}, help="process ids by name, whose processor time is measured")
@@ -162,16 +186,20 @@ def main() -> None:
     tensors, bucket_bytes = load(options.model), options.bucket_mib << 20
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     makers: dict[str, Callable[[], Gloo | Direct | Through]] = {
-        "gloo": lambda: Gloo(len(options.engines), nbytes, options.rounds + 1),
-        "fleet": lambda: Through(options.url, tensors, bucket_bytes, options.parts),
+        "gloo": lambda: Gloo(len(options.engines), nbytes),
+        "fleet": lambda: Through(options.url, tensors, bucket_bytes),
         "direct": lambda: Direct(options.engines, tensors, bucket_bytes),
     }
     ways = {name: make() for name, make in makers.items() if name in options.ways}
-    for number in range(options.rounds + 1):
-        for name, way in ways.items():
-            row = way.push()
-            if number:
-                print(json.dumps({"way": name, **row}), flush=True)
+    processes = Processes({**options.parts, "trainer": [os.getpid()]})
+    meters = {name: Meters(processes, Calls(options.url) if name == "fleet" else None) for name in ways}
+    pushes = {name: way.push for name, way in ways.items()}
+    for number, name, push in take_turns(pushes, options.rounds, options.seconds):
+        meters[name].start()
+        row = push()
+        found = meters[name].stop()
+        if number:
+            print(json.dumps({"way": name, "round": number, **found, **row}), flush=True)
     for way in ways.values():
         way.close()
 
