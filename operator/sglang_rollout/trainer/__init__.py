@@ -11,6 +11,7 @@
 """
 
 from sglang_rollout.trainer.errors import (
+    FailedPrompt,
     FleetError,
     FleetRefused,
     FleetUnreachable,
@@ -21,11 +22,14 @@ from sglang_rollout.trainer.errors import (
 )
 from sglang_rollout.trainer.fleet import Fleet, connect, connect_engine
 from sglang_rollout.trainer.generate import Sample, VersionSpan
+from sglang_rollout.trainer.prompts import MAX_SAMPLES_PER_PROMPT
 from sglang_rollout.trainer.push import DEFAULT_BUCKET_BYTES, PushResult
 from sglang_rollout.trainer.snapshot import Snapshots
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "MAX_SAMPLES_PER_PROMPT",
+    "FailedPrompt",
     "Fleet",
     "FleetError",
     "FleetRefused",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
-from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
+from sglang_rollout.trainer.cancel import CancellableSession, Cancellation
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable
 
 CONNECT_SECONDS = 5.0
@@ -29,8 +29,8 @@ class Http:
         self.host: str = parts.hostname
         self.port: int = parts.port or (443 if parts.scheme == "https" else 80)
         self._lock = threading.Lock()
-        self._sessions: list[requests.Session] = []
-        self._idle: list[requests.Session] = []
+        self._sessions: list[CancellableSession] = []
+        self._idle: list[CancellableSession] = []
 
     def get(self, path: str, *, timeout: float) -> dict[str, Any]:
         """GET a JSON object. Retried on connection errors and 502-504: asking twice changes nothing."""
@@ -42,11 +42,13 @@ class Http:
         """
         return self._checked(path, self.send("POST", path, body, timeout=timeout))
 
-    def send(self, method: str, path: str, body: dict[str, Any] | None, *, timeout: float) -> requests.Response:
-        """One HTTP exchange; the caller judges the reply."""
+    def send(
+        self, method: str, path: str, body: dict[str, Any] | None, *, timeout: float, cancellation: Cancellation | None = None
+    ) -> requests.Response:
+        """One HTTP exchange; the caller judges the reply. A cancelled one raises FleetUnreachable at once."""
         connect = min(CONNECT_SECONDS, timeout)
         try:
-            with self._session() as session:
+            with self._session() as session, cancellation.covers(session) if cancellation else nullcontext():
                 return session.request(method, self.url + path, json=body, timeout=(connect, timeout))
         except requests.exceptions.Timeout as error:
             raise FleetUnreachable(f"{self.url}{path} did not answer within {timeout:.0f} s.") from error
@@ -60,7 +62,7 @@ class Http:
                 session.close()
 
     @contextmanager
-    def _session(self) -> Iterator[requests.Session]:
+    def _session(self) -> Iterator[CancellableSession]:
         """A session for one exchange. As many are made as are ever in use at once: threads come and go with every bucket."""
         with self._lock:
             session = self._idle.pop() if self._idle else self._new_session()
@@ -70,9 +72,7 @@ class Http:
             with self._lock:
                 self._idle.append(session)
 
-    def _new_session(self) -> requests.Session:
-        session = requests.Session()
-        session.trust_env = False  # a cluster-internal URL never goes through the proxy of somebody's shell
+    def _new_session(self) -> CancellableSession:
         retry = Retry(
             total=3,
             backoff_factor=0.2,
@@ -80,8 +80,8 @@ class Http:
             allowed_methods=("GET",),
             raise_on_status=False,
         )
-        session.mount("http://", HTTPAdapter(max_retries=retry))
-        session.mount("https://", HTTPAdapter(max_retries=retry))
+        session = CancellableSession(retry)
+        session.trust_env = False  # a cluster-internal URL never goes through the proxy of somebody's shell
         self._sessions.append(session)
         return session
 

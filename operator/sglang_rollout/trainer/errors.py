@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_rollout.trainer.generate import Sample
 
 
 class FleetError(Exception):
@@ -25,8 +30,32 @@ class FleetRefused(FleetError):
         """Per-engine results, and what would be right (``epoch``, ``world_size``, ``members``)."""
 
 
+@dataclass(frozen=True, slots=True)
+class FailedPrompt:
+    """A prompt that got no sample, and why."""
+
+    prompt_index: int
+    reason: str
+
+
 class GenerateFailed(FleetError):
-    """A prompt could not be sampled before its deadline, or was refused for good."""
+    """At least one prompt was refused, or got no sample before the deadline. The first failure cancels what has not finished."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        samples: Sequence[Sample] = (),
+        failed: Sequence[FailedPrompt] = (),
+        cancelled: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message)
+        self.samples = list(samples)
+        """Samples of the prompts that had finished, in the order of the prompts."""
+        self.failed = list(failed)
+        """Prompts that failed, in order, with their reasons."""
+        self.cancelled = list(cancelled)
+        """Indices of prompts that ran or waited when the first failure came, in order. Nothing is wrong with them."""
 
 
 class GroupFailed(FleetError):

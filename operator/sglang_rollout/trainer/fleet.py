@@ -96,22 +96,41 @@ class Fleet:
         prompts: Sequence[str] | None = None,
         *,
         input_ids: Sequence[Sequence[int]] | None = None,
+        n: int | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         return_logprob: bool = False,
         timeout: float = 600.0,
         concurrency: int = 256,
     ) -> list[Sample]:
-        """Sample one completion per prompt, in the order of the prompts. Give ``prompts`` (texts) or ``input_ids``.
+        """Sample ``n`` completions per prompt, in the order of the prompts. Give ``prompts`` (texts) or ``input_ids``.
 
-        A fleet that may not serve right now (503) is asked again until ``timeout`` seconds have passed for the whole
-        call.
+        Samples of one prompt are neighbours in the list. ``Sample.prompt_index`` and ``Sample.sample_index`` say which is which.
+        If the fleet may not serve right now (429, 502, 503, 504), the prompt is sent again until the deadline.
+
+        Args:
+            prompts: Texts.
+            input_ids: Token ids of each prompt.
+            n: Samples per prompt, 1 to 1024. One engine generates all samples of a prompt; repeat the prompt to use several engines.
+                ``n`` in ``sampling_params`` has the same meaning. The default is 1.
+            sampling_params: SGLang's sampling parameters: one mapping for all prompts, or one for each.
+            return_logprob: Return the log-probability of each output token.
+            timeout: Seconds for the whole call.
+            concurrency: Most prompts that are sent at the same time.
+
+        Raises:
+            GenerateFailed: A prompt was refused, or got no sample within ``timeout``. The first failure cancels the prompts that have not
+                finished, and the call returns within a second. The exception has the finished samples, the failed prompts with their
+                reasons, and the cancelled prompts. KeyboardInterrupt cancels in the same way and stays KeyboardInterrupt.
+            TypeError, ValueError: An argument is wrong. No request was sent.
         """
-        if (prompts is None) == (input_ids is None):
+        given = prompts if prompts is not None else input_ids
+        if given is None or (prompts is not None and input_ids is not None):
             raise ValueError("Give either prompts or input_ids.")
         return generate(
             self._http,
-            prompts if prompts is not None else input_ids or [],
+            given,
             key="text" if prompts is not None else "input_ids",
+            n=n,
             sampling_params=sampling_params,
             return_logprob=return_logprob,
             timeout=timeout,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import requests
 
-from sglang_rollout.trainer.client import Http, json_object, refusal
-from sglang_rollout.trainer.errors import FleetUnreachable, GenerateFailed
-from sglang_rollout.trainer.waiting import Deadline
+from sglang_rollout.trainer.cancel import Cancellation
+from sglang_rollout.trainer.client import Http, refusal
+from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed
+from sglang_rollout.trainer.prompts import PromptRequest, SamplingParams, prompt_requests
+from sglang_rollout.trainer.waiting import Deadline, background
 
-SamplingParams = Mapping[str, Any]
+__all__ = ["Sample", "SamplingParams", "VersionSpan", "generate"]
 
 RETRIED = frozenset({429, 502, 503, 504})
 """Too many requests, an engine that died under the request, no engine that may serve: all pass. Sampling again harms
@@ -22,6 +24,12 @@ nobody.
 """
 MAX_PAUSE_SECONDS = 5.0
 """Longest wait between two attempts, whatever ``Retry-After`` says: a push is often over in much less."""
+CANCEL_SECONDS = 0.5
+"""How long ``generate`` waits for its threads after a failure. They end within milliseconds, except during DNS or a TCP connect."""
+SOCKET_GRACE_SECONDS = 5.0
+"""Socket timeouts end this long after the deadline, because the calling thread cancels at the deadline and states the reason."""
+SHOWN_FAILURES = 3
+"""How many failed prompts a message lists; ``GenerateFailed.failed`` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,10 @@ class Sample:
     """One completion."""
 
     prompt: str | list[int]
+    prompt_index: int
+    """Position of the prompt in the list given to ``generate``."""
+    sample_index: int
+    """Number of this sample among the ``n`` samples of its prompt, from 0."""
     text: str
     output_ids: list[int]
     logprobs: list[float] | None
@@ -64,42 +76,178 @@ def generate(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     *,
     key: str,
+    n: int | None,
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     return_logprob: bool,
     timeout: float,
     concurrency: int,
 ) -> list[Sample]:
-    """One ``/generate`` per prompt, ``concurrency`` at a time; samples come back in the order of the prompts."""
-    if not prompts:
-        return []
-    deadline = Deadline(timeout)
-    params = _params_for(prompts, sampling_params)
+    """Send one ``/generate`` per prompt, ``concurrency`` at a time. Return the samples in the order of the prompts."""
+    asked = prompt_requests(prompts, key=key, n=n, sampling_params=sampling_params)
+    if concurrency < 1:
+        raise ValueError(f"concurrency is {concurrency}; expected at least 1.")
+    run = _Run(http, asked, key, return_logprob=return_logprob, deadline=Deadline(timeout))
+    run.run(min(concurrency, len(asked)))
+    return run.result()
 
-    def one(said: str | list[int], params: SamplingParams) -> Sample:
-        # The parameters first: the fleet looks for some of them at the beginning of the body only.
-        body = {"sampling_params": dict(params), key: said, "return_logprob": return_logprob}
-        return parse_sample(said, _ask(http, body, deadline), with_logprobs=return_logprob)
 
-    with ThreadPoolExecutor(min(concurrency, len(prompts)), thread_name_prefix="rollout-generate") as pool:
-        # The first failure ends the rest: what has not started is cancelled, what runs has the same deadline.
-        said = [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        futures = [pool.submit(one, each, its_params) for each, its_params in zip(said, params, strict=True)]
+class _Run:
+    """One call of ``generate``: the calling thread waits, and daemon threads take prompts from a queue and send them."""
+
+    def __init__(self, http: Http, asked: list[PromptRequest], key: str, *, return_logprob: bool, deadline: Deadline) -> None:
+        self._http = http
+        self._asked = asked
+        self._key = key
+        self._return_logprob = return_logprob
+        self._deadline = deadline
+        self._cancellation = Cancellation()
+        self._changed = threading.Condition()
+        self._next = 0
+        self._running: dict[int, str] = {}
+        """For each prompt that was sent and is not settled: why it has no sample yet."""
+        self._samples: dict[int, list[Sample]] = {}
+        self._failed: dict[int, str] = {}
+        self._defect: BaseException | None = None
+        """An exception that this module does not expect."""
+
+    def run(self, threads: int) -> None:
+        """Return when all prompts have finished, one has failed, or the deadline has passed. No thread stays, also on KeyboardInterrupt."""
+        workers: list[Future[None]] = []
         try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            for _ in range(threads):
+                workers.append(background(self.send_prompts))
+            with self._changed:
+                self._changed.wait_for(self._is_over, timeout=self._deadline.remaining)
+        finally:
+            self._cancellation.cancel()
+            wait(workers, timeout=CANCEL_SECONDS)
+
+    def result(self) -> list[Sample]:
+        """Return all samples, or raise why some are missing."""
+        with self._changed:
+            if self._defect is not None:
+                raise self._defect
+            samples = [sample for index in sorted(self._samples) for sample in self._samples[index]]
+            if len(self._samples) == len(self._asked):
+                return samples
+            advice = "" if self._failed else self._fail_unfinished()
+            failed = [FailedPrompt(index, self._failed[index]) for index in sorted(self._failed)]
+            cancelled = [each.index for each in self._asked if each.index not in self._failed and each.index not in self._samples]
+            raise GenerateFailed(self._message(failed, cancelled) + advice, samples=samples, failed=failed, cancelled=cancelled)
+
+    def _message(self, failed: list[FailedPrompt], cancelled: list[int]) -> str:
+        reasons = " ".join(f"Prompt {each.prompt_index}: {each.reason}" for each in failed[:SHOWN_FAILURES])
+        more = f" The attribute `failed` lists {len(failed) - SHOWN_FAILURES} more." if len(failed) > SHOWN_FAILURES else ""
+        total, finished = len(self._asked), len(self._samples)
+        return (
+            f"{len(failed)} of {total} prompts failed at {self._http.url}. {reasons}{more} "
+            f"{finished} finished (attribute `samples`), {len(cancelled)} were cancelled (attribute `cancelled`)."
+        )
+
+    def _fail_unfinished(self) -> str:
+        """Mark all unfinished prompts as failed, because the deadline has passed. Return what the user can do."""
+        late = f"no sample within {self._deadline.seconds:g} s"
+        for asked in self._asked:
+            if asked.index not in self._samples:
+                last = self._running.get(asked.index)
+                self._failed[asked.index] = f"{late}; {last}" if last else f"{late}; it was not sent, because other prompts ran."
+        return " Look at GET /fleet for engines that may not serve, or raise timeout=."
+
+    def _is_over(self) -> bool:
+        return bool(self._failed) or self._defect is not None or len(self._samples) == len(self._asked)
+
+    def send_prompts(self) -> None:
+        """Send prompts until none is left or the run is cancelled."""
+        while (asked := self._take()) is not None:
+            try:
+                samples = self._ask(asked)
+            except _PromptFailed as error:
+                self._settle(asked, failed=str(error))
+            except BaseException as error:  # noqa: BLE001 - raised by the calling thread
+                with self._changed:
+                    self._defect = error
+                    self._changed.notify_all()
+            else:
+                self._settle(asked, samples=samples)
+
+    def _take(self) -> PromptRequest | None:
+        with self._changed:
+            if self._cancellation.requested or self._defect is not None or self._next == len(self._asked):
+                return None
+            asked = self._asked[self._next]
+            self._next += 1
+            self._running[asked.index] = "the fleet has not answered."
+            return asked
+
+    def _settle(self, asked: PromptRequest, *, samples: list[Sample] | None = None, failed: str = "") -> None:
+        with self._changed:
+            if samples is not None:
+                self._samples[asked.index] = samples
+            elif failed:
+                self._failed[asked.index] = failed
+            else:
+                return  # cancelled: it stays among the running ones
+            del self._running[asked.index]
+            self._changed.notify_all()
+
+    def _ask(self, asked: PromptRequest) -> list[Sample] | None:
+        """Return the samples of one prompt; None if the run was cancelled first."""
+        # The parameters first: the fleet looks for some of them at the beginning of the body only.
+        body = {"sampling_params": asked.sampling_params, self._key: asked.prompt, "return_logprob": self._return_logprob}
+        attempt = 0
+        while not self._cancellation.requested:
+            attempt += 1
+            timeout = self._deadline.remaining + SOCKET_GRACE_SECONDS
+            try:
+                response = self._http.send("POST", "/generate", body, timeout=timeout, cancellation=self._cancellation)
+            except FleetUnreachable as error:
+                last, pause = str(error), _backoff(attempt)
+            else:
+                if response.ok:
+                    return parse_samples(asked, response, with_logprobs=self._return_logprob)
+                last = f"HTTP {response.status_code}: {refusal(response)}"
+                if response.status_code not in RETRIED:
+                    raise _PromptFailed(f"refused with {_sentence(last)}")
+                pause = _asked_pause(response) or _backoff(attempt)
+            with self._changed:
+                if not self._cancellation.requested:  # else the error is that of the socket that was shut
+                    self._running[asked.index] = f"the last answer (attempt {attempt}): {_sentence(last)}"
+            self._cancellation.wait(min(pause, MAX_PAUSE_SECONDS))
+        return None
 
 
-def parse_sample(prompt: str | list[int], reply: Mapping[str, Any], *, with_logprobs: bool) -> Sample:
-    """A Sample out of SGLang's reply to ``/generate``."""
-    meta: dict[str, Any] = reply.get("meta_info") or {}
+class _PromptFailed(Exception):
+    """One prompt is refused for good, or its reply cannot be read."""
+
+
+def parse_samples(asked: PromptRequest, response: requests.Response, *, with_logprobs: bool) -> list[Sample]:
+    """Read SGLang's reply to ``/generate``: an object, or with ``n`` above 1 a list of ``n`` objects. Anything else fails the prompt."""
+    try:
+        reply = response.json()
+    except requests.exceptions.JSONDecodeError:
+        reply = None
+    found = reply if isinstance(reply, list) else [reply]
+    if len(found) == asked.samples and all(isinstance(each, dict) and isinstance(each.get("meta_info"), dict) for each in found):
+        try:
+            return [parse_sample(asked, number, each, with_logprobs=with_logprobs) for number, each in enumerate(found)]
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise _PromptFailed(f"a field of the reply is not as SGLang writes it ({error!r}): {_start(response)}") from error
+    wanted = "1 sample" if asked.samples == 1 else f"a list of {asked.samples} samples"
+    came = f"a list of {len(reply)}" if isinstance(reply, list) else "something else"
+    raise _PromptFailed(f"the reply is {came}, not {wanted} with meta_info: {_start(response)}")
+
+
+def parse_sample(asked: PromptRequest, number: int, reply: Mapping[str, Any], *, with_logprobs: bool) -> Sample:
+    """Read one sample out of SGLang's reply to ``/generate``."""
+    meta: dict[str, Any] = reply["meta_info"]
     output_ids = list(reply.get("output_ids") or [])
     version = str(meta.get("weight_version", ""))
     spans = [VersionSpan(str(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions") or []]
     reason = meta.get("finish_reason")
     return Sample(
-        prompt=prompt,
+        prompt=asked.prompt,
+        prompt_index=asked.index,
+        sample_index=number,
         text=reply.get("text", ""),
         output_ids=output_ids,
         logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or []] if with_logprobs else None,
@@ -107,37 +255,6 @@ def parse_sample(prompt: str | list[int], reply: Mapping[str, Any], *, with_logp
         weight_versions=spans or [VersionSpan(version, 0, len(output_ids))],
         finish_reason=str(reason.get("type", "")) if isinstance(reason, dict) else str(reason or ""),
         meta_info=meta,
-    )
-
-
-def _params_for(prompts: Sequence[Any], given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-    if given is None or isinstance(given, Mapping):
-        return [given or {}] * len(prompts)
-    if len(given) != len(prompts):
-        raise ValueError(f"{len(given)} sampling_params for {len(prompts)} prompts; give one for all, or one for each.")
-    return list(given)
-
-
-def _ask(http: Http, body: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-    attempt, why = 0, "no attempt was made"
-    while not deadline.passed:
-        attempt += 1
-        try:
-            response = http.send("POST", "/generate", body, timeout=max(deadline.remaining, 0.1))
-        except FleetUnreachable as error:
-            why, pause = str(error), _backoff(attempt)
-        else:
-            if response.ok:
-                return json_object(response)
-            why = f"HTTP {response.status_code}: {refusal(response)}"
-            if response.status_code not in RETRIED:
-                raise GenerateFailed(f"{http.url}/generate refused a prompt with {why}")
-            pause = _asked_pause(response) or _backoff(attempt)
-        time.sleep(min(pause, MAX_PAUSE_SECONDS, deadline.remaining))
-    raise GenerateFailed(
-        f"A prompt got no sample from {http.url} within {deadline.seconds:.0f} s ({attempt} attempts). "
-        f"The last answer: {why} "
-        "Look at GET /fleet for engines that may not serve, or raise timeout=."
     )
 
 
@@ -149,3 +266,13 @@ def _asked_pause(response: requests.Response) -> float | None:
 
 def _backoff(attempt: int) -> float:
     return float(min(0.1 * 2 ** min(attempt - 1, 10), 2.0))
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _start(response: requests.Response) -> str:
+    """Return the beginning of a reply's body, for a message."""
+    shown = response.text[:200]
+    return f"HTTP {response.status_code} {shown!r}."

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
+import requests
 from e2e.cluster.say import LabError
 from e2e.engine import environment
+from e2e.kube import eventually
 from engines_lab import Urls
+
+from sglang_rollout.trainer import connect
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -45,6 +51,37 @@ def case(url: str) -> Callable[[str], dict[str, Any]]:
         return reply
 
     return run
+
+
+def test_all_samples_of_a_prompt_come_back_through_the_url(url: str) -> None:
+    params = {"temperature": 0, "max_new_tokens": 4}
+    with connect(url, timeout=60) as fleet:
+        one = [sample.output_ids for sample in fleet.generate(["alpha", "beta"], sampling_params=params)]
+        several = [
+            fleet.generate(["alpha", "beta"], n=4, sampling_params=params),
+            fleet.generate(["alpha", "beta"], sampling_params=params | {"n": 4}),
+        ]
+    for samples in several:
+        assert [(each.prompt_index, each.sample_index) for each in samples] == [(i, k) for i in range(2) for k in range(4)]
+        assert [each.output_ids for each in samples] == [one[0]] * 4 + [one[1]] * 4
+
+
+def test_an_interrupt_makes_the_engines_abort_what_they_generate(urls: Urls) -> None:
+    def running() -> int:
+        replies = [requests.get(f"{engine}/v1/loads", timeout=10).json() for engine in urls.engines]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for reply in replies for load in reply["loads"])
+
+    def interrupt() -> None:
+        eventually("samples are generated", lambda: running() > 0, within=60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with connect(urls.fleet, timeout=60) as fleet:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            fleet.generate(["alpha", "beta"] * 4, n=16, sampling_params={"max_new_tokens": 1900, "ignore_eos": True})
+        # Without the abort, 243,200 tokens keep the two engines busy for minutes.
+        eventually("the engines are idle", lambda: running() == 0, within=60)
+        assert len(fleet.generate(["alpha"], n=2, sampling_params={"max_new_tokens": 2})) == 2
 
 
 def test_engines_hold_what_was_pushed_in_buckets_of_any_size(case: Callable[[str], dict[str, Any]]) -> None:

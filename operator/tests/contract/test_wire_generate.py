@@ -56,6 +56,54 @@ def test_generate_for_many(engine: Server) -> None:
     assert (one["text"], one["output_ids"]) == (texts[0]["text"], texts[0]["output_ids"])
 
 
+FEW = {"temperature": 0, "max_new_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "samples"),
+    [
+        ({"text": "a", "sampling_params": FEW | {"n": 1}}, None),
+        ({"text": "a", "sampling_params": FEW | {"n": -1}}, None),
+        ({"text": "a", "sampling_params": FEW | {"n": 3}}, 3),
+        ({"input_ids": [5, 6], "rid": "mine", "return_logprob": True, "sampling_params": FEW | {"n": 3}}, 3),
+        ({"text": "a", "sampling_params": [FEW | {"n": 2}]}, 2),
+        ({"text": ["a"], "sampling_params": FEW | {"n": 1}}, 1),
+        ({"text": ["a", "b"], "rid": ["x", "y"], "sampling_params": [FEW | {"n": 2}] * 2}, 4),
+    ],
+    ids=range(7),
+)
+def test_generate_several_samples(engine: Server, fields: dict[str, Any], samples: int | None) -> None:
+    """One object, or a list of samples, prompt by prompt, each with a new ID."""
+    status, reply = engine.post("/generate", fields)
+    assert status == 200, reply
+    assert isinstance(reply, dict) == (samples is None)
+    found = [reply] if samples is None else reply
+    assert len(found) == (samples or 1)
+    each = len(found) // (2 if fields.get("text") == ["a", "b"] else 1)
+    for first in range(0, len(found), each):
+        assert len({str(sample["output_ids"]) for sample in found[first : first + each]}) == 1, "greedy samples of one prompt"
+    ids = {sample["meta_info"]["id"] for sample in found}
+    assert (len(ids), ids & {"mine", "x", "y"}) == (len(found), set())
+    assert all(set(sample) == {"text", "output_ids", "meta_info"} for sample in found)
+
+
+@pytest.mark.parametrize(
+    ("n", "said"), [("4", 'string "4"'), (True, "boolean `true`"), (4.0, "floating point `4.0`"), ([2], "sequence"), ({}, "map")]
+)
+def test_generate_refuses_an_n_that_is_no_integer(engine: Server, n: object, said: str) -> None:
+    for text in ("a", ["a", "b"]):
+        answer = engine.post("/generate", {"text": text, "sampling_params": FEW | {"n": n}})
+        assert answer == (400, {"error": f"invalid type: {said}, expected i64"})
+
+
+def test_generate_with_an_n_that_sglang_does_not_expect(engine: Server) -> None:
+    params: Any
+    for text, params in (("a", {"n": None}), (["a", "b"], {"n": 0}), (["a", "b"], {"n": -1}), ("a", [{"n": 1}]), ("a", [])):
+        assert engine.post("/generate", {"text": text, "sampling_params": params}) == (500, "Internal Server Error"), params
+    differ = engine.post("/generate", {"text": ["a", "b"], "sampling_params": [FEW, FEW | {"n": 2}]})
+    assert differ == (400, {"error": {"message": "The parallel_sample_num should be the same for all samples in sample params."}})
+
+
 def test_generate_stops_at_a_token(engine: Server) -> None:
     second = engine.generate(2)["output_ids"][1]
     params = {"temperature": 0, "max_new_tokens": 8, "stop_token_ids": [second]}
@@ -82,6 +130,11 @@ def test_generate_as_a_stream(engine: Server) -> None:
     for part in parts[:-1]:
         assert set(part["meta_info"]) - {"response_sent_to_client_ts"} == META - {"weight_versions", "e2e_latency"}
     assert set(parts[-1]["meta_info"]) == META
+
+
+def test_a_batch_numbers_its_request_id(engine: Server) -> None:
+    replies = engine.post("/generate", {"text": ["a", "b"], "rid": "mine", "sampling_params": FEW})[1]
+    assert [reply["meta_info"]["id"] for reply in replies] == ["mine_0", "mine_1"]
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_rollout.trainer.testing.life import Life, Running
 from sglang_rollout.trainer.testing.tokens import advance, decode, encode, logprob, next_token, start
+from sglang_rollout.trainer.testing.web import Unhandled
 
 _DEFAULT_TOKENS = 128
 """SGLang's default of max_new_tokens."""
@@ -69,17 +70,56 @@ def parse(life: Life, body: Mapping[str, Any]) -> Wanted:
         raise BadRequest("input_ids cannot be empty.")
     single = isinstance(given, str) or not isinstance(given[0], list | str)
     each = [given] if single else given
-    params = body.get("sampling_params") or {}
+    params = body.get("sampling_params")
+    params = {} if params is None else params
     its_params = params if isinstance(params, list) else [params] * len(each)
+    samples = _samples_per_prompt(its_params)
+    single = single and samples <= 1
+    if (not single and samples < 1) or (single and isinstance(params, list)):
+        raise Unhandled
+    rids = _rids(body.get("rid"), len(each), single=single, samples=samples)
     prompts = [
-        _prompt(life, body, said, fields, number if not single else None)
+        _prompt(life, body, said, fields, rids[number])
         for number, (said, fields) in enumerate(zip(each, its_params, strict=True))
-        for _ in range(int(fields.get("n") or 1))
+        for _ in range(max(samples, 1))
     ]
-    return Wanted(prompts, single and len(prompts) == 1, bool(body.get("stream")))
+    return Wanted(prompts, single, bool(body.get("stream")))
 
 
-def _prompt(life: Life, body: Mapping[str, Any], said: str | list[int], params: Mapping[str, Any], number: int | None) -> Prompt:
+def _samples_per_prompt(params: Sequence[Mapping[str, Any]]) -> int:
+    """Return ``n``, which must be the same for all prompts of a batch. For a single prompt, SGLang takes integers below 1 as 1."""
+    wanted = [fields.get("n", 1) for fields in params]
+    for n in wanted:
+        if n is not None and type(n) is not int:
+            raise BadRequest(f"invalid type: {_rust_type(n)}, expected i64", plain=True)
+    if any(n != wanted[0] for n in wanted):
+        raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
+    if not wanted or wanted[0] is None:
+        raise Unhandled
+    return int(wanted[0])
+
+
+def _rust_type(value: Any) -> str:
+    """Return how SGLang's decoder names a JSON value of a wrong type."""
+    if isinstance(value, bool):
+        return f"boolean `{str(value).lower()}`"
+    if isinstance(value, float):
+        return f"floating point `{value}`"
+    if isinstance(value, str):
+        return f'string "{value}"'
+    return "sequence" if isinstance(value, list) else "map"
+
+
+def _rids(given: Any, prompts: int, *, single: bool, samples: int) -> list[str | None]:
+    """Return the request ID of each prompt; None if SGLang makes one, as it does for each of several samples."""
+    if given is None or samples > 1:
+        return [None] * prompts
+    if isinstance(given, list):
+        return given
+    return [str(given)] if single else [f"{given}_{number}" for number in range(prompts)]
+
+
+def _prompt(life: Life, body: Mapping[str, Any], said: str | list[int], params: Mapping[str, Any], rid: str | None) -> Prompt:
     for name in params:
         if name not in SAMPLING_FIELDS:
             known = ", ".join(f"`{field}`" for field in SAMPLING_FIELDS)
@@ -98,10 +138,8 @@ def _prompt(life: Life, body: Mapping[str, Any], said: str | list[int], params: 
             f"{len(ids) + limit} tokens: {len(ids)} tokens from the input messages and {limit} tokens for the completion. Please reduce "
             "the number of tokens in the input messages or the completion to fit within the limit."
         )
-    rid = body.get("rid")
-    chosen = rid if isinstance(rid, str) else rid[number] if isinstance(rid, list) and number is not None else None
     return Prompt(
-        rid=str(chosen or uuid.uuid4().hex),
+        rid=rid or uuid.uuid4().hex,
         ids=ids,
         limit=min(limit, longest - len(ids)),
         stop_ids=frozenset(params.get("stop_token_ids") or ()),

@@ -21,6 +21,10 @@ class Invalid(Exception):
         super().__init__(f"{len(places)} validation error{'s' if len(places) > 1 else ''}:\n{found}")
 
 
+class Unhandled(Exception):
+    """SGLang fails on the request with an exception that it does not handle: 500."""
+
+
 async def body_of(request: web.Request, *needed: str) -> dict[str, Any]:
     """The JSON object of a request; a missing body or field is refused."""
     raw = await request.read()
@@ -69,6 +73,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return json_reply({"object": "error", "message": str(error), "type": "Bad Request", "param": None, "code": 400}, 400)
     except Unavailable:
         return json_reply({"error": {"message": "The request queue is full."}}, 503)
+    except Unhandled:
+        return web.Response(text="Internal Server Error", status=500)
     except web.HTTPNotFound:
         return json_reply({"detail": "Not Found"}, 404)
     except web.HTTPMethodNotAllowed:
