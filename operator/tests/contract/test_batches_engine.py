@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import requests
 from engines_lab import Urls
+from wire_lab import TIMES
 
 from sglang_rollout.wire.ports import VERSION_HEADER
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
-CHANGING = {"e2e_latency", "response_sent_to_client_ts", "cached_tokens", "cached_tokens_details", "id", "created"}
+CHANGING = {"e2e_latency", *TIMES, "cached_tokens", "cached_tokens_details", "id", "created"}
 """Times, what the cache held, and ids that nobody chose."""
 
 

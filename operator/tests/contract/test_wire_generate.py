@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import requests
-from wire_lab import Server
+from wire_lab import TIMES, Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
@@ -22,7 +22,7 @@ def test_generate(engine: Server) -> None:
     reply = engine.generate(4)
     assert set(reply) == {"text", "output_ids", "meta_info"}
     meta = reply["meta_info"]
-    assert set(meta) - {"response_sent_to_client_ts"} == META
+    assert set(meta) - TIMES == META
     assert (len(reply["output_ids"]), meta["completion_tokens"], meta["prompt_tokens"]) == (4, 4, 3)
     assert meta["finish_reason"] == {"type": "length", "length": 4}
     assert meta["weight_version"] == engine.label()
@@ -35,7 +35,7 @@ def test_generate(engine: Server) -> None:
 def test_generate_with_logprobs(engine: Server) -> None:
     reply = engine.generate(3, return_logprob=True)
     meta = reply["meta_info"]
-    assert set(meta) - {"response_sent_to_client_ts"} == META | LOGPROBS
+    assert set(meta) - TIMES == META | LOGPROBS
     assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[token, None] for token in reply["output_ids"]]
     assert all(entry[0] <= 0 for entry in meta["output_token_logprobs"])
     assert (meta["output_token_logprobs_length"], meta["input_token_logprobs"]) == (3, [])
@@ -128,7 +128,7 @@ def test_generate_as_a_stream(engine: Server) -> None:
     assert (parts[-1]["text"], parts[-1]["output_ids"]) == (whole["text"], whole["output_ids"])
     assert [part["meta_info"]["finish_reason"] for part in parts] == [*[None] * (len(parts) - 1), {"type": "length", "length": 3}]
     for part in parts[:-1]:
-        assert set(part["meta_info"]) - {"response_sent_to_client_ts"} == META - {"weight_versions", "e2e_latency"}
+        assert set(part["meta_info"]) - TIMES == META - {"weight_versions", "e2e_latency"}
     assert set(parts[-1]["meta_info"]) == META
 
 

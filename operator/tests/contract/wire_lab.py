@@ -23,6 +23,13 @@ REPOSITORY = Path(__file__).parents[3]
 PEER = Path(__file__).with_name("wire_peer.py")
 
 
+TIMES = {
+    "request_received_ts", "first_token_latency", "api_server_dispatch_finish_ts", "response_sent_to_client_ts", "request_finished_ts",
+    "decode_throughput", "forward_entry_time", "prefill_finished_time", "queue_time",
+}  # fmt: skip
+"""SGLang adds these with --enable-metrics, each once it is known. The stand-in engine leaves them out."""
+
+
 def stand_in(port: int, log: Path, *args: str) -> Engine:
     """A stand-in in a process of its own, with torch, and with the real engine's model; not started yet."""
     command = [str(environment.python(make=False)), "-m", "sglang_rollout.trainer.testing", "--port", str(port)]
