@@ -54,7 +54,7 @@ async def get_tensors(request: web.Request) -> web.Response:
         result = await parts.agents.call(name, AGENT_CHECKPOINT, asked.model_dump(mode="json"), TENSORS_DEADLINE + 5)
         if result.shapes is not None:
             return web.json_response(ModelTensors(engine=name, shapes=dict(result.shapes)).model_dump(mode="json"))
-        reason = result.message or f"of engine {name}, {result.why_unchecked or 'whose agent is of an older release'}."
+        reason = result.message or f"engine {name}: {result.why_unchecked or 'its agent does not tell them'}."
     return refuse(404, f"The tensors of the engines' model are not known: {reason}")
 
 

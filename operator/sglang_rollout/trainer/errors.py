@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+NOTHING_SENT = "Nothing was sent, and the fleet is unchanged."
+
 
 class FleetError(Exception):
     """Base of everything this package raises on purpose."""
@@ -55,6 +57,7 @@ class PushFailed(FleetError):
         self.engine = engine
         """Name of the engine that the fleet blamed, if it blamed one."""
         self.reason = reason
+        self.advice = advice
 
 
 class SnapshotFailed(FleetError):

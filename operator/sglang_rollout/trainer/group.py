@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_rollout.trainer.buckets import Bucket, TensorSpec
+from sglang_rollout.trainer.ranks import Ranks
 from sglang_rollout.trainer.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,14 @@ class Rendezvous:
 def _indexed(device: torch.device) -> torch.device:
     """The GPU that is current now: in a background thread another one is."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def trainer_ranks(ranks: Sequence[int], *, timeout: float) -> Ranks:
+    """Begin a push of these global ranks of the trainer's own ``torch.distributed``; the first one leads."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    # A connection of its own, where torch can: other threads, such as NCCL's watchdog, use the store too.
+    own = store.clone() if hasattr(store, "clone") else store
+    return Ranks(dist.PrefixStore(f"sglang-rollout/{'-'.join(map(str, ranks))}", own), dist.get_rank(), ranks, timeout=timeout)
 
 
 @dataclass(frozen=True, slots=True)
