@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from aiohttp import web
 
 from sglang_rollout.agent import events as ev
@@ -40,6 +42,8 @@ class Routes:
         self._leader = leader
         self._model_path = model_path
         self._checkpoints = CheckpointCheck()
+        self._own_model = CheckpointCheck()
+        self._own_model_lock = asyncio.Lock()
         self._fence = fence
         self._metrics = metrics
 
@@ -110,7 +114,12 @@ class Routes:
         own = (
             EngineModel(wanted.model_path) if wanted.model_path else EngineModel.reported(self._model_path, engine.info, engine.model_info)
         )
-        reply = await self._checkpoints.run(wanted, own)
+        if wanted.path:
+            reply = await self._checkpoints.run(wanted, own)
+        else:
+            # A trainer may ask for the model's tensors at any time: that neither refuses nor delays the check of a checkpoint.
+            async with self._own_model_lock:
+                reply = await self._own_model.run(wanted, own)
         if self._leader is not None:
             reply = await self._leader.checkpoint(wanted, reply)
         return web.json_response(reply.model_dump(mode="json"))

@@ -26,6 +26,8 @@ from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointReply, 
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """SGLang copies these into each other: the engine's own type decides."""
+_UNPACKED = _FLOATS | {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+"""One element is one weight; integers may hold several."""
 
 _IDENTITY = ("architectures", "model_type")
 _SIZES = (
@@ -154,10 +156,11 @@ def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), na
 
 def own_tensors(engine_model: EngineModel, *, end: float = float("inf")) -> CheckpointReply:
     """The tensors of the model that the engine runs; without ``names`` where this pod cannot read it."""
-    own, _ = read_engine_model(engine_model, _until(end))
+    own, why = read_engine_model(engine_model, _until(end))
     if own is None:
-        return CheckpointReply(ok=True)
-    return CheckpointReply(ok=True, tensors=len(own.tensors), bytes=own.bytes, names=_needed(own), compared=True)
+        return CheckpointReply(ok=True, why_unchecked=why)
+    shapes = {name: list(entry.shape) if entry.dtype in _UNPACKED else None for name, (_, entry) in own.tensors.items()}
+    return CheckpointReply(ok=True, tensors=len(shapes), bytes=own.bytes, names=_needed(own), shapes=shapes, compared=True)
 
 
 def _until(end: float) -> Callable[[], None]:

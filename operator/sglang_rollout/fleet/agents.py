@@ -254,7 +254,7 @@ def _checkpoint(status: int, fields: Mapping[str, Any]) -> Result:
     names = None if reply.names is None else frozenset(reply.names)
     return Result(
         ok=reply.ok, status=status, message=reply.reason, digest=reply.digest, path=reply.path, names=names, compared=reply.compared,
-        unchecked=tuple(reply.unchecked), why_unchecked=reply.why_unchecked,
+        unchecked=tuple(reply.unchecked), why_unchecked=reply.why_unchecked, shapes=reply.shapes,
     )  # fmt: skip
 
 

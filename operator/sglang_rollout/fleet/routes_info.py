@@ -13,9 +13,13 @@ from sglang_rollout.fleet.compat import reason_phrase
 from sglang_rollout.fleet.document import document, server_info
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.membership import why_incomplete
-from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_METRICS, VERSION_HEADER
+from sglang_rollout.wire.agent import CheckpointRequest
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_METRICS, FLEET_TENSORS, VERSION_HEADER
+from sglang_rollout.wire.trainer import ModelTensors
 
 LOADS_DEADLINE = 5.0
+TENSORS_DEADLINE = 30.0
+"""For the headers of some hundred files on a slow volume."""
 
 
 async def fleet_health(request: web.Request) -> web.Response:
@@ -39,6 +43,19 @@ async def get_document(request: web.Request) -> web.Response:
     """The discovery document."""
     found = document(request.app[PARTS])
     return web.json_response(found.model_dump(mode="json"))
+
+
+async def get_tensors(request: web.Request) -> web.Response:
+    """Names and shapes of the model that the engines were started with, so that a trainer can compare before it pushes."""
+    parts = request.app[PARTS]
+    asked = CheckpointRequest(path="", names=True, deadline=TENSORS_DEADLINE)
+    reason = "no engine is up."
+    for name in parts.machine.fleet.up()[:1]:
+        result = await parts.agents.call(name, AGENT_CHECKPOINT, asked.model_dump(mode="json"), TENSORS_DEADLINE + 5)
+        if result.shapes is not None:
+            return web.json_response(ModelTensors(engine=name, shapes=dict(result.shapes)).model_dump(mode="json"))
+        reason = result.message or f"engine {name}: {result.why_unchecked or 'its agent does not tell them'}."
+    return refuse(404, f"The tensors of the engines' model are not known: {reason}")
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -152,6 +169,7 @@ routes = [
     web.get(FLEET_METRICS, metrics),
     web.get(FLEET_HELD, get_held),
     web.get(FLEET, get_document),
+    web.get(FLEET_TENSORS, get_tensors),
     web.get("/health", health),
     web.get("/health_generate", health),
     web.get("/server_info", get_server_info),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sglang_rollout.trainer.generate import Sample
 
+NOTHING_SENT = "Nothing was sent, and the fleet is unchanged."
+
 
 class FleetError(Exception):
     """Base of everything this package raises on purpose."""
@@ -84,6 +86,7 @@ class PushFailed(FleetError):
         self.engine = engine
         """Name of the engine that the fleet blamed, if it blamed one."""
         self.reason = reason
+        self.advice = advice
 
 
 class SnapshotFailed(FleetError):

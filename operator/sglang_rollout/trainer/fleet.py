@@ -16,11 +16,13 @@ from sglang_rollout.trainer.errors import FleetError, FleetUnreachable, GroupFai
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.heartbeat import Heartbeat
 from sglang_rollout.trainer.meeting import destroy, meet, own_address
-from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, Checksums, NamedTensors, Push, PushResult
-from sglang_rollout.trainer.snapshot import Snapshots
+from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, Checksums, Keep, Push, PushResult, refused
+from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
+from sglang_rollout.trainer.snapshot import Snapshots, Staging
+from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
 from sglang_rollout.trainer.waiting import Deadline, background
-from sglang_rollout.wire.ports import FLEET
-from sglang_rollout.wire.trainer import FleetDocument
+from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
+from sglang_rollout.wire.trainer import FleetDocument, ModelTensors
 from sglang_rollout.wire.weights import Version
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ log = logging.getLogger(__name__)
 
 INFO_SECONDS = 10.0
 """Calls that only read are answered from the coordinator's memory."""
+TENSORS_SECONDS = 40.0
+"""An engine's pod reads the headers of all files of its model, at most 30 s."""
+OPEN_SECONDS = 180.0
 AGAIN_SECONDS = 2.0
 """Between two attempts to open a group."""
 GOODBYE_SECONDS = 2.0
@@ -78,6 +83,8 @@ class Fleet:
         self._heartbeat: Heartbeat | None = None
         self._fleet_id = ""
         self._choices: dict[str, Any] = {}
+        self._shapes: tuple[tuple[str, int], Shapes | None] | None = None
+        """Fleet and epoch, and what its engines' model holds; None: the fleet cannot read it."""
 
     @property
     def url(self) -> str:
@@ -143,7 +150,7 @@ class Fleet:
         *,
         host: str | None = None,
         device: str | None = None,
-        timeout: float = 180.0,
+        timeout: float = OPEN_SECONDS,
     ) -> Group:
         """Open a weight-update group with all engines of the fleet, this process being rank 0.
 
@@ -195,45 +202,98 @@ class Fleet:
         timeout: float = 330.0,
         snapshot: bool | None = None,
         checksums: Checksums | None = None,
+        specs: Specs | None = None,
+        check_model: bool = True,
     ) -> PushResult:
         """Give every engine these weights as ``version``, and return when the fleet has committed it.
 
-        ``named_tensors``: a state dict, or an iterable of (name, tensor) with the names of a Hugging Face checkpoint;
-        an iterator is read bucket by bucket, so it may gather shards as it goes. ``timeout``: seconds for each step
-        (begin, a bucket, end); a little above the fleet's own deadline, so that the fleet, which knows the reason,
-        speaks first. ``snapshot``: write this push to disk, or not, whatever ``snapshots`` would do. ``checksums``: what engines
-        of a tensor size must hold then, rank by rank, as SGLang's ``/weights_checker`` says it (of a reference engine, say): the
-        fleet compares before it commits, whatever ``weights.verify`` is. Raises PushFailed; the fleet then goes on serving the
-        version before.
+        Names, shapes and types are checked before the fleet hears of the push. If a tensor is a ``DTensor`` (FSDP2), every
+        rank of its mesh must call ``push`` with the same arguments: the ranks gather the tensors bucket by bucket, the
+        lowest rank sends them to the fleet, and all ranks return the same result or raise the same error.
+
+        Args:
+            named_tensors: A state dict, or an iterable of (name, tensor) with the names of a Hugging Face checkpoint. An
+                iterator is read and checked bucket by bucket, so it may gather shards itself.
+            version: Label of the version.
+            bucket_bytes: Bytes that travel in one broadcast.
+            timeout: Seconds for each step (begin, a bucket, end); a little above the fleet's own deadline, so that the
+                fleet, which knows the reason, answers first. Also how long ranks of the trainer wait for each other.
+            snapshot: True or False: write this push to disk or not, whatever ``snapshots`` would do.
+            checksums: What engines of a tensor size must hold afterwards, rank by rank, as SGLang's ``/weights_checker``
+                reports it (of a reference engine, say). The fleet compares before it commits, whatever ``weights.verify`` is.
+            specs: Name, shape and type of each tensor, in order. With these an iterator is checked before the push begins.
+            check_model: Compare names and shapes with the model that the engines were started with, if the fleet can read it.
+
+        Raises:
+            PushFailed: The fleet did not commit the version and continues to serve the version before.
+            ValueError: An argument is wrong.
         """
-        started = time.monotonic()
-        if snapshot and self.snapshots is None:
-            raise ValueError("snapshot=True needs a place to write to: set fleet.snapshots = Snapshots(directory, model=...).")
-        group = self._current_group()
-        staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
-        tensors = staging.tap(named_tensors, group.host_bytes) if staging else named_tensors
-        opened_ms = (time.monotonic() - started) * 1000
-        push = Push(self._http, group, version=str(version), bucket_bytes=bucket_bytes, timeout=timeout, checksums=checksums)
+        source = Source(named_tensors, specs)
+        ranks = _trainer_ranks(source, timeout)
+        intent = f"{version} {bucket_bytes}"
+        if ranks is not None and not ranks.is_leader:
+            return PushResult(**follow(ranks, source, intent, bucket_bytes=bucket_bytes, timeout=timeout))
         try:
-            push.run(tensors)
-            committed = self._check_committed(str(version))
+            started = time.monotonic()
+            if snapshot and self.snapshots is None:
+                raise ValueError("snapshot=True needs a place to write to: set fleet.snapshots = Snapshots(directory, model=...).")
+            self._check(source, bucket_bytes, compare=check_model)
+            if ranks is not None:
+                patience = self._choices.get("timeout", OPEN_SECONDS) + 2 * timeout + MARGIN_SECONDS
+                ranks.agree(source.digest(intent), patience=patience)
+            group = self._current_group()
+            staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
+            opened_ms = (time.monotonic() - started) * 1000
+            push = Push(
+                self._http, group, version=str(version), bucket_bytes=bucket_bytes, timeout=timeout, checksums=checksums,
+                ranks=ranks, keep=_keep(staging, group),
+            )  # fmt: skip
+            committed = self._run(push, source, str(version))
+            phases = {"group": opened_ms, **push.phases, "total": (time.monotonic() - started) * 1000}
+            result = push.result(phases)
+            if ranks is not None:
+                ranks.finish(result)
+        except BaseException as error:
+            if ranks is not None:
+                ranks.fail(error)
+            raise
+        saved = staging.publish(committed, group.epoch, self._fleet_id) if staging else None
+        return PushResult(**result, snapshot=saved)
+
+    def _check(self, source: Source, bucket_bytes: int, *, compare: bool) -> None:
+        """Check what is to be pushed. Only reads: a failure leaves the fleet as it is."""
+        try:
+            source.check(bucket_bytes)
+            shapes = self._model_shapes() if compare else None
+            if shapes is not None:
+                source.compare(shapes)
+        except ValueError as error:
+            raise refused(error) from error
+
+    def _model_shapes(self) -> Shapes | None:
+        """Names and shapes of the engines' model, read once per epoch; None if the fleet cannot read them."""
+        document = self.document()
+        known = (document.fleet_id, document.epoch)
+        if self._shapes is not None and self._shapes[0] == known:
+            return self._shapes[1]
+        shapes: Shapes | None = None
+        try:
+            shapes = ModelTensors.model_validate(self._http.get(FLEET_TENSORS, timeout=TENSORS_SECONDS)).shapes
+        except (FleetError, ValidationError) as error:
+            log.info("Until the fleet's epoch changes, tensors are not compared with the engines' model: %s", error)
+        self._shapes = (known, shapes)
+        return shapes
+
+    def _run(self, push: Push, source: Source, label: str) -> Version:
+        try:
+            push.run(source)
+            return self._check_committed(label)
         except BaseException:
             # Also on KeyboardInterrupt. Our end first: engines that wait for us in a broadcast give up then, and until they do
             # no call to them is answered.
             self._break_group()
             push.settle(BLAME_SECONDS)
             raise
-        phases = {"group": opened_ms, **push.phases, "total": (time.monotonic() - started) * 1000}
-        return PushResult(
-            version=str(version),
-            epoch=group.epoch,
-            world_size=group.world_size,
-            bytes=push.bytes,
-            buckets=push.buckets,
-            phases={name: round(ms, 1) for name, ms in phases.items()},
-            fenced=push.fenced,
-            snapshot=staging.publish(committed, group.epoch, self._fleet_id) if staging else None,
-        )
 
     def _break_group(self) -> None:
         """Leave a group that is broken, without waiting for engines that may be stuck in it: the next one has another name."""
@@ -292,3 +352,18 @@ class Fleet:
                 advice="Does another trainer push to this fleet? Look at lastUpdate in GET /fleet.",
             )
         return committed
+
+
+def _trainer_ranks(source: Source, timeout: float) -> Ranks | None:
+    """The trainer's ranks that push together with this one; None if this one pushes alone."""
+    if not source.ranks:
+        return None
+    from sglang_rollout.trainer.group import trainer_ranks  # noqa: PLC0415 - needs torch, which a DTensor has loaded
+
+    return trainer_ranks(source.ranks, timeout=timeout)
+
+
+def _keep(staging: Staging | None, group: Group) -> Keep | None:
+    if staging is None:
+        return None
+    return lambda spec, tensor: staging.add(spec, tensor, group.host_bytes)

@@ -11,13 +11,16 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sglang_rollout.trainer.buckets import Bucket
+from sglang_rollout.trainer.buckets import Bucket, TensorSpec
+from sglang_rollout.trainer.ranks import Ranks
 from sglang_rollout.trainer.waiting import Deadline
 
 log = logging.getLogger(__name__)
@@ -35,7 +38,7 @@ class Rendezvous:
         self.host = host
         self.world_size = world_size
         self.backend = backend
-        self.device = torch.device(device or ("cpu" if backend == "gloo" else "cuda"))
+        self.device = _indexed(torch.device(device or ("cpu" if backend == "gloo" else "cuda")))
         self._deadline = deadline
         limit = timedelta(seconds=deadline.seconds)
         # Server and client of the store are two objects, so that abort() can close the server under a client that
@@ -93,6 +96,28 @@ class Rendezvous:
         return group
 
 
+def _indexed(device: torch.device) -> torch.device:
+    """The GPU that is current now: in a background thread another one is."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def trainer_ranks(ranks: Sequence[int], *, timeout: float) -> Ranks:
+    """Begin a push of these global ranks of the trainer's own ``torch.distributed``; the first one leads."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    # A connection of its own, where torch can: other threads, such as NCCL's watchdog, use the store too.
+    own = store.clone() if hasattr(store, "clone") else store
+    return Ranks(dist.PrefixStore(f"sglang-rollout/{'-'.join(map(str, ranks))}", own), dist.get_rank(), ranks, timeout=timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A staging buffer with the bytes of one bucket."""
+
+    data: Any
+    ready: Any
+    """CUDA event after the last copy into the buffer; None in host memory."""
+
+
 class Group:
     """An open group. It belongs to one epoch of the fleet: when engines come, go or restart, a new one is needed."""
 
@@ -112,19 +137,45 @@ class Group:
         """Whether it can still broadcast."""
         return self._process_group is not None
 
-    def flatten(self, bucket: Bucket[Any], turn: int) -> Any:
-        """The bucket's tensors as one byte tensor. Two staging buffers take turns: one is filled while the other is
-        sent.
+    def flatten(self, bucket: Bucket[Any], turn: int, full: Callable[[TensorSpec, Any], Any] = lambda _, tensor: tensor) -> Filled:
+        """Assemble the bucket's tensors in one of two staging buffers: one is filled while the other is sent.
+
+        On a GPU the copies run on the caller's stream, and an event marks their end. The buffer of ``turn`` may be filled
+        again once ``broadcast`` of ``turn - 2`` has returned. The order of streams is tested with a fake ``torch.cuda``
+        only; it has not run on a GPU.
+
+        Args:
+            bucket: The tensors.
+            turn: Number of the bucket.
+            full: Returns the tensor to copy. Called for every tensor, in order, also after a copy has failed, because it
+                may be a collective that the trainer's other ranks call as often.
         """
         buffer = self._staging[turn % 2]
         if buffer is None or buffer.numel() < bucket.nbytes:
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
             self._staging[turn % 2] = buffer
+        failed: Exception | None = None
         with torch.no_grad():
-            for offset, tensor in bucket.offsets():
-                source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-                buffer[offset : offset + source.numel()].copy_(source)
-        return buffer[: bucket.nbytes]
+            for (offset, tensor), (spec, _) in zip(bucket.offsets(), bucket.items, strict=True):
+                whole = full(spec, tensor)
+                if failed is None:
+                    try:
+                        source = whole.detach().contiguous().reshape(-1).view(torch.uint8)
+                        buffer[offset : offset + source.numel()].copy_(source)
+                    except Exception as error:  # noqa: BLE001 - raised below, after the last collective
+                        failed = error
+        if failed is not None:
+            raise failed
+        return Filled(buffer[: bucket.nbytes], self._event())
+
+    def _event(self) -> Any:
+        """Record an event on the caller's stream; None in host memory."""
+        if self.device.type != "cuda":
+            return None
+        with torch.cuda.device(self.device):
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream())
+        return event
 
     def host_bytes(self, tensor: Any) -> memoryview:
         """A copy of the tensor's bytes in host memory."""
@@ -132,20 +183,29 @@ class Group:
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             return memoryview(flat.to("cpu", copy=True).numpy())
 
-    def broadcast(self, buffer: Any, *, timeout: float) -> None:
+    def broadcast(self, buffer: Filled, *, timeout: float) -> None:
         """Send a buffer to every engine; return when it may be written again. Blocks: call it in a background thread."""
-        if self.backend == "gloo":
-            options = dist.BroadcastOptions()
-            options.rootRank = options.rootTensor = 0
-            options.timeout = timedelta(seconds=timeout)
-            # Freeing the process group waits for its broadcast, and that for a peer that may be out of reach, until the time-out. So
-            # while one is under way its thread holds the group, not whoever calls close().
-            process_group = self._process_group
-            process_group.broadcast([buffer], options).wait()
+        if buffer.ready is None:
+            self._send(buffer.data, timeout)
             return
         with torch.cuda.device(self.device):
-            dist.broadcast(buffer, src=0, group=self._process_group, async_op=True).wait()
-            torch.cuda.current_stream().synchronize()  # NCCL's wait() only orders streams
+            # A thread has its own current stream, which would otherwise read before the copies of the caller's are done.
+            stream = torch.cuda.current_stream()
+            stream.wait_event(buffer.ready)
+            self._send(buffer.data, timeout)
+            stream.synchronize()  # NCCL's wait() only orders streams
+
+    def _send(self, data: Any, timeout: float) -> None:
+        # Freeing the process group waits for its broadcast, and that for a peer that may be out of reach, until the time-out. So
+        # while one is under way its thread holds the group, not whoever calls close().
+        process_group = self._process_group
+        if self.backend != "gloo":
+            dist.broadcast(data, src=0, group=process_group, async_op=True).wait()
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=timeout)
+        process_group.broadcast([data], options).wait()
 
     def close(self) -> None:
         """Leave the group and free its buffers. Does not tell the fleet: that is ``Fleet``'s part."""

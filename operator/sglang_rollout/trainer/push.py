@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from sglang_rollout.checkpoints.snapshots import Snapshot
-from sglang_rollout.trainer.buckets import Bucket, described, pairs, plan
+from sglang_rollout.trainer.buckets import Bucket, TensorSpec, plan
 from sglang_rollout.trainer.client import Http
-from sglang_rollout.trainer.errors import FleetError, FleetRefused, PushFailed
+from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, PushFailed
+from sglang_rollout.trainer.ranks import Ranks, bucket_digest
+from sglang_rollout.trainer.tensors import NoTensorError, Source, full_tensor
 from sglang_rollout.trainer.waiting import Deadline, background
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,8 @@ BLAME_SECONDS = 5.0
 R = TypeVar("R")
 Checksums = Mapping[int, Sequence[str]]
 """By the tensor size of an engine: SGLang's ``per_gpu_checksum`` of each rank."""
-NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+Keep = Callable[[TensorSpec, Any], None]
+"""Receives each full tensor while its bucket is assembled."""
 
 
 class Pushable(Protocol):
@@ -43,8 +46,8 @@ class Pushable(Protocol):
     epoch: int
     world_size: int
 
-    def flatten(self, bucket: Bucket[Any], turn: int) -> Any:
-        """The bucket's bytes in one buffer; ``turn`` picks one of two buffers."""
+    def flatten(self, bucket: Bucket[Any], turn: int, full: Callable[[TensorSpec, Any], Any]) -> Any:
+        """The bucket's bytes in one buffer; ``turn`` picks one of two buffers, ``full`` gathers a tensor."""
 
     def broadcast(self, buffer: Any, *, timeout: float) -> None:
         """Send the buffer to every engine."""
@@ -82,12 +85,20 @@ class Push:
         bucket_bytes: int,
         timeout: float,
         checksums: Checksums | None = None,
+        ranks: Ranks | None = None,
+        keep: Keep | None = None,
     ) -> None:
+        """Prepare a push.
+
+        ``ranks``: the trainer's ranks that gather together with this one; ``keep``: receives every full tensor.
+        """
         self._http = http
         self._group = group
         self._version = version
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
+        self._ranks = ranks
+        self._keep = keep
         self._end = {"checksums": {str(size): list(ranks) for size, ranks in checksums.items()}} if checksums else {}
         self.phases: dict[str, float] = {}
         self.bytes = 0
@@ -95,18 +106,30 @@ class Push:
         self.fenced: dict[str, str] = {}
         self._sent: Future[None] | None = None
 
-    def run(self, named_tensors: NamedTensors) -> None:
+    def run(self, source: Source) -> None:
         """Transfer all tensors; returns when the fleet has replied to ``end``. Raises PushFailed."""
-        prepared = self._prepared(named_tensors)
+        prepared = self._prepared(source)
         first = self._timed("prepare", lambda: self._next(prepared))
         if first is None:
-            raise PushFailed(phase="prepare", reason="there is no tensor to push", advice="Pass the policy's state dict.")
+            raise refused(NoTensorError())
         self._timed("begin", lambda: self._call("begin", "/begin_weight_update", {}))
         self._timed("transfer", lambda: self._transfer(first, prepared))
         ended = self._timed("end", lambda: self._call("end", "/end_weight_update", self._end))
         self.fenced = _fenced(ended)
         for name, reason in self.fenced.items():
             log.warning("version %s is committed without engine %s, which %s", self._version, name, reason)
+
+    def result(self, phases: Mapping[str, float]) -> dict[str, Any]:
+        """Return the fields of PushResult, but for the snapshot, as JSON values."""
+        return {
+            "version": self._version,
+            "epoch": self._group.epoch,
+            "world_size": self._group.world_size,
+            "bytes": self.bytes,
+            "buckets": self.buckets,
+            "phases": {name: round(ms, 1) for name, ms in phases.items()},
+            "fenced": self.fenced,
+        }
 
     def settle(self, seconds: float) -> None:
         """After a failure, and after the group was closed everywhere: wait for the broadcast that was under way to end with it.
@@ -133,14 +156,23 @@ class Push:
         # Label and cache flush belong to the last bucket: before it the engine holds a mixture.
         return body | {"weight_version": self._version} if bucket.last else body
 
-    def _prepared(self, named_tensors: NamedTensors) -> Iterator[tuple[Bucket[Any], Any]]:
-        specs = ((described(tensor, name), tensor) for name, tensor in pairs(named_tensors))
-        for turn, bucket in enumerate(plan(specs, self._bucket_bytes)):
-            yield bucket, self._group.flatten(bucket, turn)
+    def _prepared(self, source: Source) -> Iterator[tuple[Bucket[Any], Any]]:
+        for turn, bucket in enumerate(plan(source, self._bucket_bytes)):
+            if self._ranks is not None:
+                self._ranks.agree(bucket_digest(bucket))
+            yield bucket, self._group.flatten(bucket, turn, self._full)
+
+    def _full(self, spec: TensorSpec, tensor: Any) -> Any:
+        full = full_tensor(tensor)
+        if self._keep is not None:
+            self._keep(spec, full)
+        return full
 
     def _next(self, prepared: Iterator[tuple[Bucket[Any], Any]]) -> tuple[Bucket[Any], Any] | None:
         try:
             return next(prepared, None)
+        except PushFailed:
+            raise
         except Exception as error:
             raise PushFailed(phase="prepare", reason=f"the tensors could not be prepared: {error}") from error
 
@@ -156,6 +188,13 @@ class Push:
             return step()
         finally:
             self.phases[phase] = self.phases.get(phase, 0.0) + (time.monotonic() - started) * 1000
+
+
+def refused(error: ValueError) -> PushFailed:
+    """The failure of a push whose tensors cannot be sent, found before the fleet heard of the push."""
+    if isinstance(error, NoTensorError):
+        return PushFailed(phase="prepare", reason="there is no tensor to push", advice="Pass the policy's state dict.")
+    return PushFailed(phase="prepare", reason=str(error), advice=NOTHING_SENT)
 
 
 def _await_bucket(reply: Future[dict[str, Any]], sent: Future[None], deadline: Deadline) -> None:

@@ -10,7 +10,7 @@ are written by a thread, and only when the fleet has committed the version: what
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -19,9 +19,8 @@ from typing import Any
 from sglang_rollout.checkpoints.folder import CONFIG
 from sglang_rollout.checkpoints.format import OF_TORCH
 from sglang_rollout.checkpoints.snapshots import Snapshot
-from sglang_rollout.trainer.buckets import described, pairs
+from sglang_rollout.trainer.buckets import TensorSpec
 from sglang_rollout.trainer.errors import SnapshotFailed
-from sglang_rollout.trainer.push import NamedTensors
 from sglang_rollout.trainer.snapshot_files import Job, StagedTensor, write
 from sglang_rollout.trainer.waiting import Deadline, background
 from sglang_rollout.wire.weights import Version
@@ -133,16 +132,15 @@ class Staging:
         self._snapshots = snapshots
         self._tensors: list[StagedTensor] | None = []
 
-    def tap(self, named_tensors: NamedTensors, host_bytes: HostBytes) -> Iterator[tuple[str, Any]]:
-        """The same tensors, each copied on its way. A copy that fails ends the snapshot, not the push."""
-        for name, tensor in pairs(named_tensors):
-            if self._tensors is not None:
-                try:
-                    self._tensors.append(_staged(name, tensor, host_bytes))
-                except Exception as error:  # noqa: BLE001 - out of memory, a type without a name: the push goes on
-                    log.error("No snapshot of this push: tensor %s could not be copied: %s", name, error)  # noqa: TRY400
-                    self._tensors = None
-            yield name, tensor
+    def add(self, spec: TensorSpec, tensor: Any, host_bytes: HostBytes) -> None:
+        """Copy one full tensor. A copy that fails ends the snapshot, not the push."""
+        if self._tensors is None:
+            return
+        try:
+            self._tensors.append(_staged(spec, tensor, host_bytes))
+        except Exception as error:  # noqa: BLE001 - out of memory, a type without a name: the push goes on
+            log.error("No snapshot of this push: tensor %s could not be copied: %s", spec.name, error)  # noqa: TRY400
+            self._tensors = None
 
     def publish(self, version: Version, epoch: int, fleet_id: str) -> Future[Snapshot] | None:
         """The fleet has committed: write. None if the copy had failed."""
@@ -150,9 +148,8 @@ class Staging:
         return self._snapshots.start(tensors, version, epoch, fleet_id) if tensors is not None else None
 
 
-def _staged(name: str, tensor: Any, host_bytes: HostBytes) -> StagedTensor:
-    spec = described(tensor, name)
+def _staged(spec: TensorSpec, tensor: Any, host_bytes: HostBytes) -> StagedTensor:
     dtype = OF_TORCH.get(spec.dtype)
     if dtype is None:
         raise SnapshotFailed(f"safetensors knows no type {spec.dtype}")
-    return StagedTensor(name, dtype, spec.shape, host_bytes(tensor))
+    return StagedTensor(spec.name, dtype, spec.shape, host_bytes(tensor))

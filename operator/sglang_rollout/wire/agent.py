@@ -156,6 +156,8 @@ class CheckpointReply(Message):
     """Names, headers and samples of the files' content, hashed: agents that see the same files say the same."""
     names: list[str] | None = None
     """If they were asked for: the tensors that a complete checkpoint must have."""
+    shapes: dict[str, list[int] | None] | None = None
+    """With an empty ``path``: shape of each tensor of the engine's model, by name; None for a tensor with packed values."""
     compared: bool = False
     """Whether the engine's own model could be read here, so that architecture, names, types and shapes were compared."""
     path: str | None = None

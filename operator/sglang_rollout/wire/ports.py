@@ -67,6 +67,7 @@ AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up a half
 
 # Coordinator paths beside SGLang's own ones.
 FLEET = "/fleet"  # GET FleetDocument
+FLEET_TENSORS = "/fleet/tensors"  # GET ModelTensors: names and shapes of the model that the engines were started with
 FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no statement about engines
 FLEET_RUN = "/fleet/run"  # POST: the next update opens a new run
 FLEET_ENGINES = "/fleet/engines"  # POST {FLEET_ENGINES}/{engine}/{call}: what a trainer asked at one engine's own URL

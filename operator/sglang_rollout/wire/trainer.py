@@ -60,6 +60,15 @@ class FleetDocument(Message):
     """Why nothing generates although all is well, as a sentence: what holds the fleet, and until when."""
 
 
+class ModelTensors(Message):
+    """``GET /fleet/tensors``: the model that the engines were started with, as the pod of one engine reads it."""
+
+    engine: str
+    """Name of the engine whose pod read the model."""
+    shapes: dict[str, list[int] | None]
+    """Shape of each tensor in the checkpoint, by name; None: its values are packed, so that the shape tells nothing."""
+
+
 class ControlReply(BaseModel):
     """SGLang's own shape for control calls, with our particulars beside it. SGLang's clients read ``success`` and ``message``."""
 

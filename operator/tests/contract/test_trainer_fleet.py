@@ -94,6 +94,8 @@ def test_engines_hold_what_was_pushed_in_buckets_of_any_size(case: Callable[[str
 
 def test_a_tensor_that_does_not_fit_fails_with_a_reason_and_the_next_push_heals(case: Callable[[str], dict[str, Any]]) -> None:
     seen = case("wrong_shape")
+    assert "'lm_head.weight' has shape [5, 5], in the engines' model [2048, 128]. Nothing was sent" in seen["refused"]
+    assert seen["untouched"] == 2
     assert seen["failed"].startswith("transfer: ")
     assert "loaded_weight" in seen["failed"]
     assert seen["seconds"] < 20

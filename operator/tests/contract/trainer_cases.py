@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_rollout.trainer import Fleet, GroupFailed, PushFailed, Snapshots, connect
 from sglang_rollout.trainer.push import Push
+from sglang_rollout.trainer.tensors import Source
 
 PROMPT = [11, 12, 13, 14]
 TOKENS = 24
@@ -56,17 +57,24 @@ def buckets(fleet: Fleet, model: Any) -> dict[str, Any]:
 
 
 def wrong_shape(fleet: Fleet, model: Any) -> dict[str, Any]:
-    """A tensor that does not fit fails the push with its reason; the next complete push heals the fleet."""
-    failed = ""
+    """A tensor that does not fit is refused; unchecked it fails the push, and the next complete push heals the fleet."""
+    wrong = {"lm_head.weight": torch.zeros(5, 5)}
+    refused, failed = "", ""
+    try:
+        fleet.push(iter(wrong.items()), version=1)
+    except PushFailed as error:
+        refused = str(error)
+    untouched = fleet.document().serving
     started = time.monotonic()
     try:
-        fleet.push({"lm_head.weight": torch.zeros(5, 5)}, version=1)
+        fleet.push(wrong, version=1, check_model=False)
     except PushFailed as error:
         failed = f"{error.phase}: {error}"
     seconds = time.monotonic() - started
     serving = fleet.document().serving
     fleet.push(perturbed(model, 3), version=2)
-    return {"failed": failed, "seconds": seconds, "serving": serving, "healed": said(fleet) == ("2", greedy(model))}
+    healed = said(fleet) == ("2", greedy(model))
+    return {"refused": refused, "untouched": untouched, "failed": failed, "seconds": seconds, "serving": serving, "healed": healed}
 
 
 def wrong_world(fleet: Fleet, model: Any) -> dict[str, Any]:
@@ -88,7 +96,7 @@ def lost_group(fleet: Fleet, model: Any) -> dict[str, Any]:
     started = time.monotonic()
     failed = ""
     try:
-        Push(fleet._http, group, version="1", bucket_bytes=1 << 28, timeout=60).run(model.state_dict())
+        Push(fleet._http, group, version="1", bucket_bytes=1 << 28, timeout=60).run(Source(model.state_dict()))
     except PushFailed as error:
         failed = str(error)
     seconds = time.monotonic() - started

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sglang_rollout.trainer.group import Group, Rendezvous
+from sglang_rollout.trainer.group import Filled, Group, Rendezvous
 from sglang_rollout.trainer.waiting import Deadline, background
 
 LIMIT = 20.0
@@ -46,7 +46,7 @@ def main() -> None:
         peer(meeting.port, meeting.name)
     group = Group(meeting, meeting.join(), epoch=1, members=["stopped"])
     os.waitpid(child, os.WUNTRACED)
-    sent = background(group.broadcast, torch.zeros(BYTES, dtype=torch.uint8), timeout=LIMIT)
+    sent = background(group.broadcast, Filled(torch.zeros(BYTES, dtype=torch.uint8), None), timeout=LIMIT)
     while unsent() == 0:  # until the kernel holds bytes that the peer does not read
         time.sleep(0.05)
     group.close()

@@ -30,6 +30,8 @@ class Result:
     """Set when the reply was about a checkpoint: what tells its contents from others."""
     names: frozenset[str] | None = None
     """Set when the reply was about a checkpoint and names were asked for: its tensors."""
+    shapes: Mapping[str, list[int] | None] | None = None
+    """Set when the reply was about the engine's own model: shape of each tensor, None if its values are packed."""
     path: str | None = None
     """Set when the reply was about a checkpoint: its folder."""
     compared: bool = False

@@ -60,7 +60,13 @@ def test_without_the_engines_model_the_files_alone_are_checked(tmp_path: Path) -
 def test_an_agent_names_the_tensors_of_the_model_that_its_engine_runs(own: Path) -> None:
     reply = own_tensors(model(own))
     assert (reply.ok, reply.compared, set(reply.names or [])) == (True, True, set(TENSORS))
+    assert reply.shapes == {name: list(shape) for name, (_, shape) in TENSORS.items()}
     assert own_tensors(EngineModel("org/model-7b")).names is None
+
+
+def test_the_shape_of_packed_values_is_not_told(tmp_path: Path) -> None:
+    packed = write_model(tmp_path / "packed", {"a": ("I8", (3,)), "b": ("BF16", (2, 3))})
+    assert own_tensors(model(packed)).shapes == {"a": None, "b": [2, 3]}
 
 
 async def test_it_is_asked_for_them_without_a_folder(own: Path) -> None:

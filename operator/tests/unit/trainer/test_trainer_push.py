@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from trainer_fakefleet import FakeFleet
 
 from sglang_rollout.trainer import PushFailed
-from sglang_rollout.trainer.buckets import Bucket
+from sglang_rollout.trainer.buckets import Bucket, TensorSpec
 from sglang_rollout.trainer.client import Http
 from sglang_rollout.trainer.push import UPDATE, Push
+from sglang_rollout.trainer.tensors import Source
 
 GOOD = (200, {"success": True, "message": "ok"})
 
@@ -41,8 +43,10 @@ class FakeGroup:
     error: Exception | None = None
     flattened: list[tuple[float, int]] = field(default_factory=list)
 
-    def flatten(self, bucket: Bucket[Any], turn: int) -> str:
+    def flatten(self, bucket: Bucket[Any], turn: int, full: Callable[[TensorSpec, Any], Any]) -> str:
         self.flattened.append((time.monotonic(), turn))
+        for spec, tensor in bucket.items:
+            full(spec, tensor)
         return "+".join(spec.name for spec, _ in bucket.items)
 
     def broadcast(self, buffer: str, *, timeout: float) -> None:
@@ -61,7 +65,7 @@ def willing(fake: FakeFleet) -> FakeFleet:
 
 def run(fake: FakeFleet, group: FakeGroup, names: str = "abc", timeout: float = 10.0) -> Push:
     push = Push(Http(fake.url), group, version="7", bucket_bytes=8, timeout=timeout)
-    push.run({name: Tensor((1,)) for name in names})
+    push.run(Source({name: Tensor((1,)) for name in names}))
     return push
 
 
@@ -163,4 +167,4 @@ def test_nothing_to_push_and_tensors_that_fail(willing: FakeFleet) -> None:
         raise RuntimeError("shard 3 is lost")
 
     with pytest.raises(PushFailed, match=r"phase 'prepare'.*shard 3 is lost"):
-        Push(Http(willing.url), FakeGroup(), version="7", bucket_bytes=4, timeout=5).run(gather())
+        Push(Http(willing.url), FakeGroup(), version="7", bucket_bytes=4, timeout=5).run(Source(gather()))

@@ -21,6 +21,7 @@ from trainer_fakefleet import FakeFleet, document
 from sglang_rollout.checkpoints.folder import ProblemsError, read_model
 from sglang_rollout.checkpoints.snapshots import hold, latest, listed, verify
 from sglang_rollout.trainer import Fleet, PushFailed, SnapshotFailed, Snapshots, connect, snapshot_files
+from sglang_rollout.trainer.buckets import TensorSpec
 from sglang_rollout.trainer.push import UPDATE
 from sglang_rollout.trainer.snapshot_files import Job, StagedTensor, folder_name, write
 from sglang_rollout.wire.weights import Version
@@ -283,8 +284,8 @@ def test_a_snapshot_that_fails_does_not_fail_the_push(
         snapshots.wait()
     assert "could not be written" in caplog.text
     odd = Snapshots(tmp_path / "odd", model=model)
-    odd_type = Tensor((2,), dtype="torch.complex32")
-    assert list(odd.begin().tap({"a": odd_type}, Group().host_bytes)) == [("a", odd_type)]  # type: ignore[union-attr]
+    odd_type = TensorSpec("a", "complex32", (2,), 4)
+    odd.begin().add(odd_type, Tensor((2,)), Group().host_bytes)  # type: ignore[union-attr]
     assert "tensor a could not be copied" in caplog.text
 
 

@@ -1,0 +1,226 @@
+"""The tensors of one push: names, shapes and types, read and checked before the fleet hears of the push.
+
+Called by ``Fleet.push`` on every rank of the trainer. Copies no tensor, imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from sglang_rollout.checkpoints.format import ITEM_BITS, OF_TORCH
+from sglang_rollout.trainer.buckets import TensorSpec, pairs, plan
+
+NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+Specs = Iterable[tuple[str, Sequence[int], Any]]
+"""Name, shape and type (``torch.bfloat16`` or ``"bfloat16"``) of each tensor, in order."""
+Shapes = Mapping[str, Sequence[int] | None]
+"""Shape of each tensor of the engines' model, by name; None: packed values, whose shape says nothing."""
+
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+"""Parts of names that FSDP1, ``torch.compile`` and activation checkpointing insert; no checkpoint has them."""
+ITEM_BYTES: Mapping[str, int] = {
+    **{name: ITEM_BITS[kind] // 8 for name, kind in OF_TORCH.items()},
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+}
+"""Bytes per element of the types that can be sent, by torch's name."""
+UNLISTED = ("lm_head.weight", "rotary_emb.inv_freq")
+"""Ends of names that engines accept although a checkpoint lacks them: a tied output layer and values that the engine computes."""
+MOST_PROBLEMS = 5
+"""Sentences in one message; a wrong model has thousands."""
+
+
+class NoTensorError(ValueError):
+    """The push contains no tensor."""
+
+
+def clean_name(name: str) -> str:
+    """Return the name in a Hugging Face checkpoint: without the parts in ``WRAPPERS``."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return True for a ``DTensor``."""
+    return hasattr(tensor, "full_tensor") and hasattr(tensor, "device_mesh")
+
+
+def full_tensor(tensor: Any) -> Any:
+    """Return the whole tensor. Of a ``DTensor`` this is a collective: every rank of its mesh must call it."""
+    if not is_sharded(tensor):
+        return tensor
+    tensor, device = tensor.detach(), tensor.device_mesh.device_type
+    # FSDP2 with CPUOffloadPolicy keeps shards in host memory, and the mesh's NCCL cannot gather from there.
+    return (tensor if tensor.device.type == device else tensor.to(device)).full_tensor()
+
+
+def mesh_ranks(tensor: Any) -> tuple[int, ...]:
+    """Return the global ranks of a DTensor's mesh, in ascending order."""
+    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+
+
+def read_spec(name: Any, tensor: Any) -> TensorSpec:
+    """Describe one tensor, with its cleaned name and, for a ``DTensor``, its full shape.
+
+    Raises:
+        ValueError: The tensor cannot be sent.
+    """
+    cleaned = clean_name(name) if isinstance(name, str) else ""
+    if not cleaned:
+        raise ValueError(f"{name!r} is not the name of a tensor.")
+    if not callable(getattr(tensor, "element_size", None)) or not hasattr(tensor, "shape"):
+        raise ValueError(f"{name!r} is of type {type(tensor).__name__}, not a torch tensor; leave it out.")
+    if getattr(tensor, "is_meta", False):
+        raise ValueError(f"Tensor {name!r} is on the meta device and has no values; materialize it first.")
+    if str(getattr(tensor, "layout", "torch.strided")) != "torch.strided":
+        raise ValueError(f"Tensor {name!r} has the layout {tensor.layout}; only dense tensors can be sent.")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    _check_dtype(name, dtype)
+    if is_sharded(tensor) and tensor.device_mesh.get_coordinate() is None:
+        raise ValueError(f"Tensor {name!r} is on a mesh of ranks {list(mesh_ranks(tensor))}, which this rank is not part of.")
+    return TensorSpec(cleaned, dtype, tuple(tensor.shape), tensor.element_size())
+
+
+class Source:
+    """The tensors that one rank was asked to push."""
+
+    def __init__(self, named_tensors: NamedTensors, specs: Specs | None = None) -> None:
+        """Read what can be read without effects: a collection completely, of an iterator the first tensor."""
+        found = pairs(named_tensors)
+        self._is_collection = isinstance(found, Collection)
+        self._rest: Iterator[Any] = iter(())
+        if isinstance(found, Collection):
+            self._entries: list[Any] = list(found)
+        else:
+            self._rest = iter(found)
+            self._entries = list(islice(self._rest, 1))
+        self._sharded = {str(entry[0]): entry[1] for entry in self._entries if _is_pair(entry) and is_sharded(entry[1])}
+        self._specs = None if specs is None else list(specs)
+        self._promised: list[TensorSpec] | None = None
+        self._model: Shapes | None = None
+        self._known: list[TensorSpec] = []
+        self.specs: list[TensorSpec] = []
+        """Every tensor, once :meth:`check` has passed; empty for an iterator without ``specs``."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the trainer that must push together: those of the largest mesh; empty without a ``DTensor``."""
+        meshes = {id(tensor.device_mesh): tensor for tensor in self._sharded.values()}
+        return max(map(mesh_ranks, meshes.values()), key=len, default=())
+
+    def check(self, bucket_bytes: int) -> None:
+        """Check every tensor that is known.
+
+        Raises:
+            ValueError: Something cannot be sent; the message says what.
+        """
+        if not self._entries:
+            raise NoTensorError("there is no tensor to push")
+        if self._specs is not None:
+            self.specs = self._promised = [_promised(entry) for entry in self._specs]
+        read = [self._read(entry) for entry in self._entries]
+        self._check_meshes()
+        originals: dict[str, Any] = {}
+        for (name, _), (spec, _) in zip(self._entries, read, strict=True):
+            if originals.setdefault(spec.name, name) != name:
+                raise ValueError(f"{originals[spec.name]!r} and {name!r} are both the tensor {spec.name!r}; send each tensor once.")
+        self._known = [spec for spec, _ in read]
+        if self._is_collection:
+            self.specs = [spec for spec, _ in self._against_promise(iter(read))]
+        for _ in plan(((spec, None) for spec in self.specs), bucket_bytes):
+            pass
+
+    def compare(self, model: Shapes) -> None:
+        """Compare names and shapes with the engines' model, also of the tensors that an iterator yields later.
+
+        Raises:
+            ValueError: The engines' model lacks a name or has another shape.
+        """
+        self._model = model
+        problems = list(filter(None, (_difference(spec, model) for spec in self.specs or self._known)))
+        if problems:
+            more = f" And {len(problems) - MOST_PROBLEMS} more." if len(problems) > MOST_PROBLEMS else ""
+            raise ValueError(" ".join(problems[:MOST_PROBLEMS]) + more)
+
+    def digest(self, *more: object) -> str:
+        """Return a digest that is equal on two ranks if they were asked to push the same."""
+        sharded = sorted(self._sharded)
+        return digest([[spec.name, spec.dtype, spec.shape] for spec in self.specs], sharded, *more)
+
+    def __iter__(self) -> Iterator[tuple[TensorSpec, Any]]:
+        """Yield every tensor with its spec, in order. Consumes an iterator. Raises ValueError."""
+        for spec, tensor in self._against_promise(map(self._read, chain(self._entries, self._rest))):
+            problem = _difference(spec, self._model) if self._model is not None and not self.specs else ""
+            if problem:
+                raise ValueError(problem)
+            yield spec, tensor
+
+    def _read(self, entry: Any) -> tuple[TensorSpec, Any]:
+        if not _is_pair(entry):
+            raise ValueError(f"an entry is of type {type(entry).__name__}, not a pair of name and tensor; pass model.state_dict().")
+        name, tensor = entry
+        if is_sharded(tensor) and not self._sharded:
+            raise ValueError(f"Tensor {name!r} is a DTensor, but the first tensor is not; pass a list or a state dict, not an iterator.")
+        return read_spec(name, tensor), tensor
+
+    def _check_meshes(self) -> None:
+        """Ranks outside of a mesh take no part in gathering its tensors: one mesh must contain all others."""
+        ranks = set(self.ranks)
+        for name, tensor in self._sharded.items():
+            outside = sorted(set(mesh_ranks(tensor)) - ranks)
+            if outside:
+                raise ValueError(
+                    f"Tensor {name!r} is on a mesh of ranks {list(mesh_ranks(tensor))}, other tensors of this push on one of "
+                    f"ranks {sorted(ranks)}; push tensors of one mesh and its submeshes."
+                )
+
+    def _against_promise(self, read: Iterator[tuple[TensorSpec, Any]]) -> Iterator[tuple[TensorSpec, Any]]:
+        """The same tensors, compared with ``specs=`` one by one."""
+        promised = iter(self._promised or ())
+        for spec, tensor in read:
+            if self._promised is not None and (expected := next(promised, None)) != spec:
+                raise ValueError(f"the tensors give {_said(spec)} where specs has {_said(expected)}.")
+            yield spec, tensor
+        missing = next(promised, None)
+        if missing is not None:
+            raise ValueError(f"the tensors end where specs has {_said(missing)}.")
+
+
+def digest(*values: object) -> str:
+    """Return a digest of JSON values."""
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, tuple | list) and len(entry) == 2
+
+
+def _promised(entry: Any) -> TensorSpec:
+    if not isinstance(entry, tuple | list) or len(entry) != 3:
+        raise ValueError(f"specs has the entry {entry!r}; each must be (name, shape, dtype).")
+    name, shape, kind = entry
+    dtype = str(kind).removeprefix("torch.")
+    _check_dtype(name, dtype)
+    return TensorSpec(clean_name(name), dtype, tuple(shape), ITEM_BYTES[dtype])
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"Tensor {name!r} has the type {dtype}, which cannot be sent; convert it to one of {', '.join(ITEM_BYTES)}.")
+
+
+def _difference(spec: TensorSpec, model: Shapes) -> str:
+    """Why a tensor does not fit the engines' model, as a sentence; empty if it does."""
+    if spec.name not in model:
+        return "" if spec.name.endswith(UNLISTED) else f"Tensor {spec.name!r} is not in the engines' model."
+    shape = model[spec.name]
+    if shape is None or tuple(shape) == spec.shape:
+        return ""
+    return f"Tensor {spec.name!r} has shape {list(spec.shape)}, in the engines' model {list(shape)}."
+
+
+def _said(spec: TensorSpec | None) -> str:
+    return f"{spec.name!r} ({spec.dtype} {list(spec.shape)})" if spec is not None else "no tensor"
