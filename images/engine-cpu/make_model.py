@@ -1,9 +1,10 @@
 """Make a tiny random language model with a tokenizer of its own, in the layout of the Hugging Face hub.
 
-    python make_model.py OUT [--arch llama|qwen2|qwen3moe] [--dtype float32] [--hidden 128] [--layers 2] [--seed 0]
+    python make_model.py OUT [--arch llama|qwen2|qwen3moe|reward] [--dtype float32] [--hidden 128] [--layers 2] [--seed 0]
 
 The default (Llama, 2 layers x 128, vocabulary 2048, float32) is small enough to answer hundreds of tokens a second on one
-core, and float32 makes greedy tokens comparable exactly between a server and a plain forward pass.
+core, and float32 makes greedy tokens comparable exactly between a server and a plain forward pass. ``reward`` is a Llama with one
+number as its answer (a reward model): start SGLang with ``--is-embedding``.
 Needs torch, transformers and tokenizers; where torchvision is missing, the stand-ins on PYTHONPATH.
 """
 
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -44,6 +46,7 @@ _FAMILIES = {
         Qwen3MoeForCausalLM,
         {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
     ),
+    "reward": (LlamaConfig, LlamaForSequenceClassification, {"num_labels": 1}),
 }
 
 

@@ -41,6 +41,8 @@ class _GateEntries(NamedTuple):
     """False: requests that need a tokenizer are refused."""
     adapters: frozenset[str] | None
     """Adapters that requests may name; None: SGLang decides."""
+    generates: bool
+    """False: requests for tokens are refused."""
 
 
 class Agent:
@@ -233,7 +235,8 @@ class Agent:
         ours = info.get("enable_lora") and not info.get("lora_paths")
         adapters = frozenset(name for name, path in self.state.memory.adapters.items() if path != s.UNSURE) if ours else None
         label, tokenizer = version.label if version is not None else "", not info.get("skip_tokenizer_init")
-        named, before = _GateEntries(pid, label, vocabulary, tokenizer, adapters), self._named
+        generates = self.engine.generates
+        named, before = _GateEntries(pid, label, vocabulary, tokenizer, adapters, generates), self._named
         if named == before:
             return
         if before is not None and before.pid != pid:
@@ -248,6 +251,8 @@ class Agent:
                 await self.gate.name_tokenizer(present=tokenizer)
             if before is None or before.adapters != adapters:
                 await self.gate.name_adapters(adapters)
+            if before is None or before.generates != generates:
+                await self.gate.name_generation(generates=generates)
         except GateLacksError as error:
             log.warning("Answers will not name their version, or tokens and adapters are not checked: %s.", error)
         self._named = named

@@ -276,7 +276,7 @@ async def _sentences(request: web.Request, handler: Handler) -> web.StreamRespon
     except RecordError as error:
         return refuse(500, f"{request.path}: {error} Nothing was done.")
     except web.HTTPNotFound:
-        return refuse(404, f"An engine's agent offers no {request.path}. Generating: {', '.join(ports.DATA_PATHS)}.")
+        return refuse(404, f"An engine's agent offers no {request.path}. Data paths: {', '.join(ports.DATA_PATHS)}.")
     except web.HTTPRequestEntityTooLarge:
         return refuse(413, f"{request.path}: the body is larger than {MAX_BODY >> 20} MiB.")
     except web.HTTPMethodNotAllowed as error:

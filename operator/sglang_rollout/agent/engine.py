@@ -103,6 +103,11 @@ class Engine:
         if self._session is not None:
             await self._session.close()
 
+    @property
+    def generates(self) -> bool:
+        """False for a model that gives embeddings or rewards."""
+        return self.model_info.get("is_generation") is not False
+
     def container_boot(self) -> str | None:
         """What the engine's container wrote at its start; None without such a file."""
         if self._boot_file is None:

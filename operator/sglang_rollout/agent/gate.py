@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sglang_rollout.proxy.versions import (
     ADAPTERS_KEY,
+    GENERATES_KEY,
     NO_VERSION,
     TOKENIZER_KEY,
     VERSION_KEY,
@@ -94,6 +95,10 @@ class Gate:
     async def name_tokenizer(self, *, present: bool) -> None:
         """Have requests refused that need a tokenizer, if there is none."""
         await self._tell(f"set map {version_map_of(str(self.socket))} {TOKENIZER_KEY} {'yes' if present else 'no'}")
+
+    async def name_generation(self, *, generates: bool) -> None:
+        """Have requests for tokens refused, if the engine's model generates none."""
+        await self._tell(f"set map {version_map_of(str(self.socket))} {GENERATES_KEY} {'yes' if generates else 'no'}")
 
     async def name_adapters(self, names: Collection[str] | None) -> None:
         """Have requests refused that name any other adapter. None: let SGLang decide."""

@@ -123,6 +123,20 @@ class Agents:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return 0, _reason(error, deadline)
 
+    async def ask(self, name: str, path: str, body: Body, deadline: float) -> tuple[int, Any]:
+        """POST to an agent and return what the engine says: status and body; status 0 and a sentence when there is no answer."""
+        url = self._address(name)
+        if url is None:
+            return 0, "it has no address yet"
+        try:
+            async with (
+                asyncio.timeout(deadline),
+                self._pool().post(url + path, json=dict(body), headers=self._headers(deadline)) as reply,
+            ):
+                return reply.status, _json(await reply.read())
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            return 0, _reason(error, deadline)
+
     async def _bounded(self, name: str, effect: Send, body: bytes) -> Result:
         """One call of a fan-out; repeated where that is harmless: a lost connection says nothing of the engine."""
         if not effect.idempotent:

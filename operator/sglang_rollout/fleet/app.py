@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from sglang_rollout.fleet import refused
 from sglang_rollout.fleet.agents import Agents
 from sglang_rollout.fleet.compat import reason_phrase
 from sglang_rollout.fleet.driver import Driver
@@ -85,7 +86,8 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return _too_large(None)
     if isinstance(error, web.HTTPNotFound):
-        return refuse(404, _unknown(request))
+        why = refused.reason(request.path)
+        return refuse(501, why) if why is not None else refuse(404, _unknown(request))
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = " or ".join(sorted(error.allowed_methods - {"HEAD"}))
         return refuse(405, f"{request.method} {request.path}: use {allowed}.")
@@ -102,8 +104,11 @@ def _too_large(length: int | None) -> web.Response:
 
 
 def _unknown(request: web.Request) -> str:
-    paths = sorted({route.resource.canonical for route in request.app.router.routes() if route.resource is not None})
-    return f"{request.path} is not here. This is a fleet of SGLang engines; its control paths: {', '.join(paths)}."
+    paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
+    control = ", ".join(sorted(paths - set(DATA_PATHS)))
+    return (
+        f"{request.path} is no path of this URL, which serves a fleet of SGLang engines. Data: {', '.join(DATA_PATHS)}. Control: {control}."
+    )
 
 
 def make_app(parts: Parts) -> web.Application:

@@ -43,6 +43,8 @@ LONGEST_ADAPTER = 256
 LONGEST_PATH = 4096
 ADAPTER_FIELDS = ("lora_name", "lora_path", "pinned")
 """Of ``/load_lora_adapter``, in SGLang 0.5.20 to 0.5.23. ``lora_id`` and ``rid`` of its request class are set by SGLang itself."""
+LARGEST_TRUNCATION = 100
+"""Rows of a tensor that ``/get_weights_by_name`` gives at most; SGLang's default. All rows of a large model do not fit into one answer."""
 LONGEST_SIZE = 6
 """Digits of an engine's tensor size. Python reads no number of thousands."""
 LOAD_FORMATS = ("auto", "safetensors")
@@ -228,6 +230,19 @@ def _check_fields(path: str, body: Fields, known: tuple[str, ...]) -> None:
     unknown = next((key for key in body if key not in known), None)
     if unknown is not None:
         raise Refusal(f"{path} takes no field {_clip(unknown)}: SGLang ignores it. Use {', '.join(known)}. No engine was called.")
+
+
+def weights_by_name(query: Fields, body: Fields) -> dict[str, Any]:
+    """``/get_weights_by_name``: a GET may name the tensor in its query."""
+    wanted = {**query, **body}
+    name, size = _name(wanted, "name"), wanted.get("truncate_size", LARGEST_TRUNCATION)
+    if name is None:
+        raise Refusal("name is missing: name a tensor as the checkpoint does, for example model.norm.weight.")
+    digits = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= LONGEST_SIZE
+    rows = int(size) if digits else size
+    if not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows <= LARGEST_TRUNCATION:
+        raise Refusal(f"truncate_size {_clip(size)} is out of range: use 1 to {LARGEST_TRUNCATION} rows.")
+    return {"name": name, "truncate_size": rows}
 
 
 def _tags(body: Fields) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
 """Requests for tokens that smg would refuse or change: batches, sent to it one by one, and what it cannot carry at all, sent to an engine.
+So are requests for embeddings, rewards and scores.
 
 The front sends only such requests here, and those whose prompt it cannot see because it stands behind a long field; whatever else
 comes is passed on to smg as it is.
@@ -21,8 +22,9 @@ from sglang_rollout.fleet.batches import Batch, BatchError, encoded, join, split
 from sglang_rollout.fleet.beyond import beyond_smg
 from sglang_rollout.fleet.smg import HOLD_SECONDS, BrokeOffError, NobodyAnswersError
 from sglang_rollout.fleet.streams import BatchStream
+from sglang_rollout.fleet.token_lists import why_mixed
 from sglang_rollout.fleet.update import lora
-from sglang_rollout.wire.ports import VERSION_HEADER
+from sglang_rollout.wire.ports import DIRECT_PATHS, VERSION_HEADER
 
 LARGEST_BODY = 64 * 2**20
 """Of a batch; as much as smg keeps of a request in order to send it again."""
@@ -102,6 +104,25 @@ async def chat(request: web.Request) -> web.StreamResponse:
     """``POST /v1/chat/completions`` with numbers that smg refuses and engines take, or for a model with an adapter."""
     data, body = _with_adapter(request, await _read(request))
     return await _single(request, data, body)
+
+
+@_told
+async def direct(request: web.Request) -> web.StreamResponse:
+    """Embeddings, rewards, scores and the tokenizer: an engine that serves answers.
+
+    The body is written again, so that the gate's filter sees every key and number in its plain form.
+    """
+    body = _document(await _read(request))
+    if not isinstance(body, dict):
+        return _refused(400, f"{request.path} needs a JSON object as its body.")
+    if why := why_mixed(body):
+        return _refused(400, why)
+    try:
+        data = encoded(body)
+    except RecursionError:
+        return _refused(400, f"{request.path}: the body nests too deep.")
+    async with _by_engine(request, data) as reply:
+        return await _copied(request, reply)
 
 
 def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
@@ -278,4 +299,7 @@ async def _tasks(coroutines: Sequence[Any]) -> AsyncIterator[list[asyncio.Task[A
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-routes = [web.post(GENERATE, generate), web.post(COMPLETIONS, completions), web.post(CHAT, chat)]
+routes = [
+    *(web.post(GENERATE, generate), web.post(COMPLETIONS, completions), web.post(CHAT, chat)),
+    *(web.post(path, direct) for path in DIRECT_PATHS),
+]

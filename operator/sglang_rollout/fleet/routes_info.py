@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Any
 
 from aiohttp import web
 
 from sglang_rollout.fleet.app import PARTS, Parts, refuse
-from sglang_rollout.fleet.compat import reason_phrase
+from sglang_rollout.fleet.compat import parse, reason_phrase, weights_by_name
 from sglang_rollout.fleet.document import document, server_info
 from sglang_rollout.fleet.ranks import Refusal
 from sglang_rollout.fleet.update.membership import why_incomplete
@@ -20,6 +21,8 @@ from sglang_rollout.wire.trainer import ModelTensors
 LOADS_DEADLINE = 5.0
 TENSORS_DEADLINE = 30.0
 """For the headers of some hundred files on a slow volume."""
+WEIGHTS_DEADLINE = 30.0
+"""The engine answers between two batches of requests."""
 
 
 async def fleet_health(request: web.Request) -> web.Response:
@@ -92,6 +95,50 @@ async def get_world_size(request: web.Request) -> web.Response:
 async def get_models(request: web.Request) -> web.Response:
     """The first engine's list of models."""
     return web.json_response(_known(request.app[PARTS], "/v1/models"))
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """One entry of the list of models; an unknown name is answered as SGLang does."""
+    wanted = request.match_info["model"]
+    cards = _known(request.app[PARTS], "/v1/models").get("data", [])
+    card = next((card for card in cards if card.get("id") == wanted), None)
+    if card is not None:
+        return web.json_response(card)
+    error = {
+        "message": f"The model '{wanted}' does not exist",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    return web.json_response({"error": error}, status=404)
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Data health: an engine serves."""
+    fleet = request.app[PARTS].machine.fleet
+    if fleet.held:
+        return refuse(503, fleet.held)
+    if not any(engine.serving for engine in fleet.engines.values()):
+        return refuse(503, "No engine serves now: none holds the weights that the fleet has committed. GET /fleet tells the state of each.")
+    return web.Response()
+
+
+async def get_weights_by_name(request: web.Request) -> web.Response:
+    """Rows of one tensor, from an engine that serves: all of these hold the committed version."""
+    body = weights_by_name(dict(request.query), parse(await request.read()))
+    parts = request.app[PARTS]
+    name = next((name for name, engine in parts.machine.fleet.engines.items() if engine.serving), None)
+    if name is None:
+        raise Refusal(
+            "No engine serves now, so no engine holds the committed weights for certain. GET /fleet tells the state of each.", status=503
+        )
+    status, found = await parts.agents.ask(name, "/get_weights_by_name", body, WEIGHTS_DEADLINE)
+    if status == 0:
+        raise Refusal(f"engine {name} does not answer: {str(found).rstrip('.')}. Try again.", status=502)
+    label = _label(parts)
+    answer = json.dumps(found, separators=(",", ":")).encode()  # as short as SGLang writes it: there may be a million numbers
+    headers = {VERSION_HEADER: reason_phrase(label)}
+    return web.Response(body=answer, status=status, headers=headers, content_type="application/json")
 
 
 async def get_loads(request: web.Request) -> web.Response:
@@ -179,6 +226,11 @@ routes = [
     web.get("/get_weight_version", get_weight_version),
     web.get("/get_world_size", get_world_size),
     web.get("/v1/models", get_models),
+    web.get("/v1/models/{model:.+}", get_model),
+    web.get("/ready", ready),
+    web.get("/ping", health),
+    web.get("/get_weights_by_name", get_weights_by_name),
+    web.post("/get_weights_by_name", get_weights_by_name),
     web.get("/v1/loads", get_loads),
     web.get("/get_load", get_load),
     web.get("/workers", get_workers),

@@ -10,9 +10,18 @@ from importlib import resources
 import jinja2
 
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.versions import ADAPTERS_KEY, NO_VERSION, TOKENIZER_KEY, VERSION_KEY, VOCABULARY_KEY, guard_of, version_map_of
+from sglang_rollout.proxy.versions import (
+    ADAPTERS_KEY,
+    GENERATES_KEY,
+    NO_VERSION,
+    TOKENIZER_KEY,
+    VERSION_KEY,
+    VOCABULARY_KEY,
+    guard_of,
+    version_map_of,
+)
 from sglang_rollout.wire import ports
-from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, FLEET_HELD, VERSION_HEADER
+from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, DIRECT_PATHS, FLEET_HELD, GENERATING_PATHS, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
 """Connections that a gate takes at once, where the limit on open files allows it."""
@@ -63,8 +72,13 @@ _NO_METRICS = ("metrics_unavailable", "The process that exports these metrics do
 
 _NO_TOKENIZER = (
     "no_tokenizer",
-    "This engine was started without a tokenizer (engine.skipTokenizerInit, --skip-tokenizer-init), which the OpenAI paths need. "
-    "Send token ids as input_ids to /generate, or start the engines with a tokenizer.",
+    "This engine was started without a tokenizer (engine.skipTokenizerInit, --skip-tokenizer-init), which this path needs. "
+    "Send token ids as input_ids to /generate, or to /classify of a reward model, or start the engines with a tokenizer.",
+)
+_NO_GENERATION = (
+    "model_does_not_generate",
+    "The model of this fleet gives embeddings or rewards and generates no tokens. "
+    "Use /classify, /encode, /v1/embeddings, /v1/classify, /v1/rerank or /v1/score.",
 )
 
 _REFUSED = '{"error": {"code": "%[var(txn.code)]", "type": "invalid_request_error", "message": "%[var(txn.refused)]"}}'
@@ -159,6 +173,9 @@ def gate_config(params: GateParams) -> str:
         guard=guard_of(params.socket),
         refused=_REFUSED,
         tokenizer_key=TOKENIZER_KEY,
+        generates_key=GENERATES_KEY,
+        generating_paths=" ".join(GENERATING_PATHS),
+        no_generation=_body(*_NO_GENERATION, kind="invalid_request_error"),
         adapters_key=ADAPTERS_KEY,
         no_tokenizer=_body(*_NO_TOKENIZER, kind="invalid_request_error"),
         no_version=NO_VERSION,
@@ -185,6 +202,7 @@ def front_config(params: FrontParams) -> str:
         smg=_server(params.smg),
         coordinator=_server(params.coordinator),
         batch_paths=" ".join(_BATCH_PATHS),
+        direct_paths=" ".join(DIRECT_PATHS),
         batch_limit=max(8, params.maxconn // 16),
         window=_BODY_WINDOW,
         session_window=_SESSION_WINDOW,

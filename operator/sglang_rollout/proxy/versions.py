@@ -17,12 +17,14 @@ VOCABULARY_KEY = "vocabulary"
 """The entry that tells how many tokens the engine's model knows; ``NO_VERSION`` while nobody has found out."""
 TOKENIZER_KEY = "tokenizer"
 """The entry that is ``no`` for an engine without a tokenizer."""
+GENERATES_KEY = "generates"
+"""The entry that is ``no`` for an engine whose model gives embeddings or rewards: a request for tokens ends such an SGLang."""
 ADAPTERS_KEY = "adapters"
 """The entry that lists the adapters that the engine has loaded; ``NO_VERSION`` for an engine that takes none, or whose are not known."""
 ADAPTERS_LONGEST = 15000
 """Characters of that list. Of a command on the stats socket haproxy reads 15360 bytes (tune.bufsize less tune.maxrewrite); of a longer one
 it reads more at times, and at others it never answers. The path of the map stands before the list."""
-UNSET = "".join(f"{key} {NO_VERSION}\n" for key in (VERSION_KEY, VOCABULARY_KEY, TOKENIZER_KEY, ADAPTERS_KEY))
+UNSET = "".join(f"{key} {NO_VERSION}\n" for key in (VERSION_KEY, VOCABULARY_KEY, TOKENIZER_KEY, GENERATES_KEY, ADAPTERS_KEY))
 """The map's file when haproxy starts."""
 
 

@@ -21,6 +21,8 @@ class StubEngine:
     label: str = "base"
     old: bool = False
     """As SGLang before 0.5.21: no update sessions."""
+    generates: bool = True
+    """False: its model gives embeddings or rewards."""
     version: str = "0.5.23"
     session: bool = False
     calls: list[str] = field(default_factory=list)
@@ -69,7 +71,7 @@ class StubEngine:
 
     async def _model_info(self, _: web.Request) -> web.Response:
         await asyncio.sleep(self.model_info_after)
-        return web.json_response({"weight_version": self.label})
+        return web.json_response({"weight_version": self.label, "is_generation": self.generates})
 
     async def _ready(self, _: web.Request) -> web.Response:
         return web.Response()

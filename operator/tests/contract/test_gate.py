@@ -15,7 +15,7 @@ from agent_lab import BASE_WIRE, Pod, pod, until
 from agent_stub import StubEngine, stub_engine
 from ports import free_port
 
-from sglang_rollout.wire.ports import AGENT_HEALTH
+from sglang_rollout.wire.ports import AGENT_HEALTH, GENERATING_PATHS
 
 pytestmark = pytest.mark.router
 
@@ -42,6 +42,20 @@ async def test_closed_until_a_coordinator_says_what_is_committed(lab: Pod) -> No
     assert await lab.is_closed()
     await lab.open_with_base()
     assert await lab.is_open()
+
+
+async def test_an_engine_that_does_not_generate_gets_no_request_for_tokens(engine: StubEngine, tmp_path: Path) -> None:
+    engine.generates = False
+    async with pod(tmp_path, engine.url) as lab:
+        await until(lab.engine_up, 10, "the agent sees the engine")
+        assert (await lab.ask("POST", "/classify", {"text": "a"})).body["error"]["code"] == "engine_closed"
+        await lab.open_with_base()
+        assert (await lab.ask("POST", "/classify", {"text": "a"})).status == 200
+        assert engine.bodies["classify"] == {"text": "a"}
+        for path in GENERATING_PATHS:
+            refused = await lab.ask("POST", path, {"text": "a", "sampling_params": {"max_new_tokens": 1}})
+            assert (refused.status, refused.body["error"]["code"]) == (400, "model_does_not_generate")
+        assert not engine.asked.is_set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -15,7 +15,7 @@ from aiohttp import web
 from ports import free_port
 
 from sglang_rollout.core.render.router import SOFT_STOP_SCRIPT
-from sglang_rollout.wire.ports import FLEET_HELD
+from sglang_rollout.wire.ports import DIRECT_PATHS, FLEET_HELD
 
 pytestmark = pytest.mark.router
 
@@ -90,8 +90,13 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
 async def test_generating_goes_to_smg_and_everything_else_to_the_coordinator(front: Front) -> None:
     for path in ("/generate", "/v1/chat/completions", "/v1/completions"):
         assert (await front.ask(path))[1]["from"] == "smg"
-    for path in ("/pause_generation", "/workers", "/fleet", "/generate/", "/v1/models", "/wasm", "/"):
+    for path in ("/pause_generation", "/workers", "/fleet", "/generate/", "/metrics", "/v1/models", "/wasm", "/"):
         assert (await front.ask(path))[1]["from"] == "coordinator"
+
+
+async def test_what_smg_does_not_know_goes_to_the_coordinator_like_a_batch(front: Front) -> None:
+    for path in DIRECT_PATHS:
+        assert (await front.ask(path, '{"text": "a", "session_id": "s"}'))[1] == {"from": "coordinator", "path": path, "session": "s"}
 
 
 async def test_without_engines_clients_are_told_to_come_back(front: Front) -> None:

@@ -67,6 +67,8 @@ def params(**more: Any) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": "a", "max_tokens": 3, "min_tokens": 2, "stop_token_ids": [99999]}, "stop_token_ids holds token 99999"),
         (CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "input_ids": [99999]}, "input_ids holds token 99999"),
         (CHAT, {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 100000}, "larger than the vocabulary"),
+        ("/v1/score", {"query": [5], "items": [[99999]], "label_token_ids": [5]}, "items holds token 99999"),
+        ("/v1/score", {"query": "", "items": [""], "label_token_ids": [5]}, "items is empty"),
     ],
 )
 async def test_requests_for_tokens_that_end_the_engine(lab: Pod, path: str, body: dict[str, Any], sentence: str) -> None:

@@ -17,7 +17,7 @@ from test_batches_engine import GREEDY, both, steady
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
 
-GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
+GENERATE, CHAT, COMPLETIONS, SCORE = "/generate", "/v1/chat/completions", "/v1/completions", "/v1/score"
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 IDS = {"input_ids": [11, 22, 33], "sampling_params": GREEDY}
 MESSAGES = {"messages": [{"role": "user", "content": "alpha"}], "max_tokens": 4, "temperature": 0}
@@ -68,11 +68,17 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, PROMPT | {"n": 2}),
     (COMPLETIONS, PROMPT | {"stop": "e", "max_tokens": 30}),
     (COMPLETIONS, PROMPT | {"logit_bias": {"7": 100}}),
+    (SCORE, {"query": "alpha", "items": ["beta", "gamma"], "label_token_ids": [5, 6], "apply_softmax": True}),
+    (SCORE, {"query": [5], "items": [[6], [7, 8]], "label_token_ids": [5, 6]}),
+    ("/tokenize", {"prompt": "alpha beta"}),
+    ("/detokenize", {"tokens": [5, 6]}),
+    ("/get_weights_by_name", {"name": "model.norm.weight"}),
+    ("/get_weights_by_name", {"name": "model.layers.0.self_attn.q_proj.weight", "truncate_size": 3}),
 ]
 
 
 def asked(urls: Urls, path: str, body: dict[str, Any]) -> tuple[requests.Response, requests.Response]:
-    return both(urls, body if path == GENERATE else {"model": urls.model, **body}, path)
+    return both(urls, {"model": urls.model, **body} if path in (CHAT, COMPLETIONS) else body, path)
 
 
 @pytest.mark.parametrize(("path", "body"), ANSWERED, ids=range(len(ANSWERED)))
@@ -96,6 +102,9 @@ def test_an_answer(urls: Urls, path: str, body: dict[str, Any]) -> None:
         (GENERATE, sampled() | {"return_hidden_states": True}, "hidden"),
         (CHAT, MESSAGES | {"max_tokens": 99999}, "max_completion_tokens"),
         (COMPLETIONS, PROMPT | {"lora_path": "nobody"}, "LoRA"),
+        (SCORE, {"query": "alpha", "items": ["beta"]}, "label_token_ids"),
+        ("/classify", {"text": "alpha"}, "--is-embedding"),
+        ("/get_weights_by_name", {"name": "nosuch"}, "Get parameter by name failed"),
     ],
 )
 def test_a_refusal(urls: Urls, path: str, body: dict[str, Any], word: str) -> None:
@@ -143,6 +152,8 @@ def test_the_models(urls: Urls) -> None:
     ours, own = (requests.get(f"{url}/v1/models", timeout=10).json() for url in (urls.fleet, urls.engines[0]))
     assert steady(ours) == steady(own)
     assert [model["id"] for model in ours["data"]] == [model["id"] for model in own["data"]]
+    ours, own = (requests.get(f"{url}/v1/models/{urls.model}", timeout=10).json() for url in (urls.fleet, urls.engines[0]))
+    assert (steady(ours), ours["id"]) == (steady(own), own["id"])
 
 
 @pytest.mark.parametrize("more", [{}, {"logit_bias": {"7": 100.0}}], ids=["smg", "direct"])

@@ -97,8 +97,22 @@ local KEYS = {
   ["/v1/completions"] = with({ prompt = empty_list, min_tokens = least_tokens, logprobs = number_of_logprobs }),
   ["/v1/chat/completions"] = with({ min_tokens = least_tokens, top_logprobs = number_of_logprobs }),
 }
-local TOKENS = { input_ids = true, prompt = true, stop_token_ids = true }
-local TEXTS = { text = true, prompt = true }
+for _, path in ipairs({ "/classify", "/encode" }) do
+  KEYS[path] = with({ text = empty_list, min_new_tokens = least_tokens, embed_overrides = not_offered })
+end
+for _, path in ipairs({ "/v1/classify", "/v1/embeddings" }) do
+  KEYS[path] = with({ input = empty_list, embed_overrides = not_offered })
+end
+KEYS["/v1/score"] = with({
+  query = nothing, items = empty_list, label_token_ids = nothing,
+  query_embed_overrides = not_offered, item_embed_overrides = not_offered,
+})
+KEYS["/v1/rerank"] = with({})
+local TOKENS = {
+  input_ids = true, prompt = true, stop_token_ids = true, input = true, query = true, items = true, label_token_ids = true,
+}
+local MAY_BE_EMPTY = { stop_token_ids = true, query = true, label_token_ids = true }
+local TEXTS = { text = true, prompt = true, input = true, items = true }
 
 function Guard:new()
   return setmetatable({ rest = "", code = "would_end_the_engine" }, Guard)
@@ -203,7 +217,7 @@ function Guard:read_list(text, at)
     self.rest = open
     span = span:sub(1, #span - #open)
   end
-  local found = self.list ~= "stop_token_ids" and has_empty(span) and self.list .. " is empty: give at least one token."
+  local found = not MAY_BE_EMPTY[self.list] and has_empty(span) and self.list .. " is empty: give at least one token."
   local wrong = span:find("-", 1, true) and span:match("%-%d+") or self:outside(span)
   if wrong and not found then
     found = string.format("%s holds token %s", self.list, wrong:sub(1, 20))

@@ -26,6 +26,7 @@ class FakeEngine:
 
     info: ClassVar[dict[str, Any]] = {"enable_lora": True}
     vocabulary = None
+    generates = True
 
     def __init__(self, *held: str) -> None:
         self.held = {*held}
@@ -61,6 +62,9 @@ class FakeGate:
         pass
 
     async def name_tokenizer(self, *, present: bool) -> None:
+        pass
+
+    async def name_generation(self, *, generates: bool) -> None:
         pass
 
     async def name_adapters(self, names: Collection[str] | None) -> None:

@@ -72,7 +72,7 @@ def state_of(version: Version) -> State:
 @asynccontextmanager
 async def agent_of(haproxy: Haproxy, folder: Path, *, timeout: float = 30) -> AsyncIterator[Agent]:
     async with await asyncio.start_unix_server(haproxy.serve, folder / "gate.sock"):
-        engine: Any = SimpleNamespace(vocabulary=100, info={"enable_lora": True}, container_boot=lambda: None)
+        engine: Any = SimpleNamespace(vocabulary=100, generates=True, info={"enable_lora": True}, container_boot=lambda: None)
         gate = Gate(folder / "gate.sock", timeout=timeout)
         agent = Agent(name="e0", engine=cast("Engine", engine), gate=gate, record=RecordFile(folder))
         agent.state = state_of(BASE)
