@@ -25,7 +25,7 @@ PEER = Path(__file__).with_name("wire_peer.py")
 
 TIMES = {
     "request_received_ts", "first_token_latency", "api_server_dispatch_finish_ts", "response_sent_to_client_ts", "request_finished_ts",
-    "decode_throughput", "forward_entry_time", "prefill_finished_time", "queue_time",
+    "decode_throughput", "forward_entry_time", "prefill_finished_time", "queue_time", "storage_prefetch_wait", "storage_staging_wait",
 }  # fmt: skip
 """SGLang adds these with --enable-metrics, each once it is known. The stand-in engine leaves them out."""
 
