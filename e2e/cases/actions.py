@@ -13,6 +13,15 @@ import requests
 
 from e2e.kube import Kubectl, eventually
 
+QUESTION: dict[str, Any] = {
+    "input_ids": [11, 22, 33],
+    "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+}
+_ASK = (
+    "import json, requests, sys\n"
+    "engines, body = map(json.loads, sys.argv[1:])\n"
+    "print(json.dumps({name: requests.post(url, json=body, timeout=60).json() for name, url in engines.items()}))\n"
+)
 PUSH, FORWARD = ((pathlib.Path(__file__).parent / name).read_text() for name in ("push.py", "forward.py"))
 
 
@@ -23,14 +32,22 @@ def push(kubectl: Kubectl, rollout: str, version: str, seed: int, model: str = "
     return dict(json.loads(out.strip().splitlines()[-1]))
 
 
-def forward(kubectl: Kubectl, model: str, seed: int) -> list[int]:
-    """What a plain forward pass on the weights of a push answers to what :func:`generate` asks."""
-    return list(json.loads(kubectl.exec("client", "python", "-", model, str(seed), stdin=FORWARD, timeout=120).strip().splitlines()[-1]))
+def forward(kubectl: Kubectl, model: str, seed: int, *adapter: str) -> list[int]:
+    """What a plain forward pass on the weights of a push, and of an adapter, answers to what :func:`generate` asks."""
+    out = kubectl.exec("client", "python", "-", model, str(seed), *adapter, stdin=FORWARD, timeout=120)
+    return list(json.loads(out.strip().splitlines()[-1]))
+
+
+def ask_engines(kubectl: Kubectl, url: str, **more: Any) -> dict[str, Any]:
+    """Ask each engine of the fleet, from the client pod, what :func:`generate` asks; the answers by engine."""
+    engines = {member["name"]: f"{member['url']}/generate" for member in document(url)["members"]}
+    words = (json.dumps(engines), json.dumps(QUESTION | more))
+    return dict(json.loads(kubectl.exec("client", "python", "-", *words, stdin=_ASK, timeout=120)))
 
 
 def generate(url: str, tokens: int = 8, **more: Any) -> requests.Response:
     """One greedy request through the URL."""
-    body = {"input_ids": [11, 22, 33], "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+    body = QUESTION | {"sampling_params": QUESTION["sampling_params"] | {"max_new_tokens": tokens}}
     return requests.post(f"{url}/generate", json=body | more, timeout=60)
 
 

@@ -1,6 +1,8 @@
 """Runs in a pod: what a model plus seeded noise, as push.py makes it, answers greedily in a plain forward pass. Prints token ids.
 
-usage: python - MODEL SEED
+usage: python - MODEL SEED [ADAPTER]
+
+ADAPTER: the folder of an adapter (LoRA) whose weights are added to the model's; its scale is 1.
 """
 
 import shutil
@@ -21,5 +23,11 @@ if seed:
         shutil.copytree(folder, copy, dirs_exist_ok=True)
         save_file(noisy, f"{copy}/model.safetensors", metadata={"format": "pt"})
         model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+if len(sys.argv) > 3:
+    adapter = load_file(f"{sys.argv[3]}/adapter_model.safetensors")
+    for name, low in adapter.items():
+        if name.endswith(".lora_A.weight"):
+            module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            module.weight.data += adapter[name.replace("lora_A", "lora_B")] @ low
 ids = torch.tensor([[11, 22, 33]])
 print(model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, 3:].tolist())

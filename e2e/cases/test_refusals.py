@@ -64,18 +64,20 @@ def test_junk_is_refused_and_the_fleet_serves_on(url: str, whole: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "reason", "words"),
+    ("engine", "model", "reason", "words"),
     [
-        ({"image": "localhost/no-such-image:1"}, "ImagePullFailed", ["broken-engine-0", "no-such-image"]),
-        ({"args": ["--device", "cpu", "--no-such-flag"]}, "EngineCrashed", ["broken-engine-0", "--no-such-flag"]),
-        ({"gpuResource": "nvidia.com/gpu", "gpusPerPod": 1}, "InsufficientCapacity", ["broken-engine-0", "nvidia.com/gpu"]),
+        ({"image": "localhost/no-such-image:1"}, {}, "ImagePullFailed", ["broken-engine-0", "no-such-image"]),
+        ({"args": ["--device", "cpu", "--no-such-flag"]}, {}, "EngineCrashed", ["broken-engine-0", "--no-such-flag"]),
+        ({"gpuResource": "nvidia.com/gpu", "gpusPerPod": 1}, {}, "InsufficientCapacity", ["broken-engine-0", "nvidia.com/gpu"]),
+        ({}, {"path": "/models/absent"}, "EngineCrashed", ["broken-engine-0", "exited with code 1: OSError", "'/models/absent'"]),
     ],
-    ids=["image", "crash", "no-gpu"],
+    ids=["image", "crash", "no-gpu", "no-model"],
 )
 def test_an_engine_that_cannot_start_is_explained(
-    kubectl: Kubectl, operator: Kubectl, engine: dict[str, object], reason: str, words: list[str]
+    kubectl: Kubectl, operator: Kubectl, engine: dict[str, object], model: dict[str, str], reason: str, words: list[str]
 ) -> None:
     document = sample("broken", **engine)
+    document["spec"]["model"] |= model
     document["spec"]["replicas"] = 1
     if "image" in engine:
         document["spec"].setdefault("podTemplate", {})

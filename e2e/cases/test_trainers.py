@@ -1,4 +1,4 @@
-"""A trainer dies or stops in the middle of something, with real SGLang engines: the fleet goes on, and says what happened."""
+"""A trainer or the coordinator dies or stops in the middle of an update, with real SGLang engines: the fleet goes on, and says why."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e.cases.actions import PUSH, document, generate, push, serving
+from e2e.cases.actions import PUSH, Client, document, generate, push, serving
 from e2e.cases.conftest import trainer_pod
+from e2e.cases.test_faults import restarts, router_pod
 from e2e.kube import Kubectl, eventually
 
 WEIGHTS = {"deadlines": {"groupSeconds": 20, "idleSeconds": 15, "updateSeconds": 20}, "trainerLease": {"ttlSeconds": 5}}
@@ -76,6 +77,41 @@ def test_a_trainer_is_stopped_while_the_fleet_is_paused(kubectl: Kubectl, hasty:
             assert document(url)["phase"] == "idle"
         finally:
             kubectl.exec(client, "sh", "-c", f"kill -KILL {pid}", container="trainer")
+
+
+def test_the_coordinator_is_killed_in_the_transfer(kubectl: Kubectl, hasty: str, url: str, client: str) -> None:
+    before = document(url)["committed"]
+    expected = tuple(generate(url).json()["output_ids"])
+    router = router_pod(kubectl, hasty)
+    count = restarts(kubectl, router, "coordinator")
+    with Client(url) as user:
+        eventually("the client gets answers", lambda: len(user.versions) >= 2, within=30, every=0.1)
+        with trainer(kubectl, hasty, client, "503", "stall") as pid:
+            eventually("the engines wait for tensors", lambda: document(url)["phase"] == "transfer", within=30, every=0.1)
+            # All that process 1 of the container, which reaps, has started: no signal from inside kills process 1 itself.
+            kubectl.exec(router, "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)", container="coordinator")
+            eventually("the kubelet restarts it", lambda: restarts(kubectl, router, "coordinator") > count, within=60)
+            # A trainer whose call broke may have ended by itself.
+            kubectl.exec(client, "sh", "-c", f"kill -KILL {pid} 2> /dev/null || :", container="trainer")
+        eventually("the fleet is at rest", lambda: at_rest(url), within=90, every=1)
+        seen = document(url)
+        asked = len(user.statuses)
+        eventually("the client has asked since", lambda: len(user.statuses) >= asked + 4, within=60)
+    assert seen["committed"] == before
+    for row in seen["members"]:
+        assert row["gate_open"] is (row["version"] == before), row
+    assert set(user.versions) == {before["label"]}
+    assert user.answers == {(before["label"], expected)}, "no token of weights that were not committed"
+
+    after = push(kubectl, hasty, "504", seed=504)
+    assert {answer["version"] for answer in after["engines"].values()} == {"504"}
+    assert serving(url, 2, within=60)["committed"]["label"] == "504"
+
+
+def at_rest(url: str) -> bool:
+    """Whether no update or pause is left, and every engine can take the next update."""
+    seen = document(url)
+    return seen["phase"] == "idle" and all(row["rank_offset"] is not None for row in seen["members"])
 
 
 def failed_update(kubectl: Kubectl, fleet: str) -> str:

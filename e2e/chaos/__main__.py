@@ -40,8 +40,8 @@ def main(*, cluster: bool, real: bool, faults: tuple[str, ...], phases: tuple[st
     show(cells, watch)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps([vars(cell) for cell in cells], indent=1) + "\n")
-    sys.exit(any(cell.problem or not (cell.hit or cell.skipped) for cell in cells))
+        out.write_text(json.dumps([vars(cell) | {"result": cell.text} for cell in cells], indent=1) + "\n")
+    sys.exit(not all(cell.passed for cell in cells))
 
 
 def run(stack: Ground, faults: list[Fault], phases: tuple[str, ...]) -> tuple[list[Cell], Watch]:
@@ -65,6 +65,8 @@ def run(stack: Ground, faults: list[Fault], phases: tuple[str, ...]) -> tuple[li
                 spared = f", pushed without after {cell.without_seconds:.1f} s" if cell.without_seconds is not None else ""
                 said = f"{cell.text}{told}{spared} {cell.problem}{cell.skipped}"
                 click.echo(f"{time.monotonic() - began:6.1f} s  {fault.name} in {phase}: {said}", err=True)
+                for number, miss in enumerate(cell.misses, 1):
+                    click.echo(f"          try {number} missed the phase: {miss}", err=True)
     finally:
         watch.stop()
     return cells, watch
@@ -79,9 +81,10 @@ def show(cells: list[Cell], watch: Watch) -> None:
         table.add_row(name, *(row.get(phase, "") for phase in phases))
     Console().print(table)
     failed = [cell for cell in cells if cell.problem]
+    missed = [cell for cell in cells if cell.text == "missed"]
     hit, skipped = sum(cell.hit for cell in cells), sum(bool(cell.skipped) for cell in cells)
     print(
-        f"{len(cells)} cells, {hit} hit, {skipped} skipped, {len(failed)} failed; "
+        f"{len(cells)} cells, {hit} hit, {len(missed)} missed, {skipped} skipped, {len(failed)} failed; "
         f"{watch.answers} answers judged, {watch.spanning} of them over an update, {len(watch.violations)} wrong, "
         f"{watch.errors} requests without an answer"
     )
@@ -90,6 +93,8 @@ def show(cells: list[Cell], watch: Watch) -> None:
         print(f"pauses ended by themselves within {slowest.released_seconds:.1f} s ({slowest.fault} in {slowest.phase})")
     for cell in failed:
         print(f"{cell.fault} in {cell.phase}: {cell.problem}")
+    for cell in missed:
+        print(f"{cell.fault} in {cell.phase}: missed the phase {len(cell.misses)} times, at last because {cell.misses[-1]}")
 
 
 if __name__ == "__main__":

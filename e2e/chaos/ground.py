@@ -26,6 +26,9 @@ class Ground(Protocol):
     def document(self) -> dict[str, Any]:
         """``GET /fleet``; empty while nobody answers."""
 
+    def phases(self) -> list[tuple[float, str]]:
+        """Return the phases that the coordinator's log names, oldest first, each with the Unix time at which it began."""
+
     def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
         """Let one call of a phase take longer on some engines."""
 

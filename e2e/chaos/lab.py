@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import requests
 
 from e2e import stand_in
 from e2e.chaos.engines import STAND_INS as ENGINES
+from e2e.chaos.stack import PHASE_LINE
 from e2e.chaos.talk import Trainer, local_trainer
 from e2e.cluster import nodes
 from e2e.kube import SYSTEM, Kubectl, Refused, eventually, install_operator
@@ -86,6 +88,17 @@ class LabStack:
             return dict(reply.json()) if reply.ok else {}
         except (requests.RequestException, ValueError):
             return {}
+
+    def phases(self) -> list[tuple[float, str]]:
+        """Return the phases that the coordinator's log names, oldest first, each with the Unix time at which it began."""
+        pod = self._pods("router")[0]["metadata"]["name"]
+        found = []
+        for line in self.kubectl("logs", pod, "-c", "coordinator", "--timestamps").splitlines():
+            stamp, _, said = line.partition(" ")
+            phase = said.partition(PHASE_LINE)[2]
+            if phase:
+                found.append((datetime.fromisoformat(stamp[:26].rstrip("Z") + "+00:00").timestamp(), phase))
+        return found
 
     def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
         """Let one call of a phase take longer on some engines."""

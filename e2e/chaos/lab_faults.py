@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from e2e.chaos.engines import STAND_INS as ENGINES
 from e2e.chaos.lab import NAME, LabStack
-from e2e.chaos.matrix import PHASES, TRUTH_WITHIN, Fault
+from e2e.chaos.matrix import PHASES, TRUTH_WITHIN, Fault, Strike, aim_signal
 from e2e.cluster import binaries, network, nodes
 
 FAR = 1
@@ -35,9 +36,9 @@ def _below(pid: int, top: int) -> bool:
     return pid == top
 
 
-def stop_api(_: LabStack) -> None:
+def stop_api(_: LabStack) -> Strike:
     """Its connections stay open and nothing answers: worse than a refusal."""
-    os.kill(_api_server(), signal.SIGSTOP)
+    return aim_signal("the API server", [_api_server()], signal.SIGSTOP)
 
 
 def go_on_api(stack: LabStack) -> None:
@@ -46,9 +47,9 @@ def go_on_api(stack: LabStack) -> None:
     stack.until("the status says what the fleet says", stack.is_told, TRUTH_WITHIN)
 
 
-def cut_node(_: LabStack) -> None:
+def cut_node(_: LabStack) -> Strike:
     """Unplug the node's cable: the lab's end of it."""
-    subprocess.run(["ip", "link", "set", f"sgrv{FAR}", "down"], check=True, timeout=10)
+    return partial(subprocess.run, ["ip", "link", "set", f"sgrv{FAR}", "down"], check=True, timeout=10)
 
 
 def join_node(stack: LabStack) -> None:
@@ -60,10 +61,15 @@ def join_node(stack: LabStack) -> None:
         subprocess.run(["ip", "link", "set", f"sgrv{FAR}", "up"], check=True, timeout=10)
 
 
-def lose_node(stack: LabStack) -> None:
+def lose_node(stack: LabStack) -> Strike:
     """Power off: nobody hears of it, then all that runs there is gone."""
-    cut_node(stack)
-    os.kill(nodes.running()[FAR], signal.SIGKILL)
+    cut, kill = cut_node(stack), aim_signal(f"node{FAR}", [nodes.running()[FAR]], signal.SIGKILL)
+
+    def strike() -> None:
+        cut()
+        kill()
+
+    return strike
 
 
 def start_node(stack: LabStack) -> None:
@@ -76,23 +82,29 @@ def start_node(stack: LabStack) -> None:
         nodes.start(FAR, binaries.find())
 
 
-def _link(action: str, stack: LabStack) -> None:
+def _link(action: str, stack: LabStack) -> Strike:
     pod = stack.pod(0)
     node = int(pod["spec"]["nodeName"].removeprefix("node"))
     ends = (pod["status"]["podIP"], network.HOST)
-    for source, target in (ends, ends[::-1]):
-        command = nodes.enter(node, "iptables", action, "FORWARD", "-s", source, "-d", target, "-j", "DROP")
-        subprocess.run(command, check=True, capture_output=True, timeout=10)
+    commands = [
+        nodes.enter(node, "iptables", action, "FORWARD", "-s", source, "-d", target, "-j", "DROP") for source, target in (ends, ends[::-1])
+    ]
+
+    def strike() -> None:
+        for command in commands:
+            subprocess.run(command, check=True, capture_output=True, timeout=10)
+
+    return strike
 
 
-def cut_link(stack: LabStack) -> None:
+def cut_link(stack: LabStack) -> Strike:
     """Engine 0 and the trainer do not hear of each other any more; everybody else hears both."""
-    _link("-I", stack)
+    return _link("-I", stack)
 
 
 def mend_link(stack: LabStack) -> None:
     """They do again."""
-    _link("-D", stack)
+    _link("-D", stack)()
 
 
 def _all(_: LabStack) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import requests
@@ -36,7 +37,11 @@ TRUTH_WITHIN = 5.0
 RELEASED_WITHIN = 30.0
 """The lease, what an engine that hangs may take to be restarted, and a margin: then no pause or session is left, without a new push. What a
 real engine takes to start comes on top."""
-Sleep = Callable[[float], None]
+SERVED_WITHIN = 30.0
+"""Seconds within which the clients must get answers again after a fault."""
+TRIES = 3
+"""How often a cell runs at most until the fault lands in the phase."""
+Strike = Callable[[], object]
 
 
 @dataclass
@@ -46,7 +51,11 @@ class Cell:
     fault: str
     phase: str
     hit: bool = False
-    """The coordinator said that it was in this phase when the fault landed."""
+    """True if the coordinator's log shows this phase, and no other, during the strike."""
+    struck_in: list[str] = field(default_factory=list)
+    """Phases that the coordinator's log shows during the strike. Empty if nothing was struck."""
+    misses: list[str] = field(default_factory=list)
+    """Why each earlier try, and this one if it is a miss, missed the phase."""
     outcome: str = ""
     """What the trainer was told of the push that was hit: committed, failed, lost."""
     told_seconds: float | None = None
@@ -65,7 +74,14 @@ class Cell:
             return "-"
         if self.problem:
             return "FAIL"
-        return f"{'hit' if self.hit else 'miss'} {self.healed_seconds:.0f}s" if self.healed_seconds is not None else "?"
+        if not self.hit:
+            return "missed"
+        return f"hit {self.healed_seconds:.0f}s" if self.healed_seconds is not None else "?"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the fault landed in the phase and everything held, or the cell is skipped on purpose."""
+        return bool(self.skipped) or (self.hit and not self.problem)
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,8 @@ class Fault:
     """How a part fails."""
 
     name: str
-    strike: Callable[[Any], None]
+    aim: Callable[[Any], Strike]
+    """Find what to strike, before the phase begins. The strike itself is then only a signal or one command."""
     kills_trainer: bool = False
     part: str = ""
     """What must run before it can be hit."""
@@ -84,32 +101,64 @@ class Fault:
     heals_within: float = HEALED_WITHIN
 
 
-def _kill_engine(stack: Stack) -> None:
-    stack.engines.processes[0].kill()
+class MissedError(Exception):
+    """The strike found nothing to hit, or the phase did not come. ``str()`` says which."""
 
 
-def _hang_engine(stack: Stack) -> None:
-    stack.hung_since = time.monotonic()
-    stack.engines.processes[0].signal(signal.SIGSTOP)
+def aim_signal(what: str, pids: list[int], number: int) -> Strike:
+    """Return the strike that sends a signal to these processes.
 
+    Raises:
+        LookupError: There is no such process.
+    """
+    if not pids:
+        raise LookupError(f"no process of {what} runs")
 
-def _trainer(number: int) -> Callable[[Stack], None]:
-    def strike(stack: Stack) -> None:
-        if stack.trainer is not None:
-            stack.trainer.process.send_signal(number)
+    def strike() -> None:
+        struck = 0
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                struck += 1
+        if not struck:
+            raise MissedError(f"all processes of {what} had ended before the strike")
 
     return strike
 
 
-def _part(name: str) -> Callable[[Stack], None]:
-    return lambda stack: stack.signal_part(name, signal.SIGKILL)
+def phases_between(record: list[tuple[float, str]], began: float, ended: float) -> list[str]:
+    """Return the phases that a record shows from one moment to another, the one in force at the first moment included."""
+    before = [phase for at, phase in record if at <= began][-1:]
+    return before + [phase for at, phase in record if began < at <= ended]
+
+
+def _engine(number: int) -> Callable[[Stack], Strike]:
+    def aim(stack: Stack) -> Strike:
+        engine = stack.engines.processes[0]
+
+        def strike() -> None:
+            engine.signal(number)
+            if number == signal.SIGSTOP:
+                stack.hung_since = time.monotonic()
+
+        return strike
+
+    return aim
+
+
+def _trainer(number: int) -> Callable[[Stack], Strike]:
+    return lambda stack: aim_signal("the trainer", [stack.trainer.process.pid] if stack.trainer is not None else [], number)
+
+
+def _part(name: str) -> Callable[[Stack], Strike]:
+    return lambda stack: aim_signal(name, stack.pids(name), signal.SIGKILL)
 
 
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("engine killed", _kill_engine),
-        Fault("engine hung", _hang_engine),
+        Fault("engine killed", _engine(signal.SIGKILL)),
+        Fault("engine hung", _engine(signal.SIGSTOP)),
         Fault("agent killed", _part("agent"), part="agent"),
         Fault("gate killed", _part("gate"), part="gate"),
         Fault("coordinator killed", _part("coordinator"), part="coordinator"),
@@ -135,8 +184,21 @@ class Matrix:
         self._push_well(HEALED_WITHIN)
         self._watch.start(FEW, FEW, MANY)
 
+    def push(self) -> None:
+        """Push one version, which must succeed."""
+        self._push_well(HEALED_WITHIN)
+
     def run(self, fault: Fault, phase: str) -> Cell:
-        """One cell."""
+        """Run one cell, again if the fault missed the phase, at most ``TRIES`` times."""
+        misses: list[str] = []
+        while True:
+            cell = self._try(fault, phase)
+            misses += cell.misses
+            cell.misses = misses
+            if cell.passed or cell.problem or len(misses) >= TRIES:
+                return cell
+
+    def _try(self, fault: Fault, phase: str) -> Cell:
         cell = Cell(fault.name, phase)
         before = len(self._watch.violations)
         try:
@@ -146,8 +208,15 @@ class Matrix:
             if fault.part and isinstance(self._stack, Stack):
                 stack = self._stack
                 stack.until(f"{fault.part} runs", lambda: stack.pids(fault.part), 30)
-            self._strike(cell, fault)
+            began, ended = self._strike(cell, fault)
             self._heal(cell, fault)
+            cell.struck_in = phases_between(self._stack.phases(), began, ended)
+            cell.hit = cell.struck_in == [phase]
+            if not cell.hit:
+                cell.misses = [f"during the strike the coordinator's log shows {', '.join(cell.struck_in) or 'no phase'}"]
+        except MissedError as missed:
+            cell.misses = [str(missed)]
+            self._stack.calm()
         except (AssertionError, TimeoutError, LookupError, requests.RequestException) as error:
             cell.problem = str(error) or type(error).__name__
             self._start_over(fault)
@@ -156,19 +225,33 @@ class Matrix:
             cell.problem = f"{len(new)} wrong answers, the first: {new[0]}. {cell.problem}"
         return cell
 
-    def _strike(self, cell: Cell, fault: Fault) -> None:
+    def _strike(self, cell: Cell, fault: Fault) -> tuple[float, float]:
+        """Strike in the phase of the cell; returns the Unix times of just before and just after the strike."""
         stack, label = self._stack, ""
+        strike = fault.aim(stack)
         if cell.phase == "prepare":
             self._ask_in_vain()
         elif cell.phase != "idle":
             label = self._prolong(cell.phase)
-        if cell.phase != "idle":
-            stack.until(f"phase {cell.phase}", lambda: stack.document().get("phase") == cell.phase, 15)
-        cell.hit = True
-        began = time.monotonic()
-        fault.strike(stack)
+        try:
+            self._await_phase(cell.phase)
+            since, began = time.monotonic(), time.time()
+            strike()
+            ended = time.time()
+        except MissedError:
+            if label:
+                self._learn(cell, label, time.monotonic())
+            raise
         if label:
-            self._learn(cell, fault, label, began)
+            self._learn(cell, label, since, lost=fault.kills_trainer)
+        return began, ended
+
+    def _await_phase(self, phase: str) -> None:
+        if phase != "idle":
+            try:
+                self._stack.until(f"phase {phase}", lambda: self._stack.document().get("phase") == phase, 15)
+            except AssertionError as error:
+                raise MissedError(str(error)) from error
 
     def _prolong(self, phase: str) -> str:
         """Begin a push of which this phase takes long."""
@@ -176,10 +259,10 @@ class Matrix:
         # An engine that was told the version with its last tensors has nothing to do when it acknowledges.
         return self._begin("late" if phase == "commit" else "")
 
-    def _learn(self, cell: Cell, fault: Fault, label: str, began: float) -> None:
-        """What becomes of the push that was hit, as the trainer and as the fleet see it."""
+    def _learn(self, cell: Cell, label: str, began: float, *, lost: bool = False) -> None:
+        """Note what becomes of the push, as the trainer and as the fleet see it. ``lost``: the strike hit the trainer itself."""
         stack = self._stack
-        if fault.kills_trainer:
+        if lost:
             cell.outcome = "lost"
         elif stack.trainer is not None:
             answer = stack.trainer.outcome(TOLD_WITHIN)
@@ -211,6 +294,8 @@ class Matrix:
         stack.until("nobody is paused", lambda: not stack.paused(), TRUTH_WITHIN)
         cell.healed_seconds = time.monotonic() - began
         stack.until("what is published is the case", stack.is_told, TRUTH_WITHIN)
+        answers = self._watch.answers
+        stack.until("clients get answers again", lambda: self._watch.answers > answers, SERVED_WITHIN)
 
     def _until_served(self, engines: int, within: float) -> float:
         """Push until so many engines serve; returns the seconds it took."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ POLICY = {
 """Short, so that the matrix ends; what is tested is that they hold."""
 HUNG_FOR = 20.0
 """Seconds after which somebody notices an idle engine that hangs."""
+PHASE_LINE = " update phase: "
+"""What the coordinator logs when a phase begins, after the time, the level and the logger."""
 PARTS = {
     "agent": ("sglang_rollout.cli", "agent", "--name", "local-engine-{index}"),
     "gate": ("haproxy", "local-engine-{index}"),
@@ -90,6 +92,16 @@ class Stack:
         except (requests.RequestException, ValueError):
             return {}
 
+    def phases(self) -> list[tuple[float, str]]:
+        """Return the phases that the coordinator's log names, oldest first, each with the Unix time at which it began."""
+        found = []
+        for line in (self.folder / "state" / "logs" / "coordinator.log").read_text(errors="replace").splitlines():
+            stamp, _, phase = line.partition(PHASE_LINE)
+            if phase:
+                # Local time, as the log has it.
+                found.append((datetime.strptime(stamp[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), phase))
+        return found
+
     def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
         """Let one call of a phase take longer on some engines."""
         for index in engines:
@@ -127,15 +139,6 @@ class Stack:
                 if all(word in command for word in words) and self._below(pid):
                     found.append(pid)
         return found
-
-    def signal_part(self, part: str, number: int, index: int = 0) -> None:
-        """Send a signal to all processes of a part. Raises LookupError when there is none: nothing was hit then."""
-        pids = self.pids(part, index)
-        if not pids:
-            raise LookupError(f"no process of {part} runs")
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
 
     def be_kubelet(self) -> None:
         """Start engines again that ended, and those of which their agents say that they have to be restarted; until the stack ends."""

@@ -83,6 +83,13 @@ def rollout(name: str, *, replicas: int = 3, weights: Document | None = None) ->
     return document
 
 
+def with_folder(document: Document) -> Document:
+    """Mount the shared folder in the engines of a rollout that has no other volumes."""
+    engine = {"name": "engine", "volumeMounts": [{"name": "ckpt", "mountPath": CKPT}]}
+    document["spec"]["podTemplate"] = {"spec": {"containers": [engine], "volumes": [_ckpt()]}}
+    return document
+
+
 def trainer_pod(name: str) -> Document:
     """A pod that waits; trainers are started in it, with torch, our library and the scripts of this checkout."""
     pod = _job()

@@ -34,6 +34,7 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
+from sglang_rollout.fleet.update.progress import Phase
 from sglang_rollout.fleet.update.requests import Answer, Request
 from sglang_rollout.fleet.update.state import Fleet
 from sglang_rollout.wire.intent import Intent
@@ -72,6 +73,8 @@ class Driver:
         self._kept = FleetState.ACTIVE
         self._reported = 0
         """Ended updates that the log holds."""
+        self._phase: Phase | None = None
+        """The phase that the log named last."""
         self._syncing: dict[str, asyncio.Task[None]] = {}
         self._synced: dict[str, float] = {}
         self._claimed = 0
@@ -173,6 +176,7 @@ class Driver:
                     future = self._waiting.get(call)
                     if future is not None and not future.done():
                         future.set_result(answer)
+        self._log_phase(self._machine.phase)
         self._report(self._machine.fleet)
         if self._machine.fleet.kept is not self._kept:
             self._kept = self._machine.fleet.kept
@@ -183,6 +187,12 @@ class Driver:
         future = self._cuts.get(effect.effect)
         if future is not None and not future.done():
             future.set_result(effect.reason)
+
+    def _log_phase(self, phase: Phase) -> None:
+        """Log each phase when it begins: the log of a coordinator that was killed names the phase it was killed in."""
+        if phase is not self._phase:
+            self._phase = phase
+            log.info("update phase: %s", phase)
 
     def _report(self, fleet: Fleet) -> None:
         """Count an update that has just ended, and log one line about it."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-from e2e.chaos.matrix import FAULTS, Matrix
+from e2e.chaos.matrix import FAULTS, Fault, Matrix, Strike
 from e2e.chaos.stack import Stack
 from e2e.chaos.tokens import known, stand_in
 from e2e.chaos.watch import Watch
@@ -25,19 +25,47 @@ CELLS = [
 ]
 
 
-def test_whatever_dies_no_answer_is_of_the_wrong_version_and_the_next_update_works(tmp_path: Path) -> None:
-    with Stack(tmp_path, 26500) as stack:
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Matrix, Watch]]:
+    """A stack of processes with a committed version, and clients that ask it without pause."""
+    with Stack(tmp_path_factory.mktemp("chaos"), 26500) as stack:
         with StandIn() as base:
             watch = Watch(stack.url, {"default": stand_in(policy_digest(base.tensors()))})
-        matrix = Matrix(stack, watch)
-        matrix.begin()
-        cells = [matrix.run(FAULTS[fault], phase) for fault, phase in CELLS]
+        made = Matrix(stack, watch)
+        made.begin()
+        yield made, watch
         watch.stop()
+
+
+def test_whatever_dies_no_answer_is_of_the_wrong_version_and_the_next_update_works(matrix: tuple[Matrix, Watch]) -> None:
+    made, watch = matrix
+    cells = [made.run(FAULTS[fault], phase) for fault, phase in CELLS]
     assert {f"{cell.fault} in {cell.phase}": cell.problem for cell in cells if cell.problem} == {}
-    assert all(cell.hit for cell in cells)
+    assert {f"{cell.fault} in {cell.phase}": cell.misses for cell in cells if not cell.hit} == {}
+    for _ in range(20):  # the cells' own updates do it almost always
+        if watch.spanning:
+            break
+        made.push()
     assert watch.violations == []
-    assert watch.answers > 100, "somebody must have asked"
-    assert watch.spanning > 0, "some answer was under way when an update came"
+    assert watch.spanning > 0, "no answer was under way during any update, so none over an update was judged"
+
+
+def test_a_strike_after_the_end_of_the_update_is_reported_as_a_miss(matrix: tuple[Matrix, Watch], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = matrix
+    monkeypatch.setattr("e2e.chaos.matrix.TRIES", 1)
+
+    def aim(stack: Stack) -> Strike:
+        kill = FAULTS["smg killed"].aim(stack)
+
+        def strike() -> None:
+            stack.until("the update has ended", lambda: stack.document().get("phase") == "idle", 30)
+            kill()
+
+        return strike
+
+    cell = made.run(Fault("smg killed", aim, part="smg"), "verify")
+    assert (cell.problem, cell.text, cell.passed) == ("", "missed", False)
+    assert (cell.struck_in[0], cell.struck_in[-1]) == ("verify", "idle")
 
 
 def test_the_watch_sees_what_is_wrong() -> None:

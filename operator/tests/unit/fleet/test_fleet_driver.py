@@ -15,6 +15,7 @@ from sglang_rollout.fleet.metrics import Metrics
 from sglang_rollout.fleet.update import Machine
 from sglang_rollout.fleet.update.calls import UPDATE
 from sglang_rollout.fleet.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
+from sglang_rollout.fleet.update.progress import Phase
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version
@@ -22,6 +23,8 @@ from sglang_rollout.wire.weights import Version
 
 class Scripted:
     """Stands in for the machine: wants these effects at the first event, and keeps what comes of them."""
+
+    phase = Phase.IDLE
 
     def __init__(self, *effects: Effect) -> None:
         self.fleet = SimpleNamespace(last_update=None, ended=Counter(), kept=FleetState.ACTIVE)

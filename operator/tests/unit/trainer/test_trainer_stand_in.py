@@ -23,6 +23,8 @@ from ports import free_port
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.trainer.testing import Fault, Kind, Phase, StandIn, StandInFleet, decode, encode, expected_tokens
 
+PATIENCE = 60.0
+"""Seconds until a test that hangs is ended. No test here measures speed."""
 ASK = {"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 6}}
 
 
@@ -32,7 +34,7 @@ def engine() -> Iterator[StandIn]:
         yield made
 
 
-def post(engine: StandIn, path: str, body: Any = None, timeout: float = 5) -> requests.Response:
+def post(engine: StandIn, path: str, body: Any = None, timeout: float = PATIENCE) -> requests.Response:
     return requests.post(engine.url + path, json={} if body is None else body, timeout=timeout)
 
 
@@ -74,12 +76,12 @@ def test_text_and_tokens_are_the_same_thing() -> None:
 
 def test_a_restart_forgets_all_but_the_port_and_the_faults(engine: StandIn) -> None:
     url, boot = engine.url, engine.boot_id
-    info = requests.get(f"{url}/server_info", timeout=5).json()
+    info = requests.get(f"{url}/server_info", timeout=PATIENCE).json()
     post(engine, "/update_weight_version", {"new_version": "7"})
     post(engine, "/begin_weight_update")
     engine.faults.add("unavailable", "flush")
     engine.restart()
-    again = requests.get(f"{url}/server_info", timeout=5).json()
+    again = requests.get(f"{url}/server_info", timeout=PATIENCE).json()
     assert (engine.url, engine.weight_version) == (url, "default")
     assert engine.boot_id != boot
     assert again["startup_time"] != info["startup_time"]
@@ -94,7 +96,7 @@ def test_a_killed_engine_breaks_connections_and_refuses_new_ones(engine: StandIn
         time.sleep(0.2)
         engine.kill()
         with pytest.raises(requests.ConnectionError):
-            held.result(5)
+            held.result(PATIENCE)
     assert (engine.alive, engine.boot_id) == (False, None)
     with pytest.raises(requests.ConnectionError):
         tokens(engine)
@@ -114,10 +116,10 @@ def test_engines_of_a_fleet_share_no_change() -> None:
 
 def test_the_old_generation_has_no_sessions() -> None:
     with StandIn(sessions=False) as engine:
-        assert requests.get(f"{engine.url}/begin_weight_update", timeout=5).status_code == 404
+        assert requests.get(f"{engine.url}/begin_weight_update", timeout=PATIENCE).status_code == 404
         assert post(engine, "/begin_weight_update").status_code == 404
-        assert requests.get(f"{engine.url}/server_info", timeout=5).json()["version"] == "0.5.20"
-        (load,) = requests.get(f"{engine.url}/get_load", timeout=5).json()
+        assert requests.get(f"{engine.url}/server_info", timeout=PATIENCE).json()["version"] == "0.5.20"
+        (load,) = requests.get(f"{engine.url}/get_load", timeout=PATIENCE).json()
         assert load.pop("ts_tic") > 0
         assert load == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0, "num_pending_tokens": 0}
         body = {"names": [], "dtypes": [], "shapes": [], "group_name": "g"}
@@ -127,11 +129,11 @@ def test_the_old_generation_has_no_sessions() -> None:
 def test_health_generate_fails_while_paused_and_stays_failed_until_it_works() -> None:
     with StandIn(health_seconds=1.5) as engine:
         post(engine, "/pause_generation", {"mode": "retract"})
-        assert requests.get(f"{engine.url}/health_generate", timeout=5).status_code == 503
+        assert requests.get(f"{engine.url}/health_generate", timeout=PATIENCE).status_code == 503
         post(engine, "/continue_generation")
-        assert requests.get(f"{engine.url}/ready", timeout=5).status_code == 503
-        assert requests.get(f"{engine.url}/health_generate", timeout=5).status_code == 200
-        assert requests.get(f"{engine.url}/ready", timeout=5).status_code == 200
+        assert requests.get(f"{engine.url}/ready", timeout=PATIENCE).status_code == 503
+        assert requests.get(f"{engine.url}/health_generate", timeout=PATIENCE).status_code == 200
+        assert requests.get(f"{engine.url}/ready", timeout=PATIENCE).status_code == 200
 
 
 # --- faults ------------------------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ def test_a_hang_blocks_the_scheduler_until_the_engine_is_killed(engine: StandIn,
     with pytest.raises(requests.Timeout):
         post(engine, CALLS[phase], timeout=0.3)
     for path in ("/model_info", "/v1/models", "/ping", "/ready"):
-        assert requests.get(engine.url + path, timeout=5).status_code == 200, path
+        assert requests.get(engine.url + path, timeout=PATIENCE).status_code == 200, path
     for path in ("/destroy_weights_update_group", "/generate"):
         with pytest.raises(requests.Timeout):
             post(engine, path, ASK, timeout=0.3)
@@ -243,19 +245,19 @@ def test_what_makes_no_sense_is_refused(engine: StandIn, kind: str, phase: str) 
 def test_faults_over_http(engine: StandIn) -> None:
     number = post(engine, "/stand_in/faults", {"kind": "slow", "phase": "flush", "times": None, "seconds": 0}).json()["number"]
     post(engine, "/flush_cache")
-    said = requests.get(f"{engine.url}/stand_in/faults", timeout=5).json()
+    said = requests.get(f"{engine.url}/stand_in/faults", timeout=PATIENCE).json()
     (armed,) = said["armed"]
     assert (armed["number"], armed["kind"], armed["phase"], armed["left"]) == (number, "slow", "flush", None)
     (hit,) = said["fired"]
     assert (hit["kind"], hit["phase"], hit["boot_id"]) == ("slow", "flush", engine.boot_id)
     url = f"{engine.url}/stand_in/faults"
-    assert requests.delete(url, params={"number": 99}, timeout=5).status_code == 404
-    assert requests.delete(url, params={"number": number}, timeout=5).status_code == 200
-    assert requests.get(url, timeout=5).json()["armed"] == []
+    assert requests.delete(url, params={"number": 99}, timeout=PATIENCE).status_code == 404
+    assert requests.delete(url, params={"number": number}, timeout=PATIENCE).status_code == 200
+    assert requests.get(url, timeout=PATIENCE).json()["armed"] == []
 
 
 def test_restart_and_state_over_http(engine: StandIn) -> None:
-    state = requests.get(f"{engine.url}/stand_in/state", timeout=5).json()
+    state = requests.get(f"{engine.url}/stand_in/state", timeout=PATIENCE).json()
     assert (state["boot_id"], state["pid"], state["session"]) == (engine.boot_id, os.getpid(), False)
     post(engine, "/stand_in/restart")
     end = time.monotonic() + 5
@@ -278,10 +280,11 @@ def test_a_fault_as_words() -> None:
 
 
 def up(url: str) -> bool:
-    end = time.monotonic() + 20
+    """Wait until a process that was just started answers; it may not have bound its port yet."""
+    end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         try:
-            return requests.get(f"{url}/ready", timeout=2).status_code == 200
+            return requests.get(f"{url}/ready", timeout=PATIENCE).status_code == 200
         except requests.ConnectionError:
             time.sleep(0.05)
     return False
@@ -294,11 +297,11 @@ def test_a_process_with_one_engine_dies_by_sigkill_and_leaves_a_record(tmp_path:
     try:
         assert up(f"http://127.0.0.1:{port}")
         with pytest.raises(requests.ConnectionError):
-            requests.post(f"http://127.0.0.1:{port}/begin_weight_update", json={}, timeout=5)
-        assert process.wait(5) == -signal.SIGKILL
+            requests.post(f"http://127.0.0.1:{port}/begin_weight_update", json={}, timeout=PATIENCE)
+        assert process.wait(PATIENCE) == -signal.SIGKILL
     finally:
         process.kill()
-        process.wait(5)
+        process.wait(PATIENCE)
     (hit,) = [json.loads(text) for text in hits.read_text().splitlines()]
     assert (hit["kind"], hit["phase"], hit["port"]) == ("die", "begin", port)
 
@@ -312,13 +315,13 @@ def test_a_process_with_two_engines_survives_one_and_ends_at_sigterm() -> None:
     try:
         assert up(f"http://127.0.0.1:{port + 1}")
         with pytest.raises(requests.ConnectionError):
-            requests.get(f"http://127.0.0.1:{port}/flush_cache", timeout=5)
-        assert requests.get(f"http://127.0.0.1:{port + 1}/ready", timeout=5).status_code == 200
+            requests.get(f"http://127.0.0.1:{port}/flush_cache", timeout=PATIENCE)
+        assert requests.get(f"http://127.0.0.1:{port + 1}/ready", timeout=PATIENCE).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
-        process.wait(5)
+        process.wait(PATIENCE)
 
 
 def test_nothing_of_a_fleet_is_left_behind() -> None:

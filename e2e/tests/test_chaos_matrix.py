@@ -1,0 +1,150 @@
+"""When a cell of the fault matrix counts as hit, on a fleet that is only imagined: no process runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from e2e.chaos import __main__ as program
+from e2e.chaos.matrix import FAULTS, TRIES, Fault, Matrix, Strike, phases_between
+from e2e.chaos.tokens import known
+from e2e.chaos.watch import Watch
+
+
+class ImaginedTrainer:
+    """Pushes at once; its fleet is in ``verify`` until the trainer is asked for the outcome."""
+
+    base = known([1])
+
+    def __init__(self, fleet: ImaginedFleet) -> None:
+        self._fleet = fleet
+        self._label = ""
+
+    def begin(self, label: str, manner: str = "") -> object:
+        self._label = label
+        self._fleet.enter(self._fleet.slow_phase)
+        return known([1])
+
+    def outcome(self, within: float) -> dict[str, Any]:
+        self._fleet.label = self._label
+        self._fleet.enter("idle")
+        return {"ok": True, "error": ""}
+
+
+class ImaginedFleet:
+    """One engine that always serves, and a coordinator that logs its phases."""
+
+    number, start_seconds, url = 1, 0.0, ""
+    slow_phase = "verify"
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.label = ""
+        self.record: list[tuple[float, str]] = []
+        self.enter("idle")
+        self.trainer: Any = ImaginedTrainer(self)
+
+    def __enter__(self) -> ImaginedFleet:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.record.append((time.time(), phase))
+
+    def new_trainer(self) -> Any:
+        self.trainer = ImaginedTrainer(self)
+        return self.trainer
+
+    def document(self) -> dict[str, Any]:
+        return {"phase": self.phase, "serving": 1, "committed": {"label": self.label}}
+
+    def phases(self) -> list[tuple[float, str]]:
+        return self.record
+
+    def slow(self, phase: str, seconds: float, engines: list[int]) -> None: ...
+
+    def calm(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def paused(self) -> list[int]:
+        return []
+
+    def is_told(self) -> bool:
+        return True
+
+    def until(self, what: str, check: Callable[[], Any], within: float) -> float:
+        if what != "clients get answers again" and not check():  # nobody asks
+            raise AssertionError(f"not: {what}")
+        return 0.0
+
+
+def fault(fleet: ImaginedFleet, *late: bool) -> Fault:
+    """A fault that harms nothing. ``late``: for each try, whether the update has ended before the strike; the last value repeats."""
+    tries = list(late)
+
+    def aim(_: object) -> Strike:
+        is_late = tries.pop(0) if len(tries) > 1 else tries[0]
+        return lambda: fleet.enter("idle") if is_late else None
+
+    return Fault("nothing", aim)
+
+
+def run(fleet: ImaginedFleet, made: Fault, phase: str = "verify") -> Any:
+    return Matrix(fleet, Watch("", {})).run(made, phase)
+
+
+def test_a_strike_in_the_phase_is_a_hit() -> None:
+    fleet = ImaginedFleet()
+    cell = run(fleet, fault(fleet, False))
+    assert (cell.problem, cell.text, cell.passed, cell.struck_in, cell.misses) == ("", "hit 0s", True, ["verify"], [])
+
+
+def test_a_strike_that_always_comes_too_late_is_a_miss() -> None:
+    fleet = ImaginedFleet()
+    cell = run(fleet, fault(fleet, True))
+    assert (cell.problem, cell.text, cell.passed, cell.struck_in) == ("", "missed", False, ["verify", "idle"])
+    assert cell.misses == ["during the strike the coordinator's log shows verify, idle"] * TRIES
+
+
+def test_a_missed_cell_is_repeated_until_it_is_hit() -> None:
+    fleet = ImaginedFleet()
+    cell = run(fleet, fault(fleet, True, False))
+    assert (cell.text, cell.passed, len(cell.misses)) == ("hit 0s", True, 1)
+
+
+def test_a_phase_that_never_comes_is_a_miss_and_nothing_is_struck() -> None:
+    fleet = ImaginedFleet()
+    fleet.slow_phase = "transfer"
+    cell = run(fleet, fault(fleet, False))
+    assert (cell.problem, cell.text, cell.struck_in, cell.misses) == ("", "missed", [], ["not: phase verify"] * TRIES)
+
+
+def test_a_missed_cell_is_shown_and_written_and_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = ImaginedFleet()
+    monkeypatch.setattr(program, "Stack", lambda *_, **__: fleet)
+    monkeypatch.setitem(FAULTS, "smg killed", fault(fleet, True))
+    out = tmp_path / "chaos.json"
+    done = CliRunner().invoke(program.main, ["--fault", "smg killed", "--phase", "verify", "--out", str(out)])
+    assert done.exit_code == 1, done.output
+    for part in (
+        "1 cells, 0 hit, 1 missed",
+        "try 3 missed the phase",
+        "nothing in verify: missed the phase 3 times, at last because during",
+    ):
+        assert part in done.output, done.output
+    (cell,) = json.loads(out.read_text())
+    assert (cell["result"], cell["hit"], len(cell["misses"])) == ("missed", False, TRIES)
+
+
+def test_the_record_tells_the_phase_at_a_moment() -> None:
+    record = [(1.0, "idle"), (2.0, "pause"), (3.0, "open")]
+    between = [phases_between(record, *moments) for moments in ((1.5, 1.6), (2.0, 2.9), (2.9, 3.0), (0.1, 0.2), (9.0, 9.1))]
+    assert between == [["idle"], ["pause"], ["pause", "open"], [], ["open"]]
