@@ -61,6 +61,7 @@ def params(**more: Any) -> dict[str, Any]:
         (GENERATE, {"text": "a", "return_logprob": True, "top_logprobs_num": 2049}, "larger than the vocabulary of 2048 tokens"),
         (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len is below -1"),
         (GENERATE, {"text": "a", "positional_embed_overrides": {"x": 1}}, "positional_embed_overrides is not offered"),
+        (GENERATE, {"text": "a", "custom_labels": {"team": "a"}}, "custom_labels is not offered"),
         (COMPLETIONS, {"model": "default", "prompt": [99999], "max_tokens": 1}, "prompt holds token 99999"),
         (COMPLETIONS, {"model": "default", "prompt": [[5], [-3]], "max_tokens": 1}, "prompt holds token -3"),
         (COMPLETIONS, {"model": "default", "prompt": "a", "max_tokens": 1, "logprobs": 100000}, "larger than the vocabulary"),

@@ -49,7 +49,7 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
         sampled(frequency_penalty=0.5, presence_penalty=0.5, min_new_tokens=2, top_k=5, top_p=0.5, min_p=0.1),
     ),
     (GENERATE, sampled() | {"image_data": "data:image/png;base64,AAAA"}),  # a model of text leaves images alone
-    (GENERATE, sampled() | {"extra_key": "k", "cache_salt": "s", "custom_labels": {"a": "b"}, "priority": 3, "session_id": "s"}),
+    (GENERATE, sampled() | {"extra_key": "k", "cache_salt": "s", "priority": 3, "session_id": "s"}),
     (CHAT, MESSAGES),
     (CHAT, MESSAGES | {"logprobs": True, "top_logprobs": 2}),
     (CHAT, MESSAGES | {"logprobs": True, "top_logprobs": 25}),

@@ -93,6 +93,8 @@ end
 local KEYS = {
   ["/generate"] = with({
     text = empty_list, min_new_tokens = least_tokens, top_logprobs_num = number_of_logprobs, logprob_start_len = logprob_start,
+    -- Labels that SGLang's metrics were not made with end an engine that exports them (engine.metrics).
+    custom_labels = not_offered,
   }),
   ["/v1/completions"] = with({ prompt = empty_list, min_tokens = least_tokens, logprobs = number_of_logprobs }),
   ["/v1/chat/completions"] = with({ min_tokens = least_tokens, top_logprobs = number_of_logprobs }),
