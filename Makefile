@@ -62,10 +62,9 @@ test-fast: venv ## Unit, property and golden tests: no root, no cluster, no engi
 test: ## All tests, on a cluster made for them (CLUSTER=current: on yours)
 	@e2e/test.sh
 
-test-all: ## make test, then what takes too long for each change: long matrices, Kueue, the fault matrices
+test-all: ## make test, then what takes too long for each change: Kueue and the fault matrices
 	@e2e/test.sh
-	@$(BIN)/pytest --strict-skips -n 2 --dist loadgroup operator/tests -m long
-	@$(MAKE) --no-print-directory test-neighbours chaos chaos-cluster
+	@$(MAKE) --no-print-directory test-neighbours chaos chaos-real chaos-cluster
 
 test-neighbours: venv ## The cases with Kueue, built from its Go module (5 minutes once), on the lab cluster
 	@$(BIN)/python -m e2e.neighbours.kueue
