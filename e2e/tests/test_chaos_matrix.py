@@ -110,8 +110,11 @@ def test_a_strike_in_the_phase_is_a_hit() -> None:
 def test_a_strike_that_always_comes_too_late_is_a_miss() -> None:
     fleet = ImaginedFleet()
     cell = run(fleet, fault(fleet, True))
-    assert (cell.problem, cell.text, cell.passed, cell.struck_in) == ("", "missed", False, ["verify", "idle"])
-    assert cell.misses == ["during the strike the coordinator's log shows verify, idle"] * TRIES
+    assert (cell.problem, cell.text, cell.passed) == ("", "missed", False)
+    # The phase may have ended before the strike or during it: the two are microseconds apart here.
+    assert cell.struck_in in (["verify", "idle"], ["idle"])
+    assert len(cell.misses) == TRIES
+    assert all(miss.startswith("during the strike the coordinator's log shows") and miss.endswith("idle") for miss in cell.misses)
 
 
 def test_a_missed_cell_is_repeated_until_it_is_hit() -> None:
