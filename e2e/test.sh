@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `make test`: prepare the machine, run the tests that need no cluster, then the cases on a cluster, then clean up.
-# CLUSTER=lab (default) makes a cluster and removes it; current uses your kubectl context; none leaves out what needs a cluster.
+# CLUSTER=lab (default) makes a cluster and removes it; current uses your kubectl context; none leaves out the cases on a cluster.
 # Kubernetes and the images are built in the background while tests run that need neither.
 # shellcheck disable=SC2317  # functions are called by the trap and by run
 set -euo pipefail
@@ -46,7 +46,7 @@ tests() { # name, arguments of pytest...
   .venv/bin/pytest --strict-skips --durations=30 --junitxml="$out/$name.xml" "$@"
 }
 
-build() { # what the cluster needs; a log of its own, because tests print meanwhile
+build() { # what the cluster needs; its output goes to a log of its own, because tests print at the same time
   nice make --no-print-directory cluster-binaries
   if [ "$CLUSTER" = lab ]; then nice make --no-print-directory images; fi
 }
@@ -61,19 +61,17 @@ await_build() {
 
 run "Python environment" make --no-print-directory venv
 run "what is missing on this machine" make --no-print-directory preflight
-if [ "$CLUSTER" != none ]; then
-  set -m # a process group of its own, so that finish can end all of it
-  build > "$out/build.log" 2>&1 < /dev/null &
-  builder=$!
-  set +m
-fi
+set -m # a process group of its own, so that finish can end all of it
+build > "$out/build.log" 2>&1 < /dev/null &
+builder=$!
+set +m
 run "SGLang for CPU" make --no-print-directory engine-venv
 run "unit, property, golden and contract tests" tests contract -n 2 --dist loadgroup operator/tests e2e/tests -m "not controlplane" || failed=1
+run "wait for Kubernetes and images, built in the background" await_build
+run "integration tests with an API server" tests integration -n 2 --dist loadgroup operator/tests -m controlplane || failed=1
 if [ "$CLUSTER" = none ]; then
-  summary+=("LEFT OUT  tests with an API server, e2e/cases: CLUSTER=none has no Kubernetes")
+  summary+=("LEFT OUT        e2e/cases: CLUSTER=none has no cluster")
 else
-  run "Kubernetes and images, built meanwhile" await_build
-  run "integration tests with an API server" tests integration -n 2 --dist loadgroup operator/tests -m controlplane || failed=1
   # Two nodes: an engine of two pods has one for each.
   if [ "$CLUSTER" = lab ] && [ "$($python -m e2e.cluster status 2> /dev/null | grep -c ': Ready;')" != 2 ]; then
     $python -m e2e.cluster down # what a crashed run or the demo left would be in the way
