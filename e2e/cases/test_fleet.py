@@ -48,6 +48,36 @@ def test_a_push_reaches_every_engine_and_the_status(kubectl: Kubectl, fleet: str
     eventually("an Event tells it", lambda: "102" in kubectl("describe", "sglr", fleet).split("Events:")[1], within=15)
 
 
+SCRAPE = (
+    "import json, requests, sys\n"
+    "for url in json.loads(sys.argv[1]):\n"
+    "    reply = requests.get(url, timeout=30)\n"
+    "    refused = requests.post(url.split('/metrics')[0] + '/generate', json={}, timeout=10).status_code\n"
+    "    print(json.dumps([url, reply.status_code, reply.text, refused]))\n"
+)
+EXPORTED = {
+    "engine": {"/metrics": "sglang:", "/metrics/agent": "sglang_rollout_agent_gate_open 1.0", "/metrics/gate": "haproxy_"},
+    "router": {"/metrics": "sglang_rollout_fleet_serving 2.0", "/metrics/smg": "smg_", "/metrics/front": "haproxy_"},
+}
+"""What a scrape of each path holds, by component."""
+
+
+def test_prometheus_scrapes_every_process_at_the_port_metrics_of_its_pod(kubectl: Kubectl, fleet: str, client: str, whole: None) -> None:
+    expected: dict[str, str] = {}
+    for component, paths in EXPORTED.items():
+        for pod in kubectl.list("pods", f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component={component}"):
+            ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", ())]
+            (port,) = (port["containerPort"] for port in ports if port.get("name") == "metrics")
+            expected |= {f"http://{pod['status']['podIP']}:{port}{path}": text for path, text in paths.items()}
+    assert len(expected) == 9, "two engine pods and the router pod"
+    rows = [json.loads(line) for line in kubectl.exec("client", "python", "-", json.dumps(list(expected)), stdin=SCRAPE).splitlines()]
+    assert len(rows) == len(expected)
+    for url, status, text, refused in rows:
+        assert status == 200, (url, text)
+        assert expected[url] in text, url
+        assert refused in (404, 405), f"{url} serves more than metrics"
+
+
 def test_an_engine_takes_control_calls_only_with_the_token(kubectl: Kubectl, fleet: str, client: str) -> None:
     probe = (
         "import requests, sys\n"
