@@ -6,13 +6,13 @@ Called by bench.push_worker around a push, never during one.
 from __future__ import annotations
 
 import os
-import re
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.common import get
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_METRICS, AGENT_RUN, AGENT_SYNC, FLEET_METRICS
 
@@ -21,7 +21,6 @@ NAMES = {AGENT_ACK: "acknowledge", AGENT_RUN: "run", AGENT_SYNC: "sync"}
 """Calls that only agents know, by path."""
 COORDINATOR = "sglang_rollout_fleet_fan_out_seconds_sum"
 AGENT = "sglang_rollout_agent_control_seconds_sum"
-_SAMPLE = re.compile(r'^(\w+)\{(?:path|call)="([^"]+)"\} (\S+)$', re.MULTILINE)
 
 
 class Processes:
@@ -75,9 +74,10 @@ def stolen() -> float:
 def _seconds(url: str, metric: str) -> Milliseconds:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=5) as reply:
-        text = reply.read().decode()
-    rows = [(name, float(value)) for kind, name, value in _SAMPLE.findall(text) if kind == metric]
-    return {NAMES.get(name, name.removeprefix("/")): seconds * 1000 for name, seconds in rows}
+        families = text_string_to_metric_families(reply.read().decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == metric]
+    calls = [(sample.labels.get("path") or sample.labels["call"], sample.value) for sample in samples]
+    return {NAMES.get(call, call.removeprefix("/")): seconds * 1000 for call, seconds in calls}
 
 
 def _schedstat(pid: int) -> tuple[float, float]:
@@ -97,7 +97,7 @@ def _sum(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Meters:
-    """All meters; read around a push, the calls outside of the processes: to read them costs the fleet processor time."""
+    """All meters of one push. The calls are read first and last, because reading them costs the fleet processor time."""
 
     def __init__(self, processes: Processes, calls: Calls | None) -> None:
         self._processes, self._calls = processes, calls

@@ -96,7 +96,7 @@ def ready(kubectl: Kubectl, name: str = NAME) -> bool:
 
 @pytest.fixture(scope="session")
 def fleet(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """A Ready rollout of two engines that take adapters and share a folder with the client, made anew; its name."""
+    """A Ready rollout of two engines that take adapters and share a folder with the client, created for this run; its name."""
     remove_stand(kubectl)
     remove(kubectl, NAME)
     kubectl.apply(with_adapters(stand_in.with_folder(sample())))

@@ -66,7 +66,7 @@ def test_a_checkpoint_that_is_loaded_through_the_url_becomes_the_version_of_the_
 
     absent = requests.post(f"{url}/update_weights_from_disk", json={"model_path": f"{CKPT}/absent"}, timeout=60)
     assert (absent.status_code, absent.json()["success"], f"{CKPT}/absent" in absent.json()["message"]) == (400, False, True)
-    assert document(url)["committed"] == before, "no engine was told"
+    assert document(url)["committed"] == before, "no engine received the call"
 
     reply = requests.post(f"{url}/update_weights_from_disk", json={"model_path": folder, "weight_version": "602"}, timeout=120)
     assert (reply.status_code, reply.json()["success"]) == (200, True), reply.text

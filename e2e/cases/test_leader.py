@@ -1,4 +1,4 @@
-"""Two coordinators: one leads, the Lease says which, and the older one can change nothing, whether it was stopped or goes on leading."""
+"""Two coordinators: only the holder of the Lease can change the fleet. The older one was stopped, or still believes that it leads."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def lease(stand: Stand) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def no_api_server(stand: Stand, pod: str) -> Iterator[None]:
-    """Drop all that a pod sends to the API server, on the pod's node. Everything else of the pod goes on."""
+    """Drop all traffic from a pod to the API server, on the pod's node. Other traffic of the pod passes."""
     found = stand.kubectl.get("pod", pod)
     node = int(found["spec"]["nodeName"].removeprefix("node"))
     rule = ["-s", found["status"]["podIP"], "-p", "tcp", "--dport", str(API_SERVER_PORT), "-j", "DROP"]
 
     def all_chains(action: str) -> None:
-        for chain in ("INPUT", "FORWARD"):  # the API server may run on the same node or on another one
+        for chain in ("INPUT", "FORWARD"):  # the API server may run on the same node or on another node
             subprocess.run(nodes.enter(node, "iptables", action, chain, *rule), check=True, capture_output=True, timeout=10)
 
     all_chains("-I")

@@ -1,4 +1,4 @@
-"""A trainer or the coordinator dies or stops in the middle of an update, with real SGLang engines: the fleet goes on, and says why."""
+"""A trainer or the coordinator dies or stops during an update of real SGLang engines: the fleet keeps serving and reports the reason."""
 
 from __future__ import annotations
 

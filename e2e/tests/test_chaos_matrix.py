@@ -81,7 +81,7 @@ class ImaginedFleet:
         return True
 
     def until(self, what: str, check: Callable[[], Any], within: float) -> float:
-        if what != "clients get answers again" and not check():  # nobody asks
+        if what != "clients get answers again" and not check():  # this fleet has no clients
             raise AssertionError(f"not: {what}")
         return 0.0
 

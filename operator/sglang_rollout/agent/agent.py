@@ -29,12 +29,12 @@ _CHECK_CLOSES = 2.0
 
 
 class _GateEntries(NamedTuple):
-    """What a gate was told for its answers and its checks of requests."""
+    """What the agent has configured in its gate."""
 
     pid: int
-    """Of the haproxy that was told."""
+    """Process ID of the haproxy that holds the entries."""
     label: str
-    """What answers carry as their version."""
+    """Version label in the header of every answer."""
     vocabulary: int | None
     """Number of the model's tokens; requests with others are refused."""
     tokenizer: bool
@@ -83,7 +83,7 @@ class Agent:
         """What else is known about an engine that is not up: of one with several pods, what the others do."""
         self._silences = 0
         self._named: _GateEntries | None = None
-        """What the gate was told last; None if it may not know all of it."""
+        """Entries that the gate holds; None if some of them may be missing."""
         self._gate_lock = asyncio.Lock()
 
     # What is known
@@ -226,9 +226,9 @@ class Agent:
         return not wanted or (self._named is not None and version is not None and self._named.label == version.label)
 
     async def _name_version(self, pid: int) -> None:
-        """Tell the gate what the engine holds and knows, before the gate opens: of what this haproxy was told, only what has changed.
+        """Write the engine's version, vocabulary, tokenizer and adapters into the gate before the gate opens; only changed entries.
 
-        What an older gate cannot be told is left out. Any other error keeps the gate from opening, and all is told again.
+        An entry that an older gate does not have is left out. After any other error the gate stays closed, and all are written again.
         """
         version, vocabulary, info = self.state.memory.version, self.engine.vocabulary, self.engine.info
         # Adapters of the command line are known to SGLang alone.

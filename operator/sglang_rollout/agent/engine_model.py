@@ -49,8 +49,8 @@ class EngineModel:
     @classmethod
     def reported(cls, path: str | None, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> EngineModel:
         """Return the model of an engine that gives these answers. ``path``: ``--model-path`` where it is known without asking."""
-        told = model_info.get("architectures")
-        architectures = tuple(map(str, told)) if isinstance(told, list) else ()
+        reported = model_info.get("architectures")
+        architectures = tuple(map(str, reported)) if isinstance(reported, list) else ()
         overridden = "architectures" in str(server_info.get("json_model_override_args") or "")
         return cls(
             path=path or _text(server_info.get("model_path")),

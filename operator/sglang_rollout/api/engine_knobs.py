@@ -123,7 +123,7 @@ def same_said_twice() -> list[dict[str, str]]:
         # argparse takes an abbreviation for the flag, too.
         in_args = f"has(self.args) && self.args.exists(a, a.size() > 2 && a.startsWith('--') && '{flag}'.startsWith(a.split('=')[0]))"
         if info.default is True:
-            # Not refused where both say the same: nobody has to write the field for that.
+            # An argument that repeats the field's default is accepted.
             message = f"engine.{name} is false, but {flag} in engine.args says the opposite: leave one of them out."
             made.append(rule(f"self.{name} || !({in_args})", message, field=f".{name}"))
             continue

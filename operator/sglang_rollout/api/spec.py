@@ -107,8 +107,8 @@ def _rules_of_overlay() -> list[dict[str, str]]:
         rule(
             "!has(self.engine.serviceAccountAnnotations) || !has(self.podTemplate) || !has(self.podTemplate.spec)"
             " || !has(self.podTemplate.spec.serviceAccountName)",
-            "engine.serviceAccountAnnotations annotate the ServiceAccount that the operator makes, and podTemplate.spec.serviceAccountName"
-            " names another one: annotate that one yourself, or leave serviceAccountName out.",
+            "engine.serviceAccountAnnotations annotate the ServiceAccount that the operator makes, but podTemplate.spec.serviceAccountName"
+            " names another ServiceAccount: annotate that ServiceAccount yourself, or leave serviceAccountName out.",
             field=".podTemplate",
         ),
         rule(

@@ -113,26 +113,18 @@ class Agents:
 
     async def get(self, name: str, path: str, deadline: float = READ_DEADLINE) -> tuple[int, Any]:
         """GET a JSON document from an agent: status and body; status 0 and a sentence when there is no answer."""
-        url = self._address(name)
-        if url is None:
-            return 0, "it has no address yet"
-        try:
-            async with asyncio.timeout(deadline), self._pool().get(url + path, headers=self._headers()) as reply:
-                data = await reply.read()
-                return reply.status, _json(data)
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            return 0, _reason(error, deadline)
+        return await self._read("GET", name, path, deadline, headers=self._headers())
 
     async def ask(self, name: str, path: str, body: Body, deadline: float) -> tuple[int, Any]:
-        """POST to an agent and return what the engine says: status and body; status 0 and a sentence when there is no answer."""
+        """POST a question to an agent and return the engine's answer: status and body; status 0 and a sentence when there is no answer."""
+        return await self._read("POST", name, path, deadline, json=dict(body), headers=self._headers(deadline))
+
+    async def _read(self, method: str, name: str, path: str, deadline: float, **options: Any) -> tuple[int, Any]:
         url = self._address(name)
         if url is None:
             return 0, "it has no address yet"
         try:
-            async with (
-                asyncio.timeout(deadline),
-                self._pool().post(url + path, json=dict(body), headers=self._headers(deadline)) as reply,
-            ):
+            async with asyncio.timeout(deadline), self._pool().request(method, url + path, **options) as reply:
                 return reply.status, _json(await reply.read())
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return 0, _reason(error, deadline)

@@ -1,6 +1,6 @@
 """Token ids in bodies for embeddings, rewards and scores. Pure; the coordinator asks before it sends a body to an engine.
 
-SGLang also takes a token id that is written as a string. The gate's filter reads numbers only, so such a body is refused here.
+SGLang also takes a token id that is written as a string. The gate's filter reads numbers only, so the coordinator refuses such a body.
 """
 
 from __future__ import annotations

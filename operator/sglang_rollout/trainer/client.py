@@ -81,7 +81,7 @@ class Http:
             raise_on_status=False,
         )
         session = CancellableSession(retry)
-        session.trust_env = False  # a cluster-internal URL never goes through the proxy of somebody's shell
+        session.trust_env = False  # a cluster-internal URL never goes through the proxy of the user's shell
         self._sessions.append(session)
         return session
 

@@ -218,9 +218,9 @@ class Fleet:
             bucket_bytes: Bytes that travel in one broadcast.
             timeout: Seconds for each step (begin, a bucket, end); a little above the fleet's own deadline, so that the
                 fleet, which knows the reason, answers first. Also how long ranks of the trainer wait for each other.
-            snapshot: True or False: write this push to disk or not, whatever ``snapshots`` would do.
+            snapshot: True or False: write this push to disk or not. None: ``snapshots`` decides.
             checksums: What engines of a tensor size must hold afterwards, rank by rank, as SGLang's ``/weights_checker``
-                reports it (of a reference engine, say). The fleet compares before it commits, whatever ``weights.verify`` is.
+                reports it (of a reference engine, say). The fleet compares before it commits, also with ``weights.verify: Off``.
             specs: Name, shape and type of each tensor, in order. With these an iterator is checked before the push begins.
             check_model: Compare names and shapes with the model that the engines were started with, if the fleet can read it.
 

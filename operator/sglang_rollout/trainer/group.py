@@ -97,7 +97,7 @@ class Rendezvous:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """The GPU that is current now: in a background thread another one is."""
+    """Return the device with the index of the current GPU, because a background thread defaults to GPU 0."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
@@ -189,15 +189,15 @@ class Group:
             self._send(buffer.data, timeout)
             return
         with torch.cuda.device(self.device):
-            # A thread has its own current stream, which would otherwise read before the copies of the caller's are done.
+            # A thread has its own current stream, which would otherwise read before the caller's copies are done.
             stream = torch.cuda.current_stream()
             stream.wait_event(buffer.ready)
             self._send(buffer.data, timeout)
             stream.synchronize()  # NCCL's wait() only orders streams
 
     def _send(self, data: Any, timeout: float) -> None:
-        # Freeing the process group waits for its broadcast, and that for a peer that may be out of reach, until the time-out. So
-        # while one is under way its thread holds the group, not whoever calls close().
+        # Freeing a process group waits for its broadcast, which may wait for a lost peer until the time-out. This thread therefore
+        # holds a reference during the broadcast, so that close() in another thread never frees the group.
         process_group = self._process_group
         if self.backend != "gloo":
             dist.broadcast(data, src=0, group=process_group, async_op=True).wait()

@@ -113,7 +113,7 @@ class Ranks:
                 self._meet(map(self._key, self._others))
             self._end({"failed": said})
         except RuntimeError as broken:  # the error itself is raised by the caller
-            log.warning("the other ranks of the trainer could not be told that the push failed: %s", broken)
+            log.warning("the other ranks of the trainer did not receive the failure of the push: %s", broken)
 
     def report(self, intent: str, seconds: float, *, error: str = "") -> dict[str, Any]:
         """Follower: report, and return the leader's verdict.

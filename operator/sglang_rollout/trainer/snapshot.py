@@ -138,7 +138,7 @@ class Staging:
             return
         try:
             self._tensors.append(_staged(spec, tensor, host_bytes))
-        except Exception as error:  # noqa: BLE001 - out of memory, a type without a name: the push goes on
+        except Exception as error:  # noqa: BLE001 - out of memory, a type without a name: the push continues
             log.error("No snapshot of this push: tensor %s could not be copied: %s", spec.name, error)  # noqa: TRY400
             self._tensors = None
 

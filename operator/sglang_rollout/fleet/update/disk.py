@@ -73,7 +73,7 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
 
 
 def _with_unchecked(answer: Answer, by_engine: Mapping[str, Result]) -> Answer:
-    """Say what nobody compared with the engines' model: SGLang takes a checkpoint of another model without an error."""
+    """Add what no agent could compare with the engine's model, because SGLang loads a checkpoint of another model without an error."""
     lacking = {name: result for name, result in by_engine.items() if not result.compared}
     if not lacking:
         return answer

@@ -75,7 +75,7 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
             continue
         there = _loaded(engine)
         later = {other for other, at in engine.adapters_at.items() if fleet.now < at}
-        # Without a list in the spec, what no trainer has loaded through the fleet is somebody else's.
+        # Without a list in the spec, adapters that no trainer loaded through the fleet are left alone.
         ours = {other: path for other, path in there.items() if other in goal or fleet.adapters is not None or engine.outdated(other)}
         wrong = [other for other, path in ours.items() if goal.get(other) != path or engine.outdated(other)]
         extra = next((other for other in wrong if other not in later), None)
