@@ -71,7 +71,7 @@ def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0) 
     first = free_port(first=27200, row=number)
     options = ["--port", str(first), "--engines", str(number), "--token-ms", str(token_ms)]
     options += ["--model", str(model)] if model is not None else []
-    with ended(engine_python("sglang_rollout.trainer.testing", *options)):
+    with ended(engine_python("sglang_rollout.testing", *options)):
         urls = [f"http://127.0.0.1:{first + index}" for index in range(number)]
         for url in urls:
             until(f"{url} answers", lambda url=url: bool(get(f"{url}/server_info")))

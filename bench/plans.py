@@ -17,13 +17,12 @@ from typing import Any
 from bench.reconcile import machine
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.drift import stamped
-from sglang_rollout.core.plan import plan
-from sglang_rollout.core.render import render_all
-from sglang_rollout.core.settings import Settings
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.controller.decide.drift import stamped
+from sglang_rollout.controller.decide.plan import plan
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.render import names, render_all
+from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.wire.record import EngineRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState
 

@@ -22,11 +22,11 @@ from bench.fleets import engine_python
 from bench.push_meters import Calls, Meters, Processes
 from safetensors.torch import load_file
 
+from sglang_rollout.testing import StandIn
 from sglang_rollout.trainer import connect
 from sglang_rollout.trainer.buckets import described, plan
 from sglang_rollout.trainer.group import Group, Rendezvous
 from sglang_rollout.trainer.push import UPDATE
-from sglang_rollout.trainer.testing import StandIn
 from sglang_rollout.trainer.waiting import Deadline
 
 SECONDS = 120.0

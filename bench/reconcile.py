@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from e2e.cluster.controlplane import ControlPlane, control_plane
 
-from sglang_rollout.core import names
-from sglang_rollout.runtime.errors import NotFound
-from sglang_rollout.runtime.kube import Kube
-from sglang_rollout.runtime.observe import CHILDREN
-from sglang_rollout.runtime.resources import PODS, ROLLOUTS, SERVICES, STATEFULSETS, Object
+from sglang_rollout.controller.observe import CHILDREN
+from sglang_rollout.controller.render import names
+from sglang_rollout.kube.client import Kube
+from sglang_rollout.kube.errors import NotFound
+from sglang_rollout.kube.resources import PODS, ROLLOUTS, SERVICES, STATEFULSETS, Object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -100,7 +100,7 @@ class StandIns(Engines):
     def make(self, index: int) -> Engine:
         """An engine that is not started yet."""
         port = self.ports[index]
-        command = [str(environment.python(make=False)), "-m", "sglang_rollout.trainer.testing", "--port", str(port), "--token-ms", TOKEN_MS]
+        command = [str(environment.python(make=False)), "-m", "sglang_rollout.testing", "--port", str(port), "--token-ms", TOKEN_MS]
         paths = {**os.environ, "PYTHONPATH": str(REPOSITORY / "operator")}
         return Engine(port, command, self.folder / f"engine-{index}.log", paths)
 

@@ -28,13 +28,13 @@ from unittest.mock import patch
 
 import torch
 
+from sglang_rollout.testing import StandIn
+from sglang_rollout.testing.weights import held_from, policy_digest
 from sglang_rollout.trainer import Fleet, Snapshots, connect
 from sglang_rollout.trainer import fleet as module
 from sglang_rollout.trainer.errors import FleetError
 from sglang_rollout.trainer.group import Group
 from sglang_rollout.trainer.push import Push
-from sglang_rollout.trainer.testing import StandIn
-from sglang_rollout.trainer.testing.weights import held_from, policy_digest
 
 SPREAD = 0.1
 """Standard deviation of the weights that are made: with 1 the rounding of two implementations of a real model differs in the tokens."""

@@ -30,11 +30,11 @@ class Subcommand:
 SUBCOMMANDS = {
     "agent": Subcommand("sglang_rollout.agent.cli:command", "fleet", "The sidecar of one engine.", part=True),
     "crd": Subcommand("sglang_rollout.api.crdgen:command", "operator", "Print the CustomResourceDefinition, for kubectl apply."),
-    "fleet": Subcommand("sglang_rollout.fleet.cli:command", "fleet", "The coordinator: the control API of all engines.", part=True),
+    "fleet": Subcommand("sglang_rollout.coordinator.cli:command", "fleet", "The coordinator: the control API of all engines.", part=True),
     "local": Subcommand("sglang_rollout.local.cli:command", "fleet", "Run a fleet on this machine, in front of SGLang servers."),
-    "operator": Subcommand("sglang_rollout.runtime.cli:command", "operator", "Run the Kubernetes operator."),
+    "operator": Subcommand("sglang_rollout.controller.cli:command", "operator", "Run the Kubernetes operator."),
     "proxy": Subcommand("sglang_rollout.proxy.cli:command", "fleet", "The proxies: gate and front (haproxy), smg.", part=True),
-    "stand-in": Subcommand("sglang_rollout.trainer.testing.cli:command", "testing", "SGLang's wire without a model, for tests."),
+    "stand-in": Subcommand("sglang_rollout.testing.cli:command", "testing", "SGLang's wire without a model, for tests."),
 }
 
 

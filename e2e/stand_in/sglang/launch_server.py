@@ -6,7 +6,7 @@ PYTHONPATH (``e2e/stand_in``).
 
 import argparse
 
-from sglang_rollout.trainer.testing.cli import command
+from sglang_rollout.testing.cli import command
 
 parser = argparse.ArgumentParser()
 for name in ("--host", "--port", "--tp-size", "--weight-version"):

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang_rollout.agent import events as ev
-from sglang_rollout.agent import guards, sleep
+from sglang_rollout.agent import guards
+from sglang_rollout.agent import memory as sleep
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply, complaint
 from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateLacksError, GateView

@@ -14,16 +14,16 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import EngineError, Reply
 from sglang_rollout.agent.engine_model import EngineModel
-from sglang_rollout.agent.leader import Leader
+from sglang_rollout.agent.launch.head_pod import Leader
+from sglang_rollout.agent.memory import after_resume
 from sglang_rollout.agent.metrics import Metrics
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.relay import RELAYED, Relay
-from sglang_rollout.agent.sleep import after_resume
 from sglang_rollout.agent.update import AckError, Fence, acknowledge
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
-from sglang_rollout.wire.group import MemberReport
+from sglang_rollout.wire.launch import MemberReport
 
 MAX_BODY = 16 * 1024 * 1024
 _READ_DEADLINE = 5.0

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from sglang_rollout.agent import bandwidth, nccl
+from sglang_rollout.agent import nccl
+from sglang_rollout.agent.launch import bandwidth
 from sglang_rollout.agent.state import BEGIN, END, PAUSE, EngineFacts
 from sglang_rollout.wire.trainer import ControlReply
 

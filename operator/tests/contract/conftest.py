@@ -11,7 +11,7 @@ from engines_lab import Urls, engines_behind_a_url
 from ports import free_port
 from wire_lab import Peer, Server, peer, server
 
-from sglang_rollout.trainer.testing import StandInFleet
+from sglang_rollout.testing import StandInFleet
 
 SAVER = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 LORA = (

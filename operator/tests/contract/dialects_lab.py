@@ -19,8 +19,8 @@ from e2e.engine import Engine, environment
 from ports import free_port
 from wire_lab import Peer, peer, sglang, stand_in
 
-from sglang_rollout.trainer.testing import expected_tokens
-from sglang_rollout.trainer.testing.disk import read_folder
+from sglang_rollout.testing import expected_tokens
+from sglang_rollout.testing.disk import read_folder
 
 SCALES = (0.6, 0.8, 1.5)
 """What the model's tensors are multiplied with: weights that differ from each other and from the model's own."""

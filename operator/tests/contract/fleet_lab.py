@@ -18,7 +18,7 @@ from ports import free_port
 sys.path.insert(0, str(Path(__file__).parents[1] / "properties"))
 from fleet_agent import FakeAgent
 
-from sglang_rollout.fleet.cli import Options, serve
+from sglang_rollout.coordinator.cli import Options, serve
 from sglang_rollout.wire.intent import Intent, WantedEngine
 from sglang_rollout.wire.policy import Deadlines, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, DATA_PATHS, TERM_HEADER

@@ -10,8 +10,8 @@ import sys
 
 import torch
 
+from sglang_rollout.testing import StandIn
 from sglang_rollout.trainer import connect
-from sglang_rollout.trainer.testing import StandIn
 
 torch.set_num_threads(1)
 with StandIn() as stand_in:

@@ -17,8 +17,8 @@ from agent_lab import Pod, until
 from ports import free_port
 
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
-from sglang_rollout.core import names
-from sglang_rollout.core.render.start import GROUP_START_SCRIPT, HANDLER
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.start import GROUP_START_SCRIPT, HANDLER
 from sglang_rollout.wire.ports import AGENT_ENGINE
 
 ENGINE = Path(__file__).with_name("nodes_engine.py")

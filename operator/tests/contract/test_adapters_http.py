@@ -11,7 +11,7 @@ from agent_lab import Answer, Pod, pod
 from aiohttp import web
 from fleet_lab import Lab, fleet_lab
 
-from sglang_rollout.trainer.testing import StandIn
+from sglang_rollout.testing import StandIn
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from agent_stub import stub_engine
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine
-from sglang_rollout.core import names
-from sglang_rollout.fleet.update.engine import Engine as Member
+from sglang_rollout.controller.render import names
+from sglang_rollout.coordinator.update.engine import Engine as Member
 from sglang_rollout.wire.intent import WantedEngine
 
 

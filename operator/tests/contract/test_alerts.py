@@ -17,7 +17,7 @@ from e2e.cluster.say import LabError
 from fleet_lab import Lab, fleet_lab
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_rollout.runtime.metrics import Metrics as OperatorMetrics
+from sglang_rollout.controller.metrics import Metrics as OperatorMetrics
 
 RULES = yaml.safe_load((REPOSITORY / "examples/monitoring/alerts.yaml").read_text())["spec"]
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 from fleet_lab import Lab, fleet_lab
 
-from sglang_rollout.fleet import routes_data, smg
+from sglang_rollout.coordinator.generate import client as smg
+from sglang_rollout.coordinator.generate import routes as routes_data
 from sglang_rollout.wire.ports import VERSION_HEADER
 
 

@@ -14,7 +14,7 @@ from e2e.cluster.say import LabError
 from e2e.engine import environment
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core.render.environment import variables
+from sglang_rollout.controller.render.environment import variables
 
 pytestmark = pytest.mark.engine
 GOLDEN = Path(__file__).parents[1] / "golden/in/files-and-devices.yaml"

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from fleet_lab import QUICK, Lab, fleet_lab
 
-from sglang_rollout.fleet.update import calls, disk, outcome, verify
-from sglang_rollout.fleet.update.calls import UPDATE_DISK
-from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.coordinator.update import disk, outcome, verify
+from sglang_rollout.coordinator.update import steps as calls
+from sglang_rollout.coordinator.update.steps import UPDATE_DISK
+from sglang_rollout.coordinator.update.verify import CHECKER
 from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN
 

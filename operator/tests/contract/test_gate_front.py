@@ -14,7 +14,7 @@ from agent_lab import Process, until
 from aiohttp import web
 from ports import free_port
 
-from sglang_rollout.core.render.router import SOFT_STOP_SCRIPT
+from sglang_rollout.controller.render.router import SOFT_STOP_SCRIPT
 from sglang_rollout.wire.ports import DIRECT_PATHS, FLEET_HELD
 
 pytestmark = pytest.mark.router

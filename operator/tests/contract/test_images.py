@@ -15,7 +15,7 @@ from aiohttp import web
 from ports import free_port
 from whole_lab import Whole, whole_fleet
 
-from sglang_rollout.trainer.testing import StandIn
+from sglang_rollout.testing import StandIn
 from sglang_rollout.wire.ports import DATA_PATHS
 
 pytestmark = pytest.mark.router

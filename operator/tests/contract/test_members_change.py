@@ -102,7 +102,7 @@ def changing(tmp_path: Path) -> Iterator[Changing]:
         log = stack.enter_context((tmp_path / "log").open("wb"))
         first, address = free_port(row=ENGINES), f"127.0.0.1:{free_port()}"
         engines = [f"http://127.0.0.1:{first + number}" for number in range(ENGINES)]
-        keep(engine_python("-m", "sglang_rollout.trainer.testing", "--port", str(first), "--engines", str(ENGINES), stdout=log, stderr=log))
+        keep(engine_python("-m", "sglang_rollout.testing", "--port", str(first), "--engines", str(ENGINES), stdout=log, stderr=log))
         line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", address, "--backend", "gloo"]
         line += ["--state-dir", str(tmp_path), *(part for url in engines for part in ("--engine", url))]
         keep(subprocess.Popen(line, stdout=log, stderr=log, text=True))

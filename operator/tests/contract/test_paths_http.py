@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 from fleet_lab import HttpAgent, Lab, fleet_lab
 
-from sglang_rollout.fleet import routes_data
+from sglang_rollout.coordinator.generate import routes as routes_data
 from sglang_rollout.wire.ports import DIRECT_PATHS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -20,10 +20,10 @@ from ports import free_port
 from sglang_rollout.api.engine_knobs import FLAGS
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.ports import engine_ports
-from sglang_rollout.core.render.ranks import server_ranks
-from sglang_rollout.core.render.server_args import server_args
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.ports import engine_ports
+from sglang_rollout.controller.render.ranks import server_ranks
+from sglang_rollout.controller.render.server_args import server_args
 
 pytestmark = pytest.mark.engine
 GOLDEN = Path(__file__).parents[1] / "golden" / "in"

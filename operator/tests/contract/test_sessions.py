@@ -17,7 +17,7 @@ import requests
 from ports import free_port
 
 from sglang_rollout.proxy.smg import POLICIES
-from sglang_rollout.trainer.testing import StandInFleet
+from sglang_rollout.testing import StandInFleet
 
 pytestmark = [pytest.mark.router, pytest.mark.timeout(300)]
 

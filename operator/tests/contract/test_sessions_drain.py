@@ -11,7 +11,7 @@ import pytest
 from agent_lab import Pod, until
 from whole_lab import Whole, whole_fleet
 
-from sglang_rollout.trainer.testing import StandInFleet
+from sglang_rollout.testing import StandInFleet
 
 pytestmark = [pytest.mark.router, pytest.mark.timeout(120)]
 

@@ -19,7 +19,7 @@ from e2e.engine import environment
 from engines_lab import Urls
 from wire_lab import Peer, peer
 
-from sglang_rollout.trainer.testing.disk import read_folder
+from sglang_rollout.testing.disk import read_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.router, pytest.mark.timeout(300)]
 

@@ -15,8 +15,8 @@ from e2e.engine import Engine, LabError, environment
 from ports import free_port
 from wire_lab import Peer, Server, peer, stand_in
 
-from sglang_rollout.trainer.testing import expected_tokens
-from sglang_rollout.trainer.testing.disk import read_folder
+from sglang_rollout.testing import expected_tokens
+from sglang_rollout.testing.disk import read_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 

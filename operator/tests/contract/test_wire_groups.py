@@ -9,8 +9,8 @@ import pytest
 import requests
 from wire_lab import Peer, Server, peer, refused, server
 
-from sglang_rollout.trainer.testing import expected_tokens
-from sglang_rollout.trainer.testing.disk import read_folder
+from sglang_rollout.testing import expected_tokens
+from sglang_rollout.testing.disk import read_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 

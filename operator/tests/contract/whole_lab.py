@@ -13,7 +13,7 @@ import aiohttp
 from agent_lab import TOKEN, Answer, Pod, Process, pod, until
 from ports import free_port
 
-from sglang_rollout.fleet.cli import Options, serve
+from sglang_rollout.coordinator.cli import Options, serve
 from sglang_rollout.wire.intent import Intent, WantedEngine
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import FLEET

@@ -32,7 +32,7 @@ TIMES = {
 
 def stand_in(port: int, log: Path, *args: str) -> Engine:
     """A stand-in in a process of its own, with torch, and with the real engine's model; not started yet."""
-    command = [str(environment.python(make=False)), "-m", "sglang_rollout.trainer.testing", "--port", str(port)]
+    command = [str(environment.python(make=False)), "-m", "sglang_rollout.testing", "--port", str(port)]
     command += ["--model", str(environment.model()), "--weight-version", "base", "--token-ms", "3", *args]
     path = os.pathsep.join([str(REPOSITORY / "operator"), os.environ.get("PYTHONPATH", "")])
     return Engine(port, command, log, os.environ | {"PYTHONPATH": path})

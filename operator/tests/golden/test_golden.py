@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from sglang_rollout.api.crdgen import to_yaml
-from sglang_rollout.core.render import render_all
-from sglang_rollout.core.settings import Settings
-from sglang_rollout.core.world import observe_world
+from sglang_rollout.controller.decide.view import observe_world
+from sglang_rollout.controller.render import render_all
+from sglang_rollout.controller.render.settings import Settings
 
 HERE = Path(__file__).parent
 SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")

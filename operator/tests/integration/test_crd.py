@@ -15,12 +15,12 @@ from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
 from e2e.cluster.say import wait_until
 
 from sglang_rollout.api.crdgen import crd_yaml
-from sglang_rollout.core.names import CHILD_KINDS, FIELD_MANAGER, LABEL_ROLLOUT
-from sglang_rollout.core.plan import Apply, plan
-from sglang_rollout.core.render.policies import with_token
-from sglang_rollout.core.settings import Settings
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.controller.decide.plan import Apply, plan
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.render.names import CHILD_KINDS, FIELD_MANAGER, LABEL_ROLLOUT
+from sglang_rollout.controller.render.policies import with_token
+from sglang_rollout.controller.render.settings import Settings
 
 pytestmark = pytest.mark.controlplane
 

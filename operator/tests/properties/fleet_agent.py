@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.fleet.update import calls
-from sglang_rollout.fleet.update.events import Result
-from sglang_rollout.fleet.update.lora import LOAD, UNLOAD
-from sglang_rollout.fleet.update.memory import RELEASE, RESUME
-from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.coordinator.update import steps as calls
+from sglang_rollout.coordinator.update.adapters import LOAD, UNLOAD
+from sglang_rollout.coordinator.update.events import Result
+from sglang_rollout.coordinator.update.memory import RELEASE, RESUME
+from sglang_rollout.coordinator.update.verify import CHECKER
 from sglang_rollout.wire.agent import UNCHECKED, AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState

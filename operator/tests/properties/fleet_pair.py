@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from fleet_agent import FakeAgent
 
-from sglang_rollout.fleet.update import Machine
-from sglang_rollout.fleet.update.events import (
+from sglang_rollout.coordinator.update import Machine
+from sglang_rollout.coordinator.update.events import (
     Answered,
     Asked,
     Cut,
@@ -23,8 +23,8 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
-from sglang_rollout.fleet.update.requests import Answer, Request
-from sglang_rollout.fleet.update.versions import key
+from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.update.versions import key
 from sglang_rollout.wire.intent import Intent, WantedEngine
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC

@@ -9,9 +9,10 @@ from typing import Any
 
 from fleet_agent import NAMES, FakeAgent
 
-from sglang_rollout.fleet.update import Machine, calls
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.events import (
+from sglang_rollout.coordinator.update import Machine
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update import steps as calls
+from sglang_rollout.coordinator.update.events import (
     Answered,
     Asked,
     Cut,
@@ -28,8 +29,8 @@ from sglang_rollout.fleet.update.events import (
     Write,
     Written,
 )
-from sglang_rollout.fleet.update.requests import Answer, Request
-from sglang_rollout.fleet.update.versions import key
+from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.update.versions import key
 from sglang_rollout.wire.intent import Adapter, Intent, WantedEngine
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC

@@ -7,12 +7,12 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.core import names
-from sglang_rollout.core.plan import Action, Delete, Plan, plan
-from sglang_rollout.core.render.policies import with_token
-from sglang_rollout.core.serving import serves
-from sglang_rollout.core.settings import Settings
-from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.controller.decide.plan import Action, Delete, Plan, plan
+from sglang_rollout.controller.decide.serving import serves
+from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.policies import with_token
+from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.wire.record import EngineRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState
 

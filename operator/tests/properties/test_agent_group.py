@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from search import examples
 
-from sglang_rollout.agent import group as g
-from sglang_rollout.wire.group import BUDGET_EXHAUSTED, Verdict
+from sglang_rollout.agent.launch import rank_lifecycle as g
+from sglang_rollout.wire.launch import BUDGET_EXHAUSTED, Verdict
 
 TICK = 0.5
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from simulated import SETTINGS, Cluster, rollout
 
-from sglang_rollout.core.plan import Apply, Delete
-from sglang_rollout.core.status import build_status
+from sglang_rollout.controller.decide.plan import Apply, Delete
+from sglang_rollout.controller.decide.status import build_status
 
 Object = dict[str, Any]
 POLICY = {"avoidNodes": {"failures": 3, "withinSeconds": 600, "forSeconds": 1200}}

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import SETTINGS, Cluster, rollout
 
-from sglang_rollout.core import names
-from sglang_rollout.core.plan import Delete, Plan, plan
+from sglang_rollout.controller.decide.plan import Delete, Plan, plan
+from sglang_rollout.controller.render import names
 
 Object = dict[str, Any]
 LATER = "2026-11-21T03:01:00Z"

@@ -13,9 +13,10 @@ from simulated import SETTINGS, Cluster, Object, rollout
 
 from sglang_rollout.api.network_spec import BLOCK, NODE_PORTS, UNPRIVILEGED
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names, pods
-from sglang_rollout.core.ports import engine_ports
-from sglang_rollout.core.render.engines import engine_statefulsets
+from sglang_rollout.controller.decide import pods
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.engines import engine_statefulsets
+from sglang_rollout.controller.render.ports import engine_ports
 
 bases = st.integers(UNPRIVILEGED // BLOCK + 1, NODE_PORTS // BLOCK - 1).map(lambda number: number * BLOCK)
 

@@ -6,8 +6,8 @@ import pytest
 from fleet_agent import NAMES
 from fleet_world import World, group_body, push
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.events import Answer
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.events import Answer
 from sglang_rollout.wire.policy import CatchUp, WeightsPolicy
 from sglang_rollout.wire.states import FleetState
 

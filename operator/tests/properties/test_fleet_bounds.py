@@ -11,11 +11,11 @@ from search import examples
 from test_fleet_hybrid import at, gates, make, tensors
 from test_fleet_update import Fence
 
-from sglang_rollout.fleet.update import calls
-from sglang_rollout.fleet.update import events as ev
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.progress import By
-from sglang_rollout.fleet.update.requests import AtEngine
+from sglang_rollout.coordinator.update import events as ev
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update import steps as calls
+from sglang_rollout.coordinator.update.progress import By
+from sglang_rollout.coordinator.update.requests import AtEngine
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fleet_world import SNAPSHOTS, World
 
-from sglang_rollout.fleet.update import events as ev
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.calls import UPDATE_DISK
-from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.coordinator.update import events as ev
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.steps import UPDATE_DISK
+from sglang_rollout.coordinator.update.verify import CHECKER
 from sglang_rollout.wire.policy import CatchUp, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.weights import Version

@@ -8,10 +8,10 @@ import pytest
 from fleet_world import World, group_body
 from test_fleet_held import tell
 
-from sglang_rollout.fleet.update import events as ev
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.memory import RELEASE
-from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.coordinator.update import events as ev
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.memory import RELEASE
+from sglang_rollout.coordinator.update.verify import CHECKER
 from sglang_rollout.wire.states import FleetMode, FleetState
 from sglang_rollout.wire.weights import BASE
 

@@ -6,10 +6,10 @@ import pytest
 from fleet_world import World, group_body, push
 from test_fleet_hybrid import at, settle, tensors
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.calls import INIT
-from sglang_rollout.fleet.update.events import Answered, Result
-from sglang_rollout.fleet.update.requests import AtEngine
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.events import Answered, Result
+from sglang_rollout.coordinator.update.requests import AtEngine
+from sglang_rollout.coordinator.update.steps import INIT
 from sglang_rollout.wire.states import FleetMode
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fleet_world import World
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.calls import PAUSE, UPDATE_DISK
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.steps import PAUSE, UPDATE_DISK
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.weights import Version

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fleet_world import World, group_body, push
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.calls import END, FLUSH, INIT, UPDATE
-from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.steps import END, FLUSH, INIT, UPDATE
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import UpdateOutcome

@@ -6,8 +6,8 @@ import pytest
 from fleet_agent import FakeAgent
 from fleet_world import SNAPSHOTS, World, group_body, push
 
-from sglang_rollout.fleet.update import calls
-from sglang_rollout.fleet.update import requests as rq
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update import steps as calls
 from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version

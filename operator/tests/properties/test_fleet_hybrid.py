@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from search import examples
 from test_fleet_held import tell
 
-from sglang_rollout.fleet.update import calls
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.memory import RELEASE
-from sglang_rollout.fleet.update.requests import Answer, AtEngine
-from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update import steps as calls
+from sglang_rollout.coordinator.update.memory import RELEASE
+from sglang_rollout.coordinator.update.requests import Answer, AtEngine
+from sglang_rollout.coordinator.update.verify import CHECKER
 from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetMode, FleetState

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_fleet_held import tell
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.events import Write
-from sglang_rollout.fleet.update.lora import LOAD, UNLOAD, rows
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.adapters import LOAD, UNLOAD, rows
+from sglang_rollout.coordinator.update.events import Write
 from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.states import FleetState
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fleet_agent import NAMES, FakeAgent
 from fleet_world import World, group_body
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.events import Send
-from sglang_rollout.fleet.update.versions import key
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.events import Send
+from sglang_rollout.coordinator.update.versions import key
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.weights import EngineState
 

@@ -7,9 +7,9 @@ from fleet_agent import MEMORY, NAMES
 from fleet_world import SNAPSHOTS, World, group_body, push
 from test_fleet_held import make, tell
 
-from sglang_rollout.fleet.update import calls
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update import steps as calls
+from sglang_rollout.coordinator.update.verify import CHECKER
 from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from search import examples
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.tensors import digest
-from sglang_rollout.fleet.update.versions import key
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.tensors import digest
+from sglang_rollout.coordinator.update.versions import key
 
 ENGINES = st.sampled_from(["e0", "e1"])
 parts = st.sampled_from([("w",), ("v",), ("u", "v"), NAMES])

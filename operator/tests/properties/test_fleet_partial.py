@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fleet_world import World, group_body, push
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.calls import END, FLUSH
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.steps import END, FLUSH
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.weights import Version
 

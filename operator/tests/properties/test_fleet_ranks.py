@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.fleet.ranks import Refusal, check_group, rank_table
+from sglang_rollout.coordinator.update.ranks import Refusal, check_group, rank_table
 
 sizes = st.lists(st.integers(1, 16), min_size=1, max_size=64)
 json_values = st.recursive(

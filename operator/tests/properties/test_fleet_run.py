@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fleet_world import FakeAgent, World, group_body, push
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.calls import BEGIN, CONTINUE, END, PAUSE, UPDATE
-from sglang_rollout.fleet.update.events import Answer
-from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.events import Answer
+from sglang_rollout.coordinator.update.steps import BEGIN, CONTINUE, END, PAUSE, UPDATE
+from sglang_rollout.coordinator.update.verify import CHECKER
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from fleet_world import World
 
-from sglang_rollout.fleet.update import events as ev
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.calls import UPDATE
+from sglang_rollout.coordinator.update import events as ev
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.steps import UPDATE
 from sglang_rollout.wire.policy import OnLoss, TrainerLease, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 from sglang_rollout.wire.record import UpdateOutcome

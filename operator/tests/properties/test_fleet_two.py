@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from search import examples
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.versions import key
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.versions import key
 from sglang_rollout.wire.weights import EngineState
 
 ENGINES = ["e0", "e1", "e2"]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from search import examples
 
-from sglang_rollout.fleet.update import events as ev
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.tensors import digest
-from sglang_rollout.fleet.update.versions import key
+from sglang_rollout.coordinator.update import events as ev
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.tensors import digest
+from sglang_rollout.coordinator.update.versions import key
 from sglang_rollout.wire.intent import WantedEngine
 from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT

@@ -7,8 +7,8 @@ from fleet_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.verify import CHECKER, differing
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.verify import CHECKER, differing
 from sglang_rollout.wire.policy import Verify, WeightsPolicy
 from sglang_rollout.wire.weights import Version
 

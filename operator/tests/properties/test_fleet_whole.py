@@ -5,9 +5,9 @@ from __future__ import annotations
 from fleet_agent import NAMES
 from fleet_world import World, group_body, push
 
-from sglang_rollout.fleet.update import requests as rq
-from sglang_rollout.fleet.update.events import Answer
-from sglang_rollout.fleet.update.tensors import Brought, digest, mark, packed, recalled, unpacked
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.events import Answer
+from sglang_rollout.coordinator.update.tensors import Brought, digest, mark, packed, recalled, unpacked
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import BASE, Version
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated import SETTINGS, Cluster, rollout
 
-from sglang_rollout.core.plan import Apply, Delete
+from sglang_rollout.controller.decide.plan import Apply, Delete
 
 images = st.sampled_from(["example.org/engine:1", "example.org/engine:2", "example.org/broken:3"])
 

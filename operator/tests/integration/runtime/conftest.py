@@ -11,7 +11,7 @@ from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
 from fleet_support import OperatorProcess, World, eventually
 
-from sglang_rollout.runtime.kube import Kube
+from sglang_rollout.kube.client import Kube
 
 CRDS = Path(__file__).parents[4] / "crds"
 

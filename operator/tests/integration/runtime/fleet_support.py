@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 from ports import free_port
 
-from sglang_rollout.core import names
-from sglang_rollout.runtime.errors import NotFound
-from sglang_rollout.runtime.kube import Kube
-from sglang_rollout.runtime.observe import CHILDREN
-from sglang_rollout.runtime.resources import CONFIGMAPS, PODS, ROLLOUTS, Object, Resource
+from sglang_rollout.controller.observe import CHILDREN
+from sglang_rollout.controller.render import names
+from sglang_rollout.kube.client import Kube
+from sglang_rollout.kube.errors import NotFound
+from sglang_rollout.kube.resources import CONFIGMAPS, PODS, ROLLOUTS, Object, Resource
 from sglang_rollout.wire.record import EngineRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState
 

@@ -13,8 +13,8 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from fleet_support import OperatorProcess, World, eventually, rollout
 
-from sglang_rollout.core import names
-from sglang_rollout.runtime.resources import CONFIGMAPS, EVENTS, PODS, ROLLOUTS
+from sglang_rollout.controller.render import names
+from sglang_rollout.kube.resources import CONFIGMAPS, EVENTS, PODS, ROLLOUTS
 
 pytestmark = [pytest.mark.controlplane]
 

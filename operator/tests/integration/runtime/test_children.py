@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from fleet_support import OperatorProcess, World, eventually, expected, rollout
 
-from sglang_rollout.core import names
-from sglang_rollout.runtime.observe import CHILDREN
-from sglang_rollout.runtime.resources import (
+from sglang_rollout.controller.observe import CHILDREN
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.settings import watched_children
+from sglang_rollout.kube.resources import (
     CONFIGMAPS,
     DEPLOYMENTS,
     ROLEBINDINGS,
@@ -23,7 +24,6 @@ from sglang_rollout.runtime.resources import (
     Resource,
     resource_of,
 )
-from sglang_rollout.runtime.settings import watched_children
 
 pytestmark = [pytest.mark.controlplane]
 

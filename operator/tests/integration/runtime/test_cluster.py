@@ -9,8 +9,8 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from fleet_support import OperatorProcess, World, eventually, rollout
 
-from sglang_rollout.runtime.errors import Refused
-from sglang_rollout.runtime.resources import NODES, POD_GROUPS, ROLLOUTS, Object, Resource
+from sglang_rollout.kube.errors import Refused
+from sglang_rollout.kube.resources import NODES, POD_GROUPS, ROLLOUTS, Object, Resource
 
 pytestmark = [pytest.mark.controlplane]
 

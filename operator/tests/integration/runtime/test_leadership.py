@@ -7,11 +7,11 @@ import contextlib
 
 import pytest
 
-from sglang_rollout.fleet import leader
-from sglang_rollout.fleet.leader import DeposedError, LeaseLeadership
-from sglang_rollout.runtime.errors import NotFound
-from sglang_rollout.runtime.kube import Kube
-from sglang_rollout.runtime.resources import CONFIGMAPS, LEASES, ROLLOUTS
+from sglang_rollout.coordinator import leader
+from sglang_rollout.coordinator.leader import DeposedError, LeaseLeadership
+from sglang_rollout.kube.client import Kube
+from sglang_rollout.kube.errors import NotFound
+from sglang_rollout.kube.resources import CONFIGMAPS, LEASES, ROLLOUTS
 
 pytestmark = pytest.mark.controlplane
 

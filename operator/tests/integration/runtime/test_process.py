@@ -15,8 +15,8 @@ from e2e.cluster.controlplane import ControlPlane
 from fleet_support import OperatorProcess, Relay, World, eventually, kubeconfig_through, rollout
 from ports import free_port
 
-from sglang_rollout.runtime.kube import Kube
-from sglang_rollout.runtime.resources import PODS, ROLLOUTS, SERVICES
+from sglang_rollout.kube.client import Kube
+from sglang_rollout.kube.resources import PODS, ROLLOUTS, SERVICES
 
 pytestmark = [pytest.mark.controlplane]
 

@@ -12,21 +12,12 @@ import yaml
 from e2e.cluster.controlplane import ControlPlane
 from fleet_support import OperatorProcess, Relay, World, eventually, kubeconfig_through, rollout
 
-from sglang_rollout.core import names
-from sglang_rollout.runtime.errors import KubeError, Refused
-from sglang_rollout.runtime.follow import follow
-from sglang_rollout.runtime.kube import Kube
-from sglang_rollout.runtime.resources import (
-    CONFIGMAPS,
-    ENDPOINTSLICES,
-    PODS,
-    ROLLOUTS,
-    SECRETS,
-    STATEFULSETS,
-    Object,
-    resource_of,
-)
-from sglang_rollout.runtime.rights import CLUSTER_RULES, OPERATOR_RULES
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.rights import CLUSTER_RULES, OPERATOR_RULES
+from sglang_rollout.kube.client import Kube
+from sglang_rollout.kube.errors import KubeError, Refused
+from sglang_rollout.kube.resources import CONFIGMAPS, ENDPOINTSLICES, PODS, ROLLOUTS, SECRETS, STATEFULSETS, Object, resource_of
+from sglang_rollout.kube.watch import follow
 
 pytestmark = [pytest.mark.controlplane]
 

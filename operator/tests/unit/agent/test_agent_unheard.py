@@ -15,15 +15,15 @@ import pytest
 from aiohttp import web
 from ports import free_port, needs_ipv6
 
-from sglang_rollout.agent import group as g
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.barrier import Barrier
 from sglang_rollout.agent.drain import RunFiles
 from sglang_rollout.agent.engine import Engine
-from sglang_rollout.agent.follower import Follower, follower_app
-from sglang_rollout.agent.leader import Leader
+from sglang_rollout.agent.launch import rank_lifecycle as g
+from sglang_rollout.agent.launch.barrier import Barrier
+from sglang_rollout.agent.launch.head_pod import Leader
+from sglang_rollout.agent.launch.member_pod import Follower, follower_app
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.wire.group import GroupReply, MemberReport, Verdict
+from sglang_rollout.wire.launch import GroupReply, MemberReport, Verdict
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_GROUP
 
 POD_0, POD_1 = "demo-engine-1-0.demo-engines", "demo-engine-1-1.demo-engines"

@@ -15,13 +15,13 @@ import pytest
 from e2e.engine import LabError, environment
 from worlds import BASE, NOW, SETTINGS, cr, crashed, pod, record, row, world
 
-from sglang_rollout.agent import bandwidth
+from sglang_rollout.agent.launch import bandwidth
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.render.all_reduce import SECONDS, all_reduce, node_env
-from sglang_rollout.core.render.preflight import FAILED
-from sglang_rollout.core.render.ranks import start_script
-from sglang_rollout.core.status import build_status
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.all_reduce import SECONDS, all_reduce, node_env
+from sglang_rollout.controller.render.preflight import FAILED
+from sglang_rollout.controller.render.ranks import start_script
 
 
 def rollout(**wanted: Any) -> SGLangRollout:

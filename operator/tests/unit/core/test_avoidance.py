@@ -11,12 +11,12 @@ from worlds import NOW, SETTINGS, cr, record, row, unschedulable, world
 from worlds import pod as plain_pod
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core.avoidance import SHARE, avoidance, expires_in
-from sglang_rollout.core.events import transitions
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World
-from sglang_rollout.wire.group import WITH_THE_OTHERS
+from sglang_rollout.controller.decide.node_avoidance import SHARE, avoidance, expires_in
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.transitions import transitions
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.wire.launch import WITH_THE_OTHERS
 
 Object = dict[str, Any]
 POLICY = {"avoidNodes": {"failures": 3, "withinSeconds": 3600, "forSeconds": 7200}}

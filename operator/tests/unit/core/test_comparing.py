@@ -11,13 +11,12 @@ import pytest
 from worlds import SETTINGS, cr
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names, quantity
-from sglang_rollout.core.drift import difference, stamped
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.render import render_all
-from sglang_rollout.core.render.overlay import merge
-from sglang_rollout.core.render.policies import intent
-from sglang_rollout.core.render.server_args import server_args
+from sglang_rollout.controller.decide.drift import difference, stamped
+from sglang_rollout.controller.render import names, quantity, render_all
+from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.controller.render.overlay import merge
+from sglang_rollout.controller.render.policies import intent
+from sglang_rollout.controller.render.server_args import server_args
 
 Object = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from worlds import NOW, SETTINGS, cr, pod, record, row, world
 
-from sglang_rollout.core.status import build_status
+from sglang_rollout.controller.decide.status import build_status
 
 Object = dict[str, Any]
 FAILED: Object = {"terminated": {"exitCode": 3, "reason": "Error", "message": "error: no such repository\n"}}

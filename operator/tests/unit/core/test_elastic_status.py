@@ -9,10 +9,10 @@ import pytest
 from worlds import NOW, SETTINGS, cr, crashed, partial, pod, record, row, unschedulable, waiting, world
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core.events import transitions
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.transitions import transitions
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render.hashing import revision
 
 Object = dict[str, Any]
 FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"

@@ -9,11 +9,11 @@ import pytest
 from worlds import NOW, SETTINGS, Object, cr, pod, world
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.plan import Apply, plan
-from sglang_rollout.core.ports import engine_ports
-from sglang_rollout.core.render.engines import engine_statefulsets
-from sglang_rollout.core.status import build_status
+from sglang_rollout.controller.decide.plan import Apply, plan
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.engines import engine_statefulsets
+from sglang_rollout.controller.render.ports import engine_ports
 
 
 def custom(network: Object | None, **engine: Any) -> Object:

@@ -11,8 +11,8 @@ import yaml
 from worlds import SETTINGS, cr
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core.render.engines import engine_statefulsets
-from sglang_rollout.core.render.router import router_deployment
+from sglang_rollout.controller.render.engines import engine_statefulsets
+from sglang_rollout.controller.render.router import router_deployment
 from sglang_rollout.wire import ports
 
 ROOT = Path(__file__).parents[4]

@@ -8,8 +8,8 @@ import pytest
 from worlds import SETTINGS, cr
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.render.engines import engine_statefulsets
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.engines import engine_statefulsets
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 THEIRS = {"labelSelector": {"matchLabels": {"app": "cache"}}, "topologyKey": "kubernetes.io/hostname"}

@@ -8,11 +8,10 @@ import pytest
 from worlds import BASE, NOW, SETTINGS, cr, pod, record, row, unschedulable, waiting, world
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.render import render_all
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render import names, render_all
+from sglang_rollout.controller.render.hashing import revision
 
 Object = dict[str, Any]
 MODEL: Object = {

@@ -13,9 +13,9 @@ import yaml
 from worlds import cr, crashed, pod
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import pods
-from sglang_rollout.core.ports import engine_ports
-from sglang_rollout.core.render.preflight import FAILED, preflight
+from sglang_rollout.controller.decide import pods
+from sglang_rollout.controller.render.ports import engine_ports
+from sglang_rollout.controller.render.preflight import FAILED, preflight
 from sglang_rollout.wire.ports import ENGINE_PORT, RENDEZVOUS_PORT
 
 LISTENS = f"  0: 0100007F:{ENGINE_PORT:04X} 00000000:0000 0A 00000000:00000000\n"

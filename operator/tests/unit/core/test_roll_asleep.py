@@ -9,11 +9,11 @@ import pytest
 from worlds import BASE, NOW, SETTINGS, EngineRow, Object, cr, pod, record, row, world
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core.drift import stamped
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.plan import Delete, plan
-from sglang_rollout.core.render import render_all
-from sglang_rollout.core.world import World
+from sglang_rollout.controller.decide.drift import stamped
+from sglang_rollout.controller.decide.plan import Delete, plan
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render import render_all
+from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.states import FleetState
 
 ENGINE = {"image": "example.org/engine:1", "gpuResource": ""}

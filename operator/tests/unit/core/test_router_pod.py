@@ -9,10 +9,10 @@ from worlds import SETTINGS, Object, condition, cr, pod, ready, record, row, sta
 
 from sglang_rollout.api.pod_template import ROUTER_CONTAINERS, ROUTER_VOLUMES
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.render.prefetch import prefetch
-from sglang_rollout.core.render.router import router_deployment
-from sglang_rollout.core.world import World
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.prefetch import prefetch
+from sglang_rollout.controller.render.router import router_deployment
 
 TAINTED = "0/2 nodes are available: 2 node(s) had untolerated taint(s)"
 QUOTA = 'pods "demo-router-5c9" is forbidden: exceeded quota: small'

@@ -9,14 +9,13 @@ import pytest
 from worlds import NOW, SETTINGS, Object, cr, crashed, record, row, unschedulable, world
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.drift import stamped
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.plan import Delete, plan
-from sglang_rollout.core.render import render_all
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World
-from sglang_rollout.wire.group import BUDGET_EXHAUSTED, WITH_THE_OTHERS
+from sglang_rollout.controller.decide.drift import stamped
+from sglang_rollout.controller.decide.plan import Delete, plan
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render import names, render_all
+from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.wire.launch import BUDGET_EXHAUSTED, WITH_THE_OTHERS
 
 ENGINE = {"image": "example.org/engine:1", "gpuResource": "", "nodes": 2, "parallelism": {"tensor": 2}}
 CR = cr(engine=ENGINE)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from worlds import SETTINGS, condition, cr, status_of
 
-from sglang_rollout.core.plan import plan
-from sglang_rollout.core.world import observe_world
+from sglang_rollout.controller.decide.plan import plan
+from sglang_rollout.controller.decide.view import observe_world
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFETCH = {"path": "/models/a", "volume": {"hostPath": "/d"}, "download": {"command": ["x"]}, "prefetch": True}

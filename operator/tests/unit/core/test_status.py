@@ -30,10 +30,10 @@ from worlds import (
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core.facts import Failure
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.controller.decide.facts import Failure
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.record import AdapterRow, GroupRow
 
 

@@ -21,9 +21,9 @@ from worlds import (
 )
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core.events import transitions
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.status import build_status
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.transitions import transitions
+from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.states import FleetState
 
 

@@ -10,11 +10,11 @@ from worlds import BASE, NOW, SETTINGS, V1, V2, cr, crashed, opening, partial, p
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core.events import transitions
-from sglang_rollout.core.facts import Failure
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World
+from sglang_rollout.controller.decide.facts import Failure
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.transitions import transitions
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version
@@ -221,7 +221,7 @@ def test_an_object_that_cannot_be_read_is_told_at_once() -> None:
 
 
 def world_of_nonsense() -> World:
-    from sglang_rollout.core.world import observe_world
+    from sglang_rollout.controller.decide.view import observe_world
 
     custom: dict[str, Any] = cr(model={})
     return observe_world(custom, [], [])

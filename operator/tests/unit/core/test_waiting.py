@@ -9,12 +9,20 @@ import pytest
 from worlds import NOW, SETTINGS, cr, pod, record, row, unschedulable, world
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.cluster import Cluster, LargestNode, gang_problem, largest_node, queue_problem, queue_stopped, uncreated
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.plan import Apply, Delete, plan
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World
+from sglang_rollout.controller.decide.plan import Apply, Delete, plan
+from sglang_rollout.controller.decide.prerequisites import (
+    Cluster,
+    LargestNode,
+    gang_problem,
+    largest_node,
+    queue_problem,
+    queue_stopped,
+    uncreated,
+)
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.hashing import revision
 
 Object = dict[str, Any]
 GATED = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "Scheduling is blocked"}]}

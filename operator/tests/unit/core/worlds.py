@@ -6,13 +6,12 @@ from typing import Any
 
 from sglang_rollout.agent.state import Memory, State, closed_reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.core import names
-from sglang_rollout.core.facts import Failure
-from sglang_rollout.core.hashing import revision
-from sglang_rollout.core.render import render_all
-from sglang_rollout.core.settings import Settings
-from sglang_rollout.core.status import build_status
-from sglang_rollout.core.world import World, observe_world
+from sglang_rollout.controller.decide.facts import Failure
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.render import names, render_all
+from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.wire.record import EngineRow, LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 

@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from sglang_rollout.fleet.agents import Agents
-from sglang_rollout.fleet.update.calls import UPDATE_DISK
-from sglang_rollout.fleet.update.events import Result, Send
-from sglang_rollout.fleet.update.verify import CHECKER
+from sglang_rollout.coordinator.agents import Agents
+from sglang_rollout.coordinator.update.events import Result, Send
+from sglang_rollout.coordinator.update.steps import UPDATE_DISK
+from sglang_rollout.coordinator.update.verify import CHECKER
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.weights import BASE, EngineState, Version

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.fleet.batches import Batch, BatchError, encoded, indexed, join, split
+from sglang_rollout.coordinator.generate.batches import Batch, BatchError, encoded, indexed, join, split
 
 
 def items(**body: Any) -> list[dict[str, Any]]:

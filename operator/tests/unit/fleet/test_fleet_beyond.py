@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.fleet.beyond import beyond_smg
+from sglang_rollout.coordinator.generate.bypass import beyond_smg
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
 IMAGE = {"type": "image_url", "image_url": {"url": "u", "detail": "low"}}

@@ -11,9 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.fleet import compat
-from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.requests import Answer, CloseGroup, Continue, End, Flush, LoadAdapter, Pause, Request, SetLabel, Update
+from sglang_rollout.coordinator.http import dialects as compat
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import (
+    Answer,
+    CloseGroup,
+    Continue,
+    End,
+    Flush,
+    LoadAdapter,
+    Pause,
+    Request,
+    SetLabel,
+    Update,
+)
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
 

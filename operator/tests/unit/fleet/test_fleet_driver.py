@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.fleet.agents import Agents
-from sglang_rollout.fleet.driver import Driver
-from sglang_rollout.fleet.metrics import Metrics
-from sglang_rollout.fleet.update import Machine
-from sglang_rollout.fleet.update.calls import UPDATE
-from sglang_rollout.fleet.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
-from sglang_rollout.fleet.update.progress import Phase
+from sglang_rollout.coordinator.agents import Agents
+from sglang_rollout.coordinator.driver import Driver
+from sglang_rollout.coordinator.metrics import Metrics
+from sglang_rollout.coordinator.update import Machine
+from sglang_rollout.coordinator.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
+from sglang_rollout.coordinator.update.progress import Phase
+from sglang_rollout.coordinator.update.steps import UPDATE
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from sglang_rollout.fleet.members import Members
-from sglang_rollout.runtime.kube import Listing
+from sglang_rollout.coordinator.members import Members
+from sglang_rollout.kube.client import Listing
 from sglang_rollout.wire.intent import Intent, WantedEngine
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_rollout.fleet.update.rebuild import complete, complete_cohorts, rebuild
+from sglang_rollout.coordinator.update.recovery import complete, complete_cohorts, rebuild
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import EngineRow, GroupRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState, Version

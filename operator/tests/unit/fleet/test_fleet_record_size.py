@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
-from sglang_rollout.fleet.agents import LONGEST_MESSAGE
-from sglang_rollout.fleet.ranks import LONGEST_GROUP_NAME
-from sglang_rollout.fleet.update.engine import Engine
-from sglang_rollout.fleet.update.groups import MOST_GROUPS
-from sglang_rollout.fleet.update.lora import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
-from sglang_rollout.fleet.update.outcome import _last
-from sglang_rollout.fleet.update.progress import Group
-from sglang_rollout.fleet.update.state import Fleet
-from sglang_rollout.fleet.update.versions import LONGEST_LABEL
+from sglang_rollout.coordinator.agents import LONGEST_MESSAGE
+from sglang_rollout.coordinator.update.adapters import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
+from sglang_rollout.coordinator.update.engine import Engine
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.outcome import _last
+from sglang_rollout.coordinator.update.process_groups import MOST_GROUPS
+from sglang_rollout.coordinator.update.progress import Group
+from sglang_rollout.coordinator.update.ranks import LONGEST_GROUP_NAME
+from sglang_rollout.coordinator.update.versions import LONGEST_LABEL
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.intent import Adapter, WantedEngine
 from sglang_rollout.wire.record import AdapterRow, EngineRow, GroupRow, LastUpdate, Noted, Record, UpdateOutcome

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.fleet import store
-from sglang_rollout.fleet.claim import claim
-from sglang_rollout.fleet.leader import DeposedError
-from sglang_rollout.fleet.members import gate_url, hostnames
-from sglang_rollout.fleet.router import plan
-from sglang_rollout.fleet.store import RECORD_KEY, ConfigMapRecord, FileIntent, FileRecord, Keeper, LostError, StoreError
-from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, NotFound
+from sglang_rollout.coordinator import record_store as store
+from sglang_rollout.coordinator.generate.smg_workers import plan
+from sglang_rollout.coordinator.leader import DeposedError
+from sglang_rollout.coordinator.members import gate_url, hostnames
+from sglang_rollout.coordinator.record_store import RECORD_KEY, ConfigMapRecord, FileIntent, FileRecord, Keeper, LostError, StoreError
+from sglang_rollout.coordinator.takeover import claim
+from sglang_rollout.kube.errors import ApiUnavailable, Conflict, NotFound
 from sglang_rollout.wire.intent import Intent
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import Version

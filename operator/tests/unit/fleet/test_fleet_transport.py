@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_rollout.fleet.ranks import Refusal
-from sglang_rollout.fleet.update.groups import open_group
-from sglang_rollout.fleet.update.requests import OpenGroup
-from sglang_rollout.fleet.update.state import Fleet
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.process_groups import open_group
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import OpenGroup
 from sglang_rollout.wire.policy import Transport, WeightsPolicy
 
 

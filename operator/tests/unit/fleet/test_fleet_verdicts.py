@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_rollout.fleet.agents import Agents
+from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.wire.agent import CheckpointReply, PreflightReply
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 

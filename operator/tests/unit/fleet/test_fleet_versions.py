@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.fleet.update.versions import history, key, newest, next_version
+from sglang_rollout.coordinator.update.versions import history, key, newest, next_version
 from sglang_rollout.wire.weights import BASE, Version
 
 

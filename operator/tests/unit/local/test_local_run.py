@@ -26,7 +26,7 @@ from sglang_rollout.local import cli
 from sglang_rollout.local.plan import EngineArg
 from sglang_rollout.local.sizes import Sizes, SizesError, check_sizes, read_sizes
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.trainer.testing import StandIn
+from sglang_rollout.testing import StandIn
 from sglang_rollout.wire.policy import Transport, WeightsPolicy
 
 LINE = [sys.executable, "-m", "sglang_rollout.cli", "local"]

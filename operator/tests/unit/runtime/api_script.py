@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from aiohttp import web
 
-from sglang_rollout.runtime.kube import Kube
+from sglang_rollout.kube.client import Kube
 
 Reply = web.StreamResponse | Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.conditions import Reason
-from sglang_rollout.core.facts import Failure
-from sglang_rollout.core.names import LABEL_ROLLOUT
-from sglang_rollout.core.plan import Apply, Delete, Plan
-from sglang_rollout.runtime.apply import Outcome, execute
-from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
+from sglang_rollout.controller.apply import Outcome, execute
+from sglang_rollout.controller.decide.facts import Failure
+from sglang_rollout.controller.decide.plan import Apply, Delete, Plan
+from sglang_rollout.controller.render.names import LABEL_ROLLOUT
+from sglang_rollout.kube.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
 
 
 class Recorder:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.core.events import EventToPost
-from sglang_rollout.runtime import events as events_module
-from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, KubeError, NotFound
-from sglang_rollout.runtime.events import EventPoster
+from sglang_rollout.controller import events as events_module
+from sglang_rollout.controller.decide.transitions import EventToPost
+from sglang_rollout.controller.events import EventPoster
+from sglang_rollout.kube.errors import ApiUnavailable, Conflict, KubeError, NotFound
 
 ROLLOUT = {
     "apiVersion": "rollout.sglang.io/v1alpha1",

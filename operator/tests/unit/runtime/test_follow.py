@@ -9,10 +9,10 @@ from typing import Any
 
 from virtual_time import run
 
-from sglang_rollout.runtime.errors import ApiUnavailable, Expired, KubeError
-from sglang_rollout.runtime.follow import follow
-from sglang_rollout.runtime.resources import CONFIGMAPS
-from sglang_rollout.runtime.stream import Listing, WatchEvent
+from sglang_rollout.kube.errors import ApiUnavailable, Expired, KubeError
+from sglang_rollout.kube.resources import CONFIGMAPS
+from sglang_rollout.kube.stream import Listing, WatchEvent
+from sglang_rollout.kube.watch import follow
 
 
 def obj(name: str, version: int) -> dict[str, Any]:

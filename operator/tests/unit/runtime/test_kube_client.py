@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from api_script import ok, scripted, status, stream, write_kubeconfig
 
-from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, Expired, KubeError, NoCredentials, NotFound, Refused
-from sglang_rollout.runtime.kube import Kube
-from sglang_rollout.runtime.resources import CONFIGMAPS, PODS, ROLLOUTS, STATEFULSETS
+from sglang_rollout.kube.client import Kube
+from sglang_rollout.kube.errors import ApiUnavailable, Conflict, Expired, KubeError, NoCredentials, NotFound, Refused
+from sglang_rollout.kube.resources import CONFIGMAPS, PODS, ROLLOUTS, STATEFULSETS
 
 
 async def test_apply_sends_a_forced_server_side_apply_under_our_name(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from sglang_rollout import __version__, cli
 from sglang_rollout.cli import SUBCOMMANDS, Subcommand, load, main
-from sglang_rollout.runtime.metrics import Metrics
-from sglang_rollout.runtime.web import health_app, metrics_app
+from sglang_rollout.controller.metrics import Metrics
+from sglang_rollout.controller.web import health_app, metrics_app
 
 
 def test_help_and_version_import_no_subcommand() -> None:
@@ -80,7 +80,7 @@ def test_an_unknown_subcommand() -> None:
 
 
 def test_the_operators_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from sglang_rollout.runtime import cli as operator_cli
+    from sglang_rollout.controller import cli as operator_cli
 
     seen: list[operator_cli.OperatorSettings] = []
 
@@ -110,7 +110,7 @@ def test_the_operators_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_no_credentials_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from sglang_rollout.runtime import cli as operator_cli
+    from sglang_rollout.controller import cli as operator_cli
 
     monkeypatch.setattr(operator_cli, "configure_logging", lambda *_, **__: None)
     result = CliRunner().invoke(operator_cli.command, [], env={"KUBECONFIG": str(tmp_path / "none")})

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.conditions import Reason
-from sglang_rollout.core.events import EventToPost
-from sglang_rollout.core.facts import Failure
-from sglang_rollout.core.plan import Plan
-from sglang_rollout.core.settings import Settings
-from sglang_rollout.core.world import World
-from sglang_rollout.runtime import reconcile as module
-from sglang_rollout.runtime.apply import Outcome
-from sglang_rollout.runtime.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
-from sglang_rollout.runtime.metrics import Metrics
-from sglang_rollout.runtime.reconcile import Reconciler, Result, ready_of
+from sglang_rollout.controller import reconcile as module
+from sglang_rollout.controller.apply import Outcome
+from sglang_rollout.controller.decide.facts import Failure
+from sglang_rollout.controller.decide.plan import Plan
+from sglang_rollout.controller.decide.transitions import EventToPost
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.metrics import Metrics
+from sglang_rollout.controller.reconcile import Reconciler, Result, ready_of
+from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.kube.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
 
 KEY = ("n", "demo")
 NEWS = EventToPost("Normal", "Ready", "all is well", "Ready")

@@ -8,10 +8,10 @@ import logging
 import kopf
 import pytest
 
-from sglang_rollout.core.names import LABEL_ROLLOUT
-from sglang_rollout.runtime.credentials import Credentials
-from sglang_rollout.runtime.settings import Patience, _Outages, configure, watched_children
-from sglang_rollout.runtime.triggers import build_registry, owner_of
+from sglang_rollout.controller.render.names import LABEL_ROLLOUT
+from sglang_rollout.controller.settings import Patience, _Outages, configure, watched_children
+from sglang_rollout.controller.triggers import build_registry, owner_of
+from sglang_rollout.kube.credentials import Credentials
 
 OWNER = {"kind": "SGLangRollout", "name": "owner", "uid": "u"}
 
@@ -79,7 +79,7 @@ def test_an_outage_is_one_warning_a_minute_and_not_a_line_per_watch() -> None:
     [
         ("kopf._cogs.clients.watching", "Request attempt #3 failed; will retry: GET x -> APIForbiddenError()"),
         ("kopf.objects", "something else"),
-        ("sglang_rollout.runtime", "it failed; will retry"),
+        ("sglang_rollout.controller", "it failed; will retry"),
     ],
 )
 def test_everything_else_is_logged_as_it_is(name: str, message: str) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from virtual_time import run
 
-from sglang_rollout.runtime.queue import WorkQueue
+from sglang_rollout.controller.workqueue import WorkQueue
 
 
 def make(**changes: float) -> WorkQueue[str]:

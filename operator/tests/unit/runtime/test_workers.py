@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 from virtual_time import run
 
-from sglang_rollout.runtime.errors import ApiUnavailable, Conflict
-from sglang_rollout.runtime.metrics import Key, Metrics
-from sglang_rollout.runtime.queue import WorkQueue
-from sglang_rollout.runtime.reconcile import Result
-from sglang_rollout.runtime.workers import RECONCILE_DEADLINE, Workers, relist
+from sglang_rollout.controller.metrics import Key, Metrics
+from sglang_rollout.controller.reconcile import Result
+from sglang_rollout.controller.workers import RECONCILE_DEADLINE, Workers, relist
+from sglang_rollout.controller.workqueue import WorkQueue
+from sglang_rollout.kube.errors import ApiUnavailable, Conflict
 
 KEY = ("n", "demo")
 
@@ -133,7 +133,7 @@ def test_relist_queues_all_rollouts_and_survives_an_outage() -> None:
             reply = self.replies.pop(0) if self.replies else []
             if isinstance(reply, Exception):
                 raise reply
-            from sglang_rollout.runtime.stream import Listing
+            from sglang_rollout.kube.stream import Listing
 
             assert isinstance(reply, list)
             return Listing([{"metadata": {"namespace": "n", "name": name}} for name in reply], "1")

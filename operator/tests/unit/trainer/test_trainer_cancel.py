@@ -12,11 +12,11 @@ import pytest
 import requests
 from trainer_fakefleet import FakeFleet, Reply
 
+from sglang_rollout.testing import StandIn
 from sglang_rollout.trainer import FailedPrompt, Fleet, GenerateFailed, connect, connect_engine
 from sglang_rollout.trainer.cancel import Cancellation
 from sglang_rollout.trainer.client import Http
 from sglang_rollout.trainer.errors import FleetUnreachable
-from sglang_rollout.trainer.testing import StandIn
 
 
 class Script:

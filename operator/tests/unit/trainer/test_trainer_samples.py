@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from trainer_fakefleet import FakeFleet
 
+from sglang_rollout.testing import StandIn, expected_tokens
 from sglang_rollout.trainer import MAX_SAMPLES_PER_PROMPT, Fleet, GenerateFailed, connect, connect_engine
-from sglang_rollout.trainer.testing import StandIn, expected_tokens
 
 GREEDY = {"temperature": 0, "max_new_tokens": 3}
 

@@ -21,7 +21,7 @@ import requests
 from ports import free_port
 
 from sglang_rollout.agent.engine import Engine
-from sglang_rollout.trainer.testing import Fault, Kind, Phase, StandIn, StandInFleet, decode, encode, expected_tokens
+from sglang_rollout.testing import Fault, Kind, Phase, StandIn, StandInFleet, decode, encode, expected_tokens
 
 PATIENCE = 60.0
 """Seconds until a test that hangs is ended. No test here measures speed."""
@@ -309,7 +309,7 @@ def test_a_process_with_one_engine_dies_by_sigkill_and_leaves_a_record(tmp_path:
 def test_a_process_with_two_engines_survives_one_and_ends_at_sigterm() -> None:
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "sglang_rollout.trainer.testing", "--port", str(port), "--engines", "2", "--fault", "die:flush"],
+        [sys.executable, "-m", "sglang_rollout.testing", "--port", str(port), "--engines", "2", "--fault", "die:flush"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:

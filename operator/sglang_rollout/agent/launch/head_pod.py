@@ -1,0 +1,160 @@
+"""The head pod of an engine of several pods: it reads the other pods, decides with ``rank_lifecycle``, and answers for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+from pydantic import ValidationError
+
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.launch import rank_lifecycle as g
+from sglang_rollout.agent.launch.barrier import Barrier
+from sglang_rollout.agent.launch.reachability import is_cut
+from sglang_rollout.agent.preflight import preflight
+from sglang_rollout.agent.record import load, save
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest, PreflightReply, PreflightRequest
+from sglang_rollout.wire.launch import GroupReply, MemberHealth, MemberReport
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_HEALTH, AGENT_PREFLIGHT
+
+log = logging.getLogger(__name__)
+
+_Asking = PreflightRequest | CheckpointRequest
+_Reply = TypeVar("_Reply", PreflightReply, CheckpointReply)
+_HEALTH_SECONDS = 3.0
+_MARGIN = 2.0
+"""What another pod's answer may take beyond the time it is told to try."""
+
+
+class Leader:
+    """The agent of pod 0, in its role towards the other pods."""
+
+    def __init__(self, agent: Agent, barrier: Barrier, *, size: int, own: Address, folder: Path, token: str) -> None:
+        self._agent = agent
+        self._barrier = barrier
+        self._own = own
+        self._token = token
+        self._record = folder / "group.json"
+        memory, why = load(self._record, g.GroupMemory)
+        if why:
+            log.warning("%s: the engine is started anew.", why)
+        self.group = g.Group(agent.name, size, memory)
+
+    def report(self, report: MemberReport) -> GroupReply:
+        """What another pod is to do now."""
+        member = g.Member(
+            report.boot_id, time.monotonic(), report.address, released=report.released, up=report.up, draining=report.draining
+        )
+        self.group = g.heard(self.group, report.rank, member)
+        self._decide()
+        verdict = g.verdict(self.group, report.rank, report.boot_id, released=report.released)
+        return GroupReply(verdict=verdict, reason=self._reason(), drained=self._barrier.files.drained.exists())
+
+    async def watch(self) -> None:
+        """One look at this pod, and at those that are silent."""
+        boot = self._barrier.boot()
+        released = self._barrier.released(boot)
+        own = g.Member(boot, time.monotonic(), released=released, up=self._agent.state.up, draining=self._barrier.files.drain_wanted())
+        self.group = g.heard(self.group, 0, own)
+        self._decide()
+        verdict = g.verdict(self.group, 0, boot, released=released)
+        self._barrier.obey(verdict, boot, self._reason())
+        silent = g.silent(self.group, time.monotonic())
+        cut = await asyncio.gather(*(is_cut(Address.parse(address)) for address in silent.values()))
+        for rank, is_so in zip(silent, cut, strict=True):
+            self.group = g.tried(self.group, rank, time.monotonic(), cut=is_so)
+
+    async def inquire(self) -> None:
+        """Ask the pods that this one does not hear why they are silent: nobody else would learn it."""
+        wanted = [(rank, where) for rank in g.awaited(self.group, time.monotonic()) if (where := self._gate_of(rank))]
+        for (rank, _), why in zip(wanted, await asyncio.gather(*(_why_silent(where) for _, where in wanted)), strict=True):
+            if rank in g.awaited(self.group, time.monotonic()):
+                self.group = g.asked(self.group, rank, why)
+
+    def _gate_of(self, rank: int) -> Address | None:
+        """By its name, which differs from this pod's own in the number: a pod that was never heard has told no address."""
+        pod, dot, domain = self._own.host.partition(".")
+        return Address(f"{self.group.pod(rank)}.{domain}", self._own.port) if dot and pod == self.group.pod(0) else None
+
+    def why_down(self) -> str:
+        """Why the engine is not up, if that has to do with its pods."""
+        return g.why_down(self.group, time.monotonic())
+
+    def draining(self) -> bool:
+        """Whether another pod of the engine is going away, which ends all of it."""
+        return bool(self.group.draining)
+
+    async def preflight(self, request: PreflightRequest) -> PreflightReply:
+        """Whether every pod of the engine reaches the trainer; the reason names the one that does not."""
+        own, others = await asyncio.gather(preflight(request), self._ask(AGENT_PREFLIGHT, request, PreflightReply))
+        for rank, reply in {0: own, **others}.items():
+            if not reply.ok:
+                return PreflightReply(ok=False, reason=f"from pod {self.group.pod(rank)}: {reply.reason}")
+        return PreflightReply(ok=True)
+
+    async def checkpoint(self, request: CheckpointRequest, own: CheckpointReply) -> CheckpointReply:
+        """Whether the other pods see the folder that pod 0 found good, and see the same in it."""
+        if not own.ok or not request.path:
+            return own
+        # A snapshot is found and held by pod 0 alone; the others look at its folder.
+        folder = request.model_copy(update={"path": own.path or request.path, "snapshot": None})
+        for rank, reply in (await self._ask(AGENT_CHECKPOINT, folder, CheckpointReply)).items():
+            if not reply.ok:
+                return CheckpointReply(ok=False, reason=f"from pod {self.group.pod(rank)}: {reply.reason}")
+            if reply.digest != own.digest:
+                what = f"{folder.path} holds something else in pod {self.group.pod(rank)} than in pod {self.group.pod(0)}."
+                return CheckpointReply(ok=False, reason=what)
+        return own
+
+    async def _ask(self, path: str, request: _Asking, reply: type[_Reply]) -> dict[int, _Reply]:
+        """The same of every other pod."""
+        addresses = {rank: member.address for rank, member in self.group.members.items() if rank}
+        replies = await asyncio.gather(*(self._asked(address, path, request, reply) for address in addresses.values()))
+        return dict(zip(addresses, replies, strict=True))
+
+    async def _asked(self, address: str, path: str, request: _Asking, reply: type[_Reply]) -> _Reply:
+        url = Address.parse(address).url + path
+        limit = aiohttp.ClientTimeout(total=request.deadline + _MARGIN)
+        headers = {"Authorization": f"Bearer {self._token}"}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit, headers=headers) as http,
+                http.post(url, json=request.model_dump(mode="json")) as answer,
+            ):
+                return reply.model_validate(await answer.json(content_type=None))
+        except (aiohttp.ClientError, OSError, ValueError, ValidationError) as error:
+            return reply(ok=False, reason=f"its agent does not answer ({str(error) or type(error).__name__})")
+
+    def _decide(self) -> None:
+        """Written down before anybody acts on it."""
+        new = g.step(self.group, time.monotonic())
+        if new.memory == self.group.memory:
+            return
+        save(self._record, new.memory)
+        if new.memory.lost and not self.group.memory.lost:
+            log.warning("All pods of the engine start anew: %s.", new.memory.lost)
+        if new.memory.number != self.group.memory.number:
+            log.info("All %d pods wait: start %d of the engine.", new.size, new.memory.number)
+        self.group = new
+
+    def _reason(self) -> str:
+        return f"{self.group.memory.lost or 'pod 0 was made anew'}."
+
+
+async def _why_silent(gate: Address) -> str:
+    """What the pod behind this gate says of it; empty if it says nothing."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_SECONDS)) as http,
+            http.get(gate.url + AGENT_HEALTH) as answer,
+        ):
+            return MemberHealth.model_validate(await answer.json(content_type=None)).unheard if answer.status == 200 else ""
+    except aiohttp.ClientConnectorDNSError as error:
+        return f"pod 0 does not find {gate.host}: {error.os_error.strerror or error.os_error}"
+    except (aiohttp.ClientError, OSError, ValueError, ValidationError):
+        return ""

@@ -1,0 +1,102 @@
+"""``sglang-rollout operator``: run the operator, in a cluster or outside."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from sglang_rollout import __version__
+from sglang_rollout.controller.main import StartupError, run
+from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.controller.settings import OperatorSettings, configure_logging
+from sglang_rollout.kube.errors import KubeError
+from sglang_rollout.wire.ports import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
+
+ENV = "SGLANG_ROLLOUT"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def setting(name: str, default: str | int, text: str, kind: click.ParamType[Any] | None = None) -> Callable[[_F], _F]:
+    """An option that the environment may give too."""
+    variable = f"{ENV}_{name.upper().replace('-', '_')}"
+    return click.option(f"--{name}", default=default, envvar=variable, show_default=True, type=kind, help=text)
+
+
+PORT = click.IntRange(0, 65535)
+
+
+@click.command()
+@click.option(
+    "--namespace",
+    "namespaces",
+    multiple=True,
+    metavar="NAME",
+    envvar=f"{ENV}_NAMESPACES",
+    help="Namespace to look after; repeat for more.  [default: all namespaces]",
+)
+@setting("fleet-image", f"sglang-rollout/fleet:{__version__}", "Image of agent and coordinator.")
+@setting("router-image", f"sglang-rollout/router:{__version__}", "Image of gate, front and smg.")
+@setting("image-pull-policy", "IfNotPresent", "Pull policy of these two images.", click.Choice(["Always", "IfNotPresent", "Never"]))
+@setting("metrics-port", OPERATOR_METRICS_PORT, "Port of /metrics; 0: none.", PORT)
+@setting("health-port", OPERATOR_HEALTH_PORT, "Port of /healthz; 0: none.", PORT)
+@click.option(
+    "--kubeconfig",
+    type=click.Path(exists=True, dir_okay=False),
+    help="How to reach the cluster.  [default: the pod's service account, else $KUBECONFIG, else ~/.kube/config]",
+)
+@setting("log-format", "text", "Lines for people or for a collector.", click.Choice(["text", "json"]))
+@click.option("--verbose", is_flag=True, help="Also log every reconcile and kopf's own lines.")
+def command(
+    *,
+    namespaces: tuple[str, ...],
+    fleet_image: str,
+    router_image: str,
+    image_pull_policy: str,
+    metrics_port: int,
+    health_port: int,
+    kubeconfig: str | None,
+    log_format: str,
+    verbose: bool,
+) -> None:
+    """Watch SGLangRollouts and make their engines, router and services.
+
+    In a cluster it is installed by the Helm chart; outside it acts with your kubeconfig. An option with a default is also read from
+    the environment: --fleet-image from SGLANG_ROLLOUT_FLEET_IMAGE, and so on; the namespaces from SGLANG_ROLLOUT_NAMESPACES.
+    """
+    configure_logging(log_format, verbose=verbose)
+    settings = OperatorSettings(
+        render=Settings(
+            fleet_image=fleet_image,
+            router_image=router_image,
+            image_pull_policy=image_pull_policy,
+            version=__version__,
+        ),
+        namespaces=namespaces,
+        kubeconfig=kubeconfig,
+        metrics_port=metrics_port,
+        health_port=health_port,
+    )
+    try:
+        asyncio.run(_until_stopped(settings))
+    except (StartupError, KubeError) as error:
+        raise click.ClickException(f"the operator ends: {error}") from error
+
+
+async def _until_stopped(settings: OperatorSettings) -> None:
+    """Run; SIGTERM and SIGINT end it with exit code 0.
+
+    kopf handles both signals once it watches. Until then they are ours: as pid 1 of a container a process without a
+    handler ignores SIGTERM, and its pod takes the full grace period to go.
+    """
+    main = asyncio.ensure_future(run(settings))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, main.cancel)
+    try:
+        await main
+    except asyncio.CancelledError:
+        if not main.cancelled():
+            raise

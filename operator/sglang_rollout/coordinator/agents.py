@@ -1,0 +1,316 @@
+"""Client of the agents: every call has a deadline, carries token and term, and ends as a value, not an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+from pydantic import ValidationError
+from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from sglang_rollout.coordinator.update.events import Result, Send
+from sglang_rollout.coordinator.update.requests import Body
+from sglang_rollout.coordinator.update.steps import SLOWER
+from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, SyncRequest
+from sglang_rollout.wire.ports import (
+    AGENT_ACK,
+    AGENT_CHECKPOINT,
+    AGENT_FENCE,
+    AGENT_PREFLIGHT,
+    AGENT_RUN,
+    AGENT_SYNC,
+    DEADLINE_HEADER,
+    TERM_HEADER,
+)
+
+SYNC_DEADLINE = 2.0
+CONNECT_DEADLINE = 5.0
+READ_DEADLINE = 5.0
+"""For GETs of information: a scheduler that is stuck in a collective must not hold up a reader."""
+LONGEST_MESSAGE = 2000
+STATUS_PATHS = (AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE)
+CONFLICT = 409
+JSON_BODY = {"Content-Type": "application/json"}
+
+Address = Callable[[str], str | None]
+"""The base URL of an engine's gate; None: it has no address (now)."""
+
+
+class Agents:
+    """Calls agents by engine name. ``outranked`` is told the term of an agent that refused ours."""
+
+    def __init__(self, *, address: Address, token: Callable[[], str], term: Callable[[], int]) -> None:
+        self._address = address
+        self._token = token
+        self._term = term
+        self._session: aiohttp.ClientSession | None = None
+        self._sync_locks: dict[str, asyncio.Lock] = {}
+        self._heard: dict[str, float] = {}
+        self.outranked: Callable[[int], None] = lambda term: None
+
+    async def start(self) -> None:
+        """Open the connection pool."""
+        # No limit: a fleet has tens of engines, and a call that waits for a connection would look like a slow engine.
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(connect=CONNECT_DEADLINE)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+
+    async def close(self) -> None:
+        """Close the connection pool."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def fan_out(self, effect: Send, cut: asyncio.Future[str] | None = None) -> dict[str, Result]:
+        """Carry out a Send effect: all engines at once, one result for each, within its deadline.
+
+        ``cut`` ends the wait early, with the reason for those that have not answered.
+        """
+        tasks = {
+            asyncio.create_task(self._bounded(name, effect, body), name=f"{effect.path} {name}"): name
+            for name, body in _encode_bodies(effect.bodies).items()
+        }
+        results: dict[str, Result] = {}
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        end, why = math.inf, ""
+        waiting = set(tasks)
+        try:
+            while waiting:
+                ends: set[asyncio.Future[Any]] = {*waiting, *([cut] if cut is not None else [])}
+                limit = None if end == math.inf else max(0.0, end - loop.time())
+                done, _ = await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                ended = waiting & done
+                waiting -= ended
+                for task in ended:
+                    results[tasks[task]] = task.result()
+                if not done or (cut is not None and cut.done()):
+                    break
+                seconds, reason = _limit(effect, results, loop.time() - began)
+                if loop.time() + seconds < end:
+                    end, why = loop.time() + seconds, reason
+            if cut is not None and cut.done():
+                why = cut.result()
+            for task in waiting:
+                results[tasks[task]] = Result(ok=False, message=why)
+        finally:
+            for task in waiting:
+                task.cancel()
+        return {name: results[name] for name in effect.bodies}
+
+    async def sync(self, name: str, request: SyncRequest) -> AgentStatus | None:
+        """Tell an agent what is committed and hear how it is; None: no answer."""
+        return (await self.call(name, AGENT_SYNC, request.model_dump(mode="json"), SYNC_DEADLINE)).agent
+
+    def silence(self, name: str) -> float:
+        """Seconds since the agent last answered a call, whatever it said."""
+        return time.monotonic() - self._heard.get(name, -math.inf)
+
+    async def get(self, name: str, path: str, deadline: float = READ_DEADLINE) -> tuple[int, Any]:
+        """GET a JSON document from an agent: status and body; status 0 and a sentence when there is no answer."""
+        return await self._read("GET", name, path, deadline, headers=self._headers())
+
+    async def ask(self, name: str, path: str, body: Body, deadline: float) -> tuple[int, Any]:
+        """POST a question to an agent and return the engine's answer: status and body; status 0 and a sentence when there is no answer."""
+        return await self._read("POST", name, path, deadline, json=dict(body), headers=self._headers(deadline))
+
+    async def _read(self, method: str, name: str, path: str, deadline: float, **options: Any) -> tuple[int, Any]:
+        url = self._address(name)
+        if url is None:
+            return 0, "it has no address yet"
+        try:
+            async with asyncio.timeout(deadline), self._pool().request(method, url + path, **options) as reply:
+                return reply.status, _json(await reply.read())
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            return 0, _reason(error, deadline)
+
+    async def _bounded(self, name: str, effect: Send, body: bytes) -> Result:
+        """One call of a fan-out; repeated where that is harmless: a lost connection says nothing of the engine."""
+        if not effect.idempotent:
+            return await self.call(name, effect.path, body, effect.deadline)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + effect.deadline
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_NoAnswerError),
+            stop=stop_after_delay(effect.deadline),
+            wait=wait_exponential(0.1, max=2.0),
+        )
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    result = await self.call(name, effect.path, body, max(0.05, end - loop.time()))
+                    if result.status == 0 and loop.time() < end:
+                        raise _NoAnswerError(result.message)
+        except RetryError as error:
+            return Result(ok=False, message=str(error.last_attempt.exception()))
+        return result
+
+    async def call(self, name: str, path: str, body: Body | bytes, deadline: float) -> Result:
+        """POST to one agent. A body of bytes is JSON already."""
+        if path not in (AGENT_SYNC, AGENT_RUN):
+            return await self._post(name, path, body, deadline)
+        # A sync that is under way with an older version must not arrive after this one: it would close the gate again.
+        lock = self._sync_locks.setdefault(name, asyncio.Lock())
+        try:
+            async with asyncio.timeout(deadline):
+                async with lock:
+                    if path == AGENT_SYNC:
+                        return await self._post(name, path, body, deadline)
+                # Without the lock: an engine may take long to continue, and syncs that begin now know this version too.
+                return await self._post(name, path, body, deadline)
+        except TimeoutError as error:
+            return Result(ok=False, message=_reason(error, deadline))
+
+    async def _post(self, name: str, path: str, body: Body | bytes, deadline: float) -> Result:
+        url = self._address(name)
+        if url is None:
+            return Result(ok=False, message="it has no address: its pod does not run (yet).")
+        data = body if isinstance(body, bytes) else json.dumps(dict(body)).encode()
+        try:
+            async with (
+                asyncio.timeout(deadline),
+                self._pool().post(url + path, data=data, headers={**self._headers(deadline), **JSON_BODY}) as reply,
+            ):
+                answer = await reply.read()
+                self._check_term(reply)
+                self._heard[name] = time.monotonic()
+                return self._result(path, reply.status, _json(answer))
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            return Result(ok=False, message=_reason(error, deadline))
+
+    def _result(self, path: str, status: int, body: Any) -> Result:
+        ok = 200 <= status < 300
+        fields = body if isinstance(body, dict) else {}
+        if not ok:
+            return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.")
+        if path in STATUS_PATHS:
+            return _status(status, fields)
+        if path == AGENT_PREFLIGHT:
+            return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""))
+        if path == AGENT_CHECKPOINT:
+            return _checkpoint(status, fields)
+        # SGLang says 200 and success: false in some places.
+        ok = fields.get("success") is not False
+        return _summed(status, body) if ok and path == CHECKER else Result(ok=ok, status=status, message=_message(body))
+
+    def _check_term(self, reply: aiohttp.ClientResponse) -> None:
+        """An agent that refuses our term says which one it follows."""
+        text = reply.headers.get(TERM_HEADER, "")
+        if reply.status == CONFLICT and text.isascii() and text.isdigit() and int(text) > self._term():
+            self.outranked(int(text))
+
+    def _headers(self, deadline: float | None = None) -> Mapping[str, str]:
+        headers = {"Authorization": f"Bearer {self._token()}", TERM_HEADER: str(self._term())}
+        if deadline is not None:
+            # The agent answers a little before we stop listening: its sentence says more than our silence.
+            headers[DEADLINE_HEADER] = f"{max(deadline * 0.5, deadline - 1.0):.3f}"
+        return headers
+
+    def _pool(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("Agents.start() has not been called")
+        return self._session
+
+
+class _NoAnswerError(Exception):
+    """The call did not reach the agent, or its answer did not reach us."""
+
+
+def _encode_bodies(bodies: Mapping[str, Body]) -> dict[str, bytes]:
+    """Return the JSON of each body. Equal bodies, as of a bucket with thousands of names, are encoded once."""
+    found: dict[str, bytes] = {}
+    last: tuple[Body, bytes] | None = None
+    for name, body in bodies.items():
+        if last is None or body != last[0]:
+            last = body, json.dumps(dict(body)).encode()
+        found[name] = last[1]
+    return found
+
+
+def _limit(effect: Send, results: Mapping[str, Result], took: float) -> tuple[float, str]:
+    """How many seconds to wait for those that have not answered yet, and what is said of them then."""
+    if effect.grace is not None and any(not result.ok for result in results.values()):
+        return effect.grace, "not waited for, because another engine failed."
+    if effect.patience is not None and 2 * len(results) >= len(effect.bodies):
+        seconds = max(effect.patience, SLOWER * took)
+        return seconds, f"no answer for {seconds:g} s after {len(results)} of {len(effect.bodies)} engines had answered."
+    return math.inf, ""
+
+
+def _status(status: int, fields: Mapping[str, Any]) -> Result:
+    try:
+        return Result(ok=True, status=status, agent=AgentStatus.model_validate(fields))
+    except ValidationError as error:
+        where = "; ".join(str(problem["loc"]) for problem in error.errors()[:3])
+        return Result(ok=False, status=status, message=f"its agent's answer is no status (fields {where}).")
+
+
+def _checkpoint(status: int, fields: Mapping[str, Any]) -> Result:
+    try:
+        reply = CheckpointReply.model_validate(fields)
+    except ValidationError as error:
+        return Result(
+            ok=False, status=status, message=f"its agent's answer about the checkpoint cannot be read: {error.errors()[0]['msg']}."
+        )
+    names = None if reply.names is None else frozenset(reply.names)
+    return Result(
+        ok=reply.ok, status=status, message=reply.reason, digest=reply.digest, path=reply.path, names=names, compared=reply.compared,
+        unchecked=tuple(reply.unchecked), why_unchecked=reply.why_unchecked, shapes=reply.shapes,
+    )  # fmt: skip
+
+
+def _summed(status: int, body: Any) -> Result:
+    checksums = _checksums(body)
+    if checksums is None:
+        return Result(ok=False, status=status, message="its answer holds no checksum of each rank.")
+    return Result(ok=True, status=status, message=_message(body), checksums=checksums)
+
+
+def _checksums(body: Any) -> tuple[str, ...] | None:
+    """One checksum per rank, in rank order, of SGLang's answer; None: it is another answer."""
+    ranks = body.get("ranks") if isinstance(body, dict) else None
+    if not isinstance(ranks, list) or not ranks:
+        return None
+    try:
+        ordered = sorted(ranks, key=_place)
+        return tuple(str(rank["per_gpu_checksum"]) for rank in ordered)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _place(rank: Mapping[str, Any]) -> tuple[str, int]:
+    """Where a rank stands. SGLang gives a list: of one, but with draft models. 0.5.20 gives one place, without a role."""
+    found = rank["parallelism_info"]
+    place = found[0] if isinstance(found, list) else found
+    return str(place.get("role", "")), int(place["rank"])
+
+
+def _json(data: bytes) -> Any:
+    """What an answer says. Half of a character becomes a question mark: what engines say is kept in the record, which cannot hold it."""
+    try:
+        found = json.loads(data)
+        if data.isascii() and b"\\" not in data:
+            return found  # as most do, and nothing of it can be half
+        return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return data[:LONGEST_MESSAGE].decode("utf-8", "replace").strip()
+
+
+def _message(body: Any) -> str:
+    """The sentence in a reply: SGLang puts it under ``message`` (about adapters: ``error_message``), proxies and FastAPI elsewhere."""
+    if isinstance(body, dict):
+        body = body.get("message") or body.get("error_message") or body.get("error") or body.get("detail") or ""
+    if isinstance(body, list):
+        body = "; ".join(str(part) for part in body)
+    return str(body or "").strip()[:LONGEST_MESSAGE]
+
+
+def _reason(error: BaseException, deadline: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {deadline:g} s."
+    return f"{str(error) or type(error).__name__}."

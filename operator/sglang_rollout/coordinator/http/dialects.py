@@ -1,0 +1,300 @@
+"""The dialects of trainers: the bodies they send, turned into requests; answers, in SGLang's own shape.
+
+Accepted although SGLang would refuse or trip: ports and versions as the other type, no backend, no group name, the
+singular ``{name, dtype, shape}`` of older clients, empty bodies. Unknown fields are kept and passed on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_rollout.coordinator.update.memory import TAGS
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import (
+    Answer,
+    AtEngine,
+    Begin,
+    CloseGroup,
+    Continue,
+    End,
+    Flush,
+    FromDisk,
+    LoadAdapter,
+    OpenGroup,
+    Pause,
+    ReleaseMemory,
+    Request,
+    ResumeMemory,
+    SetLabel,
+    Tensors,
+    UnloadAdapter,
+    Update,
+)
+from sglang_rollout.coordinator.update.versions import LONGEST_LABEL
+from sglang_rollout.wire.policy import PauseMode
+from sglang_rollout.wire.text import unwritable
+from sglang_rollout.wire.trainer import ControlReply
+
+LONGEST_REASON = 200
+LONGEST_FLUSH = 60.0
+LONGEST_ADAPTER = 256
+LONGEST_PATH = 4096
+ADAPTER_FIELDS = ("lora_name", "lora_path", "pinned")
+"""Of ``/load_lora_adapter``, in SGLang 0.5.20 to 0.5.23. ``lora_id`` and ``rid`` of its request class are set by SGLang itself."""
+LARGEST_TRUNCATION = 100
+"""Rows of a tensor that ``/get_weights_by_name`` gives at most; SGLang's default. All rows of a large model do not fit into one answer."""
+LONGEST_SIZE = 6
+"""Digits of an engine's tensor size. Python reads no number of thousands."""
+LOAD_FORMATS = ("auto", "safetensors")
+"""Of ``/update_weights_from_disk``."""
+TENSOR_FORMATS = (None, "direct", "flattened_bucket")
+"""Of ``/update_weights_from_tensor``. SGLang takes any other for the name of a function to import."""
+Fields = Mapping[str, Any]
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """The JSON object of a body; an empty body is an empty object."""
+    if not data.strip():
+        return {}
+    try:
+        body = json.loads(data)
+    except UnicodeDecodeError as error:
+        raise Refusal(f"the body is no JSON: byte {error.start} is no UTF-8.") from error
+    except json.JSONDecodeError as error:
+        raise Refusal(f"the body is no JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from error
+    except (RecursionError, ValueError) as error:
+        raise Refusal("the body is JSON that cannot be read: it nests too deep, or a number is too long.") from error
+    if body is None:
+        return {}
+    if not isinstance(body, dict):
+        raise Refusal(f"the body must be a JSON object, not {type(body).__name__}.")
+    if why := unwritable(body):
+        raise Refusal(why)
+    return body
+
+
+def open_group(body: Fields) -> Request:
+    """``/init_weights_update_group``: checked against the fleet when its turn comes."""
+    return OpenGroup(body)
+
+
+def close_group(body: Fields) -> Request:
+    """``/destroy_weights_update_group``; without a name: the only open group."""
+    return CloseGroup(_name(body, "group_name"))
+
+
+def pause(body: Fields) -> Request:
+    """``/pause_generation``."""
+    mode = body.get("mode")
+    if mode is not None and mode not in list(PauseMode):  # not a set: the mode may be anything
+        raise Refusal(f"mode {_clip(mode)} is no pause mode: use {', '.join(mode.value for mode in PauseMode)}.")
+    # What SGLang does without a mode is said here, because the fleet must know which it was.
+    return Pause(mode or PauseMode.ABORT.value, {**body, "mode": mode or PauseMode.ABORT.value})
+
+
+def resume(body: Fields) -> Request:
+    """``/continue_generation``."""
+    return Continue(body)
+
+
+def begin(body: Fields) -> Begin:
+    """``/begin_weight_update``."""
+    return Begin(body)
+
+
+def end(body: Fields) -> End:
+    """``/end_weight_update``; ``checksums`` is our own field."""
+    checksums = body.get("checksums") or {}
+    if not isinstance(checksums, dict):
+        raise Refusal(_CHECKSUMS)
+    return End(dict(_expected(size, ranks) for size, ranks in checksums.items()))
+
+
+_CHECKSUMS = 'checksums must be an object: for each tensor size of an engine its ranks\' checksums, {"2": ["ab12…", "cd34…"]}.'
+
+
+def _expected(size: str, ranks: object) -> tuple[int, tuple[str, ...]]:
+    number = size.isascii() and size.isdigit() and len(size) <= LONGEST_SIZE
+    if not number or not isinstance(ranks, list) or not all(isinstance(rank, str) for rank in ranks):
+        raise Refusal(_CHECKSUMS)
+    if len(ranks) != int(size):
+        raise Refusal(f"checksums: an engine of tensor size {size} has as many ranks, and {len(ranks)} checksums are given.")
+    return int(size), tuple(ranks)
+
+
+def update(body: Fields) -> Request:
+    """``/update_weights_from_distributed``: lists are made of the singular form, versions become strings."""
+    forwarded = {key: value for key, value in body.items() if key not in {"name", "dtype", "shape"}}
+    for singular, plural in (("name", "names"), ("dtype", "dtypes"), ("shape", "shapes")):
+        if plural not in forwarded and singular in body:
+            forwarded[plural] = [body[singular]]
+    lengths = {}
+    for plural in ("names", "dtypes", "shapes"):
+        value = forwarded.get(plural)
+        if not isinstance(value, list) or not value:
+            raise Refusal(f"{plural} is missing: it must be a list with one entry for each tensor.")
+        lengths[plural] = len(value)
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{number} {plural}" for plural, number in lengths.items())
+        raise Refusal(f"the tensors do not add up: {shown}. Engines would wait for tensors that never come.")
+    # Several clients send the dtype as torch prints it; SGLang looks it up by its bare name.
+    forwarded["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in forwarded["dtypes"]]
+    label = _label(body.get("weight_version"), "weight_version")
+    if label is not None:
+        forwarded["weight_version"] = label
+    return Update(_name(body, "group_name"), label, forwarded)
+
+
+def from_disk(body: Fields) -> Request:
+    """``/update_weights_from_disk``."""
+    path = body.get("model_path")
+    if not isinstance(path, str) or not path.strip():
+        raise Refusal("model_path is missing: name the checkpoint's folder, as the engines see it.")
+    form = body.get("load_format")
+    if form is not None and form not in LOAD_FORMATS:
+        # Checked before any engine counts as told: SGLang dies of loaders that it does not know.
+        raise Refusal(f"load_format {_clip(form)} is not offered: use {' or '.join(LOAD_FORMATS)}, or leave it out.")
+    return FromDisk(path, _label(body.get("weight_version"), "weight_version"), body)
+
+
+def tensors(body: Fields) -> Tensors:
+    """``/update_weights_from_tensor``: one string for each rank of the engine."""
+    handles = body.get("serialized_named_tensors")
+    if not isinstance(handles, list) or not handles or not all(isinstance(one, str) and one for one in handles):
+        raise Refusal("serialized_named_tensors is missing: it must be a list with one string for each rank of the engine.")
+    form = body.get("load_format")
+    if form not in TENSOR_FORMATS:
+        raise Refusal(f"load_format {_clip(form)} is not offered: use {', '.join(filter(None, TENSOR_FORMATS))}, or leave it out.")
+    return Tensors(_label(body.get("weight_version"), "weight_version"), body)
+
+
+def set_label(body: Fields) -> SetLabel:
+    """``/update_weight_version``."""
+    label = _label(body.get("new_version"), "new_version")
+    if label is None:
+        raise Refusal("new_version is missing: name the version that the open update becomes.")
+    return SetLabel(label)
+
+
+def flush(query: Mapping[str, str]) -> Flush:
+    """``/flush_cache?timeout=``."""
+    text = query.get("timeout")
+    if not text:
+        return Flush()
+    try:
+        timeout = float(text)
+    except ValueError as error:
+        raise Refusal(f"timeout {_clip(text)} is no number of seconds.") from error
+    if not 0 <= timeout <= LONGEST_FLUSH:
+        raise Refusal(f"timeout {timeout:g} is out of range: use 0 to {LONGEST_FLUSH:g} seconds.")
+    return Flush(timeout)
+
+
+def release_memory(body: Fields) -> ReleaseMemory:
+    """``/release_memory_occupation``."""
+    return ReleaseMemory(_tags(body))
+
+
+def resume_memory(body: Fields) -> ResumeMemory:
+    """``/resume_memory_occupation``."""
+    return ResumeMemory(_tags(body))
+
+
+def load_adapter(body: Fields) -> Request:
+    """``/load_lora_adapter``. A field that SGLang would ignore is refused: the trainer relies on it, and no engine would act on it."""
+    _check_fields("/load_lora_adapter", body, ADAPTER_FIELDS)
+    pinned = body.get("pinned", False)
+    if not isinstance(pinned, bool):
+        raise Refusal(f"pinned {_clip(pinned)} is neither true nor false.")
+    name, path = _name(body, "lora_name"), _name(body, "lora_path")
+    if name is None or path is None:
+        raise Refusal("lora_name and lora_path are needed: a name, and where every engine finds the adapter.")
+    for key, value, longest in (("lora_name", name, LONGEST_ADAPTER), ("lora_path", path, LONGEST_PATH)):
+        if len(value) > longest:
+            raise Refusal(f"{key} is {len(value)} characters long: use at most {longest}.")
+    return LoadAdapter(name, path, pinned)
+
+
+def unload_adapter(body: Fields) -> Request:
+    """``/unload_lora_adapter``."""
+    _check_fields("/unload_lora_adapter", body, ("lora_name",))
+    name = _name(body, "lora_name")
+    if name is None:
+        raise Refusal("lora_name is missing: name the adapter.")
+    return UnloadAdapter(name)
+
+
+def _check_fields(path: str, body: Fields, known: tuple[str, ...]) -> None:
+    unknown = next((key for key in body if key not in known), None)
+    if unknown is not None:
+        raise Refusal(f"{path} takes no field {_clip(unknown)}: SGLang ignores it. Use {', '.join(known)}. No engine was called.")
+
+
+def weights_by_name(query: Fields, body: Fields) -> dict[str, Any]:
+    """``/get_weights_by_name``: a GET may name the tensor in its query."""
+    wanted = {**query, **body}
+    name, size = _name(wanted, "name"), wanted.get("truncate_size", LARGEST_TRUNCATION)
+    if name is None:
+        raise Refusal("name is missing: name a tensor as the checkpoint does, for example model.norm.weight.")
+    digits = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= LONGEST_SIZE
+    rows = int(size) if digits else size
+    if not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows <= LARGEST_TRUNCATION:
+        raise Refusal(f"truncate_size {_clip(size)} is out of range: use 1 to {LARGEST_TRUNCATION} rows.")
+    return {"name": name, "truncate_size": rows}
+
+
+def _tags(body: Fields) -> tuple[str, ...]:
+    tags = body.get("tags")
+    if tags is None or tags == []:
+        return ()
+    if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
+        raise Refusal(f"tags {_clip(tags)} are no kinds of memory: use a list of {', '.join(TAGS)}.")
+    return tuple(tags)
+
+
+def shape(request: Request, answer: Answer) -> dict[str, Any]:
+    """The body of an answer, as SGLang's clients expect it."""
+    call = request.call if isinstance(request, AtEngine) else request
+    reply = ControlReply(success=answer.success, message=answer.message, fleet=dict(answer.fleet) or None)
+    body = reply.model_dump(mode="json", exclude_none=True)
+    if isinstance(call, Pause | Continue):
+        body["status"] = "ok" if answer.success else "error"
+    if isinstance(call, LoadAdapter | UnloadAdapter):
+        body["error_message"] = ""
+    if isinstance(call, SetLabel):
+        body["new_version"] = call.label
+    return body
+
+
+def reason_phrase(message: str) -> str:
+    """One line for the status line: clients print it and drop the body. Latin-1, and not long enough to be cut off."""
+    line = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."
+
+
+def _name(body: Fields, key: str) -> str | None:
+    value = body.get(key)
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        raise Refusal(f"{key} {_clip(value)} is no name.")
+    return value
+
+
+def _label(value: object, key: str) -> str | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise Refusal(f"{key} {_clip(value)} is no version: use a string or a whole number.")
+    label = str(value)
+    if len(label) > LONGEST_LABEL:
+        raise Refusal(f"{key} is {len(label)} characters long: use at most {LONGEST_LABEL}.")
+    return label
+
+
+def _clip(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,0 +1,223 @@
+"""Adapters: those of the spec and those that trainers load, the same on every engine. Pure.
+
+Agents know what their engine has loaded in this life; what differs from what is wanted is loaded and unloaded, engine by engine, also on
+those that come later. SGLang loads no name that it holds: other contents under an old name are unload, then load. In the spec they have
+another path; a trainer says that they are others by loading the name again, also from the same path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from sglang_rollout.coordinator.update.engine import Engine
+from sglang_rollout.coordinator.update.events import Result
+from sglang_rollout.coordinator.update.membership import refuse_asleep
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
+from sglang_rollout.coordinator.update.steps import Results, Script, Turn, failures, same, send, told
+from sglang_rollout.wire.intent import Adapter
+from sglang_rollout.wire.record import AdapterRow
+from sglang_rollout.wire.states import FleetState
+
+LOAD = "/load_lora_adapter"
+UNLOAD = "/unload_lora_adapter"
+MAX_ADAPTERS_CHARACTERS = 80_000
+"""Rows in the record of the adapters that trainers have loaded: the record has to fit into a ConfigMap (1 MiB)."""
+ROW_CHARACTERS = 110
+"""Of a row beside name, path and reason."""
+MAX_REASONS_CHARACTERS = 20_000
+"""Of all rows in the record together; ``GET /fleet`` has the whole reasons."""
+AGAIN = 30.0
+"""Seconds after which an adapter that an engine could not load or unload is tried again: a volume may yet be filled."""
+
+
+def wanted(fleet: Fleet) -> dict[str, Adapter]:
+    """Return by name the adapters that trainers have loaded and those of the spec, which win."""
+    return {**fleet.called, **(fleet.adapters or {})}
+
+
+def adapter_of(row: Adapter) -> Adapter:
+    """Return the adapter of a row of the record, without what the row says about engines."""
+    return Adapter(name=row.name, path=row.path, pinned=row.pinned)
+
+
+def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
+    """The adapters in the record: on how many of the engines that are up, and what is wrong. ``room``: characters for all reasons."""
+    adapters = wanted(fleet)
+    each = None if room is None else room // max(1, len(adapters))
+    engines = [engine for engine in fleet.engines.values() if engine.up]
+    return [
+        AdapterRow(
+            name=name, path=adapter.path, pinned=adapter.pinned, by_spec=name in (fleet.adapters or {}), wanted=len(fleet.engines),
+            loaded=sum(_loaded(engine).get(name) == adapter.path for engine in engines),
+            reason=next((engine.adapter_trouble[name] for engine in engines if name in engine.adapter_trouble), "")[:each],
+        )
+        for name, adapter in adapters.items()
+    ]  # fmt: skip
+
+
+def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
+    """The next call that brings engines nearer to what is wanted, and to which of them; unloading comes first."""
+    adapters = wanted(fleet)
+    goal = {name: adapter.path for name, adapter in adapters.items()}
+    # What an agent was asked before the last call ended tells of the time before it.
+    fresh = {name: engine for name, engine in fleet.engines.items() if engine.asked > fleet.rested}
+    for engine in fresh.values():
+        _forget_troubles(engine, goal)
+    if fleet.update is not None or fleet.kept is FleetState.ASLEEP:
+        return None
+    unload: dict[str, Body] = {}
+    load: dict[str, Body] = {}
+    for name, engine in fresh.items():
+        if not engine.member or engine.released:
+            continue
+        there = _loaded(engine)
+        later = {other for other, at in engine.adapters_at.items() if fleet.now < at}
+        # Without a list in the spec, adapters that no trainer loaded through the fleet are left alone.
+        ours = {other: path for other, path in there.items() if other in goal or fleet.adapters is not None or engine.outdated(other)}
+        wrong = [other for other, path in ours.items() if goal.get(other) != path or engine.outdated(other)]
+        extra = next((other for other in wrong if other not in later), None)
+        missing = next((other for other in goal if other not in there and other not in later), None)
+        if extra is not None:
+            unload[name] = {"lora_name": extra}
+        elif missing is not None:
+            load[name] = _body(adapters[missing])
+    if unload:
+        return UNLOAD, unload
+    return (LOAD, load) if load else None
+
+
+def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Script[Answer]:
+    """Make the call; what fails is said in the adapter's row and tried again later."""
+    results = yield from _tell(fleet, path, bodies)
+    for name, result in results.items():
+        adapter = str(bodies[name]["lora_name"])
+        fleet.engines[name].adapter_trouble.pop(adapter, None)
+        if not result.ok:
+            _put_off(fleet, name, adapter, result)
+    return Answer(200, f"{path} on {len(results)} engines, {len(failures(results))} refused.")
+
+
+def load(fleet: Fleet, ask: LoadAdapter) -> Script[Answer]:
+    """Load on every engine, or on none. What engines hold under the name goes first: while it is gone gates refuse requests for it."""
+    yield Turn()
+    _refuse(fleet, ask.name, "loaded")
+    adapter = Adapter(name=ask.name, path=ask.path, pinned=ask.pinned)
+    _refuse_too_many(fleet, adapter)
+    names = fleet.up()
+    held = [name for name in names if ask.name in _loaded(fleet.engines[name])]
+    unloaded = yield from _tell(fleet, UNLOAD, same(held, {"lora_name": ask.name}))
+    if failures(unloaded):
+        return (yield from _give_up(fleet, ask, unloaded, unloaded, {}))
+    results = yield from _tell(fleet, LOAD, same(names, _body(adapter)))
+    if failures(results):
+        return (yield from _give_up(fleet, ask, results, unloaded, results))
+    for name, engine in fleet.engines.items():
+        engine.adapter_trouble.pop(ask.name, None)
+        if name not in names:  # should it come back with what it holds, that is no longer what the path holds
+            engine.overwritten[ask.name] = engine.boot
+    fleet.called[ask.name] = adapter
+    return Answer(200, "", {"engines": told(results)})
+
+
+def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results, loaded: Results) -> Script[Answer]:
+    """End a load that failed on an engine with what there was before; or with none, when that lay under the same path."""
+    before = fleet.called.get(ask.name)
+    what = "load" if loaded else "unload"
+    undone = yield from _tell(fleet, UNLOAD, same(_done(loaded), {"lora_name": ask.name}))
+    if before is None or before.path == ask.path:
+        fleet.called.pop(ask.name, None)
+        stuck = ", ".join(failures(undone if loaded else unloaded))
+        return _failed(failed, what, ask.name, f"Still loaded on: {stuck}." if stuck else "It is loaded on no engine.")
+    empty = [name for name in _done(unloaded) if name not in failures(undone)]
+    back = failures((yield from _tell(fleet, LOAD, same(empty, _body(before)))))
+    for name, result in back.items():
+        _put_off(fleet, name, ask.name, result)
+    lack = ", ".join({**back, **failures(undone)})
+    after = f"{before.path} was to be loaded again and is not on: {lack}. It is tried again." if lack else f"It is {before.path} as before."
+    return _failed(failed, what, ask.name, after)
+
+
+def unload(fleet: Fleet, ask: UnloadAdapter) -> Script[Answer]:
+    """Unload on every engine. One that does not is tried again: nobody wants the adapter any more."""
+    yield Turn()
+    _refuse(fleet, ask.name, "unloaded")
+    names = [name for name in fleet.up() if ask.name in _loaded(fleet.engines[name])]
+    if not names and ask.name not in fleet.called:
+        raise Refusal(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted(fleet)) or 'none'}.")
+    fleet.called.pop(ask.name, None)
+    results = yield from _tell(fleet, UNLOAD, same(names, {"lora_name": ask.name}))
+    if failures(results):
+        return _failed(results, "unload", ask.name, "It is tried again.")
+    return Answer(200, "", {"engines": told(results)})
+
+
+def _refuse(fleet: Fleet, name: str, what: str) -> None:
+    refuse_asleep(fleet)
+    if fleet.update is not None:
+        raise Refusal("a weight update is open: end it before adapters change.", status=409, fleet=fleet.advice())
+    if name in (fleet.adapters or {}):
+        raise Refusal(
+            f"LoRA adapter {name} belongs to the spec (engine.lora.adapters) and is {what} by it alone: change it there, or use"
+            " another name.",
+            status=409,
+        )
+    if not fleet.up():
+        raise Refusal("No engine of this fleet is up. Try again.", status=503)
+
+
+def _refuse_too_many(fleet: Fleet, adapter: Adapter) -> None:
+    """The record keeps every adapter that trainers have loaded, and has to fit into a ConfigMap."""
+    kept = {**fleet.called, adapter.name: adapter}
+    characters = sum(len(json.dumps([one.name, one.path])) + ROW_CHARACTERS for one in kept.values())
+    if characters > MAX_ADAPTERS_CHARACTERS:
+        raise Refusal(
+            f"LoRA adapter {adapter.name} has no room in the fleet's record: with it the {len(kept)} adapters that trainers"
+            f" have loaded take {characters} characters, and at most {MAX_ADAPTERS_CHARACTERS} fit. Unload some, or use shorter paths."
+        )
+
+
+def _body(adapter: Adapter) -> Body:
+    """Return what an engine receives, whether a trainer's call, a joiner or a roll-back loads the adapter."""
+    return {"lora_name": adapter.name, "lora_path": adapter.path, "pinned": adapter.pinned}
+
+
+def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Script[Results]:
+    """Make the call, and know already what agents will say of the adapters that their engines hold."""
+    results = yield from send(path, bodies, fleet.policy.deadlines.update)
+    for name in _done(results):
+        adapter, engine = str(bodies[name]["lora_name"]), fleet.engines.get(name)
+        if engine is not None:
+            engine.overwritten.pop(adapter, None)
+            engine.changed(adapter, str(bodies[name]["lora_path"]) if path == LOAD else None, fleet.now)
+    return results
+
+
+def _put_off(fleet: Fleet, name: str, adapter: str, result: Result) -> None:
+    engine = fleet.engines[name]
+    engine.adapters_at[adapter] = fleet.now + AGAIN
+    engine.adapter_trouble[adapter] = f"engine {name}: {result.message}"
+
+
+def _forget_troubles(engine: Engine, goal: Mapping[str, str]) -> None:
+    """What an engine could not do has been done all the same: its answer came too late, or nobody wants it any more."""
+    there = _loaded(engine)
+    for adapter in [name for name in engine.adapter_trouble if there.get(name) == goal.get(name) and not engine.outdated(name)]:
+        del engine.adapter_trouble[adapter]
+        engine.adapters_at.pop(adapter, None)
+
+
+def _done(results: Results) -> list[str]:
+    return [name for name, result in results.items() if result.ok]
+
+
+def _failed(results: Results, what: str, adapter: str, after: str) -> Answer:
+    name, result = next(iter(failures(results).items()))
+    sentence = f"engine {name} did not {what} {adapter}: {result.message.rstrip('.')}. {after}"
+    return Answer(400, sentence, {"engine": name, "engines": told(results)})
+
+
+def _loaded(engine: Engine) -> dict[str, str]:
+    return engine.status.adapters if engine.status is not None else {}

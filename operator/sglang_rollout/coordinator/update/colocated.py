@@ -1,0 +1,169 @@
+"""A fleet on its trainer's GPUs (``spec.mode: Colocated`` and ``Hybrid``): it sleeps whenever its trainer has the memory. Pure.
+
+What the trainer has is said by its last release or resume, at the fleet's URL or at an engine's. It is kept in the record, because
+engines and coordinators that start later know nothing of that call. How a hybrid fleet takes weights: :mod:`.hybrid`.
+"""
+
+from __future__ import annotations
+
+from sglang_rollout.coordinator.update import hybrid, memory
+from sglang_rollout.coordinator.update.engine import Engine
+from sglang_rollout.coordinator.update.events import Write
+from sglang_rollout.coordinator.update.memory import WEIGHTS
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.outcome import abandon
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import (
+    Answer,
+    AtEngine,
+    Begin,
+    CloseGroup,
+    End,
+    Flush,
+    FromDisk,
+    NewRun,
+    OpenGroup,
+    ReleaseMemory,
+    Request,
+    ResumeMemory,
+    SetLabel,
+    Tensors,
+    Update,
+)
+from sglang_rollout.coordinator.update.steps import Script, Turn, failures, send, sync
+from sglang_rollout.coordinator.update.transaction import flush
+from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode, FleetState
+
+AGAIN = 10.0
+"""Seconds after which an engine that did not give its memory back is asked again."""
+OWN_GPUS = "An engine of this fleet takes no calls of its own (spec.mode: Standalone): call the fleet's URL, which is one for all engines."
+
+
+def script(fleet: Fleet, request: Request) -> Script[Answer] | None:
+    """What becomes of a request that means something else to such a fleet; None: nothing does."""
+    at, call = (request.engine, request.call) if isinstance(request, AtEngine) else (None, request)
+    if fleet.mode is None:
+        return None if at is None else _refused(OWN_GPUS)
+    if at is not None and at not in fleet.engines:
+        return _refused(_unknown(fleet, at), 404)
+    match call:
+        case ReleaseMemory():
+            found: Script[Answer] | None = _release(fleet, call, at)
+        case ResumeMemory():
+            found = _resume(fleet, call, at)
+        case Flush() if at is not None:
+            found = hybrid.flush_one(fleet, at, call) if fleet.mode is FleetMode.HYBRID else flush(fleet, call, [at])
+        case _ if fleet.mode is FleetMode.HYBRID:
+            found = hybrid.script(fleet, call, at)
+        case OpenGroup() | CloseGroup() | Begin() | Update() | Tensors() | End() | SetLabel() | NewRun() | FromDisk():
+            return _refused(KEEPS_WEIGHTS)
+        case _:
+            return None
+    return found if at is None or found is None else _if_still_there(fleet, at, found)
+
+
+def _if_still_there(fleet: Fleet, at: str, script: Script[Answer]) -> Script[Answer]:
+    """Engines leave between two scripts: the one that was called may be gone when the turn of its call comes."""
+    yield Turn()
+    if at not in fleet.engines:
+        raise Refusal(_unknown(fleet, at), status=404)
+    return (yield from script)
+
+
+def _unknown(fleet: Fleet, at: str) -> str:
+    return f"engine {at} is not in this fleet; its engines: {', '.join(fleet.engines)}."
+
+
+def _refused(why: str, status: int = 400) -> Script[Answer]:
+    yield from ()
+    raise Refusal(why, status=status)
+
+
+def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Script[Answer]:
+    """What the weights are is asked before they are gone: afterwards only a comparison tells whether they came back."""
+    yield Turn()
+    if fleet.mode is FleetMode.HYBRID and fleet.update is not None:
+        yield from abandon(fleet, "the trainer released memory before all engines had got all of their tensors")
+    yield from memory.note_checksums(fleet)
+    silent = memory.unnoted(fleet)
+    if silent:
+        raise Refusal(
+            f"engine {silent[0]} did not tell the checksum of its weights, so nobody could say after the sleep whether it holds them"
+            " again. Nothing was released. Call again.",
+            status=502,
+        )
+    if fleet.update is None:  # else it is refused
+        more = ask.tags or memory.TAGS
+        yield from _keep(fleet, at, {name: (*fleet.lent_of(name), *more) for name in fleet.engines}, (*fleet.lent, *more))
+    return (yield from memory.release(fleet, ask, at))
+
+
+def _resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Script[Answer]:
+    """Answers only when the engines that have all of their memory serve."""
+    yield Turn()
+    if fleet.kept is not FleetState.ASLEEP:
+
+        def left(tags: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(tag for tag in tags if ask.tags and tag not in ask.tags)
+
+        yield from _keep(fleet, at, {name: left(fleet.lent_of(name)) for name in fleet.engines}, left(fleet.lent))
+    if fleet.mode is FleetMode.HYBRID:
+        return (yield from hybrid.resume(fleet, ask, at))
+    without = [name for name in fleet.up() if WEIGHTS in _released(fleet.engines[name])]
+    answer = yield from memory.resume(fleet, ask, at)
+    back = [name for name in without if WEIGHTS not in _released(fleet.engines[name])]
+    if not back:
+        yield from sync(fleet)
+        return answer
+    yield from memory.prove(fleet, back)
+    committed = fleet.committed
+    wrong = [name for name in back if committed is None or not fleet.engines[name].holds(committed)]
+    if answer.success and wrong:
+        message = f"engine {wrong[0]} has its memory back, but not the weights that it was started with: restart it. It serves nobody."
+        return Answer(502, message, {"engine": wrong[0], "unproved": wrong})
+    return answer
+
+
+def due(fleet: Fleet) -> list[str]:
+    """Engines that hold memory which the trainer has: they started since, or refused before."""
+    if fleet.mode is None or fleet.kept is FleetState.ASLEEP:
+        return []
+    told = fleet.update.boots if fleet.update is not None else {}
+    found = [name for name, engine in fleet.members().items() if _missing(fleet, name) and engine.heard > fleet.rested and name not in told]
+    return [name for name in found if fleet.now >= fleet.engines[name].release_at]
+
+
+def put_to_sleep(fleet: Fleet, names: list[str]) -> Script[Answer]:
+    """Have these engines give back what the trainer has."""
+    for name in names:
+        fleet.engines[name].release_at = fleet.now + AGAIN
+    yield from memory.note_checksums(fleet)
+    silent = memory.unnoted(fleet)
+    bodies = {name: {"tags": _missing(fleet, name)} for name in names if name not in silent}
+    results = yield from send(memory.RELEASE, bodies, fleet.policy.deadlines.pause)
+    failed = failures(results)
+    for name in bodies.keys() - failed.keys():
+        memory.note_released(fleet.engines[name], [*_released(fleet.engines[name]), *bodies[name]["tags"]])
+        fleet.engines[name].release_at = 0.0
+    return Answer(200, f"{len(bodies) - len(failed)} of {len(names)} engines released the memory that the trainer has.")
+
+
+def _released(engine: Engine) -> list[str]:
+    return engine.status.released if engine.status is not None else []
+
+
+def _missing(fleet: Fleet, name: str) -> list[str]:
+    return [tag for tag in fleet.lent_of(name) if tag not in _released(fleet.engines[name])]
+
+
+def _keep(fleet: Fleet, at: str | None, of_each: dict[str, tuple[str, ...]], of_all: tuple[str, ...]) -> Script[None]:
+    """Written before any engine hears of it: a coordinator that starts a moment later would undo the call. When the store is away it is
+    written later, as every record."""
+    if at is not None:
+        fleet.lent_apart[at] = tuple(dict.fromkeys(of_each[at]))
+    else:
+        fleet.lent = tuple(dict.fromkeys(of_all))
+        fleet.lent_apart = {name: tuple(dict.fromkeys(of_each[name])) for name in fleet.lent_apart if name in of_each}
+    record = fleet.record()
+    if record is not None:
+        yield Write(record)

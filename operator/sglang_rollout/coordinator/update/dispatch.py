@@ -1,0 +1,55 @@
+"""Which script answers which request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang_rollout.coordinator.update import adapters as lora
+from sglang_rollout.coordinator.update import colocated as sharing
+from sglang_rollout.coordinator.update import disk, memory, transaction
+from sglang_rollout.coordinator.update import process_groups as groups
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.requests import (
+    Answer,
+    Begin,
+    CloseGroup,
+    Continue,
+    End,
+    Flush,
+    FromDisk,
+    LoadAdapter,
+    NewRun,
+    OpenGroup,
+    Pause,
+    ReleaseMemory,
+    Request,
+    ResumeMemory,
+    SetLabel,
+    UnloadAdapter,
+    Update,
+)
+from sglang_rollout.coordinator.update.steps import Script
+
+
+def script(fleet: Fleet, request: Request) -> Script[Answer]:
+    """The script of a request: on a fleet that shares its GPUs some requests mean something else."""
+    return sharing.script(fleet, request) or _SCRIPTS[type(request)](fleet, request)
+
+
+_SCRIPTS: dict[type[Request], Callable[..., Script[Answer]]] = {
+    OpenGroup: groups.open_group,
+    CloseGroup: groups.close_group,
+    Pause: transaction.pause,
+    Continue: transaction.resume_all,
+    Begin: transaction.begin,
+    Update: transaction.update,
+    End: transaction.end,
+    Flush: transaction.flush,
+    SetLabel: transaction.set_label,
+    NewRun: transaction.new_run,
+    FromDisk: disk.from_disk,
+    LoadAdapter: lora.load,
+    UnloadAdapter: lora.unload,
+    ReleaseMemory: memory.release,
+    ResumeMemory: memory.resume,
+}

@@ -1,0 +1,308 @@
+"""The state machine: events in, effects out.
+
+Scripts (``groups``, ``transaction``, ``outcome``) say what happens in which order, and ``dispatch`` which of them answers
+a request; this module runs them. One script at a time holds the *turn* and may change the fleet; the others wait in the
+order in which they came. That is also the one global order in which groups are opened on all engines, without which
+several groups deadlock.
+
+No I/O, no clock: the same events always make the same effects.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, replace
+
+from sglang_rollout.coordinator.update import adapters as lora
+from sglang_rollout.coordinator.update import dispatch
+from sglang_rollout.coordinator.update.catch_up import catch_up, next_joiner, source
+from sglang_rollout.coordinator.update.events import (
+    Answered,
+    Asked,
+    Beat,
+    Cut,
+    Effect,
+    Event,
+    Left,
+    Reply,
+    Result,
+    Save,
+    Seen,
+    Tick,
+    Wanted,
+    Write,
+    Written,
+)
+from sglang_rollout.coordinator.update.knowledge import Knowledge
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.progress import Phase
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import Answer
+from sglang_rollout.coordinator.update.steps import COLLECTIVE, Results, Say, Script, Turn
+from sglang_rollout.coordinator.update.trainer import Trainer, masters, unreached
+from sglang_rollout.coordinator.update.upkeep import Upkeep
+from sglang_rollout.wire.record import Record
+
+
+@dataclass(eq=False)
+class _Running:
+    """One script that has not ended."""
+
+    script: Script[Answer]
+    call: int | None
+    """The request it answers; None: started by the machine itself."""
+    waiting_for: int | None = None
+    answered: bool = False
+    left: bool = False
+    """Nobody waits for its answer any more."""
+
+
+class Machine:
+    """The coordinator's decisions. Feed it events with :meth:`handle`; ``fleet`` is for reading."""
+
+    def __init__(self, *, name: str, term: int, record: Record | None, at: float, wall_offset: float = 0.0, new_id: str = "") -> None:
+        self.fleet = Fleet(name=name, term=term, now=at, wall_offset=wall_offset, id=new_id, life=new_id)
+        self._knowledge = Knowledge(self.fleet, record, at)
+        self._ids = itertools.count(1)
+        self._running: dict[int, _Running] = {}
+        """Scripts by the effect they wait for."""
+        self._queue: deque[_Running] = deque()
+        """Scripts that wait for their turn."""
+        self._turn: _Running | None = None
+        self._trainer = Trainer(heard=at)
+        self._upkeep = Upkeep(self.fleet, self._knowledge, self._trainer)
+        self._saved: Record | None = record
+        self._postponed: Wanted | None = None
+        self._with_trainer: set[int] = set()
+        """Sends under way in which engines wait for the trainer."""
+        self._cut: int | None = None
+        self._out: list[Effect] = []
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the update that runs now."""
+        preparing = any(script is not self._turn for script in self._running.values())
+        return Phase.PREPARE if self.fleet.phase is Phase.IDLE and preparing else self.fleet.phase
+
+    @property
+    def changing(self) -> bool:
+        """Whether a script is changing the fleet at this moment."""
+        return self._turn is not None
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take one event; returns what is to be done now, in order."""
+        self.fleet.now = max(self.fleet.now, event.at)
+        match event:
+            case Asked():
+                self._asked(event)
+            case Beat():
+                self._trainer.beat = event.at
+                self._trainer.proved(event.at)
+            case Left():
+                self._left(event.call)
+            case Answered():
+                self._knowledge.learn(event.results)
+                self._resume(event.effect, event.results)
+            case Written():
+                self._resume(event.effect, {"record": Result(ok=event.ok)})
+            case Seen():
+                if not self._knowledge.seen(event):
+                    # Of a large fleet hundreds a second: what follows from the time alone follows at the next tick.
+                    return []
+            case Wanted():
+                self._postponed = event
+            case Tick():
+                self._knowledge.doubt()
+        self._settle()
+        # A status that comes in the middle of a script is recorded with the script's next step, or at the next tick.
+        if self._turn is None or not isinstance(event, Seen):
+            self._save()
+        done, self._out = self._out, []
+        return done
+
+    def _asked(self, event: Asked) -> None:
+        self._trainer.heard = event.at
+        self._trainer.proved(event.at)
+        if self.fleet.committed is None:
+            message = (
+                "The coordinator has just started and asks the engines what they hold"
+                f" ({self._knowledge.awaited()}). Try again in a moment."
+            )
+            self._out.append(Reply(event.call, Answer(503, message)))
+            return
+        self._start(_Running(dispatch.script(self.fleet, event.request), event.call))
+
+    def _left(self, call: int) -> None:
+        """Drop what has not begun; what has begun goes on to its end: engines cannot be called back."""
+        for running in [*self._queue, *self._running.values()]:
+            if running.call == call and running is not self._turn:
+                running.script.close()
+                if running in self._queue:
+                    self._queue.remove(running)
+                self._running = {effect: other for effect, other in self._running.items() if other is not running}
+        if self._turn is not None and self._turn.call == call:
+            self._turn.left = self._trainer.left = True
+
+    def _start(self, running: _Running) -> None:
+        self._advance(running, None)
+
+    def _resume(self, effect: int, results: Results) -> None:
+        running = self._running.pop(effect, None)
+        self._with_trainer.discard(effect)
+        if running is not None:
+            self._advance(running, results)
+
+    def _advance(self, running: _Running, results: Results | None) -> None:
+        """Run a script until it waits for something or ends."""
+        running.waiting_for = None
+        try:
+            step = next(running.script) if results is None else running.script.send(results)
+            while True:
+                if isinstance(step, Turn):
+                    if self._turn is not None and self._turn is not running:
+                        self._queue.append(running)
+                        return
+                    self._turn = running
+                    step = next(running.script)
+                elif isinstance(step, Say):
+                    self._reply(running, step.answer)
+                    step = next(running.script)
+                else:
+                    effect = next(self._ids)
+                    running.waiting_for = effect
+                    self._running[effect] = running
+                    if isinstance(step, Write):
+                        step = replace(step, record=self._with_adapters(step.record))
+                        self._saved = step.record
+                    elif step.path in COLLECTIVE:
+                        self._with_trainer.add(effect)
+                    self._out.append(replace(step, id=effect))
+                    return
+        except StopIteration as ended:
+            self._end(running, ended.value)
+        except Refusal as refusal:
+            self._end(running, Answer(refusal.status, str(refusal), refusal.fleet))
+
+    def _reply(self, running: _Running, answer: Answer) -> None:
+        if running.call is not None and not running.answered:
+            running.answered = True
+            self._out.append(Reply(running.call, answer))
+
+    def _end(self, running: _Running, answer: Answer) -> None:
+        self._reply(running, answer)
+        self._knowledge.doubt()
+        if running.call is not None:
+            self._trainer.heard = self.fleet.now
+        if self._turn is not running:
+            return
+        self._turn = None
+        self.fleet.rested = self.fleet.now
+        rest = Phase.IDLE if self.fleet.hold is None else Phase.PAUSE
+        if self.fleet.update is not None:
+            rest = Phase.TRANSFER
+        if rest is not self.fleet.phase:
+            self.fleet.enter(rest)
+
+    def _settle(self) -> None:
+        """What follows from the facts after every event: own scripts, the next in the queue, the record."""
+        while self._turn is None:
+            if self.fleet.update is None and self._postponed is not None:
+                # Members never change under an open update: its idle deadline bounds how long this waits.
+                self._knowledge.wanted(self._postponed)
+                self._postponed = None
+            self._knowledge.conclude()
+            self._trainer.waiting = self._somebody_waits()
+            own = self._upkeep.due() if self.fleet.committed is not None else None
+            if own is not None:
+                running = _Running(_with_turn(own), None)
+            elif self._queue:
+                running = self._queue.popleft()
+                # Its Turn was yielded already: it owns it now.
+                self._turn = running
+            else:
+                break
+            self._advance(running, None)
+        self._watch_trainer()
+        self._start_joiners()
+
+    def _start_joiners(self) -> None:
+        """Let engines catch up that can; each runs beside what else goes on."""
+        while self._turn is None and (name := next_joiner(self.fleet)) is not None:
+            found = source(self.fleet)
+            if found is None:
+                return
+            self.fleet.engines[name].catching = True
+            self._knowledge.doubt()
+            self._advance(_Running(catch_up(self.fleet, name, found), None), None)
+
+    def _watch_trainer(self) -> None:
+        """Ask for the trainer's store when it is silent; if it is gone, end the call that waits for it."""
+        trainer = self._trainer
+        trainer.waiting = self._somebody_waits()
+        if self.fleet.opening is not None:
+            trainer.others = frozenset()  # dead groups are closed by then, and the new one may have the address of one of them
+        if self.fleet.committed is not None and trainer.unsure(self.fleet):
+            trainer.probing, trainer.looked, trainer.others = True, self.fleet.hold, frozenset()
+            self._advance(_Running(self._tell_apart(), None), None)
+        elif self.fleet.committed is not None and trainer.suspicious(self.fleet):
+            trainer.probing = True
+            self._advance(_Running(self._probe(), None), None)
+        waiting = self._turn.waiting_for if self._turn is not None else None
+        if trainer.gone and waiting is not None and waiting != self._cut and waiting in self._with_trainer:
+            self._cut = waiting
+            self._out.append(Cut(waiting, f"{trainer.gone}."))
+
+    def _probe(self) -> Script[Answer]:
+        """Runs beside the script that holds the turn."""
+        trainer, before = self._trainer, self._trainer.proofs
+        reasons = yield from unreached(self.fleet, trainer.stores(self.fleet))
+        trainer.probing = False
+        if not reasons or trainer.proofs > before:
+            trainer.proved(self.fleet.now)
+        else:
+            trainer.gone = list(reasons.values())[-1]
+        return Answer(200, trainer.gone)
+
+    def _tell_apart(self) -> Script[Answer]:
+        """Runs beside the script that holds the turn: the trainer has just paused, so stores that are silent now are not its own."""
+        others = yield from unreached(self.fleet, masters(self.fleet))
+        self._trainer.probing = False
+        if not self._trainer.left:  # else it has gone meanwhile, and its store with it
+            self._trainer.others = frozenset(others)
+        return Answer(200, f"{len(others)} stores are another trainer's.")
+
+    def _somebody_waits(self) -> bool:
+        """Whether the client of a call is there and has not been answered."""
+        scripts = [*self._running.values(), *self._queue]
+        return any(script.call is not None and not script.answered and not script.left for script in scripts)
+
+    def _save(self) -> None:
+        record = self.fleet.record()
+        if record is None:
+            return
+        record = self._with_adapters(record)
+        if record != self._saved:
+            self._saved = record
+            self._out.append(Save(record))
+
+    def _with_adapters(self, record: Record) -> Record:
+        """Complete a record: every one that is persisted names the adapters, also the one of a commit."""
+        return record.model_copy(update={"adapters": lora.rows(self.fleet, lora.MAX_REASONS_CHARACTERS)})
+
+    def outranked(self, term: int) -> bool:
+        """An agent has seen this term. True: another coordinator leads, this one must end.
+
+        While nothing is proved yet it may only mean that the record was lost: then it goes on above that term (:meth:`rise`), if nobody
+        else leads.
+        """
+        return self.fleet.committed is not None and term > self.fleet.term
+
+    def rise(self, term: int) -> None:
+        """Go on with a term that no other coordinator has or gets."""
+        self.fleet.term = max(self.fleet.term, term)
+
+
+def _with_turn(script: Script[Answer]) -> Script[Answer]:
+    yield Turn()
+    return (yield from script)

@@ -1,0 +1,176 @@
+"""The engines' memory: given back and taken again by a trainer, lost with the weights in it, and proved to be there again. Pure.
+
+Engines that the spec puts to sleep do it by themselves (``agent.sleep``); here is what the whole fleet does about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang_rollout.coordinator.update.engine import Engine
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import Answer, ReleaseMemory, ResumeMemory
+from sglang_rollout.coordinator.update.steps import Results, Script, Turn, failures, same, send, sync, told
+from sglang_rollout.coordinator.update.verify import CHECKER, CHECKSUM, vouched
+from sglang_rollout.wire.agent import AckRequest
+from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.record import Noted
+from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
+
+RELEASE = "/release_memory_occupation"
+RESUME = "/resume_memory_occupation"
+WEIGHTS = "weights"
+TAGS = ("kv_cache", WEIGHTS, "cuda_graph")
+"""What SGLang can release."""
+
+
+def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> Script[Answer]:
+    """Every engine gives back these kinds of memory, or the one ``at`` whose own URL this was asked.
+
+    What an engine has released is not brought back because another refused: its weights would be lost all the same. Calling again goes
+    on where it stopped.
+    """
+    yield Turn()
+    if fleet.kept is FleetState.ASLEEP:
+        return Answer(200, f"Memory is released already. {held_sentence(fleet.kept)}")
+    if fleet.update is not None:
+        raise Refusal("a weight update is open: end it before memory is released.", status=409, fleet=fleet.advice())
+    names = _called(fleet, at)
+    if not names:
+        raise Refusal(_nobody(fleet, at, "release"), status=503)
+    tags = ask.tags or TAGS
+    results = yield from send(RELEASE, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
+    for name in names:
+        if results[name].ok:
+            note_released(fleet.engines[name], [*_released(fleet.engines[name]), *tags])
+    return _reported(results, "release its memory", "Memory released on all engines.")
+
+
+def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Script[Answer]:
+    """Every engine, or the one ``at``, takes back what it has released of these. SGLang ends when told to take back anything else."""
+    yield Turn()
+    if fleet.kept is FleetState.ASLEEP:
+        raise Refusal(f"Memory stays released. {held_sentence(fleet.kept)}", status=409)
+    bodies = {}
+    names = _called(fleet, at)
+    if at is not None and not names:
+        raise Refusal(_nobody(fleet, at, "take back"), status=503)
+    for name in names:
+        tags = [tag for tag in _released(fleet.engines[name]) if not ask.tags or tag in ask.tags]
+        if tags:
+            bodies[name] = {"tags": tags}
+    if not bodies:
+        return Answer(200, "No engine has released such memory: there was nothing to do.")
+    results = yield from send(RESUME, bodies, fleet.policy.deadlines.pause)
+    for name, body in bodies.items():
+        if results[name].ok:
+            note_released(fleet.engines[name], [tag for tag in _released(fleet.engines[name]) if tag not in body["tags"]])
+    return _reported(results, "take its memory back", "Memory is back on all engines that had released it.")
+
+
+def _called(fleet: Fleet, at: str | None) -> list[str]:
+    return [name for name in fleet.up() if at is None or name == at]
+
+
+def _nobody(fleet: Fleet, at: str | None, what: str) -> str:
+    if at is None:
+        return f"No engine of this fleet is up, so there is no memory to {what}. Try again."
+    return f"Engine {at} has no memory to {what} now: {fleet.engines[at].why_absent().rstrip('.')}. Try again."
+
+
+def _released(engine: Engine) -> list[str]:
+    return engine.status.released if engine.status is not None else []
+
+
+def note_released(engine: Engine, released: Iterable[str]) -> None:
+    """Know already what its agent will say."""
+    seen, left = engine.status, list(dict.fromkeys(released))
+    if seen is not None:
+        woken = WEIGHTS not in left and (seen.woken or WEIGHTS in seen.released)
+        engine.status = seen.model_copy(update={"released": left, "woken": woken})
+    if WEIGHTS in left:
+        engine.compared = None
+
+
+def _reported(results: Results, what: str, done: str) -> Answer:
+    failed = failures(results)
+    if not failed:
+        return Answer(200, done, {"engines": told(results)})
+    name, result = next(iter(failed.items()))
+    others = ", ".join(name for name, result in results.items() if result.ok) or "none"
+    message = f"engine {name} did not {what}: {result.message.rstrip('.')}. Done on: {others}. Call again: it goes on where it stopped."
+    return Answer(409 if result.status == 409 else 502, message, {"engine": name, "engines": told(results)})
+
+
+def note_checksums(fleet: Fleet) -> Script[None]:
+    """Ask what the committed version is, as long as there are engines that hold it."""
+    boots = {name: fleet.boot(name) or "" for name in unnoted(fleet)}
+    if fleet.committed is None:
+        return
+    results = yield from vouched(fleet, boots, fleet.committed)
+    for name, boot in boots.items():
+        found = results[name].checksums
+        if found is None:
+            continue
+        fleet.checksums[fleet.engines[name].tensor_size] = found
+        if fleet.keeps_weights:
+            fleet.noted[name] = Noted(boot_id=boot, checksums=found)
+
+
+def unnoted(fleet: Fleet) -> list[str]:
+    """Engines to be asked before a sleep: one of each shape, for a trainer gave all of them the same. Without a trainer every one in
+    each of its lives: another image or another file of the model makes other bytes of the same version."""
+    if fleet.mode is FleetMode.HYBRID:
+        return []  # its trainer sends weights after every sleep
+    committed = fleet.committed
+    holding = [name for name in fleet.up() if committed is not None and fleet.engines[name].holds(committed)]
+    asked = [name for name in holding if not fleet.engines[name].released]
+    if fleet.keeps_weights:
+        return [name for name in asked if _own(fleet, name) is None]
+    peers = {fleet.engines[name].tensor_size: name for name in reversed(asked)}
+    return [name for size, name in peers.items() if size not in fleet.checksums]
+
+
+def _own(fleet: Fleet, name: str) -> tuple[str, ...] | None:
+    noted = fleet.noted.get(name)
+    return noted.checksums if noted is not None and noted.boot_id == fleet.boot(name) else None
+
+
+def woken(fleet: Fleet) -> list[str]:
+    """Engines whose weights are back in memory and have not been compared since."""
+    found = []
+    for name, engine in fleet.engines.items():
+        status = engine.status
+        if status is None or WEIGHTS in status.released:
+            engine.compared = None
+        elif fleet.mode is FleetMode.HYBRID and status.released:
+            continue  # its trainer sends weights before it gives the rest of the memory back
+        elif engine.member and engine.comparing:
+            found.append(name)
+    return found if fleet.update is None and fleet.kept is not FleetState.ASLEEP else []
+
+
+def prove(fleet: Fleet, names: list[str]) -> Script[Answer]:
+    """Compare the engines that woke with what the committed version is known to be; those that hold it may serve again.
+
+    The others hold whatever was left in their memory: they catch up, or wait for the next push.
+    """
+    committed = fleet.committed
+    if committed is None:
+        raise RuntimeError("nobody can be compared before the committed version is proved")
+    boots = {name: fleet.boot(name) for name in names}
+    yield from note_checksums(fleet)
+    right = {name: _own(fleet, name) or fleet.checksums.get(fleet.engines[name].tensor_size) for name in names}
+    known = [name for name in names if right[name] is not None]
+    results = yield from send(CHECKER, same(known, CHECKSUM), fleet.policy.deadlines.update)
+    same_bytes = [name for name in known if results[name].checksums == right[name]]
+    acks = {
+        name: AckRequest(version=committed, boot_id=fleet.engines[name].boot or "", cohort=[name], verified=True).model_dump(mode="json")
+        for name in same_bytes
+    }
+    yield from send(AGENT_ACK, acks, fleet.policy.deadlines.pause, idempotent=True)
+    yield from sync(fleet)
+    for name, boot in boots.items():
+        fleet.engines[name].compared = boot
+    return Answer(200, f"{len(same_bytes)} of {len(names)} engines that woke hold version {committed}.")

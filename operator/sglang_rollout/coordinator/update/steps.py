@@ -1,0 +1,167 @@
+"""Building blocks of scripts: call engines, fence them, let them run again.
+
+A script is a generator: it yields effects, gets their results and returns the answer for the trainer. It does no I/O
+and knows no clock, so the same events always make the same effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sglang_rollout.coordinator.update.events import Result, Send, Write
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.requests import Answer, Body
+from sglang_rollout.wire.agent import FenceRequest
+from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
+
+INIT = "/init_weights_update_group"
+DESTROY = "/destroy_weights_update_group"
+BEGIN = "/begin_weight_update"
+UPDATE = "/update_weights_from_distributed"
+UPDATE_DISK = "/update_weights_from_disk"
+UPDATE_TENSOR = "/update_weights_from_tensor"
+END = "/end_weight_update"
+PAUSE = "/pause_generation"
+CONTINUE = "/continue_generation"
+FLUSH = "/flush_cache"
+
+COLLECTIVE = frozenset({INIT, UPDATE})
+"""Calls in which engines wait for the trainer in a collective: its death would hold them for as long as they may take."""
+FENCE_DEADLINE = 15.0
+"""A fence answers as soon as the agent has closed the gate; a scheduler that is stuck in a collective cannot be helped
+over HTTP, and nobody should wait for it."""
+SYNC_DEADLINE = 5.0
+NOT_FOUND = 404
+GRACE = 2.0
+"""After one engine failed, how long the others may still take until the trainer is told."""
+PATIENCE = 10.0
+"""How much later than half of the engines another may answer a call that is the same work for all: more than a hiccup of the network, and
+a trainer learns within seconds who is silent, not after ``deadlines.update``."""
+
+SLOWER = 10
+"""So many times as long as those another may take: an engine on one GPU has eight times the tensors of one on eight to look through."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Yielded by a script to wait until it is the only one that changes the fleet."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """Yielded by a script to answer its caller now and go on working."""
+
+    answer: Answer
+
+
+Results = Mapping[str, Result]
+Step = Send | Write | Turn | Say
+_T = TypeVar("_T")
+Script = Generator[Step, Results, _T]
+
+
+def send(
+    path: str,
+    bodies: Mapping[str, Body],
+    deadline: float,
+    *,
+    grace: float | None = None,
+    patience: float | None = None,
+    idempotent: bool = False,
+) -> Script[Results]:
+    """Call engines, all at once. No engines: no call."""
+    if not bodies:
+        return {}
+    return (yield Send(path, bodies, deadline, grace=grace, patience=patience, idempotent=idempotent))
+
+
+def soil(
+    fleet: Fleet, path: str, bodies: Mapping[str, Body], deadline: float, *, grace: float | None = None, patience: float | None = None
+) -> Script[Results]:
+    """The call that crosses the boundary. An engine that was told, and whose answer is lost, is dirty too."""
+    told_now = [fleet.engines[name] for name in bodies]
+    for engine in told_now:
+        engine.soil()
+    results = yield from send(path, bodies, deadline, grace=grace, patience=patience)
+    for engine in told_now:
+        engine.told_at = fleet.now
+    return results
+
+
+def same(names: Iterable[str], body: Body | None = None) -> dict[str, Body]:
+    """The same body for each engine. SGLang wants a body on every POST: an empty one is ``{}``."""
+    return {name: dict(body or {}) for name in names}
+
+
+def failures(results: Results) -> dict[str, Result]:
+    """The calls that failed; an engine's own reason comes before one that was only not waited for."""
+    failed = {name: result for name, result in results.items() if not result.ok}
+    return dict(sorted(failed.items(), key=lambda item: item[1].status == 0))
+
+
+def told(results: Results) -> dict[str, Any]:
+    """Per-engine results for the reply."""
+    return {name: {"success": result.ok, "message": result.message} for name, result in results.items()}
+
+
+def fence(fleet: Fleet, names: Iterable[str], reason: str) -> Script[Results]:
+    """Give up on these engines: sessions end, what is clean runs on, what is dirty stays closed."""
+    body = FenceRequest(reason=reason, stuck_after=fleet.policy.deadlines.stuck).model_dump(mode="json")
+    return (yield from send(AGENT_FENCE, same(names, body), FENCE_DEADLINE, idempotent=True))
+
+
+def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Script[Results]:
+    """Tell agents (all, or ``only`` these) what is committed: this opens and closes gates."""
+    body = fleet.sync_request().model_dump(mode="json")
+    names = [name for name, engine in fleet.engines.items() if engine.reachable and (only is None or name in only)]
+    return (yield from send(AGENT_SYNC, same(names, body), SYNC_DEADLINE, idempotent=True))
+
+
+def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Script[Results]:
+    """Let engines generate again: continue what is clean, fence what is not or does not answer."""
+    clean, dirty = _apart(fleet, names)
+    results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE)))
+    for name, result in results.items():
+        if result.ok and name in fleet.engines:
+            fleet.engines[name].know(fleet.now, paused=False)
+    results |= yield from _leave_behind(fleet, [*dirty, *failures(results)])
+    return results
+
+
+def run(fleet: Fleet, names: Iterable[str]) -> Script[Results]:
+    """Tell all agents what is committed, and let these engines generate again: :func:`sync` and :func:`resume`, in one call to each."""
+    clean, dirty = _apart(fleet, names)
+    body = fleet.sync_request().model_dump(mode="json")
+    results = dict((yield from send(AGENT_RUN, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE)))
+    failed = failures(results)
+    # While the operator is upgraded an agent may be of the release before: it knows the two calls, not the one.
+    older = [name for name, result in failed.items() if result.status == NOT_FOUND]
+    results |= yield from sync(fleet, [name for name in fleet.engines if name not in clean or name in older])
+    yield from resume(fleet, older)
+    yield from _leave_behind(fleet, [*dirty, *(name for name in failed if name not in older)])
+    return results
+
+
+def _apart(fleet: Fleet, names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Who may generate again, and who must be fenced.
+
+    A dirty engine never gets a plain continue: its held requests would be answered from a mixture. In a fleet that its spec holds
+    the clean ones stay paused.
+    """
+    clean: list[str] = []
+    dirty: list[str] = []
+    for name in names:
+        engine = fleet.engines.get(name)
+        status = engine.status if engine is not None else None
+        if status is not None and status.released:
+            continue  # nothing can run on it; it goes on when it has its memory back
+        (dirty if status is not None and status.state is EngineState.DIRTY else clean).append(name)
+    return (clean if fleet.kept is FleetState.ACTIVE else []), dirty
+
+
+def _leave_behind(fleet: Fleet, names: list[str]) -> Script[Results]:
+    return (yield from fence(fleet, names, "the fleet resumed and this engine did not or must not"))

@@ -1,0 +1,311 @@
+"""The calls of a weight update, from pause to resume, as scripts over a set of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from sglang_rollout.coordinator.update.completeness import names_of, note_call, note_names, note_trust
+from sglang_rollout.coordinator.update.membership import refuse_asleep
+from sglang_rollout.coordinator.update.memory import WEIGHTS
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.outcome import FENCED, abandon, fail, finish, leave_behind
+from sglang_rollout.coordinator.update.progress import By, Group, Hold, Phase
+from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
+from sglang_rollout.coordinator.update.steps import (
+    BEGIN,
+    FLUSH,
+    GRACE,
+    PAUSE,
+    UPDATE,
+    Script,
+    Turn,
+    failures,
+    resume,
+    same,
+    send,
+    soil,
+    told,
+)
+from sglang_rollout.coordinator.update.versions import newest
+from sglang_rollout.wire.policy import PauseMode
+from sglang_rollout.wire.states import held_sentence
+
+
+def pause(fleet: Fleet, ask: Pause) -> Script[Answer]:
+    """Pause every engine that runs, or none."""
+    yield Turn()
+    if fleet.update is not None and fleet.hold is not None and fleet.hold.by is By.TRAINER:
+        # No trainer pauses twice in one update: this one is new, or has begun anew after an error.
+        yield from abandon(fleet, "the trainer paused again without ending its update")
+    failed = yield from hold_all(fleet, By.TRAINER, ask.mode, ask.body)
+    return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
+
+
+def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answer | None]:
+    """Pause all engines that are up, or none of them."""
+    refuse_asleep(fleet)
+    names = fleet.up()
+    if not names:
+        raise Refusal("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
+    # Those whose memory is released are paused already.
+    failed = yield from _halt(fleet, [name for name in names if not fleet.engines[name].released], names, body)
+    if failed is None:
+        fleet.hold = Hold(by, mode, tuple(names), fleet.now)
+    return failed
+
+
+def hold_late(fleet: Fleet, names: Collection[str]) -> Script[Answer | None]:
+    """Pause those of these engines that the fleet's pause has missed: they came up since, or their agents ended it by their own lease."""
+    hold = fleet.hold
+    late = [name for name in names if not fleet.engines[name].released and not fleet.engines[name].paused]
+    if hold is None or not late:
+        return None
+    both = tuple(dict.fromkeys([*hold.engines, *late]))
+    failed = yield from _halt(fleet, late, [name for name in both if name in fleet.up()], {"mode": hold.mode} if hold.mode else {})
+    if failed is None:
+        hold.engines = both
+    return failed
+
+
+def _halt(fleet: Fleet, running: Collection[str], names: Collection[str], body: Body) -> Script[Answer | None]:
+    """Pause the engines that are running. If one fails, all of ``names`` go on."""
+    fleet.enter(Phase.PAUSE)
+    results = yield from send(PAUSE, same(running, body), fleet.policy.deadlines.pause)
+    for name in running:
+        if results[name].ok:
+            fleet.engines[name].know(fleet.now, paused=True)
+    failed = failures(results)
+    if not failed:
+        return None
+    name, result = next(iter(failed.items()))
+    reason = f"engine {name} could not be paused: {result.message}"
+    if fleet.update is not None:
+        return (yield from fail(fleet, reason, results, engine=name))
+    # Also those that failed: a call without an answer may have paused its engine.
+    yield from resume(fleet, names)
+    fleet.hold = None
+    now = held_sentence(fleet.kept) or "All engines generate again."
+    return Answer(400, f"{reason.rstrip('.')}. {now}", {"engine": name, "phase": "pause", "engines": told(results)})
+
+
+def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
+    """Let the fleet run; for a trainer without a session this is the commit."""
+    yield Turn()
+    update, committed = fleet.update, None
+    if update is not None:
+        if update.session is By.TRAINER:
+            reason = "continue_generation came before end_weight_update"
+            return (yield from fail(fleet, reason))
+        committed = yield from finish(fleet, tell=False)
+        if not committed.success:
+            return committed
+    fleet.enter(Phase.RESUME)
+    # Cleared before the call: whatever it brings, every engine ends resumed or fenced.
+    fleet.hold, fleet.label = None, None
+    names = fleet.up()
+    if not names:
+        raise Refusal("No engine of this fleet is up, so nothing generates. Try again.", status=503)
+    particulars = dict(committed.fleet) if committed is not None else {}
+    behind = particulars.get(FENCED, {})
+    results = yield from resume(fleet, [name for name in names if name not in behind], ask.body)
+    # Success all the same: the trainer's own pause has ended, and unmodified trainers take anything else for a failed update.
+    held = held_sentence(fleet.kept)
+    message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
+    if committed is not None and behind:
+        message = f"{message} {committed.message.removeprefix('Success: ')}"
+    answer = Answer(200, message, {**particulars, "resumed": told(results), "state": fleet.kept.value})
+    return (yield from leave_behind(fleet, answer))
+
+
+def begin(fleet: Fleet, ask: Begin) -> Script[Answer]:
+    """Open a session on every member of the open groups. From here on they are dirty until a complete update."""
+    yield Turn()
+    if fleet.update is not None:
+        yield from abandon(fleet, "the trainer began again without ending its update")
+    failed = yield from tell(fleet, _members(fleet), By.TRAINER, ask.body)
+    return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
+
+
+def update(fleet: Fleet, ask: Update) -> Script[Answer]:
+    """Every member of the group receives these tensors, or the update fails as a whole."""
+    yield Turn()
+    group = _group(fleet, ask.group)
+    _check_live(fleet, group)
+    session = {key: ask.body[key] for key in ("selector",) if key in ask.body}
+    failed = yield from tell(fleet, group.boots, By.FLEET, session)
+    if failed is not None:
+        return failed
+    fleet.enter(Phase.TRANSFER)
+    if fleet.update is not None:
+        fleet.update.label = ask.label or fleet.update.label  # also a failure is told by the trainer's name for it
+    body = {**ask.body, "group_name": group.name}
+    if fleet.hold is not None and fleet.hold.mode == PauseMode.IN_PLACE:
+        # In this mode requests keep their cache: SGLang would write the tensors and then answer 400 for the flush.
+        body["flush_cache"] = False
+    names = names_of(ask.body)
+    new = note_names(fleet, names)
+    results = yield from send(UPDATE, same(group.boots, body), fleet.policy.deadlines.update, grace=GRACE)
+    if fleet.update is not None:
+        note_call(fleet, fleet.update, names, new, results)
+    broken = failures(results)
+    if broken:
+        name, result = next(iter(broken.items()))
+        return (yield from fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name))
+    state = fleet.update
+    if state is None:
+        raise RuntimeError("an update cannot end while its tensors are on their way")
+    state.data.add(group.name)
+    state.fed.update(group.boots)
+    # SGLang flushes unless it is told not to.
+    state.flushed = state.flushed.union(group.boots) if body.get("flush_cache", True) else state.flushed.difference(group.boots)
+    message = next(iter(results.values())).message or "Succeeded to update parameter online."
+    return Answer(200, message, {"engines": told(results), "version": str(fleet.target())})
+
+
+def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[Answer | None]:
+    """Cross the boundary on these engines, pausing first: SGLang would wait for every running request otherwise."""
+    open_update = fleet.update
+    missing = {name: boot for name, boot in boots.items() if open_update is None or name not in open_update.boots}
+    if not missing:
+        return None
+    refuse_asleep(fleet)
+    for name in missing:
+        engine = fleet.engines[name]
+        if engine.status is not None and WEIGHTS in engine.status.released:
+            reason = f"engine {name} has released its weights: call resume_memory_occupation first."
+            raise Refusal(reason, status=409, fleet=fleet.advice())
+        if not engine.member:
+            reason = f"engine {name} cannot take an update now: {engine.why_absent().rstrip('.')}."
+            raise Refusal(reason, status=503, fleet=fleet.advice())
+    if fleet.hold is None:
+        mode = fleet.policy.pause_mode.value
+        failed = yield from hold_all(fleet, By.FLEET, mode, {"mode": mode})
+    else:
+        failed = yield from hold_late(fleet, missing)
+    if failed is not None:
+        return failed
+    fleet.enter(Phase.OPEN)
+    if fleet.update is None:
+        fleet.update = OpenUpdate(boots={}, session=by, started=fleet.now, label=fleet.label)
+    # Noted before the call: an engine that was told and whose answer is lost takes part.
+    fleet.update.boots.update(missing)
+    note_trust(fleet, fleet.update, missing)
+    results = yield from soil(fleet, BEGIN, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
+    failed_calls = failures(results)
+    if failed_calls:
+        name, result = next(iter(failed_calls.items()))
+        return (yield from fail(fleet, f"engine {name} could not begin: {result.message}", results, engine=name))
+    fleet.enter(Phase.TRANSFER)
+    return None
+
+
+def end(fleet: Fleet, ask: End) -> Script[Answer]:
+    """Commit the session's update."""
+    yield Turn()
+    if fleet.update is None:
+        raise Refusal(
+            "no weight update is open: it was never begun, has ended, or was given up"
+            f"{_last_reason(fleet)}. Call begin_weight_update first.",
+            fleet=fleet.advice(),
+        )
+    fleet.update.checksums = ask.checksums
+    return (yield from finish(fleet))
+
+
+def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -> Script[Answer]:
+    """Flush every engine's cache, or those of ``only`` these; for a trainer that neither pauses nor opens a session this is the commit."""
+    yield Turn()
+    state, hold = fleet.update, fleet.hold
+    if only is None and state is not None and state.session is By.FLEET and hold is not None and hold.by is By.FLEET:
+        committed = yield from finish(fleet)
+        if not committed.success:
+            return committed
+        # The commit has flushed, while nothing ran. Held requests run now, and an engine that runs any refuses to flush.
+        return Answer(200, "Cache flushed on all engines.", committed.fleet)
+    names = [name for name in fleet.up() if only is None or name in only]
+    if not names:
+        raise Refusal("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
+    path = FLUSH if ask.timeout is None else f"{FLUSH}?timeout={ask.timeout:g}"
+    results = yield from send(path, same(names), fleet.policy.deadlines.pause + (ask.timeout or 0))
+    failed = failures(results)
+    if failed:
+        name, result = next(iter(failed.items()))
+        return Answer(400, f"engine {name} did not flush its cache: {result.message}", {"engines": told(results)})
+    return Answer(200, "Cache flushed on all engines.", {"engines": told(results)})
+
+
+def set_label(fleet: Fleet, ask: SetLabel) -> Script[Answer]:
+    """The trainer's name for the version that its update becomes; engines report it after the commit."""
+    yield Turn()
+    if fleet.update is not None:
+        fleet.update.label = ask.label
+    elif fleet.hold is not None:
+        fleet.label = ask.label
+    elif fleet.committed is None or fleet.committed.label != ask.label:
+        raise Refusal(
+            "no weight update is open, and committed weights keep their version: send new_version before"
+            " end_weight_update, or weight_version with the tensors.",
+            status=409,
+        )
+    return Answer(200, f"Weight version updated to {ask.label}")
+
+
+def new_run(fleet: Fleet, ask: NewRun) -> Script[Answer]:
+    """The next update begins a new run: its numbers are not compared with those before."""
+    yield Turn()
+    if fleet.update is not None:
+        raise Refusal("a weight update is open: end it, then open a new run.", status=409, fleet=fleet.advice())
+    last = newest(fleet.committed, fleet.burned)
+    fleet.next_run = (last.run if last is not None else 0) + 1
+    return Answer(200, f"The next update opens run {fleet.next_run}.", {"next_run": fleet.next_run})
+
+
+def _group(fleet: Fleet, name: str | None) -> Group:
+    if name is None and len(fleet.groups) == 1:
+        return next(iter(fleet.groups.values()))
+    if name is None:
+        if not fleet.groups:
+            raise Refusal(_no_group(fleet), fleet=fleet.advice())
+        names = ", ".join(fleet.groups)
+        raise Refusal(f"group_name is missing, and {len(fleet.groups)} groups are open: name one of {names}.")
+    if name not in fleet.groups:
+        raise Refusal(
+            f"group {name} is not open on this fleet{_last_reason(fleet)}. Call init_weights_update_group with"
+            f" world_size={fleet.table.world_size}.",
+            fleet=fleet.advice(),
+        )
+    return fleet.groups[name]
+
+
+def _check_live(fleet: Fleet, group: Group) -> None:
+    changed = fleet.changed(group.boots)
+    if changed:
+        raise Refusal(
+            f"group {group.name} is of epoch {group.epoch} and its member {changed[0]} was restarted or is gone."
+            f" Open a new group with world_size={fleet.table.world_size}: the fleet is at epoch {fleet.epoch}.",
+            fleet=fleet.advice(),
+        )
+
+
+def _members(fleet: Fleet) -> dict[str, str]:
+    """Members of all groups that can still be used."""
+    if not fleet.groups:
+        raise Refusal(_no_group(fleet), fleet=fleet.advice())
+    live = [group for group in fleet.groups.values() if fleet.is_live(group)]
+    if not live:
+        _check_live(fleet, list(fleet.groups.values())[-1])
+    return {name: boot for group in live for name, boot in group.boots.items()}
+
+
+def _no_group(fleet: Fleet) -> str:
+    return (
+        f"no weight-update group is open{_last_reason(fleet)}: call init_weights_update_group with"
+        f" world_size={fleet.table.world_size} first."
+    )
+
+
+def _last_reason(fleet: Fleet) -> str:
+    last = fleet.last_update
+    return f" ({last.reason})" if last is not None and last.reason else ""

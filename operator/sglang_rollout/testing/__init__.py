@@ -1,0 +1,31 @@
+"""A stand-in for SGLang servers, for your own tests: its wire, its weight-update groups, its deaths, and faults on demand.
+
+    from sglang_rollout.trainer.testing import StandInFleet, expected_tokens
+
+    with StandInFleet(engines=4) as fleet:
+        ...                                                       # your trainer, against fleet.urls
+        fleet[2].faults.add("die", "received")                    # the third engine dies at the next update
+        fleet[2].restart()
+
+It generates no language: which token follows is a hash of the held tensors and the tokens before, so ``expected_tokens`` can say which
+weights answered. Groups need torch, everything else does not.
+"""
+
+from sglang_rollout.testing.engine import StandIn, StandInFleet
+from sglang_rollout.testing.faults import Fault, Hit, Kind, Phase
+from sglang_rollout.testing.tokens import VOCABULARY, decode, encode, expected_tokens
+from sglang_rollout.testing.weights import Held
+
+__all__ = [
+    "VOCABULARY",
+    "Fault",
+    "Held",
+    "Hit",
+    "Kind",
+    "Phase",
+    "StandIn",
+    "StandInFleet",
+    "decode",
+    "encode",
+    "expected_tokens",
+]

@@ -1,0 +1,95 @@
+"""``sglang-rollout stand-in``: stand-in engines as a process, for containers and for chaos tests that kill processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from sglang_rollout.testing.engine import StandInFleet
+from sglang_rollout.testing.faults import Fault, into_file
+from sglang_rollout.testing.updates import load_groups
+
+
+@click.command(name="stand-in")
+@click.option("--port", type=int, default=30000, show_default=True, help="Port of the first engine; the others follow on the next ones.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--engines", type=click.IntRange(1), default=1, show_default=True, help="Engines in this process.")
+@click.option("--tensor", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of each engine.")
+@click.option("--model", type=click.Path(path_type=Path), help="Folder with safetensors files; default: a tiny model of five tensors.")
+@click.option("--old", is_flag=True, help="Speak as SGLang 0.5.20 and older: no begin_weight_update and end_weight_update.")
+@click.option("--weight-version", default="default", show_default=True, help="Version that a fresh boot reports.")
+@click.option("--token-ms", type=click.FloatRange(0), default=0.0, show_default=True, help="Milliseconds per generated token.")
+@click.option("--lora", is_flag=True, help="Adapters can be loaded, as with --enable-lora.")
+@click.option("--memory-saver", is_flag=True, help="Released weights are lost, as with SGLang's --enable-memory-saver.")
+@click.option("--weights-backup", is_flag=True, help="With --memory-saver: they come back, as with --enable-weights-cpu-backup.")
+@click.option("--fault", "faults", multiple=True, metavar="KIND:PHASE[:TIMES]", help="Fault to start with, in every engine; repeatable.")
+@click.option("--hits", type=click.Path(path_type=Path), help="File to which each fault that lands is appended as a line of JSON.")
+def command(
+    *,
+    port: int,
+    host: str,
+    engines: int,
+    tensor: int,
+    model: Path | None,
+    old: bool,
+    weight_version: str,
+    token_ms: float,
+    lora: bool,
+    memory_saver: bool,
+    weights_backup: bool,
+    faults: tuple[str, ...],
+    hits: Path | None,
+) -> None:
+    """Run stand-in engines until SIGTERM. One that hosts a single engine ends by SIGKILL of itself where SGLang would die."""
+    # Copying a few tensors needs no pool of threads per process; torch reads this when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with suppress(ModuleNotFoundError):  # without torch all works but groups
+        load_groups()  # before anybody waits for an answer: it takes seconds
+    try:
+        wanted = [Fault.parse(text) for text in faults]
+        fleet = StandInFleet(
+            engines,
+            ports=range(port, port + engines),
+            host=host,
+            tensor=tensor,
+            model=model,
+            sessions=not old,
+            weight_version=weight_version,
+            token_seconds=token_ms / 1000,
+            lora=lora,
+            memory_saver=memory_saver,
+            weights_backup=weights_backup,
+            on_death=_kill_myself if engines == 1 else None,
+        )
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from None
+    for engine in fleet.engines:
+        engine.faults.on_hit = into_file(hits) if hits else None
+        for fault in wanted:
+            engine.faults.arm(fault)
+    ended = _until_told()  # whoever sees an engine may tell the process to end
+    try:
+        fleet.start()
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {host}, port {port} and following: {error.strerror or error}") from None
+    click.echo(f"{engines} stand-in engine{'s' if engines > 1 else ''} at {', '.join(fleet.urls)}")
+    ended.wait()
+    fleet.close()
+
+
+def _until_told() -> threading.Event:
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    return ended
+
+
+def _kill_myself(why: str) -> None:
+    """Nobody is told anything: connections break, and the exit status is that of a kill."""
+    click.echo(f"dies as SGLang would: {why}", err=True)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,296 @@
+"""Stand-in engines for tests: ``StandIn`` is one, ``StandInFleet`` several in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+import uvloop
+from aiohttp import web
+
+from sglang_rollout.testing.app import App
+from sglang_rollout.testing.control import add_control
+from sglang_rollout.testing.disk import read_folder
+from sglang_rollout.testing.faults import Faults, Hit
+from sglang_rollout.testing.life import Life, Setup
+from sglang_rollout.testing.tokens import VOCABULARY
+from sglang_rollout.testing.weights import Held, default_state, held_from
+
+T = TypeVar("T")
+_START_SECONDS = 30.0
+"""A stand-in starts within milliseconds; longer means that its loop is stuck."""
+
+
+class StandIn:
+    """One engine: a port, faults, and one life after the other.
+
+    ``state``: the base weights (state dict of torch tensors or numpy arrays); ``model``: a folder with safetensors files instead;
+    neither: a tiny model of five tensors. ``port``: 0 takes a free one and keeps it over restarts.
+    ``sessions=False`` speaks as SGLang <= 0.5.20.
+    ``tensor``: tensor-parallel ranks. ``token_seconds``: time per generated token. ``weight_version``: what a fresh boot reports.
+    ``context_length``: tokens of prompt and completion together. ``health_seconds``: when /health_generate gives up.
+    ``lora``: adapters can be loaded. ``memory_saver``: released weights are lost, unless ``weights_backup``.
+    ``on_death``: told why, when the engine dies where SGLang would; called in the engine's event loop, so it must not call the engine.
+
+    Use it in a ``with`` block, or call ``start`` and ``close``. Any thread may call it.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        state: Mapping[str, Any] | None = None,
+        model: str | Path | None = None,
+        sessions: bool = True,
+        tensor: int = 1,
+        token_seconds: float = 0.0,
+        weight_version: str = "default",
+        context_length: int = 2048,
+        health_seconds: float = 20.0,
+        vocabulary: int = VOCABULARY,
+        lora: bool = False,
+        memory_saver: bool = False,
+        weights_backup: bool = False,
+        on_death: Callable[[str], None] | None = None,
+        loop: Loop | None = None,
+    ) -> None:
+        tensors: Mapping[str, Held] = held_from(state) if state is not None else read_folder(Path(model)) if model else default_state()
+        self._setup = Setup(
+            tensors=tensors,
+            sessions=sessions,
+            tensor_size=tensor,
+            weight_version=weight_version,
+            model_path=str(model or "stand-in"),
+            token_seconds=token_seconds,
+            context_length=context_length,
+            health_seconds=health_seconds,
+            vocabulary=vocabulary,
+            lora=lora,
+            memory_saver=memory_saver,
+            weights_backup=weights_backup,
+        )
+        self.host, self.port = host, port
+        self.faults = Faults()
+        """What shall go wrong; kept over restarts."""
+        self.deaths: list[str] = []
+        """Why the engine died by itself, as a real server would have: one sentence each."""
+        self._on_death = on_death
+        self._loop, self._own_loop = loop, loop is None
+        self._life: Life | None = None
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it listens."""
+        return self._life is not None
+
+    @property
+    def boot_id(self) -> str | None:
+        """Identity of the present life; None while it is dead."""
+        return self._life.boot_id if self._life else None
+
+    @property
+    def fired(self) -> list[Hit]:
+        """The faults that have landed, oldest first."""
+        return list(self.faults.fired)
+
+    @property
+    def weight_version(self) -> str | None:
+        """What /model_info says; None while it is dead."""
+        return self._life.weight_version if self._life else None
+
+    def tensors(self) -> dict[str, Held]:
+        """What it holds now. Raises RuntimeError while it is dead."""
+        if self._life is None:
+            raise RuntimeError(f"the stand-in at {self.url} is dead and holds nothing")
+        weights = self._life.weights
+        return {name: weights[name] for name in weights}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it holds now, as torch tensors."""
+        from sglang_rollout.testing.groups import tensor  # noqa: PLC0415 - the one thing here that needs torch
+
+        return {name: tensor(held.data, held.dtype, held.shape) for name, held in self.tensors().items()}
+
+    def start(self) -> Self:
+        """Start a life: base weights, everything else forgotten. Raises OSError if the port is taken, RuntimeError if it lives."""
+        if self._life is not None:
+            raise RuntimeError(f"the stand-in at {self.url} is running already")
+        self._loop = self._loop or Loop()
+        self._loop.run(self._start())
+        return self
+
+    def kill(self) -> None:
+        """End this life as SIGKILL does: no answer to anybody, connections closed. Nothing happens if it is dead."""
+        if self._loop is not None:
+            self._loop.run(self._kill())
+
+    def restart(self) -> Self:
+        """Kill and start: the same port, base weights, a new boot id. Faults stay armed."""
+        self.kill()
+        return self.start()
+
+    def close(self) -> None:
+        """Kill it and free what it uses."""
+        self.kill()
+        if self._own_loop and self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+    def __enter__(self) -> Self:
+        return self if self.alive else self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def _start(self) -> None:
+        life = Life(self._setup, self.faults, port=self.port, die=self._died)
+        app = App(life).make()
+        add_control(app, life, kill=partial(self._died, "asked to by /stand_in/kill"), restart=self._restart_soon)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, handle_signals=False)
+        await runner.setup()
+        site = web.TCPSite(runner, self.host, self.port, reuse_address=True)
+        try:
+            await site.start()
+        except OSError:
+            await runner.cleanup()
+            raise
+        self.port = life.port = runner.addresses[0][1]
+        self._life, self._runner = life, runner
+
+    async def _kill(self) -> None:
+        life, runner = self._life, self._runner
+        self._life = self._runner = None
+        if life is None or runner is None:
+            return
+        for site in list(runner.sites):
+            await site.stop()
+        if runner.server is not None:
+            for connection in runner.server.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+        life.kill()
+        await runner.cleanup()
+
+    def _died(self, why: str) -> None:
+        self.deaths.append(why)
+        if self._on_death:
+            self._on_death(why)
+        self._kill_soon()
+
+    def _kill_soon(self) -> None:
+        if self._loop is not None:
+            self._loop.spawn(self._kill())
+
+    def _restart_soon(self) -> None:
+        async def both() -> None:
+            await self._kill()
+            await self._start()
+
+        if self._loop is not None:
+            self._loop.spawn(both())
+
+
+class StandInFleet(Sequence[StandIn]):
+    """Several engines in one process and one event loop; a sequence of ``StandIn``.
+
+    ``ports``: where they listen (default: free ones); the other arguments are those of ``StandIn`` and the same for all.
+    """
+
+    def __init__(self, engines: int, *, ports: Sequence[int] | None = None, **options: Any) -> None:
+        if engines < 1 or (ports is not None and len(ports) != engines):
+            raise ValueError(f"{engines} engines on {len(ports) if ports else 'any'} ports: give at least one engine, and a port for each.")
+        if options.get("state") is not None:
+            options["state"] = held_from(options["state"])  # once for all: the bytes are shared, and never change
+        self._loop = Loop()
+        chosen = ports or itertools.repeat(0, engines)
+        self.engines = [StandIn(port=port, loop=self._loop, **options) for port in chosen]
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+    @overload
+    def __getitem__(self, at: int) -> StandIn: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[StandIn]: ...
+    def __getitem__(self, at: int | slice) -> StandIn | list[StandIn]:
+        return self.engines[at]
+
+    @property
+    def urls(self) -> list[str]:
+        """Base URLs, in order."""
+        return [engine.url for engine in self.engines]
+
+    def start(self) -> Self:
+        """Start all."""
+        try:
+            for engine in self.engines:
+                engine.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Kill all and free what they use."""
+        for engine in self.engines:
+            with suppress(RuntimeError):
+                engine.kill()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="stand-in-loop")
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and wait for it."""
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("this stand-in has been closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_SECONDS)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Start a coroutine, from within the loop."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Stop the loop; calling it twice is fine."""
+        if self._loop.is_closed():
+            return
+        self.run(self._end_tasks())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_START_SECONDS)
+        self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)

@@ -1,0 +1,185 @@
+"""What a stand-in says about itself: the fields of SGLang's info replies that clients read, with the same types."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from sglang_rollout.testing.life import Life
+from sglang_rollout.testing.weights import overall_checksum
+
+_TOKENS = 16384
+"""Size of the cache that is reported."""
+_REQUESTS = 16
+"""Greatest number of running requests that is reported; nothing holds to it."""
+_RESERVED = 6
+"""SGLang takes an input of at most the context length less so many tokens."""
+
+
+def model_info(life: Life) -> dict[str, Any]:
+    """``/model_info``: the live weight version, and the name that the last update from disk gave."""
+    return {
+        "model_path": life.model_path,
+        "served_model_name": life.model_path,
+        "tokenizer_path": life.setup.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": life.weight_version,
+        "load_format": "auto",
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": "null",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+    }
+
+
+def server_info(life: Life) -> dict[str, Any]:
+    """``/server_info``: what the engine was started with. ``random_seed`` and ``startup_time`` differ at every boot."""
+    launched = _launched(life)
+    startup = {"load_weight": 0.01, "scheduler_e2e": life.startup_seconds, "tokenizer_e2e": life.startup_seconds + 1}
+    state = launched | {
+        "weight_version": life.scheduler_version,
+        "world_size": life.setup.tensor_size,
+        "startup_time": startup,
+        "effective_max_running_requests_per_dp": _REQUESTS,
+        "last_gen_throughput": 0.0,
+        "memory_usage": {"weight": 0.0, "kvcache": 0.0, "token_capacity": _TOKENS},
+    }
+    return launched | {
+        "launch_command": f"--model-path {life.setup.model_path} --port {life.port} --tp-size {life.setup.tensor_size}",
+        "status": "ready",
+        "max_total_num_tokens": _TOKENS,
+        "max_req_input_len": life.setup.context_length - _RESERVED,
+        "startup_time": startup,
+        "kv_events": None,
+        "internal_states": [state],
+        "version": life.setup.version,
+        "frontend": "python",
+    }
+
+
+def _launched(life: Life) -> dict[str, Any]:
+    return {
+        "model_path": life.setup.model_path,
+        "tokenizer_path": life.setup.model_path,
+        "served_model_name": life.setup.model_path,
+        "load_format": "auto",
+        "context_length": life.setup.context_length,
+        "dtype": "float32",
+        "device": "cpu",
+        "host": "127.0.0.1",
+        "port": life.port,
+        "weight_version": life.setup.weight_version,
+        "random_seed": life.seed,
+        "nccl_port": None,
+        "dist_init_addr": None,
+        "nnodes": 1,
+        "node_rank": 0,
+        "tp_size": life.setup.tensor_size,
+        "pp_size": 1,
+        "dp_size": 1,
+        "attn_dp_size": 1,
+        "ep_size": 1,
+        "enable_dp_attention": False,
+        "max_running_requests": _REQUESTS,
+        "max_total_tokens": _TOKENS,
+        "api_key": None,
+        "admin_api_key": None,
+        "enable_memory_saver": life.setup.memory_saver,
+        "enable_weights_cpu_backup": life.setup.weights_backup,
+        "enable_lora": life.setup.lora or None,
+        "disaggregation_mode": "null",
+    }
+
+
+def models(life: Life) -> dict[str, Any]:
+    """``/v1/models``."""
+    name = life.model_path
+    row = {
+        "id": name, "object": "model", "created": int(time.time()), "owned_by": "sglang", "root": name, "parent": None,
+        "max_model_len": life.setup.context_length,
+    }  # fmt: skip
+    adapters = [{**row, "id": adapter, "root": path, "parent": name} for adapter, path in life.adapters.items()]
+    return {"object": "list", "data": [row, *adapters]}
+
+
+def loads(life: Life) -> dict[str, Any]:
+    """``/v1/loads``. Live; SGLang's own numbers are a snapshot that may be seconds old."""
+    running, waiting, tokens = _counts(life)
+    row = {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_waiting_uncached_tokens": 0,
+        "num_used_tokens": tokens,
+        "num_total_tokens": tokens,
+        "num_active_tokens": tokens,
+        "max_total_num_tokens": _TOKENS,
+        "max_running_requests": _REQUESTS,
+        "token_usage": tokens / _TOKENS,
+        "gen_throughput": 0.0,
+        "cache_hit_rate": 0.0,
+        "utilization": 0.0,
+    }
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "version": life.setup.version,
+        "accelerator": None,
+        "num_accelerators": 1,
+        "loads": [row],
+    }
+
+
+def metrics(life: Life) -> bytes:
+    """Return ``/metrics`` as with ``--enable-metrics``: the samples that show whether an engine works, of about eighty."""
+    running, waiting, _ = _counts(life)
+    samples = (
+        ("sglang:num_running_reqs", "gauge", running),
+        ("sglang:num_queue_reqs", "gauge", waiting),
+        ("sglang:generation_tokens_total", "counter", life.generated),
+    )
+    model = json.dumps(life.model_path)  # quoted as a label's value is
+    lines = (f"# TYPE {name.removesuffix('_total')} {kind}\n{name}{{model_name={model}}} {value:.1f}\n" for name, kind, value in samples)
+    return "".join(lines).encode()
+
+
+def old_load(life: Life) -> list[dict[str, Any]]:
+    """``/get_load``, which ended with 0.5.20. Its last form, made of what /v1/loads tells."""
+    running, waiting, tokens = _counts(life)
+    row = {"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting, "num_tokens": tokens}
+    return [row | {"num_pending_tokens": 0, "ts_tic": time.monotonic()}]
+
+
+def checksums(life: Life) -> dict[str, Any]:
+    """``/weights_checker {"action": "checksum"}``: per rank, per tensor. Ranks differ in nothing here: tensors are not sharded."""
+    found = life.weights.checksums()
+    ranks = [
+        {"checksums": found, "per_gpu_checksum": overall_checksum(found), "parallelism_info": _place(life, rank)}
+        for rank in range(life.setup.tensor_size)
+    ]
+    return {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": engine_checksum(ranks)}
+
+
+def _place(life: Life, rank: int) -> Any:
+    """Where a rank stands: a list of places with roles since 0.5.21, one place before."""
+    size = life.setup.tensor_size
+    place = {"tp_rank": rank, "tp_size": size, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "rank": rank, "size": size}
+    return [{"role": "target", **place}] if life.setup.sessions else place
+
+
+def engine_checksum(ranks: list[dict[str, Any]]) -> str:
+    """SHA-256 over the ranks' checksums, as SGLang computes it."""
+    return hashlib.sha256("".join(str(rank["per_gpu_checksum"]) for rank in ranks).encode()).hexdigest()
+
+
+def _counts(life: Life) -> tuple[int, int, int]:
+    requests = list(life.requests.values())
+    waiting = sum(request.waiting for request in requests)
+    return len(requests) - waiting, waiting, sum(len(r.prompt) + len(r.tokens) for r in requests)

@@ -1,0 +1,223 @@
+"""``/generate``: what a request asks for, its tokens, and the replies in SGLang's shape."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_rollout.testing.life import Life, Running
+from sglang_rollout.testing.tokens import advance, decode, encode, logprob, next_token, start
+from sglang_rollout.testing.web import Unhandled
+
+_DEFAULT_TOKENS = 128
+"""SGLang's default of max_new_tokens."""
+_MISSING = "Either text, input_ids or input_embeds should be provided."
+
+SAMPLING_FIELDS = (
+    "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex", "ebnf", "structural_tag", "ignore_eos",
+    "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval", "logit_bias", "sampling_seed",
+    "custom_params", "beam_width", "watermark", "choice",
+)  # fmt: skip
+
+
+class BadRequest(Exception):
+    """SGLang refuses the request: 400. ``plain``: the sentence is the value of ``error`` itself, not of its ``message``."""
+
+    def __init__(self, message: str, *, plain: bool = False) -> None:
+        super().__init__(message)
+        self.plain = plain
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The reply."""
+        return {"error": str(self)} if self.plain else {"error": {"message": str(self)}}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One completion that is asked for."""
+
+    rid: str
+    ids: list[int]
+    limit: int
+    stop_ids: frozenset[int]
+    logprobs: bool
+    logprob_start: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A parsed body."""
+
+    prompts: list[Prompt]
+    single: bool
+    stream: bool
+
+
+def parse(life: Life, body: Mapping[str, Any]) -> Wanted:
+    """The prompts of a body, n times each. Raises BadRequest as SGLang would."""
+    given = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
+    if given is None:
+        raise BadRequest(_MISSING)
+    adapter = body.get("lora_path")
+    if isinstance(adapter, str) and adapter not in life.ever_loaded:
+        raise BadRequest(f"Got LoRA adapter that has never been loaded: {adapter}")
+    if body.get("input_ids") == []:
+        raise BadRequest("input_ids cannot be empty.")
+    single = isinstance(given, str) or not isinstance(given[0], list | str)
+    each = [given] if single else given
+    params = body.get("sampling_params")
+    params = {} if params is None else params
+    its_params = params if isinstance(params, list) else [params] * len(each)
+    samples = _samples_per_prompt(its_params)
+    single = single and samples <= 1
+    if (not single and samples < 1) or (single and isinstance(params, list)):
+        raise Unhandled
+    rids = _rids(body.get("rid"), len(each), single=single, samples=samples)
+    prompts = [
+        _prompt(life, body, said, fields, rids[number])
+        for number, (said, fields) in enumerate(zip(each, its_params, strict=True))
+        for _ in range(max(samples, 1))
+    ]
+    return Wanted(prompts, single, bool(body.get("stream")))
+
+
+def _samples_per_prompt(params: Sequence[Mapping[str, Any]]) -> int:
+    """Return ``n``, which must be the same for all prompts of a batch. For a single prompt, SGLang takes integers below 1 as 1."""
+    wanted = [fields.get("n", 1) for fields in params]
+    for n in wanted:
+        if n is not None and type(n) is not int:
+            raise BadRequest(f"invalid type: {_rust_type(n)}, expected i64", plain=True)
+    if any(n != wanted[0] for n in wanted):
+        raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
+    if not wanted or wanted[0] is None:
+        raise Unhandled
+    return int(wanted[0])
+
+
+def _rust_type(value: Any) -> str:
+    """Return how SGLang's decoder names a JSON value of a wrong type."""
+    if isinstance(value, bool):
+        return f"boolean `{str(value).lower()}`"
+    if isinstance(value, float):
+        return f"floating point `{value}`"
+    if isinstance(value, str):
+        return f'string "{value}"'
+    return "sequence" if isinstance(value, list) else "map"
+
+
+def _rids(given: Any, prompts: int, *, single: bool, samples: int) -> list[str | None]:
+    """Return the request ID of each prompt; None if SGLang makes one, as it does for each of several samples."""
+    if given is None or samples > 1:
+        return [None] * prompts
+    if isinstance(given, list):
+        return given
+    return [str(given)] if single else [f"{given}_{number}" for number in range(prompts)]
+
+
+def _prompt(life: Life, body: Mapping[str, Any], said: str | list[int], params: Mapping[str, Any], rid: str | None) -> Prompt:
+    for name in params:
+        if name not in SAMPLING_FIELDS:
+            known = ", ".join(f"`{field}`" for field in SAMPLING_FIELDS)
+            raise BadRequest(f"unknown field `{name}`, expected one of {known}", plain=True)
+    limit = _DEFAULT_TOKENS if params.get("max_new_tokens") is None else int(params["max_new_tokens"])
+    if limit < 0:
+        raise BadRequest(f"max_new_tokens must be at least 0, got {limit}.")
+    for token in params.get("logit_bias") or ():
+        if not 0 <= int(token) < life.setup.vocabulary:
+            raise BadRequest(f"logit_bias must has keys in [0, {life.setup.vocabulary - 1}], got {token}.")
+    ids = encode(said, life.setup.vocabulary) if isinstance(said, str) else [int(token) for token in said]
+    longest = life.setup.context_length
+    if len(ids) + limit > longest and params.get("max_new_tokens") is not None:
+        raise BadRequest(
+            f"Requested token count exceeds the model's maximum context length of {longest} tokens. You requested a total of "
+            f"{len(ids) + limit} tokens: {len(ids)} tokens from the input messages and {limit} tokens for the completion. Please reduce "
+            "the number of tokens in the input messages or the completion to fit within the limit."
+        )
+    return Prompt(
+        rid=rid or uuid.uuid4().hex,
+        ids=ids,
+        limit=min(limit, longest - len(ids)),
+        stop_ids=frozenset(params.get("stop_token_ids") or ()),
+        logprobs=bool(body.get("return_logprob")),
+        logprob_start=int(body.get("logprob_start_len", -1)),
+    )
+
+
+async def produce(life: Life, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
+    """The replies of one prompt, after each token; the last one says why it is the last. Waits while the engine is paused."""
+    await life.unpaused()
+    async with life.lock.reader():
+        if not prompt.ids or any(not 0 <= token < life.setup.vocabulary for token in prompt.ids):
+            await life.died("the prompt is empty, or a token of it is outside the vocabulary")
+        request = Running(prompt.rid, prompt.ids)
+        key = uuid.uuid4().hex
+        life.requests[key] = request
+        context, reason = start(prompt.ids), None
+        try:
+            while reason is None:
+                await life.turn(request)
+                if not request.aborted and len(request.tokens) < prompt.limit:
+                    token = next_token(life.weights.policy, context, life.setup.vocabulary)
+                    request.logprobs.append(logprob(life.weights.policy, context))
+                    request.tokens.append(token)
+                    context = advance(context, token)
+                    life.generated += 1
+                reason = _reason(prompt, request)
+                yield _reply(life, prompt, request, reason)
+        finally:
+            del life.requests[key]
+
+
+def _reason(prompt: Prompt, request: Running) -> dict[str, Any] | None:
+    if request.aborted and request.waiting:
+        return {"type": "abort", "message": "Abort in waiting queue"}
+    if request.aborted:
+        return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    if request.tokens and request.tokens[-1] in prompt.stop_ids:
+        return {"type": "stop", "matched": request.tokens[-1]}
+    if len(request.tokens) >= prompt.limit:
+        return {"type": "length", "length": len(request.tokens)}
+    return None
+
+
+def _reply(life: Life, prompt: Prompt, request: Running, reason: dict[str, Any] | None) -> dict[str, Any]:
+    count = len(request.tokens)
+    meta: dict[str, Any] = {
+        "id": prompt.rid,
+        "finish_reason": reason,
+        "prompt_tokens": len(prompt.ids),
+        "weight_version": life.weight_version,
+        "num_retractions": request.retractions,
+    }
+    if prompt.logprobs:
+        first = prompt.logprob_start if prompt.logprob_start >= 0 else len(prompt.ids)
+        meta["input_token_logprobs"] = [[None if not at else -1.0, prompt.ids[at], None] for at in range(first, len(prompt.ids))]
+        meta["output_token_logprobs"] = [[lp, token, None] for lp, token in zip(request.logprobs, request.tokens, strict=True)]
+        meta["output_token_logprobs_length"] = count
+    meta |= {"reasoning_tokens": 0, "completion_tokens": count, "cached_tokens": 0}
+    if reason is not None:
+        meta["weight_versions"] = spans(request.changes, life.scheduler_version, count)
+        meta["weight_version"] = meta["weight_versions"][-1]["version"]
+        meta["e2e_latency"] = time.monotonic() - request.started
+    meta |= {"cached_tokens_details": None, "dp_rank": None}
+    # A stop token ends the output and is not shown in its text.
+    shown = request.tokens[:-1] if reason and reason["type"] == "stop" else request.tokens
+    return {"text": decode(shown), "output_ids": list(request.tokens), "meta_info": meta}
+
+
+def spans(changes: list[tuple[str, int]], current: str, count: int) -> list[dict[str, Any]]:
+    """SGLang's ``weight_versions``: which version generated which tokens, end exclusive."""
+    found: list[dict[str, Any]] = []
+    for version, end in [*changes, (current, count)]:
+        if found and end <= found[-1]["end"]:
+            continue
+        if found and found[-1]["version"] == version:
+            found[-1]["end"] = end
+            continue
+        found.append({"version": version, "start": found[-1]["end"] if found else 0, "end": end})
+    return found

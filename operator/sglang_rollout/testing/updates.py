@@ -1,0 +1,282 @@
+"""SGLang's calls that change weights, with its conditions, messages and deaths. Each answers (success, message)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_rollout.testing.disk import Incomplete, read_folder
+from sglang_rollout.testing.faults import Fault, Kind, Phase
+from sglang_rollout.testing.life import Life, in_thread
+from sglang_rollout.testing.weights import ITEM_SIZES, Held
+
+if TYPE_CHECKING:
+    from sglang_rollout.testing.groups import Rank
+
+Outcome = tuple[bool, str]
+Described = tuple[str, str, tuple[int, ...]]
+"""Name, type and shape of a tensor in a request."""
+
+_OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free. "
+    "Including non-PyTorch memory, this process has 77.90 GiB memory in use."
+)
+_NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+    "Retract or finish them, then call /flush_cache."
+)
+_PARTIAL = (
+    "Failed to update parameter online: {}. The full weights of the ModelRunner are partially updated. Please discard the whole weights."
+)
+
+
+class Refused(Exception):
+    """The update cannot be received or written; the message is torch's or SGLang's own."""
+
+
+async def init_group(life: Life, body: Mapping[str, Any]) -> Outcome:
+    """``/init_weights_update_group``: joins as SGLang does, with one rank per tensor-parallel rank, and blocks the scheduler meanwhile."""
+    name = str(body.get("group_name", "weight_update_group"))
+    async with life.scheduler():
+        effects = await life.reach(Phase.INIT)
+        if not name:
+            await life.died("the group's name is empty")
+        try:
+            nccl = any(fault.kind is Kind.NCCL for fault in effects)
+            await _join(life, name, _ranks(await in_thread(load_groups), life, name, body, nccl=nccl))
+        except Exception as error:  # noqa: BLE001 - whatever torch raises is the answer
+            return False, f"Failed to initialize custom process group: {error}."
+        return True, "Succeeded to initialize custom process group."
+
+
+def load_groups() -> Any:
+    """The module that needs torch. The first import takes seconds, so never in an event loop. Raises ModuleNotFoundError without torch."""
+    from sglang_rollout.testing import groups  # noqa: PLC0415
+
+    return groups
+
+
+def _ranks(groups: Any, life: Life, name: str, body: Mapping[str, Any], *, nccl: bool) -> list[Rank]:
+    """SGLang's rule: each tensor-parallel rank is a member, at the offset plus its number."""
+    return [
+        groups.Rank(
+            host=str(body["master_address"]),
+            port=int(body["master_port"]),
+            group=name,
+            rank=int(body["rank_offset"]) + number,
+            world_size=int(body["world_size"]),
+            nccl=nccl,
+        )
+        for number in range(life.setup.tensor_size)
+    ]
+
+
+async def _join(life: Life, name: str, ranks: list[Rank]) -> None:
+    life.joining.extend(ranks)  # a kill must find them
+    try:
+        if name in life.groups:
+            await asyncio.gather(*(in_thread(rank.reach) for rank in ranks))
+            raise Refused("The specified group name has already been created, please use a different group name")
+        await asyncio.gather(*(in_thread(rank.join) for rank in ranks))
+        life.groups[name] = ranks
+    finally:
+        life.joining.clear()
+
+
+async def destroy_group(life: Life, body: Mapping[str, Any]) -> Outcome:
+    """``/destroy_weights_update_group``."""
+    async with life.scheduler():
+        await life.reach(Phase.DESTROY)
+        ranks = life.groups.pop(str(body.get("group_name", "weight_update_group")), None)
+        if ranks is None:
+            return False, "The group to be destroyed does not exist."
+        for rank in ranks:
+            rank.leave()
+        return True, "Succeeded to destroy custom process group."
+
+
+async def begin(life: Life, _: Mapping[str, Any]) -> Outcome:
+    """``/begin_weight_update``."""
+    async with life.exclusive():
+        await life.reach(Phase.BEGIN)
+        if life.session:
+            return False, "a weight-update session is already open; call end_weight_update() first"
+        life.session = True
+        return True, "Success"
+
+
+async def end(life: Life, _: Mapping[str, Any]) -> Outcome:
+    """``/end_weight_update``."""
+    async with life.exclusive():
+        await life.reach(Phase.END)
+        if not life.session:
+            return False, "no weight-update session is open; call begin_weight_update() first"
+        life.session = False
+        return True, "Success"
+
+
+async def from_group(life: Life, body: Mapping[str, Any]) -> Outcome:
+    """``/update_weights_from_distributed``."""
+    if body.get("abort_all_requests"):
+        life.abort(None)
+    async with life.exclusive():
+        success, message, label = await _receive_and_write(life, body)
+    return _labelled(life, success, message, label)
+
+
+async def from_disk(life: Life, body: Mapping[str, Any]) -> Outcome:
+    """``/update_weights_from_disk``: reads the folder's safetensors files. Wrong shapes and truncated files are the engine's end."""
+    if body.get("abort_all_requests"):
+        life.abort(None)
+    path = str(body["model_path"])
+    async with life.exclusive():
+        effects = await life.reach(Phase.DISK)
+        try:
+            tensors = await in_thread(lambda: read_folder(Path(path)))
+        except FileNotFoundError as error:
+            return False, f"Failed to get weights iterator: {error}."
+        except Incomplete as error:
+            await life.died(f"update_weights_from_disk: {error}")
+            raise
+        try:
+            _write(life, _spoilt(effects, list(tensors.items())))
+        except Refused as error:
+            await life.died(f"update_weights_from_disk: {error}")
+        life.model_path = path
+        label = _reported(effects, body.get("weight_version"))
+        success, message = _finish(life, body, label, "Succeeded to update model weights.")
+    return _labelled(life, success, message, label)
+
+
+async def set_version(life: Life, body: Mapping[str, Any]) -> None:
+    """``/update_weight_version``. Aborts all requests unless told not to."""
+    if body.get("abort_all_requests", True):
+        life.abort(None)
+    effects = await life.reach(Phase.VERSION)
+    label = _reported(effects, str(body["new_version"]))
+    life.record_version(label)
+    life.weight_version = str(label)
+
+
+async def _receive_and_write(life: Life, body: Mapping[str, Any]) -> tuple[bool, str, str | None]:
+    if life.setup.sessions and not life.session:
+        return False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()", None
+    try:
+        described = _described(life, body)
+        if any(fault.kind is Kind.OOM for fault in await life.reach(Phase.UPDATE)):
+            raise Refused(_OUT_OF_MEMORY)
+        tensors = await _received(life, body, described)
+    except (Refused, RuntimeError) as error:
+        return False, f"Failed to receive weights: {error}", None
+    effects = await life.reach(Phase.RECEIVED)
+    label = _reported(effects, body.get("weight_version"))
+    try:
+        if not any(fault.kind is Kind.DROP for fault in effects):
+            out_of_memory = any(fault.kind is Kind.OOM for fault in effects)
+            _write(life, _spoilt(effects, tensors[: len(tensors) // 2] if out_of_memory else tensors))
+            if out_of_memory:
+                raise Refused(_OUT_OF_MEMORY)
+    except Refused as error:
+        return False, _PARTIAL.format(error), None
+    success, message = _finish(life, body, label, "Succeeded to update parameter online.")
+    if not success and not life.setup.sessions:
+        await life.died("Cache flush failed after updating weights")
+    return success, message, label
+
+
+def _described(life: Life, body: Mapping[str, Any]) -> list[Described]:
+    """The tensors of a request, checked as SGLang checks them before it receives anything."""
+    group = str(body.get("group_name", "weight_update_group"))
+    if group not in life.groups:
+        raise Refused(f"Group {group} not in {list(life.groups)}. Please call `init_weights_update_group` first.")
+    flattened = body.get("load_format") == "flattened_bucket"
+    names, dtypes, shapes = body["names"], body["dtypes"], body["shapes"]
+    if flattened and not len(names) == len(dtypes) == len(shapes):
+        raise Refused(_uneven(len(names), len(dtypes), len(shapes)))
+    described = [(n, d, tuple(s)) for n, d, s in zip(names, dtypes, shapes, strict=False)]
+    offset = 0
+    for name, dtype, shape in described:
+        if dtype not in ITEM_SIZES:
+            raise Refused(f"module 'torch' has no attribute '{dtype}'")
+        if flattened and any(size < 0 for size in shape):
+            raise Refused(f"Negative dimension in received tensor {name}: torch.Size({list(shape)})")
+        if flattened and offset % ITEM_SIZES[dtype]:
+            raise Refused(f"Unaligned received tensor {name}: byte offset {offset}, dtype torch.{dtype}")
+        offset += prod(shape) * ITEM_SIZES[dtype]
+    if flattened and not described:
+        raise Refused("Cannot create empty tensor bucket")
+    return described
+
+
+def _uneven(names: int, dtypes: int, shapes: int) -> str:
+    """What Python's strict zip says."""
+    if names != dtypes:
+        return f"zip() argument 2 is {'shorter' if dtypes < names else 'longer'} than argument 1"
+    return f"zip() argument 3 is {'shorter' if shapes < names else 'longer'} than arguments 1-2"
+
+
+async def _received(life: Life, body: Mapping[str, Any], described: Iterable[Described]) -> list[tuple[str, Held]]:
+    """Every rank takes part in every broadcast; what the first one got is used."""
+    described = list(described)
+    sizes = [prod(shape) * ITEM_SIZES[dtype] for _, dtype, shape in described]
+    flattened = body.get("load_format") == "flattened_bucket"
+    ranks = life.groups[str(body.get("group_name", "weight_update_group"))]
+    wanted = [sum(sizes)] if flattened else sizes
+    received = await asyncio.gather(*(in_thread(partial(_take_part, rank, wanted)) for rank in ranks))
+    parts = received[0]
+    if flattened:
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+        parts = [parts[0][end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [(name, Held(dtype, shape, part)) for (name, dtype, shape), part in zip(described, parts, strict=True)]
+
+
+def _take_part(rank: Rank, sizes: list[int]) -> list[bytes]:
+    return [rank.receive(size) for size in sizes]
+
+
+def _write(life: Life, tensors: Iterable[tuple[str, Held]]) -> None:
+    """In place, one after the other, as a model loads: names it does not know are skipped, its own types are kept, shapes must fit."""
+    for name, new in tensors:
+        if name not in life.weights:
+            continue
+        old = life.weights[name]
+        if new.shape != old.shape:
+            raise Refused(f"Attempted to load weight (torch.Size({list(new.shape)})) into parameter (torch.Size({list(old.shape)}))")
+        data = new.data
+        if new.dtype != old.dtype:
+            data = load_groups().converted(data, new.dtype, old.dtype)
+        life.weights.put(name, Held(old.dtype, old.shape, data))
+
+
+def _spoilt(effects: list[Fault], tensors: list[tuple[str, Held]]) -> list[tuple[str, Held]]:
+    if not any(fault.kind is Kind.CORRUPT for fault in effects) or not tensors:
+        return tensors
+    name, held = tensors[0]
+    data = bytes([held.data[0] ^ 1]) + held.data[1:] if held.data else held.data
+    return [(name, Held(held.dtype, held.shape, data)), *tensors[1:]]
+
+
+def _reported(effects: list[Fault], label: object) -> str | None:
+    for fault in effects:
+        if fault.kind is Kind.WRONG_VERSION:
+            return fault.value if fault.value is not None else f"{label}-wrong"
+    return None if label is None else str(label)
+
+
+def _finish(life: Life, body: Mapping[str, Any], label: str | None, message: str) -> Outcome:
+    """The scheduler notes the version before it flushes: after a flush that fails, samples and /model_info disagree."""
+    life.record_version(label)
+    if body.get("flush_cache", True) and not life.flush():
+        return False, _NOT_FLUSHED
+    return True, message
+
+
+def _labelled(life: Life, success: bool, message: str, label: str | None) -> Outcome:
+    if success and label is not None:
+        life.weight_version = label
+        return True, f"{message} Weight version updated to {label}."
+    return success, message
