@@ -117,7 +117,7 @@ def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = Non
             sys.executable,
             "-m",
             "sglang_rollout.cli",
-            "fleet",
+            "coordinator",
             "--name",
             "bench",
             "--listen",

@@ -29,7 +29,7 @@ from sglang_rollout.wire.weights import BASE, EngineState
 ROOT = Path(__file__).parents[1]
 ENGINES = 100
 REPEATS = 7
-SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
+SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
 
 
 def custom_resource(pods: int) -> dict[str, Any]:

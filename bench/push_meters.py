@@ -19,7 +19,7 @@ from sglang_rollout.wire.ports import AGENT_ACK, AGENT_METRICS, AGENT_RUN, AGENT
 Milliseconds = dict[str, float]
 NAMES = {AGENT_ACK: "acknowledge", AGENT_RUN: "run", AGENT_SYNC: "sync"}
 """Calls that only agents know, by path."""
-COORDINATOR = "sglang_rollout_fleet_fan_out_seconds_sum"
+COORDINATOR = "sglang_rollout_coordinator_fan_out_seconds_sum"
 AGENT = "sglang_rollout_agent_control_seconds_sum"
 
 

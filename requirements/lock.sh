@@ -10,7 +10,7 @@ compile=("${uv[@]}" pip compile --quiet --generate-hashes --no-emit-index-url --
 # The images' platform; the development environment works on every platform and Python that we support.
 image=(--python-version 3.11 --python-platform x86_64-manylinux_2_34)
 
-for extra in operator fleet; do
+for extra in operator coordinator; do
   "${compile[@]}" "${image[@]}" pyproject.toml --extra "$extra" -o "requirements/$extra.lock"
 done
 "${compile[@]}" "${image[@]}" pyproject.toml requirements/router.in --extra router -o requirements/router.lock
@@ -20,5 +20,5 @@ done
 "${compile[@]}" "${image[@]}" --no-deps requirements/engine-cpu-nodeps.in >> requirements/engine-cpu.lock
 "${compile[@]}" "${image[@]}" --no-deps requirements/engine-old.in -o requirements/engine-old.lock
 # The development group names the project itself, so the project is given as a folder and left out of the result.
-echo "-e .[operator,fleet,trainer,router]" | "${compile[@]}" --universal --python-version 3.11 - --group pyproject.toml:dev \
+echo "-e .[operator,coordinator,trainer,router]" | "${compile[@]}" --universal --python-version 3.11 - --group pyproject.toml:dev \
   --no-emit-package sglang-rollout -o requirements/dev.lock

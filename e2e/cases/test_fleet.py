@@ -57,7 +57,7 @@ SCRAPE = (
 )
 EXPORTED = {
     "engine": {"/metrics": "sglang:", "/metrics/agent": "sglang_rollout_agent_gate_open 1.0", "/metrics/gate": "haproxy_"},
-    "router": {"/metrics": "sglang_rollout_fleet_serving 2.0", "/metrics/smg": "smg_", "/metrics/front": "haproxy_"},
+    "router": {"/metrics": "sglang_rollout_coordinator_serving 2.0", "/metrics/smg": "smg_", "/metrics/front": "haproxy_"},
 }
 """What a scrape of each path holds, by component."""
 

@@ -32,7 +32,7 @@ PHASE_LINE = " update phase: "
 PARTS = {
     "agent": ("sglang_rollout.cli", "agent", "--name", "local-engine-{index}"),
     "gate": ("haproxy", "local-engine-{index}"),
-    "coordinator": ("sglang_rollout.cli", "fleet"),
+    "coordinator": ("sglang_rollout.cli", "coordinator"),
     "smg": ("smg::router",),
     "front": ("haproxy", "front"),
 }

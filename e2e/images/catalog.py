@@ -41,7 +41,7 @@ class Image:
 
 CATALOG = (
     Image("operator", (*_OURS, _LOCKS / "operator.lock")),
-    Image("fleet", (*_OURS, _LOCKS / "fleet.lock")),
+    Image("coordinator", (*_OURS, _LOCKS / "coordinator.lock")),
     Image("router", (*_OURS, _LOCKS / "router.lock")),
     Image("engine-cpu", (_LOCKS / "engine-torch.lock", _LOCKS / "engine-cpu.lock")),  # large: must not depend on our code
 )

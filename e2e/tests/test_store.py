@@ -30,7 +30,7 @@ def test_three_words_are_an_image() -> None:
         ("busybox", "docker.io/library/busybox:latest"),
         ("busybox:1", "docker.io/library/busybox:1"),
         ("lmsysorg/sglang:v0.5.23", "docker.io/lmsysorg/sglang:v0.5.23"),
-        ("localhost/sglang-rollout/fleet:dev", "localhost/sglang-rollout/fleet:dev"),
+        ("localhost/sglang-rollout/coordinator:dev", "localhost/sglang-rollout/coordinator:dev"),
         ("registry.example.org/a/b", "registry.example.org/a/b:latest"),
         ("registry:5000/a", "registry:5000/a:latest"),
         ("registry:5000/a@sha256:00", "registry:5000/a@sha256:00"),

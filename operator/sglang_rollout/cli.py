@@ -28,12 +28,14 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
-    "agent": Subcommand("sglang_rollout.agent.cli:command", "fleet", "The sidecar of one engine.", part=True),
+    "agent": Subcommand("sglang_rollout.agent.cli:command", "coordinator", "The sidecar of one engine.", part=True),
+    "coordinator": Subcommand(
+        "sglang_rollout.coordinator.cli:command", "coordinator", "The coordinator: the control API of all engines.", part=True
+    ),
     "crd": Subcommand("sglang_rollout.api.crdgen:command", "operator", "Print the CustomResourceDefinition, for kubectl apply."),
-    "fleet": Subcommand("sglang_rollout.coordinator.cli:command", "fleet", "The coordinator: the control API of all engines.", part=True),
-    "local": Subcommand("sglang_rollout.local.cli:command", "fleet", "Run a fleet on this machine, in front of SGLang servers."),
+    "local": Subcommand("sglang_rollout.local.cli:command", "coordinator", "Run a fleet on this machine, in front of SGLang servers."),
     "operator": Subcommand("sglang_rollout.controller.cli:command", "operator", "Run the Kubernetes operator."),
-    "proxy": Subcommand("sglang_rollout.proxy.cli:command", "fleet", "The proxies: gate and front (haproxy), smg.", part=True),
+    "proxy": Subcommand("sglang_rollout.proxy.cli:command", "coordinator", "The proxies: gate and front (haproxy), smg.", part=True),
     "stand-in": Subcommand("sglang_rollout.testing.cli:command", "testing", "SGLang's wire without a model, for tests."),
 }
 

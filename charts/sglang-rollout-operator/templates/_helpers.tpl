@@ -18,7 +18,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
-{{- /* Reference of one of our images: (list . "fleet") */ -}}
+{{- /* Reference of one of our images: (list . "coordinator") */ -}}
 {{- define "operator.image" -}}
 {{- $root := index . 0 -}}
 {{- $name := index . 1 -}}

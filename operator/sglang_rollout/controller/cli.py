@@ -38,7 +38,7 @@ PORT = click.IntRange(0, 65535)
     envvar=f"{ENV}_NAMESPACES",
     help="Namespace to look after; repeat for more.  [default: all namespaces]",
 )
-@setting("fleet-image", f"sglang-rollout/fleet:{__version__}", "Image of agent and coordinator.")
+@setting("coordinator-image", f"sglang-rollout/coordinator:{__version__}", "Image of agent and coordinator.")
 @setting("router-image", f"sglang-rollout/router:{__version__}", "Image of gate, front and smg.")
 @setting("image-pull-policy", "IfNotPresent", "Pull policy of these two images.", click.Choice(["Always", "IfNotPresent", "Never"]))
 @setting("metrics-port", OPERATOR_METRICS_PORT, "Port of /metrics; 0: none.", PORT)
@@ -53,7 +53,7 @@ PORT = click.IntRange(0, 65535)
 def command(
     *,
     namespaces: tuple[str, ...],
-    fleet_image: str,
+    coordinator_image: str,
     router_image: str,
     image_pull_policy: str,
     metrics_port: int,
@@ -65,12 +65,12 @@ def command(
     """Watch SGLangRollouts and make their engines, router and services.
 
     In a cluster it is installed by the Helm chart; outside it acts with your kubeconfig. An option with a default is also read from
-    the environment: --fleet-image from SGLANG_ROLLOUT_FLEET_IMAGE, and so on; the namespaces from SGLANG_ROLLOUT_NAMESPACES.
+    the environment: --coordinator-image from SGLANG_ROLLOUT_COORDINATOR_IMAGE, and so on; the namespaces from SGLANG_ROLLOUT_NAMESPACES.
     """
     configure_logging(log_format, verbose=verbose)
     settings = OperatorSettings(
         render=Settings(
-            fleet_image=fleet_image,
+            coordinator_image=coordinator_image,
             router_image=router_image,
             image_pull_policy=image_pull_policy,
             version=__version__,

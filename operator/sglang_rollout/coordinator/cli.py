@@ -1,4 +1,4 @@
-"""``sglang-rollout fleet``: the coordinator's process."""
+"""``sglang-rollout coordinator``: the coordinator's process."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def serve(options: Options, token: str) -> None:
         store: RecordStore
         leadership: Leadership
         if options.kubernetes:
-            kube = await stack.enter_async_context(await Kube.connect(field_manager="sglang-rollout-fleet"))
+            kube = await stack.enter_async_context(await Kube.connect(field_manager="sglang-rollout-coordinator"))
             source = ConfigMapIntent(kube, options.namespace, options.name)
             store = ConfigMapRecord(kube, options.namespace, options.name)
             leadership = LeaseLeadership(kube, namespace=options.namespace, name=options.name, identity=socket.gethostname())

@@ -19,7 +19,7 @@ from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 
-PREFIX = "sglang_rollout_fleet"
+PREFIX = "sglang_rollout_coordinator"
 # From a call on an idle engine (milliseconds) to a bucket of a large model (minutes).
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 PATHS = (

@@ -144,7 +144,7 @@ class Plan:
 
     def _coordinator(self, smg: Address, listen: Address, folders: Folders) -> tuple[str, ...]:
         return (
-            *(*_PROGRAM, "fleet", "--name", NAME, "--namespace", NAME, "--listen", str(listen), "--smg-url", f"http://{smg}"),
+            *(*_PROGRAM, "coordinator", "--name", NAME, "--namespace", NAME, "--listen", str(listen), "--smg-url", f"http://{smg}"),
             *("--policy", self.policy),
             *("--token-file", str(folders.token), "--intent-file", str(folders.intent), "--record-file", str(folders.record)),
             *("--public-url", self.listen.url),

@@ -25,7 +25,7 @@ NAMES = {rule["alert"] for rule in ALERTS}
 UPDATE_FAILED, NOBODY, NOT_READY, STALLED = (
     f"SGLangRollout{name}" for name in ("UpdateFailed", "NoEngineServes", "NotReady", "OperatorStalled")
 )
-FAILED_UPDATES = 'sglang_rollout_fleet_updates_total{outcome="Failed"}'
+FAILED_UPDATES = 'sglang_rollout_coordinator_updates_total{outcome="Failed"}'
 TRANSFER = "/update_weights_from_distributed"
 UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["torch.float32"], "shapes": [[2]], "group_name": "g", "weight_version": 1}
 PHASE_MINUTES = 90
@@ -134,7 +134,7 @@ async def test_each_failed_update_alerts_once_also_across_a_restart(program: Pat
     timeline = Timeline()
     async with fleet_lab(tmp_path) as lab:
         timeline.add(first := await scraped(lab))
-        assert used_by_alerts("sglang_rollout_fleet_") - first.keys() == set()
+        assert used_by_alerts("sglang_rollout_coordinator_") - first.keys() == set()
         await push(lab, fails=True)
         timeline.add(await scraped(lab), soon={UPDATE_FAILED}, late={NOBODY})
         await push(lab, fails=True)  # again the same version

@@ -142,11 +142,11 @@ async def test_a_restarted_coordinator_gives_an_open_update_up_and_remembers(lab
     assert (found["committed"]["n"], found["term"], found["serving"]) == (3, 2, 0)
     assert not lab.agents[1].agent.session
     assert (found["last_update"]["outcome"], found["last_update"]["version"]["n"]) == ("Failed", 4)
-    assert 'sglang_rollout_fleet_updates_total{outcome="Failed"} 1.0' in (await lab.get("/fleet/metrics"))[2]
+    assert 'sglang_rollout_coordinator_updates_total{outcome="Failed"} 1.0' in (await lab.get("/fleet/metrics"))[2]
     await lab.kill()
     lab.start()
     await lab.serving(0)
-    assert 'sglang_rollout_fleet_updates_total{outcome="Failed"} 0.0' in (await lab.get("/fleet/metrics"))[2], "counted once"
+    assert 'sglang_rollout_coordinator_updates_total{outcome="Failed"} 0.0' in (await lab.get("/fleet/metrics"))[2], "counted once"
 
 
 async def test_a_lost_record_is_rebuilt_from_the_agents(lab: Lab) -> None:
@@ -259,7 +259,7 @@ async def test_reads_look_like_one_big_server(lab: Lab) -> None:
     assert (await lab.post("/workers", {"url": lab.url}))[0] == 202
     assert (await lab.get("/health"))[0] == 200
     assert (await lab.call("GET", "/health", {}))[0] == 200, "one trainer sends a body with it"
-    assert "sglang_rollout_fleet_serving 2.0" in (await lab.get("/fleet/metrics"))[2]
+    assert "sglang_rollout_coordinator_serving 2.0" in (await lab.get("/fleet/metrics"))[2]
     assert (await lab.post("/abort_request", {"abort_all": True}))[0] == 200
 
 

@@ -16,7 +16,7 @@ SAMPLES = {
     "engine": "sglang:num_running_reqs",
     "agent": "sglang_rollout_agent_engine_up",
     "gate": "haproxy_frontend_http_requests_total",
-    "coordinator": "sglang_rollout_fleet_serving",
+    "coordinator": "sglang_rollout_coordinator_serving",
     "smg": "smg_http_requests_total",
     "front": "haproxy_frontend_http_requests_total",
 }

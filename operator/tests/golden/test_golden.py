@@ -17,7 +17,7 @@ from sglang_rollout.controller.render import render_all
 from sglang_rollout.controller.render.settings import Settings
 
 HERE = Path(__file__).parent
-SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
+SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "in").glob("*.yaml")), ids=lambda path: path.stem)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.controlplane
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
-SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
+SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
 GOLDEN = ROOT / "operator/tests/golden/in"
 # PodGroups are no part of Kubernetes: runtime/test_cluster.py applies them to a server that was told of them.
 VALID = sorted([*(path for path in GOLDEN.glob("*.yaml") if not path.stem.startswith("gang")), *(ROOT / "examples").glob("rollout*.yaml")])

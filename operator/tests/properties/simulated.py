@@ -16,7 +16,7 @@ from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.wire.record import EngineRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState
 
-SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
+SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
 Object = dict[str, Any]
 
 

@@ -166,7 +166,7 @@ def test_a_new_release_of_the_operator_restarts_no_engine() -> None:
     cluster = Cluster(rollout())
     cluster.converge()
     uids = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
-    cluster.converge(replace(SETTINGS, fleet_image="example.org/fleet:2", router_image="example.org/router:2"))
+    cluster.converge(replace(SETTINGS, coordinator_image="example.org/coordinator:2", router_image="example.org/router:2"))
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == uids
 
 

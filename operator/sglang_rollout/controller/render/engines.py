@@ -164,7 +164,7 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
     reach too."""
     return {
         "name": AGENT_CONTAINER,
-        "image": settings.fleet_image,
+        "image": settings.coordinator_image,
         "imagePullPolicy": settings.image_pull_policy,
         "restartPolicy": "Always",
         "command": [*INIT, "sglang-rollout", "agent"],

@@ -144,9 +144,9 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
     """Asked through the front, like everything in this pod that listens on 127.0.0.1."""
     return {
         "name": "coordinator",
-        "image": settings.fleet_image,
+        "image": settings.coordinator_image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": [*INIT, "sglang-rollout", "fleet"],
+        "command": [*INIT, "sglang-rollout", "coordinator"],
         "args": [
             *("--name", rollout.name),
             *("--namespace", rollout.namespace),

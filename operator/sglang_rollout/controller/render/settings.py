@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Settings:
     """Settings of the operator that shape what it renders."""
 
-    fleet_image: str
+    coordinator_image: str
     """Image with ``sglang-rollout``: agent and coordinator."""
     router_image: str
     """Image with haproxy, smg and ``sglang-rollout``: gate, front and smg."""

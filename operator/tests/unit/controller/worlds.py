@@ -15,7 +15,7 @@ from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.wire.record import EngineRow, LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
-SETTINGS = Settings(fleet_image="example.org/fleet:1", router_image="example.org/router:1")
+SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
 NOW = "2026-11-21T03:00:00Z"
 Object = dict[str, Any]
 

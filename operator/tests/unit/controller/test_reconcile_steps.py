@@ -72,7 +72,7 @@ class Stage:
         self.done.append(f"event {event.reason}")
 
     async def run(self) -> Result:
-        settings = Settings(fleet_image="f", router_image="r")
+        settings = Settings(coordinator_image="f", router_image="r")
         reconciler = Reconciler(self, settings, events=self, metrics=self.metrics, now=lambda: "now")  # type: ignore[arg-type]
         return await reconciler.reconcile(KEY)
 

@@ -32,7 +32,7 @@ def test_help_and_version_import_no_subcommand() -> None:
 def test_help_shows_what_people_start_apart_from_what_is_started_for_them() -> None:
     commands, parts = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1].split("Parts of a fleet")
     assert [line.split()[0] for line in commands.strip().splitlines()] == ["crd", "local", "operator", "stand-in"]
-    assert [line.split()[0] for line in parts.splitlines()[1:]] == ["agent", "fleet", "proxy"]
+    assert [line.split()[0] for line in parts.splitlines()[1:]] == ["agent", "coordinator", "proxy"]
 
 
 @pytest.mark.parametrize("line", [*([name] for name in SUBCOMMANDS), ["proxy", "gate"], ["proxy", "front"], ["proxy", "smg"]], ids=" ".join)
@@ -65,12 +65,12 @@ def test_a_missing_library_is_a_sentence_that_names_the_extra(monkeypatch: pytes
 
 def test_a_missing_module_of_ours_is_a_defect_and_no_advice() -> None:
     with pytest.raises(ModuleNotFoundError):
-        load("x", Subcommand("sglang_rollout.nowhere:command", "fleet", ""))
+        load("x", Subcommand("sglang_rollout.nowhere:command", "coordinator", ""))
 
 
 def test_a_target_that_is_no_command_is_a_defect() -> None:
     with pytest.raises(TypeError, match="is no click command"):
-        load("x", Subcommand("sglang_rollout:__version__", "fleet", ""))
+        load("x", Subcommand("sglang_rollout:__version__", "coordinator", ""))
 
 
 def test_an_unknown_subcommand() -> None:
@@ -94,7 +94,7 @@ def test_the_operators_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     words = [
         "--namespace=a",
         "--namespace=b",
-        "--fleet-image=f:1",
+        "--coordinator-image=f:1",
         "--image-pull-policy=Never",
         f"--kubeconfig={kubeconfig}",
     ]
@@ -103,7 +103,7 @@ def test_the_operators_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     (settings,) = seen
     assert settings.namespaces == ("a", "b")
-    assert (settings.render.fleet_image, settings.render.router_image) == ("f:1", "r:1")
+    assert (settings.render.coordinator_image, settings.render.router_image) == ("f:1", "r:1")
     assert settings.render.image_pull_policy == "Never"
     assert (settings.metrics_port, settings.health_port) == (0, 8081)
     assert settings.kubeconfig == str(kubeconfig)

@@ -10,7 +10,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render.engines import engine_statefulsets
 from sglang_rollout.controller.render.settings import Settings
 
-SETTINGS = Settings(fleet_image="fleet:1", router_image="router:1")
+SETTINGS = Settings(coordinator_image="fleet:1", router_image="router:1")
 
 
 def mounts(*wanted: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
