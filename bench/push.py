@@ -94,7 +94,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     model = environment.model(*LARGE) if case.large else environment.model() if case.real else None
     options = ["--bucket-mib", str(case.bucket_mib), *(["--model", str(model)] if model else [])]
     with ExitStack() as stack:
-        env = {"SGLANG_CPU_PATCHES": "paused-sleep"} if case.paused_sleep else {}
+        env = {"SGLANG_CPU_PATCHES": "paused-sleep" if case.paused_sleep else ""}
         engines = stack.enter_context(real_engines(case.engines, model=model, env=env) if case.real else stand_ins(case.engines))
         load = os.getloadavg()[0]
         with bare_coordinator(engines) if case.one_process else local_fleet(engines) as fleet:

@@ -61,7 +61,7 @@ def with_adapters(document: dict[str, Any]) -> dict[str, Any]:
     """Let the engines of a rollout take adapters. On a CPU SGLang needs a correction for them (images/engine-cpu/README.md)."""
     engine = document["spec"]["engine"]
     engine["lora"] = {"maxRank": 4, "targetModules": ["q_proj", "v_proj"], "backend": "torch_native"}
-    engine["env"] = [*engine["env"], {"name": "SGLANG_CPU_PATCHES", "value": "lora"}]
+    engine["env"] = [*engine["env"], {"name": "SGLANG_CPU_PATCHES", "value": "lora,paused-sleep"}]
     return document
 
 

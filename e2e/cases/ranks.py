@@ -20,7 +20,7 @@ def two_ranks(name: str, *, patches: str = "", **engine: Any) -> dict[str, Any]:
     """A rollout of one such engine, with a core for each rank. ``patches``: SGLANG_CPU_PATCHES (images/engine-cpu/README.md)."""
     made = sample(name, **({"parallelism": {"tensor": 2}} | engine))
     made["spec"]["replicas"] = 1
-    settings = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_CPU_PATCHES": patches, **environment.SEVERAL_RANKS}
+    settings = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_CPU_PATCHES": f"paused-sleep,{patches}", **environment.SEVERAL_RANKS}
     made["spec"]["engine"]["env"] += [{"name": key, "value": value} for key, value in settings.items()]
     return made
 

@@ -135,7 +135,7 @@ def make_engine(
         str(tensor),
         *args,
     ]
-    patches = {"SGLANG_CPU_PATCHES": "checksum"} if old else {}
+    patches = {"SGLANG_CPU_PATCHES": "checksum" if old else "paused-sleep"}
     variables = environment.environment_variables(old=old) | patches | (env or {})
     if tensor > 1:  # one group of cores per rank; else SGLang wants as many NUMA nodes as ranks
         variables = environment.SEVERAL_RANKS | variables

@@ -14,7 +14,7 @@ def run(folder: Path, reason: str, *options: str) -> subprocess.CompletedProcess
     (folder / "conftest.py").write_text((REPOSITORY / "conftest.py").read_text())
     (folder / "test_x.py").write_text(f"import pytest\ndef test_a():\n    pytest.skip({reason!r})\ndef test_b():\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), *options, str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

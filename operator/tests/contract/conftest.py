@@ -62,7 +62,7 @@ def sglang_pair(engine_environment: None, tmp_path_factory: pytest.TempPathFacto
     """URLs of two real engines that give memory back and take adapters. A test leaves them awake, with base weights and no adapter."""
     folder = tmp_path_factory.mktemp("pair")
     with ExitStack() as stack:
-        patch = {"SGLANG_CPU_PATCHES": "lora"}
+        patch = {"SGLANG_CPU_PATCHES": "lora,paused-sleep"}
         logs = [folder / f"engine-{index}.log" for index in range(2)]
         engines = [stack.enter_context(start_engine(free_port(), args=[*SAVER, *LORA], env=patch, log=log, wait=False)) for log in logs]
         for engine in engines:
