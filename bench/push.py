@@ -198,6 +198,7 @@ def main() -> int:
     for case in choose_cases(options.only, paused_sleep=options.paused_sleep):
         row = measure(case, options.rounds)
         show(row)
+        row["rounds"] = {way: [round(found["whole"], 1) for found in rows] for way, rows in row["rounds"].items()}
         others = [other for other in saved() if other["name"] != case.name]
         save("push", facts, {"cases": [*others, row]})
     return 0
