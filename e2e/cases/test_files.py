@@ -72,7 +72,7 @@ def test_a_checkpoint_that_is_loaded_through_the_url_becomes_the_version_of_the_
     assert (reply.status_code, reply.json()["success"]) == (200, True), reply.text
     seen = serving(url, 2, within=30)
     assert (seen["committed"]["label"], seen["last_update"]["outcome"]) == ("602", "Committed")
-    assert seen["committed"]["n"] == before["n"] + 1
+    assert seen["committed"]["step"] == before["step"] + 1
     answers = ask_engines(kubectl, url)
     assert [(answer["output_ids"], answer["meta_info"]["weight_version"]) for answer in answers.values()] == [(expected, "602")] * 2
     assert generate(url).json()["output_ids"] == expected

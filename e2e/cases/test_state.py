@@ -83,6 +83,6 @@ def test_suspended_runs_no_engine_and_keeps_url_run_and_version(stand: Stand) ->
     trainer = stand.trainer()
     stand.push(trainer)
     after = document(stand.url)
-    assert (after["committed"]["run"], after["committed"]["n"]) == (before["run"], before["n"] + 1)
+    assert (after["committed"]["run"], after["committed"]["step"]) == (before["run"], before["step"] + 1)
     stand.serve()
     assert stand.condition("Ready")["reason"] != "Suspended"

@@ -122,7 +122,7 @@ def resolve(request: CheckpointRequest) -> Path:
     if wanted is None:
         return Path(request.path)
     there = [snapshot for snapshot in listed(request.path) if snapshot.manifest.fleet_id == request.fleet_id]
-    same = [one for one in there if (one.manifest.run, one.manifest.n, one.manifest.label) == (wanted.run, wanted.n, wanted.label)]
+    same = [one for one in there if (one.manifest.run, one.manifest.step, one.manifest.label) == (wanted.run, wanted.step, wanted.label)]
     if same:
         return same[-1].path
     newest = f"the newest is {there[-1].manifest.label!r}" if there else "there is none of this fleet"

@@ -25,8 +25,8 @@ class Metrics:
                 "gate_open": "1 while the gate itself says that requests pass.",
                 "weights_dirty": "1 while the engine holds a mixture of weights.",
                 "paused": "1 while the engine is paused.",
-                "committed_n": "Number of the committed version within its run.",
-                "version_n": "Number of the version that the engine holds, -1 if it holds none.",
+                "committed_step": "Step of the committed version within its run.",
+                "version_step": "Step of the version that the engine holds, -1 if it holds none.",
                 "term": "Highest coordinator term seen.",
             }.items()
         }
@@ -56,8 +56,8 @@ class Metrics:
             "gate_open": view is not None and view.up,
             "weights_dirty": memory.state is EngineState.DIRTY,
             "paused": memory.paused,
-            "committed_n": memory.committed.n if memory.committed else 0,
-            "version_n": memory.version.n if memory.version else -1,
+            "committed_step": memory.committed.step if memory.committed else 0,
+            "version_step": memory.version.step if memory.version else -1,
             "term": memory.term,
         }
         for name, value in values.items():

@@ -212,4 +212,4 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
 
 def rank(version: Version) -> tuple[int, int]:
     """What tells versions apart: not the label, which a trainer may use twice."""
-    return version.run, version.n
+    return version.run, version.step

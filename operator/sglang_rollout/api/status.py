@@ -107,8 +107,8 @@ class WeightsStatus(ApiModel):
     """What the fleet serves: `base` (what `model.path` holds) or the trainer's own name of the version."""
     run: int = 0
     """Grows when a trainer starts anew; 0 before the first update."""
-    number: int = 0
-    """Count of versions within the run."""
+    step: int = 0
+    """Step of the committed version within the run."""
     epoch: int = 0
     """Grows whenever the set of engines or the life of one of them changes. A trainer's group belongs to one epoch."""
     world_size: int = 0

@@ -46,7 +46,7 @@ class Manifest(BaseModel):
     label: str
     """The version, as in every sample's ``weight_version``."""
     run: int
-    n: int
+    step: int
     epoch: int
     """Of the fleet when it committed the version."""
     fleet_id: str = ""

@@ -41,7 +41,7 @@ class Metrics:
         self._engines = Gauge(f"{PREFIX}_engines", "Engines by state", ["state"], registry=self.registry)
         self._serving = Gauge(f"{PREFIX}_serving", "Engines with an open gate", registry=self.registry)
         self._run = Gauge(f"{PREFIX}_committed_run", "Run of the committed version", registry=self.registry)
-        self._n = Gauge(f"{PREFIX}_committed_n", "n of the committed version", registry=self.registry)
+        self._step = Gauge(f"{PREFIX}_committed_step", "Step of the committed version within its run", registry=self.registry)
         self._epoch = Gauge(f"{PREFIX}_epoch", "Epoch of the members", registry=self.registry)
         self._term = Gauge(f"{PREFIX}_term", "Term of this coordinator", registry=self.registry)
         self._paused = Gauge(f"{PREFIX}_paused", "1 while the fleet is paused", registry=self.registry)
@@ -86,4 +86,4 @@ class Metrics:
         self._paused.set(fleet.hold is not None or fleet.kept is FleetState.PAUSED)
         if fleet.committed is not None:
             self._run.set(fleet.committed.run)
-            self._n.set(fleet.committed.n)
+            self._step.set(fleet.committed.step)

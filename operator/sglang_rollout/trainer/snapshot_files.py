@@ -78,7 +78,7 @@ def write(job: Job, *, alive: Alive) -> Snapshot:
 def folder_name(version: Version) -> str:
     """``<run>-<n>-<label>``, with only letters, digits, dot, underscore and hyphen of the label."""
     label = re.sub(r"[^A-Za-z0-9._-]", "_", version.label)[:100]
-    return f"{version.run}-{version.n}-{label}"
+    return f"{version.run}-{version.step}-{label}"
 
 
 def _publish(job: Job, alive: Alive) -> Snapshot:
@@ -92,7 +92,7 @@ def _publish(job: Job, alive: Alive) -> Snapshot:
             sequence=1 + max((snapshot.manifest.sequence for snapshot in before), default=0),
             label=job.version.label,
             run=job.version.run,
-            n=job.version.n,
+            step=job.version.step,
             epoch=job.epoch,
             fleet_id=job.fleet_id,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

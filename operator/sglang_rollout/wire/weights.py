@@ -12,13 +12,13 @@ BASE_LABEL = "base"
 
 
 class Version(Message):
-    """A weight version of the fleet: ``n`` grows within a ``run``; ``label`` is the trainer's own name for it.
+    """A weight version of the fleet: ``step`` grows within a ``run``; ``label`` is the trainer's own name for it.
 
-    ``run`` 0, ``n`` 0 is *base*: what ``model.path`` holds, before the first update.
+    ``run`` 0, ``step`` 0 is *base*: what ``model.path`` holds, before the first update.
     """
 
     run: int = Field(ge=0)
-    n: int = Field(ge=0)
+    step: int = Field(ge=0)
     label: str
     """What SGLang reports as ``weight_version`` in ``/model_info`` and in every sample's ``meta_info``."""
 
@@ -28,10 +28,10 @@ class Version(Message):
         return self.run == 0
 
     def __str__(self) -> str:
-        return BASE_LABEL if self.is_base else f"{self.run}/{self.n}"
+        return BASE_LABEL if self.is_base else f"{self.run}/{self.step}"
 
 
-BASE = Version(run=0, n=0, label=BASE_LABEL)
+BASE = Version(run=0, step=0, label=BASE_LABEL)
 """The version of a fleet that no trainer has updated yet."""
 
 

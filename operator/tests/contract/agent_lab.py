@@ -21,7 +21,7 @@ from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_GATE, AGENT_
 from sglang_rollout.wire.weights import Version
 
 TOKEN = "secret"
-BASE_WIRE = {"run": 0, "n": 0, "label": "base"}
+BASE_WIRE = {"run": 0, "step": 0, "label": "base"}
 
 
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float, what: str, every: float = 0.05) -> float:

@@ -84,7 +84,7 @@ async def go(process: asyncio.subprocess.Process) -> None:
 
 async def push(lab: Pod, version: Version, ranks: int = 1) -> None:
     """A complete update over gloo, acknowledged and committed."""
-    async with trainer(lab, scale=1 + 0.1 * version.n, ranks=ranks) as (process, body):
+    async with trainer(lab, scale=1 + 0.1 * version.step, ranks=ranks) as (process, body):
         boot = (await lab.status()).boot_id
         assert (await lab.control("/pause_generation", {"mode": "retract"})).status == 200
         assert (await lab.control("/begin_weight_update")).status == 200
@@ -109,7 +109,7 @@ async def test_opens_only_on_sync_and_serves_base(lab: Pod) -> None:
 async def test_an_update_is_served_with_its_version(lab: Pod) -> None:
     await lab.open_with_base()
     before = (await lab.generate(16)).body["text"]
-    version = Version(run=1, n=1, label="step-1")
+    version = Version(run=1, step=1, label="step-1")
     await push(lab, version)
     after = (await lab.generate(16)).body
     assert after["meta_info"]["weight_version"] == "step-1"
@@ -128,7 +128,7 @@ async def test_an_update_is_served_with_its_version(lab: Pod) -> None:
 async def test_a_trainer_that_dies_half_way_leaves_nothing_of_a_mixture(lab: Pod) -> None:
     """Held and running requests are cut, the gate stays closed, and the next complete update heals the engine."""
     # The engine was updated by an earlier test and this agent is new: nothing can be proved about its weights.
-    version = Version(run=1, n=2, label="step-2")
+    version = Version(run=1, step=2, label="step-2")
     await push(lab, version)
     first = asyncio.Event()
     stream = asyncio.create_task(lab.stream(1500, first))
@@ -151,12 +151,12 @@ async def test_a_trainer_that_dies_half_way_leaves_nothing_of_a_mixture(lab: Pod
     await until(lambda: _idle(lab), 10, "nothing runs on the engine")
     assert await lab.is_closed()
     assert not (await lab.status(version.model_dump())).gate_open
-    await push(lab, Version(run=1, n=3, label="step-3"))
+    await push(lab, Version(run=1, step=3, label="step-3"))
     assert (await lab.generate()).body["meta_info"]["weight_version"] == "step-3"
 
 
 async def test_an_engine_restarted_while_its_agent_is_down_never_answers_with_base(lab: Pod, engine: Engine) -> None:
-    version = Version(run=1, n=4, label="step-4")
+    version = Version(run=1, step=4, label="step-4")
     await push(lab, version)
     seen: Counter[str] = Counter()
     stop = asyncio.Event()

@@ -20,7 +20,7 @@ from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 pytestmark = pytest.mark.router
 
-V1 = Version(run=1, n=1, label="1")
+V1 = Version(run=1, step=1, label="1")
 GROUP = {"group_name": "g", "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 
 
@@ -201,7 +201,7 @@ async def test_bad_bodies_and_unknown_paths(lab: Pod, engine: StubEngine) -> Non
             assert "the body" in (await reply.json())["message"]
     async with lab.http.post(lab.url + "/begin_weight_update", headers=headers) as reply:
         assert reply.status == 200  # no body at all is {} for SGLang
-    assert (await lab.control(AGENT_SYNC, {"committed": {"run": -1, "n": 0, "label": "x"}})).status == 400
+    assert (await lab.control(AGENT_SYNC, {"committed": {"run": -1, "step": 0, "label": "x"}})).status == 400
     assert (await lab.control("/update_weights_from_ipc")).status == 501
     assert (await lab.ask("GET", "/nothing")).status == 404
     assert (await lab.ask("POST", "//generate", {})).status == 404

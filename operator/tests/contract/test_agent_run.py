@@ -24,8 +24,8 @@ from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 from sglang_rollout.wire.weights import Version
 
-V1 = Version(run=1, n=1, label="1").model_dump()
-BASE_WIRE = {"run": 0, "n": 0, "label": "base"}
+V1 = Version(run=1, step=1, label="1").model_dump()
+BASE_WIRE = {"run": 0, "step": 0, "label": "base"}
 GROUP = {"group_name": "g", "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 
 

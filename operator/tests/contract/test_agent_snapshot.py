@@ -19,7 +19,7 @@ from sglang_rollout.wire.ports import AGENT_CHECKPOINT, DEADLINE_HEADER
 
 pytestmark = pytest.mark.router
 LOAD = "update_weights_from_disk"
-WANTED = {"run": 1, "n": 3, "label": "step 3"}
+WANTED = {"run": 1, "step": 3, "label": "step 3"}
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def snapshot(directory: Path, model: Path) -> Path:
     shutil.copytree(model, folder)
     files = {file.name: FileEntry(bytes=file.stat().st_size, sha256="") for file in folder.iterdir()}
     manifest = Manifest(
-        sequence=1, label="step 3", run=1, n=3, epoch=1, fleet_id="f", created="2026-01-01T00:00:00Z", tensors=1, bytes=1, files=files
+        sequence=1, label="step 3", run=1, step=3, epoch=1, fleet_id="f", created="2026-01-01T00:00:00Z", tensors=1, bytes=1, files=files
     )
     (folder / MANIFEST).write_text(manifest.model_dump_json())
     return folder

@@ -98,7 +98,7 @@ async def test_what_passes_is_loaded_by_the_real_engine(
         assert (reply.ok, reply.compared, reply.reason, reply.unchecked) == (True, True, "", [])
         loaded = await lab.control("/update_weights_from_disk", {"model_path": str(new), "weight_version": "disk-1"})
         assert (loaded.status, loaded.body["success"]) == (200, True)
-        status = await lab.status({"run": 0, "n": 0, "label": "base"})
+        status = await lab.status({"run": 0, "step": 0, "label": "base"})
         assert not status.gate_open, "nobody acknowledged the new version"
         async with lab.http.post(f"{engine.url}/generate", json={"text": "alpha", "sampling_params": {"max_new_tokens": 8}}) as answer:
             assert (await answer.json())["output_ids"] != before

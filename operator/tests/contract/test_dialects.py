@@ -222,12 +222,12 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
     watch = Watch(lab.url, {label: known(tokens)})
     with trainer(lab, dialect.processes) as made, asking(watch, clients(lab, dialect)):
         for number, scale in enumerate(lab.others(), 1):
-            version = str(before["n"] + number)
+            version = str(before["step"] + number)
             watch.expected[version] = known(lab.expected[scale])
             dialect.push(made, scale, version)
             watch.committed(version)
             assert made.commits == [dialect.commits] * number
-            assert lab.committed() == {"run": max(before["run"], 1), "n": int(version), "label": version}
+            assert lab.committed() == {"run": max(before["run"], 1), "step": int(version), "label": version}
             assert lab.everywhere() == [(lab.expected[scale], version)] * 3
         answered = watch.answers
         lab.serving(2, 10)
@@ -242,7 +242,7 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
 @pytest.mark.parametrize("dialect", EACH_WAY, ids=lambda dialect: dialect.push.__name__)
 def test_engines_that_know_no_sessions_take_part(lab: Fleet, dialect: Dialect) -> None:
     """Only SGLang 0.5.20, or one of it beside a newer one."""
-    version, scale, (tokens, label) = str(lab.committed()["n"] + 1), lab.others()[0], lab.generate()
+    version, scale, (tokens, label) = str(lab.committed()["step"] + 1), lab.others()[0], lab.generate()
     watch = Watch(lab.url, {label: known(tokens), version: known(lab.expected[scale])})
     with trainer(lab, dialect.processes) as made, asking(watch, clients(lab, dialect)):
         dialect.push(made, scale, version)
@@ -274,16 +274,16 @@ def test_an_update_without_one_of_its_stages_is_not_committed(lab: Fleet) -> Non
     """What the stages of a pipeline bring is one update: without one of them engines hold a mixture, whoever resumes them."""
     with trainer(lab, 2) as made:
         first, second = lab.others()
-        slime(made, first, str(lab.committed()["n"] + 1))
+        slime(made, first, str(lab.committed()["step"] + 1))
         before = lab.committed()
         made.post("/pause_generation", {})
-        made.send(second, made.buckets()[0], who=0, group_name="slime-pp_0", weight_version=str(before["n"] + 1))
+        made.send(second, made.buckets()[0], who=0, group_name="slime-pp_0", weight_version=str(before["step"] + 1))
         reply = made.call("POST", CONTINUE, {})
         assert (reply.status_code, "group slime-pp_1 brought no tensors" in reply.reason) == (400, True), reply.text
         assert lab.committed() == before
         refused = requests.post(f"{lab.url}/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}, timeout=30)
         assert refused.status_code == 503
-        version = str(before["n"] + 2)
+        version = str(before["step"] + 2)
         slime(made, second, version)
         assert lab.everywhere() == [(lab.expected[second], version)] * 3
         close_groups(lab)

@@ -98,11 +98,11 @@ def test_a_trainer_with_a_session_updates_every_engine(stack: Stack) -> None:
     assert after[0][0] != before[0][0], "other weights, other tokens"
     routed = requests.post(f"{URL}/generate", json=PROMPT, timeout=30).json()
     assert (routed["output_ids"], routed["meta_info"]["weight_version"]) == after[0]
-    assert stack.document()["committed"] == {"run": 1, "n": 5, "label": "5"}
+    assert stack.document()["committed"] == {"run": 1, "step": 5, "label": "5"}
 
 
 def test_a_trainer_without_session_and_version_commits_when_it_continues(stack: Stack) -> None:
-    n = stack.document()["committed"]["n"]
+    n = stack.document()["committed"]["step"]
     assert not stack.train("b", "plain", seed=2)["refused"]
     after = stack.tokens()
     assert after[0] == after[1]

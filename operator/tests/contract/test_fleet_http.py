@@ -34,13 +34,13 @@ async def test_a_push_commits_on_every_engine_and_gates_are_open_when_end_answer
     assert (status, body["success"]) == (200, True)
     assert all(agent.agent.gate_open and not agent.agent.paused for agent in lab.agents)
     found = await lab.document()
-    assert found["committed"] == {"run": 1, "n": 5, "label": "5"}
+    assert found["committed"] == {"run": 1, "step": 5, "label": "5"}
     assert found["last_update"]["outcome"] == "Committed"
     assert set(found["last_update"]["phases_ms"]) >= {"pause", "transfer", "commit", "resume", "total"}
     assert (await lab.get("/get_weight_version"))[2] == {"weight_version": "5"}
     assert (await lab.get("/model_info"))[2]["weight_version"] == "5"
     record = Record.model_validate_json(lab.record.read_text())
-    assert record.committed.n == 5
+    assert record.committed.step == 5
     sent = lab.agents[1].heard("/init_weights_update_group")[0]
     assert (sent["rank_offset"], sent["master_port"], sent["backend"]) == (2, 29500, "gloo")
     assert lab.agents[0].heard("/update_weights_from_distributed")[0]["dtypes"] == ["float32"]
@@ -95,7 +95,7 @@ async def test_trainers_without_a_session_commit_when_they_continue(lab: Lab) ->
     status, _, body = await lab.post("/continue_generation", {"torch_empty_cache": True})
     assert (status, body["status"]) == (200, "ok")
     assert all(agent.agent.gate_open for agent in lab.agents)
-    assert (await lab.document())["committed"]["n"] == 1
+    assert (await lab.document())["committed"]["step"] == 1
 
 
 async def test_trainers_that_never_pause_commit_when_they_flush(lab: Lab) -> None:
@@ -103,7 +103,7 @@ async def test_trainers_that_never_pause_commit_when_they_flush(lab: Lab) -> Non
     for _ in range(2):
         assert (await lab.post("/update_weights_from_distributed", {"name": "w", "dtype": "float32", "shape": [2]}))[0] == 200
     assert (await lab.post("/flush_cache"))[0] == 200
-    assert (await lab.document())["committed"]["n"] == 1
+    assert (await lab.document())["committed"]["step"] == 1
     assert all(agent.agent.gate_open and not agent.agent.paused for agent in lab.agents)
     assert (await lab.post("/destroy_weights_update_group"))[0] == 200
     status, _, body = await lab.post("/destroy_weights_update_group", {"group_name": "nobody"})
@@ -120,7 +120,7 @@ async def test_one_failing_engine_fails_the_update_and_fences_all(lab: Lab) -> N
     assert body["fleet"]["world_size"] == 3
     await lab.until("fenced", lambda: _all(agent.heard("/agent/fence") for agent in lab.agents))
     found = await lab.document()
-    assert (found["committed"]["n"], found["serving"], found["last_update"]["outcome"]) == (1, 0, "Failed")
+    assert (found["committed"]["step"], found["serving"], found["last_update"]["outcome"]) == (1, 0, "Failed")
     assert (await lab.get("/health"))[0] == 200, "weights can be taken although nobody serves"
     lab.agents[1].broken.clear()
     assert (await push(lab, 2, "i"))[0] == 200
@@ -139,9 +139,9 @@ async def test_a_restarted_coordinator_gives_an_open_update_up_and_remembers(lab
     lab.start()
     await lab.until("fenced", lambda: _all([lab.agents[1].heard("/agent/fence")]))
     found = await lab.document()
-    assert (found["committed"]["n"], found["term"], found["serving"]) == (3, 2, 0)
+    assert (found["committed"]["step"], found["term"], found["serving"]) == (3, 2, 0)
     assert not lab.agents[1].agent.session
-    assert (found["last_update"]["outcome"], found["last_update"]["version"]["n"]) == ("Failed", 4)
+    assert (found["last_update"]["outcome"], found["last_update"]["version"]["step"]) == ("Failed", 4)
     assert 'sglang_rollout_coordinator_updates_total{outcome="Failed"} 1.0' in (await lab.get("/fleet/metrics"))[2]
     await lab.kill()
     lab.start()
@@ -155,9 +155,9 @@ async def test_a_lost_record_is_rebuilt_from_the_agents(lab: Lab) -> None:
     lab.record.unlink()
     lab.start()
     await lab.serving(2)
-    assert (await lab.document())["committed"]["n"] == 3
+    assert (await lab.document())["committed"]["step"] == 3
     await lab.until("written again", lambda: _all([lab.record.exists()]))
-    assert Record.model_validate_json(lab.record.read_text()).committed.n == 3
+    assert Record.model_validate_json(lab.record.read_text()).committed.step == 3
 
 
 async def test_groups_survive_a_restart_of_the_coordinator(lab: Lab) -> None:
@@ -169,7 +169,7 @@ async def test_groups_survive_a_restart_of_the_coordinator(lab: Lab) -> None:
     assert [group["name"] for group in (await lab.document())["groups"]] == ["g"]
     assert (await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "g"}))[0] == 200
     assert (await lab.post("/flush_cache"))[0] == 200
-    assert (await lab.document())["committed"]["n"] == 4
+    assert (await lab.document())["committed"]["step"] == 4
 
 
 async def test_a_restarted_engine_makes_its_group_stale_and_is_not_routed(lab: Lab) -> None:
@@ -220,7 +220,7 @@ async def test_a_new_attempt_gives_the_old_one_up_and_gets_its_own_answer(lab: L
     assert (await lab.open_group("g"))[0] == 200
     assert (await lab.document())["phase"] == "idle", "whoever opens its group again has given up what it had begun"
     assert (await push(lab, 4, "h"))[0] == 200
-    assert (await lab.document())["committed"]["n"] == 4
+    assert (await lab.document())["committed"]["step"] == 4
 
 
 async def test_junk_is_refused(lab: Lab) -> None:

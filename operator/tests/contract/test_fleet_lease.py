@@ -45,7 +45,7 @@ async def test_a_new_run_begins_with_the_next_push_whatever_it_is_called(lab: La
     status, _, body = await lab.post(FLEET_RUN)
     assert (status, body["fleet"]["next_run"]) == (200, 2)
     await push(lab, "h", 6)
-    assert (await lab.document())["committed"] == {"run": 2, "n": 6, "label": "6"}
+    assert (await lab.document())["committed"] == {"run": 2, "step": 6, "label": "6"}
     assert (await lab.post("/begin_weight_update", {}))[0] == 200
     status, reason, _ = await lab.post(FLEET_RUN)
     assert (status, "a weight update is open: end it" in reason) == (409, True)

@@ -58,7 +58,7 @@ async def test_who_needs_all_engines_hears_which_one_is_silent(tmp_path: Path, s
         status, reason, body = await push(lab)
         assert (status, body["fleet"]["engine"]) == (400, "e1")
         assert f"engine e1 {STEPS[step]}" in reason
-        assert (await lab.document())["committed"]["n"] == 0
+        assert (await lab.document())["committed"]["step"] == 0
 
 
 async def test_an_engine_that_does_not_go_on_after_a_commit_is_named_and_the_others_run(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ async def test_a_coordinator_that_knows_better_keeps_it_closed(lab: Pod) -> None
     await lab.agent.end()
     await lab.agent.start()
     await until(lab.agent_answers, 10, "the agent is back")
-    await lab.status({"run": 1, "n": 1, "label": "1"})
+    await lab.status({"run": 1, "step": 1, "label": "1"})
     await asyncio.sleep(4)
     assert await lab.is_closed()
 

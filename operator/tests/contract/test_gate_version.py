@@ -50,7 +50,7 @@ async def test_answers_name_the_version_and_refusals_do_not(lab: Pod) -> None:
     await lab.open_with_base()
     assert await header(lab) == "base"
     for n, label in enumerate(("step 1", "step-2; e, 100%", "a\\b\"c'd#e"), 1):
-        await commit(lab, Version(run=1, n=n, label=label))
+        await commit(lab, Version(run=1, step=n, label=label))
         assert await header(lab) == label
     assert named((await lab.ask("GET", "/agent/health")).headers) is None
     await lab.control("/begin_weight_update")
@@ -63,7 +63,7 @@ async def test_an_answer_keeps_the_version_that_its_request_met(lab: Pod, engine
     engine.hold_answers = asyncio.Event()
     started = asyncio.create_task(header(lab))
     await asyncio.wait_for(engine.asked.wait(), 5)
-    await commit(lab, Version(run=1, n=1, label="new"))
+    await commit(lab, Version(run=1, step=1, label="new"))
     later = asyncio.create_task(header(lab))
     await asyncio.sleep(0.2)
     assert not started.done()
@@ -73,7 +73,7 @@ async def test_an_answer_keeps_the_version_that_its_request_met(lab: Pod, engine
 
 async def test_a_restarted_haproxy_is_told_again(lab: Pod) -> None:
     await lab.open_with_base()
-    await commit(lab, Version(run=1, n=1, label="one"))
+    await commit(lab, Version(run=1, step=1, label="one"))
     await lab.gate.end()
     await lab.gate.start()
     await until(lab.agent_answers, 10, "haproxy is back")
@@ -83,7 +83,7 @@ async def test_a_restarted_haproxy_is_told_again(lab: Pod) -> None:
 
 async def test_a_restarted_agent_names_what_its_record_says(lab: Pod) -> None:
     await lab.open_with_base()
-    version = Version(run=1, n=1, label="one")
+    version = Version(run=1, step=1, label="one")
     await commit(lab, version)
     await lab.agent.end()
     await lab.agent.start()

@@ -52,7 +52,7 @@ async def test_an_update_reaches_both_and_a_dead_rank_takes_the_other_along(pair
     await lab.open_with_base()
     base = await checksums(lab)
     assert len(base) == 2
-    version = Version(run=1, n=2, label="other")
+    version = Version(run=1, step=2, label="other")
     await push(lab, version, ranks=2)
     pushed = await checksums(lab)
     assert set(pushed).isdisjoint(base), "each rank holds something else now"

@@ -70,6 +70,6 @@ async def test_step_after_step_of_a_trainer_on_the_engines_machine(fleet: Whole)
         saw = await step(fleet, seed, version)
         assert list(saw["answers"].values()) == [[saw["expected"], version]] * 3, "each engine, and the fleet"
         committed = (await fleet.document())["committed"]
-        assert (committed["label"], committed["n"]) == (version, int(version))
+        assert (committed["label"], committed["step"]) == (version, int(version))
         seen.append(saw["expected"])
     assert seen[0] != seen[1], "other weights, other tokens"

@@ -135,18 +135,18 @@ def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
     record = {
         "term": 3,
         "epoch": 5,
-        "committed": {"run": 1, "n": 4, "label": "step-4"},
+        "committed": {"run": 1, "step": 4, "label": "step-4"},
         "engines": [
             {
                 "name": f"{name}-engine-0",
                 "state": "clean",
-                "version": {"run": 1, "n": 4, "label": "step-4"},
+                "version": {"run": 1, "step": 4, "label": "step-4"},
                 "boot_id": "b",
                 "gate_open": True,
             }
         ],
         "last_update": {
-            "version": {"run": 1, "n": 4, "label": "step-4"},
+            "version": {"run": 1, "step": 4, "label": "step-4"},
             "outcome": "Committed",
             "finished": "2026-11-21T03:00:00Z",
             "phases_ms": {"total": 120},

@@ -153,7 +153,7 @@ class FakeAgent:
             return Result(ok=True, status=200, names=frozenset(NAMES) if self.readable else None, compared=self.readable)
         if path == AGENT_CHECKPOINT:
             found = works and (self.stocked or not body.get("snapshot"))
-            self.chosen = (body["snapshot"]["run"], body["snapshot"]["n"]) if body.get("snapshot") else None
+            self.chosen = (body["snapshot"]["run"], body["snapshot"]["step"]) if body.get("snapshot") else None
             message, names = "" if found else "model.safetensors is cut off.", frozenset(self.holds) if body.get("names") else None
             return Result(
                 ok=found, status=200, message=message, digest=self.digest, path=body["path"], names=names, compared=self.readable,

@@ -59,7 +59,7 @@ def test_a_restarted_engine_serves_the_committed_version_again_without_a_trainer
     world.drain()
     agent = world.agents["e1"]
     assert agent.gate_open
-    assert (agent.version, agent.content) == (Version(run=1, n=1, label="1"), world.agents["e0"].content)
+    assert (agent.version, agent.content) == (Version(run=1, step=1, label="1"), world.agents["e0"].content)
 
 
 def test_a_whole_fleet_that_restarted_comes_back() -> None:
@@ -87,7 +87,7 @@ def test_a_trainer_pushes_on_while_an_engine_loads_and_the_engine_follows() -> N
     assert [agent.gate_open for agent in world.agents.values()] == [True, True, False]
     world.pending.append(held)
     world.drain()
-    assert world.agents["e2"].version == Version(run=1, n=2, label="2"), "it loaded version 1, found it old, and loaded 2"
+    assert world.agents["e2"].version == Version(run=1, step=2, label="2"), "it loaded version 1, found it old, and loaded 2"
     assert world.agents["e2"].gate_open
 
 
@@ -168,7 +168,7 @@ def test_what_the_fleet_loaded_from_disk_is_where_a_restarted_engine_looks(by_an
         world.sync_all()
     restart(world, "e1")
     world.drain()
-    assert world.agents["e1"].version == Version(run=1, n=5, label="5")
+    assert world.agents["e1"].version == Version(run=1, step=5, label="5")
     assert world.agents["e1"].gate_open
 
 

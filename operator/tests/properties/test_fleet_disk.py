@@ -35,7 +35,7 @@ def test_all_engines_load_and_serve_the_version() -> None:
     world = make()
     answer = world.do(ASK)
     assert answer.success, answer.message
-    assert world.machine.fleet.committed == Version(run=1, n=5, label="5")
+    assert world.machine.fleet.committed == Version(run=1, step=5, label="5")
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
     told = next(send for send in world.sent if send.path == UPDATE_DISK)
     assert told.bodies["e0"]["abort_all_requests"] is False, "the fleet pauses as its policy says"
@@ -64,7 +64,7 @@ def test_an_engine_that_fails_to_load_fails_the_update_by_default() -> None:
     answer = finish(world, world.ask(ASK), UPDATE_DISK, frozenset({"e1"}))
     assert answer.status == 400
     assert answer.fleet["engine"] == "e1"
-    assert world.machine.fleet.committed == Version(run=0, n=0, label="base")
+    assert world.machine.fleet.committed == Version(run=0, step=0, label="base")
     assert not any(agent.gate_open for agent in world.agents.values())
     assert world.do(ASK).success, "and a complete one takes all of them back"
     assert all(agent.gate_open for agent in world.agents.values())

@@ -17,7 +17,7 @@ from sglang_rollout.wire.weights import Version
 def test_a_push_reaches_every_engine_and_is_served() -> None:
     world = World([1, 2])
     world.sync_all()
-    assert push(world, "5") == Version(run=1, n=5, label="5")
+    assert push(world, "5") == Version(run=1, step=5, label="5")
     assert [agent.gate_open for agent in world.agents.values()] == [True, True]
     assert not any(agent.paused for agent in world.agents.values())
     assert [send.path for send in world.sent if send.path == UPDATE] == [UPDATE]
@@ -49,10 +49,10 @@ def test_one_missing_acknowledgement_means_no_commit() -> None:
     answer = world.answers[call]
     assert answer.status == 400
     assert "engine e1 did not acknowledge version 1/2" in answer.message
-    assert world.machine.fleet.committed == Version(run=1, n=1, label="1")
+    assert world.machine.fleet.committed == Version(run=1, step=1, label="1")
     assert not any(agent.gate_open for agent in world.agents.values()), "one holds 1/2, one holds a mixture: nobody serves"
     again = push(world, "2")
-    assert again == Version(run=2, n=2, label="2"), "1/2 is what e0 held: the name is not used for other weights"
+    assert again == Version(run=2, step=2, label="2"), "1/2 is what e0 held: the name is not used for other weights"
     assert all(agent.gate_open for agent in world.agents.values())
 
 
@@ -65,7 +65,7 @@ def test_a_second_coordinator_proves_a_commit_that_the_first_could_not_write() -
     world.record = kept
     world.start()
     world.sync_all()
-    assert world.machine.fleet.committed == Version(run=1, n=2, label="2")
+    assert world.machine.fleet.committed == Version(run=1, step=2, label="2")
 
 
 def test_engines_that_say_the_same_again_make_no_work_and_what_changed_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_with_min_committed_a_failing_engine_is_fenced_alone() -> None:
     last = world.machine.fleet.last_update
     assert last is not None
     assert (last.outcome, last.engines) == (UpdateOutcome.PARTIAL, ["e0", "e2"])
-    assert push(world, "3") == Version(run=1, n=3, label="3")
+    assert push(world, "3") == Version(run=1, step=3, label="3")
     assert all(agent.gate_open for agent in world.agents.values()), "the next complete update takes it back"
 
 
@@ -143,7 +143,7 @@ def test_fewer_than_min_committed_is_no_commit() -> None:
         world.complete(broken=frozenset({"e1", "e2"} if path == END else ()))
     assert world.answers[call].status == 400
     assert world.answers[call].fleet["engine"] == "e1"
-    assert world.machine.fleet.committed == Version(run=1, n=1, label="1")
+    assert world.machine.fleet.committed == Version(run=1, step=1, label="1")
     assert not any(agent.gate_open for agent in world.agents.values())
 
 
@@ -165,7 +165,7 @@ def test_min_committed_lets_a_fleet_begin_with_fewer() -> None:
     world = World([1, 1], min_committed=1)
     world.agents["e1"].up = False
     world.sync_all()
-    assert push(world, "1") == Version(run=1, n=1, label="1")
+    assert push(world, "1") == Version(run=1, step=1, label="1")
     assert [agent.gate_open for agent in world.agents.values()] == [True, False]
 
 
@@ -208,7 +208,7 @@ def test_an_engine_that_is_away_does_not_hold_up_a_fleet_that_has_weights() -> N
     world.sync_all()
     assert world.machine.fleet.epoch > epoch
     assert world.machine.fleet.table.world_size == 2
-    assert push(world, "2") == Version(run=1, n=2, label="2")
+    assert push(world, "2") == Version(run=1, step=2, label="2")
     world.agents["e1"].restart()
     world.sync_all()
     assert not world.agents["e1"].gate_open, "it holds base"
@@ -241,7 +241,7 @@ def test_an_engine_that_drains_takes_no_new_update() -> None:
     assert refused.status == 503
     assert "engine e1 cannot take an update now: it is being drained" in refused.message
     assert world.agents["e0"].gate_open, "nothing was begun"
-    assert push(world, "2") == Version(run=1, n=2, label="2")
+    assert push(world, "2") == Version(run=1, step=2, label="2")
     assert [agent.gate_open for agent in world.agents.values()] == [True, False]
 
 
@@ -290,5 +290,5 @@ def test_a_new_run_on_demand() -> None:
     assert world.do(rq.NewRun()).fleet["next_run"] == 2
     world.start()
     world.sync_all()
-    assert push(world, "8") == Version(run=2, n=8, label="8"), "8 follows 7, and yet it is another run"
-    assert push(world, "9") == Version(run=2, n=9, label="9")
+    assert push(world, "8") == Version(run=2, step=8, label="8"), "8 follows 7, and yet it is another run"
+    assert push(world, "9") == Version(run=2, step=9, label="9")

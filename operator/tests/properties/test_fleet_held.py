@@ -85,7 +85,7 @@ def test_weights_are_taken_while_paused_and_the_commit_opens_no_gate(pauses: boo
     for request in asked:
         answer = world.do(request)
         assert answer.success, answer.message
-    assert {agent.version for agent in world.agents.values()} == {Version(run=1, n=2, label="2")}
+    assert {agent.version for agent in world.agents.values()} == {Version(run=1, step=2, label="2")}
     tell(world)
     assert everybody(world) == [(True, False)] * 2
     world.set_state(FleetState.ACTIVE)
@@ -114,7 +114,7 @@ def test_an_engine_catches_up_while_the_fleet_is_paused_and_stays_paused() -> No
     world.want()
     tell(world)
     tell(world)
-    assert world.agents["e1"].version == Version(run=1, n=1, label="1")
+    assert world.agents["e1"].version == Version(run=1, step=1, label="1")
     assert everybody(world) == [(True, False)] * 2
 
 

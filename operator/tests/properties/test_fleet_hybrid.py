@@ -85,7 +85,7 @@ def test_it_sleeps_until_weights_come_and_all_engines_open_together() -> None:
     last = at(world, "e1", rq.ResumeMemory(CACHE))
     assert (last.success, gates(world)) == (True, [True, True]), "when the last one is answered"
     assert world.machine.fleet.committed is not None
-    assert world.machine.fleet.committed.n == 1, "a push without a version counts one"
+    assert world.machine.fleet.committed.step == 1, "a push without a version counts one"
 
 
 def test_step_after_step_sleeps_takes_weights_and_serves() -> None:
@@ -96,7 +96,7 @@ def test_step_after_step_sleeps_takes_weights_and_serves() -> None:
         assert (gates(world), held(world)) == ([True] * 2, [[f"step {step}"]] * 2)
         committed = world.machine.fleet.committed
         assert committed is not None
-        assert (committed.n, committed.label) == (10 * step, str(10 * step))
+        assert (committed.step, committed.label) == (10 * step, str(10 * step))
         for engine in world.agents:
             assert at(world, engine, rq.ReleaseMemory(SLEEP)).success
         settle(world)
@@ -391,10 +391,10 @@ def pushed(world: World, handle: str) -> bool:
 def remember(world: World, pushes: dict[tuple[int, int], str], handle: str) -> None:
     committed = world.machine.fleet.committed
     if committed is not None and committed != BASE:
-        pushes.setdefault((committed.run, committed.n), handle)
+        pushes.setdefault((committed.run, committed.step), handle)
 
 
 def check(world: World, pushes: dict[tuple[int, int], str]) -> None:
     for agent in world.agents.values():
         if agent.gate_open and agent.version is not None and agent.version != BASE:
-            assert agent.handles == [pushes[agent.version.run, agent.version.n]]
+            assert agent.handles == [pushes[agent.version.run, agent.version.step]]

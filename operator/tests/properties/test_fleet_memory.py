@@ -14,7 +14,7 @@ from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version
 
-V1 = Version(run=1, n=1, label="1")
+V1 = Version(run=1, step=1, label="1")
 
 
 def settled(world: World) -> None:
@@ -63,7 +63,7 @@ def test_an_engine_that_woke_with_other_bytes_stays_closed_until_a_push() -> Non
     asked = len([effect for effect in world.sent if effect.path == CHECKER])
     settled(world)
     assert len([effect for effect in world.sent if effect.path == CHECKER]) == asked, "it is compared once"
-    assert push(world, "2", NAMES) == Version(run=1, n=2, label="2")
+    assert push(world, "2", NAMES) == Version(run=1, step=2, label="2")
     settled(world)
     assert all(agent.gate_open for agent in world.agents.values())
 
@@ -136,7 +136,7 @@ def test_a_trainer_releases_updates_and_resumes() -> None:
     assert (refused.status, "resume_memory_occupation first" in refused.message) == (409, True)
     assert world.do(rq.ResumeMemory(("weights",))).success
     settled(world)
-    assert push(world, "2", NAMES) == Version(run=1, n=2, label="2")
+    assert push(world, "2", NAMES) == Version(run=1, step=2, label="2")
     settled(world)
     assert not any(agent.gate_open for agent in world.agents.values()), "without a cache nothing generates"
     assert world.do(rq.ResumeMemory(("kv_cache", "cuda_graph"))).success

@@ -49,7 +49,7 @@ def test_a_partial_commit_is_a_success_that_counts_the_engines_and_names_who_was
 def test_a_whole_commit_says_what_is_committed_and_by_whom(commit: str) -> None:
     world = ready(commit)
     found = world.do(COMMITS[commit]).fleet
-    assert (found["committed"], found["outcome"]) == ({"run": 1, "n": 1, "label": "1"}, "Committed")
+    assert (found["committed"], found["outcome"]) == ({"run": 1, "step": 1, "label": "1"}, "Committed")
     assert {name: engine["success"] for name, engine in found["engines"].items()} == dict.fromkeys(["e0", "e1", "e2"], True)
 
 
@@ -61,7 +61,7 @@ def test_too_few_engines_are_an_error_with_the_first_reason(commit: str) -> None
     assert "engine e1 could not end the session: the engine failed" in answer.message
     assert "Open a new group with world_size=4 and push again." in answer.message
     world.drain()
-    assert world.machine.fleet.committed == Version(run=0, n=0, label="base")
+    assert world.machine.fleet.committed == Version(run=0, step=0, label="base")
     assert not any(agent.gate_open for agent in world.agents.values())
 
 
@@ -97,10 +97,10 @@ def test_a_number_that_was_given_up_is_not_used_again_by_the_next_coordinator() 
         path = getattr(world.pending[0], "path", "")
         world.complete(broken=frozenset({"e1"} if path == AGENT_ACK else ()))
     world.drain()
-    assert world.agents["e0"].version == Version(run=1, n=1, label="1")
+    assert world.agents["e0"].version == Version(run=1, step=1, label="1")
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
     world.start()
     world.sync_all()
     world.drain()
-    assert push(world, None) == Version(run=1, n=2, label="2")
+    assert push(world, None) == Version(run=1, step=2, label="2")

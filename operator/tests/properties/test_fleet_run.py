@@ -13,7 +13,7 @@ from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN, AGENT_S
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version
 
-V2 = Version(run=1, n=2, label="2")
+V2 = Version(run=1, step=2, label="2")
 
 
 def make(engines: int = 2, min_committed: int | None = None) -> World:

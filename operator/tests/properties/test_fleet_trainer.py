@@ -71,7 +71,7 @@ def test_a_trainer_that_died_in_a_broadcast_holds_engines_no_longer_than_its_lea
     assert "the trainer is gone: its store at 10.0.0.9:7 takes no connection" in answer.message
     world.drain()
     assert world.machine.fleet.update is None
-    assert world.machine.fleet.committed == Version(run=1, n=1, label="1")
+    assert world.machine.fleet.committed == Version(run=1, step=1, label="1")
     assert not any(agent.gate_open for agent in world.agents.values()), "both hold a mixture"
 
 
@@ -199,7 +199,7 @@ def test_a_trainer_that_dies_after_its_last_call_costs_nothing() -> None:
     world.drain()
     world.tick(1)
     world.drain()
-    assert world.machine.fleet.committed == Version(run=1, n=2, label="2")
+    assert world.machine.fleet.committed == Version(run=1, step=2, label="2")
     assert world.machine.fleet.hold is None
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
 

@@ -37,7 +37,7 @@ def test_an_engine_that_differs_is_named_and_nothing_is_committed() -> None:
     assert answer.status == 400
     assert "engine e1 holds other weights than 2 engines of its shape (rank 0)" in answer.message
     assert answer.fleet["engine"] == "e1"
-    assert world.machine.fleet.committed == Version(run=0, n=0, label="base")
+    assert world.machine.fleet.committed == Version(run=0, step=0, label="base")
     assert not any(agent.gate_open for agent in world.agents.values())
 
 

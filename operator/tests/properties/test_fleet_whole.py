@@ -11,7 +11,7 @@ from sglang_rollout.coordinator.update.tensors import Brought, digest, mark, pac
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import BASE, Version
 
-FIRST = Version(run=1, n=1, label="1")
+FIRST = Version(run=1, step=1, label="1")
 
 
 def served(min_committed: int | None = None, engines: int = 2) -> World:

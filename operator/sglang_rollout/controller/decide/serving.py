@@ -71,4 +71,4 @@ def holds_committed(world: World, engine: str) -> bool:
     if world.record is None or row is None or row.state is not EngineState.CLEAN or row.version is None:
         return False
     committed = world.record.committed
-    return (row.version.run, row.version.n) == (committed.run, committed.n)
+    return (row.version.run, row.version.step) == (committed.run, committed.step)

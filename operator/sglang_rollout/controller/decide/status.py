@@ -92,11 +92,11 @@ def _weights(world: World) -> WeightsStatus | None:
     if record is None:
         return None
     last = record.last_update
-    serving = sorted({(row.version.run, row.version.n): row.version for row in record.engines if row.gate_open and row.version}.items())
+    serving = sorted({(row.version.run, row.version.step): row.version for row in record.engines if row.gate_open and row.version}.items())
     return WeightsStatus(
         committed_version=version_text(record.committed),
         run=record.committed.run,
-        number=record.committed.n,
+        step=record.committed.step,
         epoch=record.epoch,
         world_size=record.world_size,
         oldest_serving=version_text(serving[0][1]) if serving else None,
@@ -133,12 +133,12 @@ def _adapters(world: World) -> list[AdapterStatus]:
 
 def _behind(record: Record, version: Version) -> int:
     """How many commits of those that may be served came after ``version``."""
-    return sum((newer.run, newer.n) > (version.run, version.n) for newer in record.history)
+    return sum((newer.run, newer.step) > (version.run, version.step) for newer in record.history)
 
 
 def _holds(record: Record, row: EngineRow) -> bool:
     held = row.version if row.state is EngineState.CLEAN else None
-    return held is not None and (held.run, held.n) == (record.committed.run, record.committed.n)
+    return held is not None and (held.run, held.step) == (record.committed.run, record.committed.step)
 
 
 def _endpoints(world: World) -> Endpoints:

@@ -94,7 +94,7 @@ def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
     if not after:
         return
     committed = after["committedVersion"]
-    moved = (before.get("run"), before.get("number")) != (after["run"], after["number"])
+    moved = (before.get("run"), before.get("step")) != (after["run"], after["step"])
     if before and moved:
         if before["run"] not in {0, after["run"]}:
             message = (

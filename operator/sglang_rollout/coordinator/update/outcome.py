@@ -133,7 +133,7 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     version = fleet.target()
     results = yield from _acknowledge(fleet, update, version)
     if not suffice(fleet, update):
-        # Some engine may hold this version now and say so later: the pair (run, n) must never name other weights.
+        # Some engine may hold this version now and say so later: the pair (run, step) must never name other weights.
         fleet.burn([version])
         return (yield from _fail_for(fleet, update, results))
     cohort, dropped = update.standing(), dict(update.dropped)

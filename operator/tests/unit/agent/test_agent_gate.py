@@ -124,7 +124,7 @@ async def test_an_update_costs_the_gate_few_connections(tmp_path: Path) -> None:
         await agent.settle_gate()
         assert (haproxy.is_open, agent.view, haproxy.connections) == (False, GateView(pid=7, ready=False, up=False), 1)
         haproxy.heard.clear()
-        agent.state = state_of(Version(run=1, n=1, label="v1"))
+        agent.state = state_of(Version(run=1, step=1, label="v1"))
         await agent.settle_gate()
     assert (haproxy.is_open, haproxy.entries["version"], haproxy.connections) == (True, "v1", 4)
     assert [heard for heard in haproxy.heard if not heard.startswith(("show", "set server"))] == ["version"], "the rest has not changed"

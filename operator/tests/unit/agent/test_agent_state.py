@@ -12,7 +12,7 @@ from sglang_rollout.agent.lease import in_the_middle
 from sglang_rollout.wire.states import FleetState, held_sentence
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
-V1, V2 = Version(run=1, n=1, label="1"), Version(run=1, n=2, label="2")
+V1, V2 = Version(run=1, step=1, label="1"), Version(run=1, step=2, label="2")
 
 
 def facts(boot: str = "a", live: str = "base", launch: str = "base") -> s.EngineFacts:

@@ -42,7 +42,7 @@ def test_a_fleet_that_serves() -> None:
     assert status["ready"] == "2/2"
     assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (2, 2, 2)
     assert status["observedGeneration"] == 4
-    weights = {"committedVersion": "step-1", "run": 1, "number": 1, "epoch": 3, "worldSize": 0}
+    weights = {"committedVersion": "step-1", "run": 1, "step": 1, "epoch": 3, "worldSize": 0}
     assert status["weights"] == weights | {"oldestServing": "step-1", "newestServing": "step-1", "skew": 0, "stale": 0}
     assert status["endpoints"]["url"] == "http://demo-router.default.svc:30000"
     assert status["endpoints"]["discovery"] == "http://demo-router.default.svc:30000/fleet"

@@ -181,7 +181,7 @@ def test_a_partial_commit_names_who_was_left_behind() -> None:
 
 def test_a_new_run_is_told() -> None:
     one = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
-    fresh = Version(run=2, n=1, label="step-1")
+    fresh = Version(run=2, step=1, label="step-1")
     two = world([pod(0), pod(1)], written=record(row(0, fresh), row(1, fresh), committed=fresh))
     assert reasons(one, two) == [("Normal", "NewRun"), ("Normal", "WeightsCommitted")]
 

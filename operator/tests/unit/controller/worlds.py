@@ -19,8 +19,8 @@ SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image=
 NOW = "2026-11-21T03:00:00Z"
 Object = dict[str, Any]
 
-V1 = Version(run=1, n=1, label="step-1")
-V2 = Version(run=1, n=2, label="step-2")
+V1 = Version(run=1, step=1, label="step-1")
+V2 = Version(run=1, step=2, label="step-2")
 
 
 def cr(replicas: int = 2, status: Object | None = None, **spec: Any) -> Object:

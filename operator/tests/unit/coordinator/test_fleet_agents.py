@@ -19,7 +19,7 @@ from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
-V1 = Version(run=1, n=1, label="1")
+V1 = Version(run=1, step=1, label="1")
 STATUS = AgentStatus(name="e0", boot_id="b", state=EngineState.CLEAN, version=V1, committed=V1, term=1, gate_open=True)
 
 
@@ -34,7 +34,7 @@ class SlowAgent:
     async def handle(self, request: web.Request) -> web.Response:
         body = await request.json()
         async with self.news:
-            self.heard.append((request.path, body["committed"]["n"]))
+            self.heard.append((request.path, body["committed"]["step"]))
             self.news.notify_all()
         await self.answers[request.path].wait()
         return web.json_response(STATUS.model_dump(mode="json"))

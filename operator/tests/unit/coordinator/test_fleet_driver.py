@@ -77,7 +77,7 @@ async def test_the_last_record_is_written_before_another_coordinator_may_lead() 
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     task = asyncio.create_task(driver.run())
     await asyncio.sleep(0.01)
-    driver.keeper.save(Record(term=1, epoch=1, committed=Version(run=1, n=7, label="7")))
+    driver.keeper.save(Record(term=1, epoch=1, committed=Version(run=1, step=7, label="7")))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert done == ["written 1/7", "released"]

@@ -9,7 +9,7 @@ from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import EngineRow, GroupRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
-OLD, NEW = Version(run=1, n=4, label="4"), Version(run=1, n=5, label="5")
+OLD, NEW = Version(run=1, step=4, label="4"), Version(run=1, step=5, label="5")
 BOTH = ["a", "b"]
 
 

@@ -25,7 +25,7 @@ BOOT = "0" * 36
 """As long as an engine's boot id, a UUID."""
 CHECKSUM = "0" * 64
 """As long as a rank's checksum, a SHA-256."""
-STEP = Version(run=3, n=12345, label="step-12345")
+STEP = Version(run=3, step=12345, label="step-12345")
 
 
 def group(number: int) -> GroupRow:

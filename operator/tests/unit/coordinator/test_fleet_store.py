@@ -24,7 +24,7 @@ from sglang_rollout.wire.weights import Version
 
 
 def record(n: int, term: int = 1) -> Record:
-    return Record(term=term, epoch=1, committed=Version(run=1, n=n, label=str(n)))
+    return Record(term=term, epoch=1, committed=Version(run=1, step=n, label=str(n)))
 
 
 class FakeKube:
@@ -243,7 +243,7 @@ async def test_saves_are_gathered(quick: None, monkeypatch: pytest.MonkeyPatch) 
         for n in range(50):
             keeper.save(record(n))
             await asyncio.sleep(0.002)
-        await until(lambda: kube.data and '"n":49' in kube.data["weights.json"])
+        await until(lambda: kube.data and '"step":49' in kube.data["weights.json"])
         assert kube.writes <= 4
     finally:
         task.cancel()

@@ -11,7 +11,7 @@ from sglang_rollout.wire.weights import BASE, Version
 
 
 def version(run: int, n: int, label: str | None = None) -> Version:
-    return Version(run=run, n=n, label=label or str(n))
+    return Version(run=run, step=n, label=label or str(n))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def version(run: int, n: int, label: str | None = None) -> Version:
 )
 def test_next_version(committed: Version, label: str | None, expected: tuple[int, int, str]) -> None:
     found = next_version(committed, label)
-    assert (found.run, found.n, found.label) == expected
+    assert (found.run, found.step, found.label) == expected
 
 
 def test_a_version_that_an_engine_acknowledged_in_vain_is_never_used_again() -> None:
@@ -58,7 +58,7 @@ def test_newest() -> None:
 
 def test_a_new_run_that_was_asked_for() -> None:
     assert next_version(version(1, 5), "6", None, 2) == version(2, 6)
-    assert next_version(version(1, 5), None, None, 2) == Version(run=2, n=1, label="1")
+    assert next_version(version(1, 5), None, None, 2) == Version(run=2, step=1, label="1")
     assert next_version(version(2, 5), "6", None, 2) == version(2, 6), "it has begun already"
 
 

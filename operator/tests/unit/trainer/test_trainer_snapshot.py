@@ -49,7 +49,7 @@ def staged(name: str, values: bytes) -> StagedTensor:
 def job(directory: Path, model: Path, n: int = 1, **changes: Any) -> Job:
     fixed: dict[str, Any] = {
         "directory": directory, "model": model, "keep": 2, "shard_bytes": 1 << 30, "epoch": 4, "fleet_id": "f",
-        "version": Version(run=1, n=n, label=f"step {n}"), "tensors": [staged("a", b"12"), staged("b", b"345")],
+        "version": Version(run=1, step=n, label=f"step {n}"), "tensors": [staged("a", b"12"), staged("b", b"345")],
     }  # fmt: skip
     return Job(**{**fixed, **changes})
 
@@ -65,7 +65,7 @@ def test_a_snapshot_is_a_model_that_says_what_it_is(tmp_path: Path, model: Path)
     made = write(job(tmp_path, model), alive=nothing)
     assert made == latest(tmp_path)
     assert made.path.name == "1-1-step_1"
-    assert (made.manifest.label, made.manifest.run, made.manifest.n, made.manifest.epoch) == ("step 1", 1, 1, 4)
+    assert (made.manifest.label, made.manifest.run, made.manifest.step, made.manifest.epoch) == ("step 1", 1, 1, 4)
     assert (made.manifest.tensors, made.manifest.bytes) == (2, 5)
     found = {path.name for path in made.path.iterdir()}
     assert found == {"config.json", "tokenizer.json", "merges.txt", "chat_template.jinja", "model.safetensors", "snapshot.json"}
@@ -97,7 +97,7 @@ def test_verify_names_the_file_that_is_not_what_was_written(tmp_path: Path, mode
 
 
 def test_a_version_label_cannot_leave_the_directory() -> None:
-    assert folder_name(Version(run=1, n=2, label="../../etc/x y")) == "1-2-.._.._etc_x_y"
+    assert folder_name(Version(run=1, step=2, label="../../etc/x y")) == "1-2-.._.._etc_x_y"
 
 
 # Many snapshots
@@ -111,7 +111,7 @@ def test_the_last_ones_stay_in_the_order_in_which_they_were_committed(
     directory = tmp_path_factory.mktemp("many")
     expected: list[str] = []
     for run, n in versions:
-        version = Version(run=run, n=n, label="x")
+        version = Version(run=run, step=n, label="x")
         write(job(directory, model, version=version, keep=keep), alive=nothing)
         name = folder_name(version)
         expected = [*(other for other in expected if other != name), name][-keep:]
@@ -235,7 +235,7 @@ def push(fake: FakeFleet) -> Iterator[Callable[..., Any]]:
         fleet = fleets[0]
         fleet.snapshots = snapshots
         group = {"name": "g", "epoch": 1, "world_size": 3, "master": "m", "backend": "gloo", "members": []}
-        held = {"run": 1, "n": n, "label": str(n if committed is None else committed)}
+        held = {"run": 1, "step": n, "label": str(n if committed is None else committed)}
         fake.replies["/fleet"] = (200, document(groups=[group], committed=held))
         fleet._group = Group()  # type: ignore[assignment]
         return fleet.push({"a": Tensor((2,)), "b": Tensor((1,))}, version=n, **options)
@@ -251,7 +251,7 @@ def test_each_so_many_th_push_becomes_a_snapshot(tmp_path: Path, model: Path, pu
         result = push(snapshots, n)
         assert (result.snapshot is not None) == (n % 2 == 0)
         snapshots.wait()
-    assert [(s.manifest.label, s.manifest.n) for s in listed(tmp_path)] == [("4", 4), ("6", 6)]
+    assert [(s.manifest.label, s.manifest.step) for s in listed(tmp_path)] == [("4", 4), ("6", 6)]
     assert push(snapshots, 8, snapshot=False).snapshot is None
     assert push(snapshots, 9, snapshot=True).snapshot.result(10).manifest.label == "9"
     assert set(read_model(latest(tmp_path).path).tensors) == {"a", "b"}  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ Script = Reply | Callable[[dict[str, Any]], Reply]
 
 def document(**changes: Any) -> dict[str, Any]:
     """A discovery document of two engines at base."""
-    base = {"run": 0, "n": 0, "label": "base"}
+    base = {"run": 0, "step": 0, "label": "base"}
     members = [
         {
             "name": f"demo-engine-{i}",
