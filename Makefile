@@ -51,7 +51,7 @@ generate: venv ## Write everything that is generated: CRD, CR reference, chart R
 	@$(BIN)/python charts/generate.py
 
 golden: venv ## Write the golden files anew (rendered objects, haproxy's configuration); read the diff
-	@UPDATE_GOLDEN=1 $(BIN)/pytest -q operator/tests/golden operator/tests/unit/proxy/test_proxy_config.py -k golden
+	@UPDATE_GOLDEN=1 $(BIN)/pytest -q operator/tests/golden operator/tests/unit/proxy/test_config.py -k golden
 
 lock: venv ## Resolve requirements/*.lock anew
 	@requirements/lock.sh

@@ -12,7 +12,7 @@ from e2e.kube import ROOT, Kubectl, eventually
 from e2e.stand_in import CKPT
 
 MODEL = "/models/tiny"
-ADAPTER_MAKER = (ROOT / "operator/tests/contract/adapter_maker.py").read_text()
+ADAPTER_MAKER = (ROOT / "operator/tests/contract/support/make_adapter.py").read_text()
 CHECKPOINT = Path(__file__).with_name("checkpoint.py").read_text()
 
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 import pytest
 from e2e.engine import LabError, environment, start_engine
-from engines_lab import Urls, engines_behind_a_url
-from ports import free_port
-from wire_lab import Peer, Server, peer, server
 
 from sglang_rollout.testing import StandInFleet
+from tests.contract.support.engine_servers import Peer, Server, peer, server
+from tests.contract.support.local_fleet import Urls, engines_behind_a_url
+from tests.support.ports import free_port
 
 SAVER = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 LORA = (

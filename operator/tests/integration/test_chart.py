@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,11 @@ import yaml
 from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
 
+from tests.support.paths import CHARTS
+
 pytestmark = pytest.mark.controlplane
 
-CHART = Path(__file__).parents[3] / "charts/sglang-rollout-operator"
+CHART = CHARTS / "sglang-rollout-operator"
 NAMESPACE = "chart"
 
 

@@ -21,15 +21,16 @@ from sglang_rollout.controller.decide.view import World, observe_world
 from sglang_rollout.controller.render.names import CHILD_KINDS, FIELD_MANAGER, LABEL_ROLLOUT
 from sglang_rollout.controller.render.policies import with_token
 from sglang_rollout.controller.render.settings import Settings
+from tests.support.paths import DOCS, GOLDEN_INPUTS, REPOSITORY
 
 pytestmark = pytest.mark.controlplane
 
-ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
-GOLDEN = ROOT / "operator/tests/golden/in"
-# PodGroups are no part of Kubernetes: runtime/test_cluster.py applies them to a server that was told of them.
-VALID = sorted([*(path for path in GOLDEN.glob("*.yaml") if not path.stem.startswith("gang")), *(ROOT / "examples").glob("rollout*.yaml")])
+# PodGroups are no part of Kubernetes: controller/test_optional_kinds_and_nodes.py applies them to a server that was told of them.
+VALID = sorted(
+    [*(path for path in GOLDEN_INPUTS.glob("*.yaml") if not path.stem.startswith("gang")), *(REPOSITORY / "examples").glob("rollout*.yaml")]
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_what_a_rule_must_not_catch_is_accepted(api: ControlPlane) -> None:
 
 def _shown() -> Iterator[tuple[str, dict[str, Any]]]:
     """Page and object of every rollout in the documentation; a part of a spec is put into a small rollout."""
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [REPOSITORY / "README.md", *sorted((DOCS).glob("*.md"))]:
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
             shown = yaml.safe_load(block)
             if "apiVersion" not in shown:
@@ -131,7 +132,7 @@ def test_what_is_rendered_is_accepted_and_stays_as_it_is(api: ControlPlane, path
 
 def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
     name, namespace = "shown", "crd-status"
-    cr = _applied(api, namespace, name, ROOT / "examples/rollout-cpu.yaml")
+    cr = _applied(api, namespace, name, REPOSITORY / "examples/rollout-cpu.yaml")
     record = {
         "term": 3,
         "epoch": 5,
@@ -181,7 +182,7 @@ def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
 
 
 def test_the_mode_of_a_rollout_cannot_change(api: ControlPlane) -> None:
-    _applied(api, "crd-mode", "demo", GOLDEN / "colocated.yaml")
+    _applied(api, "crd-mode", "demo", GOLDEN_INPUTS / "colocated.yaml")
     patch = '{"spec": {"mode": "Standalone", "sharing": null}}'
     done = api.kubectl("patch", "sglr", "demo", "-n", "crd-mode", "--type=merge", "-p", patch, check=False)
     assert done.returncode != 0
@@ -191,7 +192,7 @@ def test_the_mode_of_a_rollout_cannot_change(api: ControlPlane) -> None:
 
 def test_a_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     name, namespace = "drift", "crd-drift"
-    _applied(api, namespace, name, ROOT / "examples/rollout-cpu.yaml")
+    _applied(api, namespace, name, REPOSITORY / "examples/rollout-cpu.yaml")
     api.kubectl("delete", "service", f"{name}-router", "-n", namespace)
     api.kubectl("patch", "service", f"{name}-engines", "-n", namespace, "-p", '{"spec": {"selector": {"more": "than-ours"}}}')
     api.kubectl("scale", "statefulset", f"{name}-engine-1", "-n", namespace, "--replicas=0")

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
-from fleet_support import OperatorProcess, World, eventually
 
 from sglang_rollout.kube.client import Kube
+from tests.integration.controller.support.operator_process import OperatorProcess, World, eventually
+from tests.support.paths import REPOSITORY
 
-CRDS = Path(__file__).parents[4] / "crds"
+CRDS = REPOSITORY / "crds"
 
 StartOperator = Callable[..., OperatorProcess]
 

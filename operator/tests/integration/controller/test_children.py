@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_support import OperatorProcess, World, eventually, expected, rollout
 
 from sglang_rollout.controller.observe import CHILDREN
 from sglang_rollout.controller.render import names
@@ -24,6 +23,7 @@ from sglang_rollout.kube.resources import (
     Resource,
     resource_of,
 )
+from tests.integration.controller.support.operator_process import OperatorProcess, World, eventually, expected, rollout
 
 pytestmark = [pytest.mark.controlplane]
 

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from aiohttp import web
 from e2e.cluster.controlplane import ControlPlane
-from fleet_support import OperatorProcess, Relay, World, eventually, kubeconfig_through, rollout
-from ports import free_port
 
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.resources import PODS, ROLLOUTS, SERVICES
+from tests.integration.controller.support.operator_process import OperatorProcess, Relay, World, eventually, kubeconfig_through, rollout
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.controlplane]
 

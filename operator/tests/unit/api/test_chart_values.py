@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-CHARTS = Path(__file__).parents[4] / "charts"
+from tests.support.paths import CHARTS
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ from sglang_rollout.api import crdgen
 from sglang_rollout.api.conditions import ConditionType, Finding, Reason, conditions
 from sglang_rollout.api.structural import structural
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from tests.support.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[4]
+ROOT = REPOSITORY
 
 
 @pytest.mark.parametrize("path", crdgen.generated(), ids=str)

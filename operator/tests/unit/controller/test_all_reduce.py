@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from e2e.engine import LabError, environment
-from worlds import BASE, NOW, SETTINGS, cr, crashed, pod, record, row, world
 
 from sglang_rollout.agent.launch import bandwidth
 from sglang_rollout.api.v1alpha1 import SGLangRollout
@@ -22,6 +21,7 @@ from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.all_reduce import SECONDS, all_reduce, node_env
 from sglang_rollout.controller.render.preflight import FAILED
 from sglang_rollout.controller.render.ranks import start_script
+from tests.unit.controller.support.worlds import BASE, NOW, SETTINGS, cr, crashed, pod, record, row, world
 
 
 def rollout(**wanted: Any) -> SGLangRollout:

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from worlds import NOW, SETTINGS, Object, cr, pod, world
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.plan import Apply, plan
@@ -14,6 +13,7 @@ from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.engines import engine_statefulsets
 from sglang_rollout.controller.render.ports import engine_ports
+from tests.unit.controller.support.worlds import NOW, SETTINGS, Object, cr, pod, world
 
 
 def custom(network: Object | None, **engine: Any) -> Object:

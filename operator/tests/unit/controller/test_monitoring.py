@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from worlds import SETTINGS, cr
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render.engines import engine_statefulsets
 from sglang_rollout.controller.render.router import router_deployment
 from sglang_rollout.wire import ports
+from tests.support.paths import REPOSITORY
+from tests.unit.controller.support.worlds import SETTINGS, cr
 
-ROOT = Path(__file__).parents[4]
+ROOT = REPOSITORY
 MONITORS = {
     monitor["metadata"]["name"]: monitor["spec"]
     for monitor in yaml.safe_load_all((ROOT / "examples/monitoring/pod-monitors.yaml").read_text())

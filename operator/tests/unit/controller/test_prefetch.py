@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from worlds import BASE, NOW, SETTINGS, cr, pod, record, row, unschedulable, waiting, world
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import World
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.hashing import revision
+from tests.unit.controller.support.worlds import BASE, NOW, SETTINGS, cr, pod, record, row, unschedulable, waiting, world
 
 Object = dict[str, Any]
 MODEL: Object = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from worlds import SETTINGS, Object, condition, cr, pod, ready, record, row, status_of, unschedulable, world
 
 from sglang_rollout.api.pod_template import ROUTER_CONTAINERS, ROUTER_VOLUMES
 from sglang_rollout.api.v1alpha1 import SGLangRollout
@@ -13,6 +12,7 @@ from sglang_rollout.controller.decide.view import World
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.prefetch import prefetch
 from sglang_rollout.controller.render.router import router_deployment
+from tests.unit.controller.support.worlds import SETTINGS, Object, condition, cr, pod, ready, record, row, status_of, unschedulable, world
 
 TAINTED = "0/2 nodes are available: 2 node(s) had untolerated taint(s)"
 QUOTA = 'pods "demo-router-5c9" is forbidden: exceeded quota: small'

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from worlds import (
+
+from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.decide.facts import Failure
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.wire.record import AdapterRow, GroupRow
+from tests.support.paths import DOCS
+from tests.unit.controller.support.worlds import (
     BASE,
     NOW,
     SETTINGS,
@@ -27,14 +34,6 @@ from worlds import (
     waiting,
     world,
 )
-
-from sglang_rollout.api.conditions import Reason
-from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.facts import Failure
-from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.view import World, observe_world
-from sglang_rollout.controller.render.hashing import revision
-from sglang_rollout.wire.record import AdapterRow, GroupRow
 
 
 def test_a_fleet_that_serves() -> None:
@@ -338,7 +337,7 @@ def test_what_is_quoted_ends_with_one_full_stop(seen: World) -> None:
 
 
 def test_operations_explains_every_reason_that_ready_can_have() -> None:
-    page = (Path(__file__).parents[4] / "docs/operations.md").read_text()
+    page = (DOCS / "operations.md").read_text()
     other_conditions = {
         Reason.ENGINES_SERVING,
         Reason.NO_ENGINE_SERVING,

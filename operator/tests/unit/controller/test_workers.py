@@ -7,13 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import pytest
-from virtual_time import run
 
 from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.reconcile import Result
 from sglang_rollout.controller.workers import RECONCILE_DEADLINE, Workers, relist
 from sglang_rollout.controller.workqueue import WorkQueue
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict
+from tests.support.virtual_time import run
 
 KEY = ("n", "demo")
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from trainer_fakefleet import FakeFleet
+
+from tests.unit.trainer.support.scripted_fleet import FakeFleet
 
 
 @pytest.fixture

@@ -1,0 +1,130 @@
+"""The checkpoint check over HTTP, and that a folder which passes is one that the real engine loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.engine import Engine, LabError, environment, start_engine
+
+from sglang_rollout.checkpoints.folder import read_header
+from sglang_rollout.wire.agent import UNCHECKED, CheckpointReply
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+from tests.contract.support.agent_pod import Pod, pod, until
+from tests.contract.support.stub_engine import stub_engine
+from tests.support.ports import free_port
+from tests.support.tiny_models import write_model
+
+pytestmark = pytest.mark.router
+
+
+async def ask(lab: Pod, **request: Any) -> CheckpointReply:
+    answer = await lab.control(AGENT_CHECKPOINT, request)
+    assert answer.status == 200, answer.body
+    return CheckpointReply.model_validate(answer.body)
+
+
+async def test_an_agent_looks_at_its_own_files_and_wants_the_token(tmp_path: Path) -> None:
+    async with stub_engine() as engine, pod(tmp_path, engine.url) as lab:
+        own, new = write_model(tmp_path / "own"), write_model(tmp_path / "new", fill=1, shards=2)
+        assert (await lab.control(AGENT_CHECKPOINT, {"path": str(new)}, token="wrong")).status == 403
+        assert (await lab.control(AGENT_CHECKPOINT, {})).status == 400
+        reply = await ask(lab, path=str(new), model_path=str(own))
+        assert (reply.ok, reply.tensors, reply.compared) == (True, 4, True)
+        (new / "config.json").write_text("{}")
+        reply = await ask(lab, path=str(new), model_path=str(own))
+        assert (reply.ok, "architectures" in reply.reason) == (False, True)
+        assert "update_weights_from_disk" not in engine.calls
+
+
+NAME = "org/tiny"
+"""The engine's ``--model-path``: a name on the Hugging Face hub, of which its cache holds the files."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face cache, laid out as huggingface_hub does."""
+    repository = tmp_path_factory.mktemp("hub") / "models--org--tiny"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(environment.model(), repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return repository.parent
+
+
+@pytest.fixture(scope="module")
+def engine(cache: Path) -> Iterator[Engine]:
+    try:
+        environment.python(make=False)
+    except LabError as error:
+        pytest.skip(str(error))
+    with start_engine(free_port(), args=["--model-path", NAME], env={"HF_HUB_CACHE": str(cache)}) as made:
+        yield made
+
+
+def reversed_head(folder: Path) -> Path:
+    """The engine's model with the rows of its head in reverse order: other tokens, without any library."""
+    shutil.copytree(environment.model(), folder)
+    file = folder / "model.safetensors"
+    header = read_header(file)
+    entry = header.tensors["lm_head.weight"]
+    data = bytearray(file.read_bytes())
+    start, end = header.data_start + entry.start, header.data_start + entry.end
+    rows = [data[at : at + entry.nbytes // entry.shape[0]] for at in range(start, end, entry.nbytes // entry.shape[0])]
+    data[start:end] = b"".join(reversed(rows))
+    file.write_bytes(data)
+    return folder
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(420)
+async def test_what_passes_is_loaded_by_the_real_engine(
+    engine: Engine, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    async with pod(tmp_path, engine.url) as lab:
+        await until(lab.engine_up, 60, "the agent sees the engine")
+        await lab.open_with_base()
+        before = (await lab.generate(8)).body["output_ids"]
+        new = reversed_head(tmp_path / "new")
+        reply = await ask(lab, path=str(new))
+        assert (reply.ok, reply.compared, reply.reason, reply.unchecked) == (True, True, "", [])
+        loaded = await lab.control("/update_weights_from_disk", {"model_path": str(new), "weight_version": "disk-1"})
+        assert (loaded.status, loaded.body["success"]) == (200, True)
+        status = await lab.status({"run": 0, "step": 0, "label": "base"})
+        assert not status.gate_open, "nobody acknowledged the new version"
+        async with lab.http.post(f"{engine.url}/generate", json={"text": "alpha", "sampling_params": {"max_new_tokens": 8}}) as answer:
+            assert (await answer.json())["output_ids"] != before
+        # The very file that ends an engine's process is refused before any engine hears of it.
+        file = new / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+        assert "it is truncated" in (await ask(lab, path=str(new), model_path=str(environment.model()))).reason
+        other = other_architecture(tmp_path / "other")
+        assert f"the engine's model {cache}" in (await ask(lab, path=str(other))).reason, "also after an update"
+
+
+def other_architecture(folder: Path) -> Path:
+    """A checkpoint that SGLang takes without a word: every shape is right."""
+    shutil.copytree(environment.model(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}))
+    return folder
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(420)
+async def test_an_agent_without_the_engines_cache_compares_with_what_the_engine_reports(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a pod, where only the engine's container has the cache."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "nothing"))
+    async with pod(tmp_path, engine.url) as lab:
+        await until(lab.engine_up, 60, "the agent sees the engine")
+        reply = await ask(lab, path=str(environment.model()))
+        assert (reply.ok, reply.compared, reply.unchecked) == (True, False, [*UNCHECKED])
+        refused = await ask(lab, path=str(other_architecture(tmp_path / "other")))
+        assert (refused.ok, "the engine reports ['LlamaForCausalLM']" in refused.reason) == (False, True), refused

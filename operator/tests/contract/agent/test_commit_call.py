@@ -1,0 +1,155 @@
+"""The call that ends an update on one engine: an agent in this process, a stub engine and a gate that exists in memory only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+from bench.agents import MemoryGate
+
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.app import make_app
+from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.gate import GateView
+from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.agent.update import Fence
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.weights import Version
+from tests.contract.support.agent_pod import TOKEN, until
+from tests.contract.support.stub_engine import StubEngine, stub_engine
+
+V1 = Version(run=1, step=1, label="1").model_dump()
+BASE_WIRE = {"run": 0, "step": 0, "label": "base"}
+GROUP = {"group_name": "g", "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
+class Caller:
+    """Calls the agent as a coordinator does."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, agent: Agent) -> None:
+        self._session, self._url, self.agent = session, url, agent
+
+    async def post(self, path: str, body: Any = None, *, term: int = 1, deadline: float = 30.0) -> tuple[int, dict[str, Any]]:
+        headers = {"Authorization": f"Bearer {TOKEN}", TERM_HEADER: str(term), DEADLINE_HEADER: str(deadline)}
+        async with self._session.post(self._url + path, json=body or {}, headers=headers) as reply:
+            return reply.status, await reply.json()
+
+    async def update(self, *, up_to: str = AGENT_ACK) -> None:
+        """An update to version 1, up to and with this call."""
+        steps: list[tuple[str, Any]] = [
+            ("/init_weights_update_group", GROUP),
+            ("/pause_generation", {"mode": "retract"}),
+            ("/begin_weight_update", {}),
+            ("/update_weights_from_distributed", {"names": [], "group_name": "g"}),
+            ("/end_weight_update", {}),
+            (AGENT_ACK, {"version": V1, "boot_id": self.agent.status().boot_id, "cohort": ["e0"]}),
+        ]
+        for path, body in steps:
+            status, answer = await self.post(path, body)
+            assert status == 200, answer
+            if path == up_to:
+                return
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[StubEngine]:
+    async with stub_engine() as made:
+        yield made
+
+
+@pytest.fixture
+async def caller(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Caller]:
+    async with Engine(engine.url, boot_file=None) as client, aiohttp.ClientSession() as session:
+        agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record=RecordFile(tmp_path))
+        async with TestServer(make_app(agent, token=TOKEN, fence=Fence(agent, kill_file=None))) as server:
+            await agent.observe()
+            made = Caller(session, str(server.make_url("")).rstrip("/"), agent)
+            assert (await made.post(AGENT_SYNC, {"committed": BASE_WIRE}))[1]["gate_open"]
+            yield made
+
+
+async def test_one_call_commits_continues_and_opens_the_gate(caller: Caller, engine: StubEngine) -> None:
+    await caller.update()
+    code, body = await caller.post(AGENT_RUN, {"committed": V1, "lease": 7.0})
+    status = AgentStatus.model_validate(body)
+    assert (code, status.committed, status.gate_open, status.paused) == (200, Version(**V1), True, False)
+    assert engine.calls[-1] == "continue_generation"
+    assert engine.bodies["continue_generation"] == {}
+    assert caller.agent.lease == 7.0
+
+
+async def test_an_acknowledgement_does_not_wait_for_a_look_at_the_closed_gate(
+    caller: Caller, engine: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await caller.update(up_to="/end_weight_update")
+    await caller.agent.settle_gate()
+    view, looks = caller.agent.gate.view, []
+
+    async def counted() -> GateView:
+        looks.append("view")
+        return await view()
+
+    monkeypatch.setattr(caller.agent.gate, "view", counted)
+    body = {"version": V1, "boot_id": caller.agent.status().boot_id, "cohort": ["e0"]}
+    status = AgentStatus.model_validate((await caller.post(AGENT_ACK, body))[1])
+    assert (status.version, status.gate_open, looks) == (Version(**V1), False, [])
+
+
+async def test_a_dirty_engine_takes_over_what_is_committed_and_does_not_go_on(caller: Caller, engine: StubEngine) -> None:
+    await caller.update(up_to="/end_weight_update")
+    code, answer = await caller.post(AGENT_RUN, {"committed": V1})
+    assert (code, "mixture" in answer["message"] or "under way" in answer["message"]) == (409, True)
+    assert "continue_generation" not in engine.calls
+    status = (await caller.post(AGENT_SYNC, {"committed": None}))[1]
+    assert (status["committed"], status["gate_open"], status["paused"]) == (V1, False, True)
+
+
+async def test_an_engine_whose_continue_fails_says_why_and_stays_paused(caller: Caller, engine: StubEngine) -> None:
+    await caller.update()
+    engine.failing.add("continue_generation")
+    assert await caller.post(AGENT_RUN, {"committed": V1}) == (400, {"success": False, "message": "continue_generation failed as told"})
+    assert caller.agent.status().paused
+
+
+async def test_an_engine_that_takes_long_answers_at_the_deadline_and_is_asked_meanwhile(caller: Caller, engine: StubEngine) -> None:
+    await caller.update()
+    engine.held["continue_generation"] = asyncio.Event()
+    code, answer = await caller.post(AGENT_RUN, {"committed": V1}, deadline=0.2)
+    assert (code, "has not answered within 0.2 s" in answer["message"]) == (504, True)
+    assert (await caller.post(AGENT_SYNC, {"committed": V1}))[1]["paused"]
+    engine.held["continue_generation"].set()
+
+    async def goes_on() -> bool:
+        return not (await caller.post(AGENT_SYNC, {"committed": V1}))[1]["paused"]
+
+    await until(goes_on, 30, "the engine goes on")
+
+
+async def test_a_coordinator_that_is_deposed_lets_nobody_go_on(caller: Caller, engine: StubEngine) -> None:
+    await caller.update()
+    await caller.post(AGENT_SYNC, {"committed": BASE_WIRE}, term=5)
+    code, answer = await caller.post(AGENT_RUN, {"committed": V1}, term=4)
+    assert (code, "term 5" in answer["message"]) == (409, True)
+    assert "continue_generation" not in engine.calls
+    assert caller.agent.status().committed == Version(**BASE_WIRE)
+
+
+async def test_released_memory_keeps_the_engine_paused(caller: Caller, engine: StubEngine) -> None:
+    await caller.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    code, answer = await caller.post(AGENT_RUN, {"committed": BASE_WIRE})
+    assert (code, "resume_memory_occupation comes first" in answer["message"]) == (409, True)
+    assert "continue_generation" not in engine.calls
+
+
+async def test_a_sync_that_arrives_behind_a_later_one_does_not_open_the_gate_again(caller: Caller) -> None:
+    """Its coordinator has waited for the answer in vain, and has committed another version since."""
+    assert (await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "at": 5.0}))[1]["gate_open"]
+    assert not (await caller.post(AGENT_SYNC, {"committed": V1, "at": 7.0}))[1]["gate_open"]
+    late = AgentStatus.model_validate((await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "at": 6.0}))[1])
+    assert (late.gate_open, late.committed) == (False, Version(**V1))

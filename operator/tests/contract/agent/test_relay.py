@@ -1,0 +1,196 @@
+"""Calls that a trainer makes at an engine's own URL: the real agent's application, a stub engine, and a coordinator that is played."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from click.testing import CliRunner
+
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.app import MAX_BODY, make_app
+from sglang_rollout.agent.cli import command
+from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.gate import Gate
+from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.agent.relay import RELAYED, Relay
+from sglang_rollout.agent.update import Fence
+from sglang_rollout.wire.ports import FLEET_LEASE, TERM_HEADER, VERSION_HEADER
+from tests.contract.support.agent_pod import TOKEN, until
+from tests.contract.support.stub_engine import StubEngine, stub_engine
+from tests.support.ports import free_port
+
+COORDINATORS = {"Authorization": f"Bearer {TOKEN}", TERM_HEADER: "1"}
+
+
+@dataclass
+class Coordinator:
+    """Writes down what it is asked and answers as told."""
+
+    port: int = field(default_factory=free_port)
+    asked: list[tuple[str, str, bytes, str | None]] = field(default_factory=list)
+    """Method, path with query, body and type."""
+    silent: bool = False
+    breaks: bool = False
+    left: bool = False
+    """A call that it had not answered was taken back."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.asked.append((request.method, request.path_qs, await request.read(), request.headers.get("Content-Type")))
+        assert "Authorization" not in request.headers
+        if self.breaks:
+            assert request.transport is not None
+            request.transport.abort()
+        try:
+            await asyncio.sleep(600 if self.silent else 0)
+        except asyncio.CancelledError:
+            self.left = True
+            raise
+        headers = {VERSION_HEADER: "step 7", "Content-Type": "application/json"}
+        return web.Response(status=409, reason="The fleet sleeps.", body=b'{"success": false, "message": "As it is."}', headers=headers)
+
+
+@dataclass
+class Lab:
+    """An agent at ``url``."""
+
+    url: str
+    engine: StubEngine
+    coordinator: Coordinator
+    http: aiohttp.ClientSession
+
+    async def ask(self, path: str, method: str = "POST", **more: Any) -> tuple[int, str, str, aiohttp.ClientResponse]:
+        async with self.http.request(method, self.url + path, **more) as reply:
+            return reply.status, reply.reason or "", await reply.text(), reply
+
+
+async def serve(stack: AsyncExitStack, app: web.Application, port: int, *, cancels: bool) -> None:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=cancels)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+
+
+@asynccontextmanager
+async def agent_lab(folder: Path, *, relays: bool = True, answers: bool = True) -> AsyncIterator[Lab]:
+    async with AsyncExitStack() as stack:
+        stub, coordinator, port = await stack.enter_async_context(stub_engine()), Coordinator(), free_port()
+        if answers:
+            played = web.Application(client_max_size=2 * MAX_BODY)
+            played.router.add_route("*", "/{path:.*}", coordinator.handle)
+            await serve(stack, played, coordinator.port, cancels=True)
+        engine = await stack.enter_async_context(Engine(stub.url))
+        agent = Agent(name="e0", engine=engine, gate=Gate(folder / "gate.sock"), record=RecordFile(folder))
+        await agent.observe()
+        relay = await stack.enter_async_context(Relay(coordinator.url, engine="e0")) if relays else None
+        await serve(stack, make_app(agent, token=TOKEN, fence=Fence(agent, kill_file=None), relay=relay), port, cancels=False)
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)))
+        yield Lab(f"http://127.0.0.1:{port}", stub, coordinator, http)
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    async with agent_lab(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("call", RELAYED)
+async def test_a_trainers_call_is_the_coordinators_to_decide(lab: Lab, call: str) -> None:
+    body = b'{"tags": ["kv_cache"],  "serialized_named_tensors": ["gASV"]}'
+    status, reason, said, reply = await lab.ask(f"/{call}?timeout=5&a=b%20c", data=body, headers={"Content-Type": "application/json"})
+    assert lab.coordinator.asked == [("POST", f"/fleet/engines/e0/{call}?timeout=5&a=b%20c", body, "application/json")]
+    assert (status, reason, said) == (409, "The fleet sleeps.", '{"success": false, "message": "As it is."}')
+    assert (reply.headers[VERSION_HEADER], reply.content_type) == ("step 7", "application/json")
+    assert lab.engine.calls == [], "the engine hears of it from the coordinator only"
+
+
+async def test_flush_cache_may_be_a_get(lab: Lab) -> None:
+    assert (await lab.ask("/flush_cache", "GET"))[0] == 409
+    assert [asked[:3] for asked in lab.coordinator.asked] == [("POST", "/fleet/engines/e0/flush_cache", b"")]
+
+
+async def test_the_coordinators_own_calls_reach_the_engine(lab: Lab) -> None:
+    for call in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update"):
+        status, _, said, _ = await lab.ask(f"/{call}", json={"serialized_named_tensors": ["gASV"]}, headers=COORDINATORS)
+        assert status == 200, said
+    assert lab.engine.calls == ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"]
+    assert (await lab.ask("/flush_cache", json={}, headers=COORDINATORS | {"Authorization": "Bearer guess"}))[0] == 403
+    assert lab.coordinator.asked == []
+
+
+@pytest.mark.parametrize("path", ["/continue_generation", "/init_weights_update_group", "/update_weights_from_ipc", "/agent/sync"])
+async def test_every_other_call_still_needs_the_token_and_is_told_what_does_not(lab: Lab, path: str) -> None:
+    status, reason, said, _ = await lab.ask(path, json={})
+    assert status == 401
+    assert "Authorization: Bearer" in reason
+    assert all(call in said for call in RELAYED)
+    assert lab.coordinator.url in said
+    assert lab.coordinator.asked == []
+
+
+async def test_without_a_fleets_url_nothing_is_taken_without_the_token(tmp_path: Path) -> None:
+    async with agent_lab(tmp_path, relays=False) as lab:
+        for call in RELAYED:
+            status, _, said, _ = await lab.ask(f"/{call}", json={})
+            assert (status, "takes only" in said) == (401, False)
+        assert (await lab.ask("/flush_cache", "GET"))[0] == 401
+        assert (lab.engine.calls, lab.coordinator.asked) == ([], [])
+
+
+async def test_a_coordinator_that_is_away_is_named_and_the_call_may_be_tried_again(tmp_path: Path) -> None:
+    async with agent_lab(tmp_path, answers=False) as lab:
+        status, reason, said, reply = await lab.ask("/update_weights_from_tensor", json={})
+        assert (status, reply.headers.get("Retry-After")) == (503, "1")
+        assert f"{lab.coordinator.url} cannot be reached" in reason
+        assert "Try again" in said
+        assert lab.engine.calls == []
+
+
+async def test_a_coordinator_that_breaks_off_leaves_the_outcome_open(lab: Lab) -> None:
+    lab.coordinator.breaks = True
+    status, _, said, _ = await lab.ask("/end_weight_update", json={})
+    assert (status, "GET /fleet there tells what came of the call" in said) == (503, True)
+    assert len(lab.coordinator.asked) == 1, "nothing is done twice"
+
+
+async def test_a_trainer_that_goes_away_takes_its_call_back(lab: Lab) -> None:
+    lab.coordinator.silent = True
+    call = asyncio.create_task(lab.ask("/update_weights_from_tensor", json={}))
+    await until(lambda: _true(bool(lab.coordinator.asked)), 30, "the coordinator is asked")
+    call.cancel()
+    await until(lambda: _true(lab.coordinator.left), 30, "the coordinator sees that the trainer is gone")
+    assert lab.coordinator.left
+
+
+async def test_a_body_as_large_as_an_agent_takes_passes_and_a_larger_one_does_not(lab: Lab) -> None:
+    assert (await lab.ask("/update_weights_from_tensor", data=bytes(MAX_BODY)))[0] == 409
+    assert [len(asked[2]) for asked in lab.coordinator.asked] == [MAX_BODY]
+    status, _, said, _ = await lab.ask("/update_weights_from_tensor", data=bytes(MAX_BODY + 1))
+    assert (status, "larger than 16 MiB" in said) == (413, True)
+    assert len(lab.coordinator.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["demo-router:30000", "https://demo-router:30000", "http://", "http://demo-router:x", f"http://demo-router:30000{FLEET_LEASE}"]
+)
+def test_a_url_that_cannot_be_a_fleets_is_refused_at_the_start(tmp_path: Path, url: str) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    line = ["--name", "e0", "--gate-socket", "s", "--state-dir", str(tmp_path), "--token-file", str(tmp_path / "token"), "--fleet-url", url]
+    refused = CliRunner().invoke(command, line)
+    assert refused.exit_code == 2
+    assert "is not the URL of a fleet" in refused.output
+
+
+async def _true(value: bool) -> bool:
+    return value

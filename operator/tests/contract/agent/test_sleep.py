@@ -1,0 +1,167 @@
+"""An engine that its spec puts to sleep and wakes, with a real agent and a real gate; against SGLang and the stand-in.
+
+SGLang releases nothing on a CPU, but it counts tags and dies of wrong ones just the same. So a proxy says in its place that it
+was started with --enable-memory-saver, and writes down what it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.ports import AGENT_SYNC
+from sglang_rollout.wire.weights import BASE, EngineState
+from tests.contract.support.agent_pod import BASE_WIRE, Answer, Pod, pod, until
+from tests.contract.support.engine_servers import Server
+from tests.support.ports import free_port
+
+pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
+
+WATCHED = ("/pause_generation", "/release_memory_occupation", "/resume_memory_occupation", "/continue_generation", "/abort_request")
+ALL = ["kv_cache", "weights", "cuda_graph"]
+
+
+class Saver:
+    """Passes everything on to the engine."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self.port = free_port()
+        self.told: list[tuple[str, Any]] = []
+        self._url, self._http = url, http
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        if request.path in WATCHED:
+            self.told.append((request.path.split("_")[0].strip("/"), await request.json()))
+        async with self._http.request(request.method, self._url + request.path_qs, data=data, headers=_json(data)) as reply:
+            if request.path == "/server_info":
+                return web.json_response({**await reply.json(), "enable_memory_saver": True, "weight_version": "base"})
+            if request.path == "/model_info":
+                return web.json_response({**await reply.json(), "weight_version": "base"})
+            return web.Response(status=reply.status, body=await reply.read(), content_type=reply.content_type)
+
+
+def _json(data: bytes) -> dict[str, str]:
+    return {"Content-Type": "application/json"} if data else {}
+
+
+@pytest.fixture
+async def saver(engine: Server) -> AsyncIterator[Saver]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
+        made = Saver(engine.url, http)
+        app = web.Application(client_max_size=2**24)
+        app.router.add_route("*", "/{path:.*}", made.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", made.port).start()
+        yield made
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def lab(saver: Saver, tmp_path: Path) -> AsyncIterator[Pod]:
+    async with pod(tmp_path, f"http://127.0.0.1:{saver.port}") as made:
+        await made.open_with_base()
+        yield made
+
+
+async def told(lab: Pod, hold: str, drain: float = 300.0) -> AgentStatus:
+    """What the coordinator says twice a second."""
+    answer = await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "hold": hold, "drain": drain})
+    assert answer.status == 200, answer.body
+    return AgentStatus.model_validate(answer.body)
+
+
+async def released(lab: Pod, tags: list[str], hold: str) -> AgentStatus:
+    async def said() -> bool:
+        status = await told(lab, hold)
+        return status.released == tags and status.paused == bool(tags)
+
+    async def answered() -> bool:
+        return "one control call at a time" not in str((await lab.control("/flush_cache", {})).body)
+
+    await until(said, 60, f"released: {tags}")
+    await until(answered, 60, "the engine has answered: the record says so before")
+    return await told(lab, hold)
+
+
+async def prove(lab: Pod, status: AgentStatus, **more: Any) -> Answer:
+    return await lab.control("/agent/ack", {"version": BASE_WIRE, "boot_id": status.boot_id, "cohort": ["e0"], **more})
+
+
+async def test_it_sleeps_when_its_requests_have_ended_and_serves_again_when_it_is_proved(lab: Pod, saver: Saver, engine: Server) -> None:
+    tokens = engine.generate(8)["output_ids"]
+    long = engine.start_long(800)
+    status = await told(lab, "asleep")
+    assert not status.gate_open, "no new request"
+    assert (await lab.generate()).status == 503
+    assert (await asyncio.wrap_future(long))["meta_info"]["finish_reason"]["type"] == "length", "what runs may end"
+    status = await released(lab, ALL, "asleep")
+    assert saver.told == [("pause", {"mode": "abort"}), ("release", {"tags": ALL})]
+    assert (status.state, status.woken) == (EngineState.UNKNOWN, False)
+
+    again = await lab.control("/resume_memory_occupation", {"tags": ["weights"]})
+    assert (again.status, "spec.state: Asleep" in again.body["message"]) == (409, True), again
+    for path in ("/begin_weight_update", "/weights_checker", "/continue_generation"):
+        answer = await lab.control(path, {})
+        assert (answer.status, "released" in answer.body["message"]) == (409, True), answer
+
+    saver.told.clear()
+    status = await released(lab, [], "active")
+    assert saver.told == [("resume", {"tags": ALL}), ("continue", {})]
+    assert (status.state, status.woken, status.gate_open) == (EngineState.UNKNOWN, True, False)
+    assert (await prove(lab, status)).status == 409, "nobody has looked at what it holds"
+    assert (await prove(lab, status, verified=True)).status == 200
+    status = await told(lab, "active")
+    assert (status.gate_open, status.version) == (True, BASE), status.reason
+    assert (await lab.generate()).status == 200
+    assert engine.generate(8)["output_ids"] == tokens
+
+
+async def test_what_does_not_end_in_time_is_aborted(lab: Pod, engine: Server, saver: Saver) -> None:
+    long = engine.start_long()
+    await told(lab, "asleep", drain=0.5)
+    await until(lambda: _says(lab, ALL), 60, "it sleeps")
+    assert (await asyncio.wrap_future(long))["meta_info"]["finish_reason"]["type"] == "abort"
+    await until(lambda: _true([call for call, _ in saver.told if call == "release"] == ["release"]), 30, "the engine has heard of it")
+    await released(lab, [], "active")
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+async def _says(lab: Pod, tags: list[str]) -> bool:
+    return (await told(lab, "asleep", drain=0.5)).released == tags
+
+
+async def test_an_agent_that_dies_beside_a_sleeping_engine_resumes_nothing_and_wakes_it_once(lab: Pod, saver: Saver) -> None:
+    await released(lab, ALL, "asleep")
+    saver.told.clear()
+    await lab.agent.end(signal.SIGKILL)
+    await lab.agent.start()
+    await until(lab.agent_answers, 30, "the agent is back")
+    await until(lab.engine_up, 30, "the agent sees the engine")
+    assert (await released(lab, ALL, "asleep")).released == ALL
+    assert saver.told == []
+    await released(lab, [], "active")
+    assert saver.told == [("resume", {"tags": ALL}), ("continue", {})]
+
+
+async def test_a_trainers_release_is_undone_by_its_resume_and_by_nothing_else(lab: Pod, saver: Saver) -> None:
+    assert (await lab.control("/release_memory_occupation", {"tags": ["kv_cache"]})).status == 200
+    await released(lab, ["kv_cache"], "active")
+    await released(lab, ALL, "asleep")
+    saver.told.clear()
+    assert (await lab.control("/release_memory_occupation", {"tags": ["kv_cache"]})).status == 200
+    assert (await lab.fence()).released == ALL, "a fence leaves it asleep"
+    await released(lab, [], "active")
+    assert [call for call, _ in saver.told] == ["resume", "continue"], "it was released already"

@@ -1,0 +1,91 @@
+"""A snapshot is not removed between the check and the end of loading, however long the engine takes."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import shutil
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sglang_rollout.checkpoints.snapshots import MANIFEST, FileEntry, Manifest
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, DEADLINE_HEADER
+from tests.contract.support.agent_pod import Pod, pod, until
+from tests.contract.support.stub_engine import StubEngine, stub_engine
+
+pytestmark = pytest.mark.router
+LOAD = "update_weights_from_disk"
+WANTED = {"run": 1, "step": 3, "label": "step 3"}
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[StubEngine]:
+    async with stub_engine() as made:
+        yield made
+
+
+@pytest.fixture
+async def lab(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Pod]:
+    async with pod(tmp_path, engine.url) as made:
+        await made.open_with_base()
+        yield made
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The smallest that is whole."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    return folder
+
+
+def snapshot(directory: Path, model: Path) -> Path:
+    """As the trainer writes it, of the engine's own files."""
+    folder = directory / "1-3-step-3"
+    shutil.copytree(model, folder)
+    files = {file.name: FileEntry(bytes=file.stat().st_size, sha256="") for file in folder.iterdir()}
+    manifest = Manifest(
+        sequence=1, label="step 3", run=1, step=3, epoch=1, fleet_id="f", created="2026-01-01T00:00:00Z", tensors=1, bytes=1, files=files
+    )
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    return folder
+
+
+async def removable(folder: Path) -> bool:
+    """What the trainer tries before it removes a snapshot."""
+    with (folder / MANIFEST).open("rb") as manifest:
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+async def test_it_is_held_from_the_check_to_the_end_of_loading(lab: Pod, engine: StubEngine, model: Path, tmp_path: Path) -> None:
+    folder = snapshot(tmp_path / "snapshots", model)
+    ask = {"path": str(folder.parent), "snapshot": WANTED, "fleet_id": "f", "model_path": str(model)}
+    reply = await lab.control(AGENT_CHECKPOINT, ask)
+    assert (reply.body["ok"], reply.body["path"]) == (True, str(folder)), reply.body
+    assert not await removable(folder)
+    engine.held[LOAD] = asyncio.Event()
+    late = await lab.control(f"/{LOAD}", {"model_path": str(folder)}, **{DEADLINE_HEADER: "0.5"})
+    assert late.status == 504
+    assert not await removable(folder), "nobody waits for the answer any more, but the engine still loads"
+    engine.held[LOAD].set()
+    await until(lambda: removable(folder), 10, "the snapshot may be removed once the engine has loaded it")
+
+
+async def test_a_snapshot_that_is_not_good_is_not_held(lab: Pod, model: Path, tmp_path: Path) -> None:
+    folder = snapshot(tmp_path / "snapshots", model)
+    (folder / "model.safetensors").write_bytes(b"")
+    ask = {"path": str(folder.parent), "snapshot": WANTED, "fleet_id": "f", "model_path": str(model)}
+    reply = await lab.control(AGENT_CHECKPOINT, ask)
+    assert not reply.body["ok"]
+    assert await removable(folder)

@@ -1,0 +1,169 @@
+"""The alerts of ``examples/monitoring`` on what a coordinator and an operator really export, evaluated by promtool."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from e2e import promtool
+from e2e.cluster.paths import REPOSITORY
+from e2e.cluster.say import LabError
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_rollout.controller.metrics import Metrics as OperatorMetrics
+from tests.contract.support.coordinator_process import Lab, fleet_lab
+
+RULES = yaml.safe_load((REPOSITORY / "examples/monitoring/alerts.yaml").read_text())["spec"]
+ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
+NAMES = {rule["alert"] for rule in ALERTS}
+UPDATE_FAILED, NOBODY, NOT_READY, STALLED = (
+    f"SGLangRollout{name}" for name in ("UpdateFailed", "NoEngineServes", "NotReady", "OperatorStalled")
+)
+FAILED_UPDATES = 'sglang_rollout_coordinator_updates_total{outcome="Failed"}'
+TRANSFER = "/update_weights_from_distributed"
+UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["torch.float32"], "shapes": [[2]], "group_name": "g", "weight_version": 1}
+PHASE_MINUTES = 90
+"""How long Prometheus sees each scrape."""
+SOON, LATE = 2, 88
+"""Minutes into a phase: after one or two scrapes; after every window and every ``for`` of the alerts."""
+
+Scrape = dict[str, float]
+"""Values by series."""
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    try:
+        return promtool.find()
+    except LabError as error:
+        pytest.skip(str(error))
+
+
+@dataclass
+class Timeline:
+    """What Prometheus sees, phase by phase, and which alerts must fire on that."""
+
+    scrapes: list[Scrape] = field(default_factory=list)
+    expected: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, scrape: Scrape, *, soon: Collection[str] = (), late: Collection[str] = ()) -> None:
+        """Let Prometheus see ``scrape`` for a phase. The alerts ``soon`` fire at its begin and ``late`` at its end, and no others."""
+        begin = len(self.scrapes) * PHASE_MINUTES
+        self.scrapes.append(scrape)
+        for minute, firing in ((begin + SOON, soon), (begin + LATE, late)):
+            for alert in sorted(NAMES):
+                self.expected.append(
+                    {
+                        "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0)',
+                        "eval_time": f"{minute}m",
+                        "exp_samples": [{"labels": "{}", "value": int(alert in firing)}],
+                    }
+                )
+
+    def check(self, program: Path, folder: Path) -> None:
+        """Have promtool evaluate the rules."""
+        names = sorted({name for scrape in self.scrapes for name in scrape})
+        test = {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": " ".join(map(_steady, self._values(name)))} for name in names],
+            "promql_expr_test": self.expected,
+        }
+        (folder / "rules.yaml").write_text(yaml.safe_dump(RULES))
+        (folder / "test.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}))
+        command = [program, "test", "rules", "test.yaml"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def _values(self, series: str) -> Iterator[float | None]:
+        return (scrape.get(series) for scrape in self.scrapes)
+
+
+def _steady(value: float | None) -> str:
+    """One phase in promtool's notation; None: the series is missing."""
+    return f"_x{PHASE_MINUTES}" if value is None else f"{value:.0f}x{PHASE_MINUTES - 1}"
+
+
+def parsed(text: str) -> Scrape:
+    """The samples that alerts use: no histograms and no times of creation."""
+    families = (family for family in text_string_to_metric_families(text) if family.type != "histogram")
+    samples = (sample for family in families for sample in family.samples if not sample.name.endswith("_created"))
+    return {_series(sample.name, sample.labels): sample.value for sample in samples}
+
+
+def _series(name: str, labels: dict[str, str]) -> str:
+    pairs = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+    return f"{name}{{{pairs}}}"
+
+
+def used_by_alerts(prefix: str) -> set[str]:
+    """The series of one process that alerts name."""
+    found = {
+        name + (labels or "{}")
+        for rule in ALERTS
+        for name, labels in re.findall(r"(\w+)(\{[^}]*\})?", rule["expr"])
+        if name.startswith(prefix)
+    }
+    assert found
+    return found
+
+
+async def scraped(lab: Lab) -> Scrape:
+    status, _, text = await lab.get("/fleet/metrics")
+    assert status == 200
+    return parsed(text)
+
+
+async def push(lab: Lab, *, fails: bool) -> None:
+    """One complete update, or one of which the second engine takes no tensors."""
+    lab.agents[1].broken = {TRANSFER: "Failed to receive weights."} if fails else {}
+    assert (await lab.open_group())[0] == 200
+    assert (await lab.post("/begin_weight_update", {}))[0] == 200
+    assert (await lab.post(TRANSFER, UPDATE))[0] == (400 if fails else 200)
+    if not fails:
+        assert (await lab.post("/end_weight_update", {}))[0] == 200
+    await lab.serving(0 if fails else 2)
+
+
+async def test_each_failed_update_alerts_once_also_across_a_restart(program: Path, tmp_path: Path) -> None:
+    timeline = Timeline()
+    async with fleet_lab(tmp_path) as lab:
+        timeline.add(first := await scraped(lab))
+        assert used_by_alerts("sglang_rollout_coordinator_") - first.keys() == set()
+        await push(lab, fails=True)
+        timeline.add(await scraped(lab), soon={UPDATE_FAILED}, late={NOBODY})
+        await push(lab, fails=True)  # again the same version
+        timeline.add(await scraped(lab), soon={UPDATE_FAILED, NOBODY}, late={NOBODY})
+        await lab.kill()
+        lab.start()
+        await lab.serving(0)
+        timeline.add(restarted := await scraped(lab), soon={NOBODY}, late={NOBODY})
+        await push(lab, fails=False)
+        timeline.add(await scraped(lab))
+        await push(lab, fails=True)
+        timeline.add(last := await scraped(lab), soon={UPDATE_FAILED}, late={NOBODY})
+    timeline.check(program, tmp_path)
+    assert [scrape[FAILED_UPDATES] for scrape in timeline.scrapes] == [0, 1, 2, 0, 0, 1]
+    assert restarted.keys() == last.keys() == first.keys(), "no series begins with the first event that it counts"
+
+
+def test_the_operators_alerts(program: Path, tmp_path: Path) -> None:
+    metrics, timeline = OperatorMetrics(), Timeline()
+
+    def see(**firing: Collection[str]) -> None:
+        timeline.add(parsed(metrics.text().decode()), **firing)
+
+    assert used_by_alerts("sglang_rollout_operator_") - parsed(metrics.text().decode()).keys() == set()
+    see(late={STALLED})
+    metrics.listed()
+    see()
+    metrics.ready(("n", "a"), "False")
+    see(late={NOT_READY})
+    metrics.ready(("n", "a"), "True")
+    see()
+    timeline.check(program, tmp_path)

@@ -1,0 +1,289 @@
+"""The coordinator over a scripted smg: batches in parts, in order, cancelled as a whole, and everything else as it came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from sglang_rollout.coordinator.generate import client as smg
+from sglang_rollout.coordinator.generate import routes as routes_data
+from sglang_rollout.wire.ports import VERSION_HEADER
+from tests.contract.support.coordinator_process import Lab, fleet_lab
+
+
+class Script:
+    """smg's data paths: echoes; ``text`` tells what to do."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.running = self.most = self.cancelled = 0
+        self.version = "7"
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw)
+        self.seen.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await self.answer(request, body, raw)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def answer(self, request: web.Request, body: dict[str, Any], raw: bytes) -> web.StreamResponse:
+        what, _, argument = str(body.get("text", "")).partition(" ")
+        if what == "sleep":
+            await asyncio.sleep(float(argument))
+        if what == "refuse":
+            return web.json_response({"error": {"message": "temperature must be positive"}}, status=400)
+        if what == "busy":
+            return web.Response(status=503, text="full", headers={"Retry-After": "3"})
+        sample = {"text": f"<{body.get('text')}>", "output_ids": body.get("input_ids", []), "meta_info": {"id": body.get("rid")}}
+        headers = {VERSION_HEADER: argument if what == "version" else self.version}
+        if body.get("stream"):
+            return await self.stream(request, what, sample, headers)
+        count = (body.get("sampling_params") or {}).get("n", 1)
+        return web.json_response(sample if count == 1 else [{**sample, "sample": i} for i in range(count)], headers=headers)
+
+    async def stream(self, request: web.Request, what: str, sample: dict[str, Any], headers: dict[str, str]) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream", **headers})
+        await reply.prepare(request)
+        if what == "wrong":
+            await reply.write(b'data: {"error":{"message":"bad","code":400}}\n\ndata: [DONE]\n\n')
+            return reply
+        for count in range(3):
+            event = json.dumps({**sample, "count": count, "padding": "x" * (300_000 if what == "long" else 1)}).encode()
+            await reply.write(b"data: " + event[:10])  # an event comes in pieces
+            await asyncio.sleep(0.01)
+            await reply.write(event[10:] + b"\n\n: keep-alive\n\n")
+            if what == "break":
+                assert request.transport is not None
+                request.transport.abort()
+                return reply
+        await reply.write(b"data: [DONE]\n\n")
+        return reply
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+async def lab(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
+    monkeypatch.setattr(smg, "MOST_AT_ONCE", 8)
+    async with fleet_lab(tmp_path) as made:
+        made.smg.answer_tokens = script
+        yield made
+
+
+async def stream(lab: Lab, body: dict[str, Any]) -> tuple[int, list[Any]]:
+    """Status and events; ``DONE`` is the last one of a whole stream."""
+    async with lab.session.post(f"{lab.url}/generate", json={**body, "stream": True}) as reply:
+        lines = (await reply.text()).splitlines()
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return reply.status, [json.loads(line) if line != "[DONE]" else "DONE" for line in data]
+
+
+async def test_answers_come_in_the_order_of_the_prompts(lab: Lab, script: Script) -> None:
+    prompts = [f"sleep {0.2 - 0.01 * i:.2f}" for i in range(20)]
+    body = {"text": prompts, "rid": [f"r{i}" for i in range(20)], "sampling_params": [{"sampling_seed": i} for i in range(20)]}
+    status, _, found = await lab.post("/generate", body)
+    assert status == 200
+    assert [(sample["text"], sample["meta_info"]["id"]) for sample in found] == [(f"<{text}>", f"r{i}") for i, text in enumerate(prompts)]
+    assert sorted(item["sampling_params"]["sampling_seed"] for item in script.seen) == list(range(20))
+    assert script.most == 8, "bounded"
+
+
+async def test_samples_of_one_prompt_stay_together(lab: Lab) -> None:
+    _, _, found = await lab.post("/generate", {"text": ["a", "b"], "sampling_params": {"n": 2}})
+    assert [(sample["text"], sample["sample"]) for sample in found] == [("<a>", 0), ("<a>", 1), ("<b>", 0), ("<b>", 1)]
+    assert await lab.post("/generate", {"text": []}) == (200, "OK", [])
+
+
+async def test_headers_reach_every_request_and_the_versions_come_back(lab: Lab, script: Script) -> None:
+    sent = {"Authorization": "Bearer x", "X-SMG-Routing-Key": "k", "Accept-Encoding": "gzip"}
+    async with lab.session.post(f"{lab.url}/generate", json={"text": ["a", "b"]}, headers=sent) as reply:
+        assert reply.headers[VERSION_HEADER] == "7"
+        await reply.read()
+    assert [(headers["authorization"], headers["x-smg-routing-key"]) for headers in script.headers] == [("Bearer x", "k")] * 2
+    assert {headers["accept-encoding"] for headers in script.headers} == {"identity"}
+    async with lab.session.post(f"{lab.url}/generate", json={"text": ["version 8", "a", "version 8"]}) as reply:
+        assert reply.headers[VERSION_HEADER] == "8, 7"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "shown"),
+    [("refuse", 400, {"error": {"message": "temperature must be positive"}}), ("busy", 503, "full")],
+)
+async def test_one_that_fails_ends_the_batch_with_its_answer(lab: Lab, script: Script, text: str, status: int, shown: object) -> None:
+    for extra in ({}, {"stream": True}):
+        found, _, body = await asyncio.wait_for(lab.post("/generate", {"text": ["sleep 30", text, "sleep 30"], **extra}), 5)
+        assert (found, body) == (status, shown)
+    await lab.until("the others are cancelled", lambda: _is(lambda: script.cancelled == 4))
+
+
+async def test_a_client_that_goes_takes_its_batch_along(lab: Lab, script: Script) -> None:
+    for extra in ({}, {"stream": True}):
+        asking = asyncio.create_task(lab.post("/generate", {"text": ["sleep 30"] * 3, **extra}))
+        await lab.until("all run", lambda: _is(lambda: script.running == 3))
+        asking.cancel()
+        await lab.until("all are cancelled", lambda: _is(lambda: script.running == 0), within=3)
+    assert script.cancelled == 6
+
+
+async def test_streams_of_a_batch_are_one_stream(lab: Lab) -> None:
+    status, events = await stream(lab, {"text": ["a", "long", "sleep 0.1"]})
+    assert status == 200
+    assert events.pop() == "DONE"
+    for index, text in enumerate(["a", "long", "sleep 0.1"]):
+        assert [(event["text"], event["count"]) for event in events if event["index"] == index] == [(f"<{text}>", i) for i in range(3)]
+    assert len(events) == 9
+    assert await stream(lab, {"text": []}) == (200, ["DONE"])
+
+
+async def test_a_stream_that_breaks_is_not_whole_and_one_that_sglang_refuses_is(lab: Lab) -> None:
+    status, events = await stream(lab, {"text": ["break", "sleep 30"]})
+    assert status == 200
+    assert "broke the connection" in events[-1]["error"]["message"]
+    assert "DONE" not in events
+    status, events = await stream(lab, {"text": ["sleep 30", "wrong"]})
+    assert (status, events[-2]["error"]["message"], events[-1]) == (200, "bad", "DONE")
+
+
+async def test_sglangs_own_words_for_a_batch_that_does_not_fit(lab: Lab, script: Script) -> None:
+    status, _, body = await lab.post("/generate", {"text": ["a", "b"], "rid": ["x", "x"]})
+    assert (status, body) == (400, {"error": {"message": "Duplicate request IDs detected within the request: ['x']"}})
+    assert script.seen == []
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+async def test_half_of_a_character_reaches_smg_as_it_came_and_its_refusal_is_the_answer(
+    lab: Lab, script: Script, more: dict[str, Any]
+) -> None:
+    """A text that was cut in the middle of an emoji. Of a single prompt the same is said."""
+    status, _, body = await lab.post("/generate", {"text": ["sleep 30", "refuse \ud83d"], **more})
+    assert (status, body) == (400, {"error": {"message": "temperature must be positive"}})
+    assert "refuse \ud83d" in [item["text"] for item in script.seen]
+
+
+async def test_what_is_no_batch_is_passed_on_byte_by_byte(lab: Lab, script: Script) -> None:
+    seen: list[bytes] = []
+
+    async def raw(request: web.Request) -> web.StreamResponse:
+        seen.append(await request.read())
+        return web.Response(body=b"as it is", status=418, headers={"X-Kept": "yes", "Content-Type": "text/plain"})
+
+    lab.smg.answer_tokens = raw
+    for data in (b'{"text" : "one"}', b"no json", b"[1]"):
+        async with lab.session.post(f"{lab.url}/generate", data=data) as reply:
+            assert (reply.status, await reply.read(), reply.headers["X-Kept"]) == (418, b"as it is", "yes")
+        assert seen[-1] == data
+    lab.smg.answer_tokens = script
+    status, events = await stream(lab, {"text": "one"})
+    assert (status, len(events), events[-1]) == (200, 4, "DONE")
+
+
+async def test_bodies_larger_than_control_calls_are_taken_and_far_larger_ones_are_not(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    big = "x" * (9 * 2**20)
+    status, _, found = await lab.post("/generate", {"text": ["a", big]})
+    assert (status, len(found[1]["text"])) == (200, len(big) + 2)
+    monkeypatch.setattr(routes_data, "LARGEST_BODY", 2**20)
+    status, _, body = await lab.post("/generate", {"text": ["a", big]})
+    assert (status, "send it in several" in body["error"]["message"]) == (413, True)
+    assert (await lab.post("/begin_weight_update", {"x": big}))[0] == 413
+
+
+async def test_an_smg_without_engines_or_under_restart_is_no_reason_to_give_up(
+    lab: Lab, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.smg.answer_tokens = None
+    asking = asyncio.create_task(lab.post("/generate", {"text": ["a", "b"]}))
+    await asyncio.sleep(0.7)
+    assert not asking.done()
+    lab.smg.answer_tokens = script
+    assert (await asking)[0] == 200
+    monkeypatch.setattr(routes_data, "UNLISTED_SECONDS", 0.3)
+    lab.smg.answer_tokens = None
+    for body in ({"text": ["a"]}, {"text": ["a"], "stream": True}, {"text": "a"}):
+        status, _, answer = await lab.post("/generate", body)
+        assert (status, "GET /fleet" in answer["error"]["message"]) == (503, True)
+    lab.smg.answer_tokens = script
+    await lab.smg.stop()
+    asking = asyncio.create_task(lab.post("/generate", {"text": ["a", "b"]}))
+    await asyncio.sleep(0.7)
+    assert not asking.done()
+    await lab.smg.start()
+    assert (await asking)[0] == 200
+
+
+async def test_completions_of_token_ids_go_to_engines_that_serve_in_turns(lab: Lab, script: Script) -> None:
+    seen: list[str] = []
+
+    def engine(name: str, status: int = 200) -> Any:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            assert (await request.json())["prompt"] == [1, 2]
+            assert request.headers.get("Authorization") != "Bearer secret", "the control token is not for data paths"
+            seen.append(name)
+            return web.json_response({"from": name}, status=status)
+
+        return answer
+
+    first, second = lab.agents
+    first.answer_tokens, second.answer_tokens = engine("e0"), engine("e1")
+    for _ in range(4):
+        assert (await lab.post("/v1/completions", {"prompt": [1, 2]}))[0] == 200
+    assert (seen.count("e0"), seen.count("e1")) == (2, 2)
+    first.answer_tokens = engine("e0", 503)
+    for _ in range(4):
+        assert (await lab.post("/v1/completions", {"prompt": [1, 2]}))[2] == {"from": "e1"}
+    await lab.post("/v1/completions", {"prompt": ["a"]})
+    assert script.seen == [{"prompt": ["a"]}]
+
+
+async def test_what_smg_would_drop_goes_to_engines_and_a_session_to_one_of_them(lab: Lab, script: Script) -> None:
+    seen: list[str] = []
+
+    def engine(name: str, status: int = 200) -> Any:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if status == 200:
+                seen.append(name)
+            return web.json_response({"from": name, "asked": await request.json()}, status=status)
+
+        return answer
+
+    async def rounds(session: str) -> set[str]:
+        del seen[:]
+        for _ in range(4):
+            async with lab.session.post(f"{lab.url}/generate", json=biased, headers={"x-session-id": session}) as reply:
+                assert (reply.status, (await reply.json())["asked"]) == (200, biased)
+        return set(seen)
+
+    first, second = lab.agents
+    first.answer_tokens, second.answer_tokens = engine("e0"), engine("e1")
+    biased = {"text": "a", "sampling_params": {"logit_bias": {"7": 1}}}
+    kept = {session: await rounds(session) for session in map(str, range(12))}
+    assert {len(engines) for engines in kept.values()} == {1}
+    assert set().union(*kept.values()) == {"e0", "e1"}
+    first.answer_tokens = engine("e0", 503)
+    assert [await rounds(session) for session in kept] == [{"e1"}] * 12
+
+    assert script.seen == []
+    await lab.post("/generate", {"text": ["a", "b"], "sampling_params": [biased["sampling_params"], {"n": 1}]})
+    await lab.post("/v1/chat/completions", {"messages": [], "n": 16})
+    assert script.seen == [{"text": "b", "sampling_params": {"n": 1}}], "the rest of a batch goes its usual way"
+
+
+async def _is(check: Any) -> bool:
+    return bool(check())

@@ -1,0 +1,303 @@
+"""The coordinator over HTTP, with agents that are faked behind real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_rollout.wire.record import Record
+from tests.contract.support.coordinator_process import Lab, fleet_lab
+
+UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["torch.float32"], "shapes": [[2]]}
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    async with fleet_lab(tmp_path) as lab:
+        yield lab
+
+
+async def push(lab: Lab, version: object, group: str = "g") -> tuple[int, str, Any]:
+    assert (await lab.open_group(group))[0] == 200
+    assert (await lab.post("/begin_weight_update", {}))[0] == 200
+    body = {**UPDATE, "group_name": group, "weight_version": version}
+    assert (await lab.post("/update_weights_from_distributed", body))[0] == 200
+    return await lab.post("/end_weight_update", {})
+
+
+async def test_a_push_commits_on_every_engine_and_gates_are_open_when_end_answers(lab: Lab) -> None:
+    status, _, body = await push(lab, 5)
+    assert (status, body["success"]) == (200, True)
+    assert all(agent.agent.gate_open and not agent.agent.paused for agent in lab.agents)
+    found = await lab.document()
+    assert found["committed"] == {"run": 1, "step": 5, "label": "5"}
+    assert found["last_update"]["outcome"] == "Committed"
+    assert set(found["last_update"]["phases_ms"]) >= {"pause", "transfer", "commit", "resume", "total"}
+    assert (await lab.get("/get_weight_version"))[2] == {"weight_version": "5"}
+    assert (await lab.get("/model_info"))[2]["weight_version"] == "5"
+    record = Record.model_validate_json(lab.record.read_text())
+    assert record.committed.step == 5
+    sent = lab.agents[1].heard("/init_weights_update_group")[0]
+    assert (sent["rank_offset"], sent["master_port"], sent["backend"]) == (2, 29500, "gloo")
+    assert lab.agents[0].heard("/update_weights_from_distributed")[0]["dtypes"] == ["float32"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"world_size": 7}, "world_size 7 does not fit this fleet: rank_offset 1 + 2 GPUs on 2 engines [1, 1] = 3. Use world_size=3."),
+        ({"rank_offset": 2}, "rank_offset 2 does not fit this fleet"),
+        ({"master_address": ""}, "master_address is missing"),
+        ({"master_port": "x"}, "master_port 'x' is no whole number."),
+        ({"group_name": ""}, "group_name '' is no name"),
+    ],
+)
+async def test_a_wrong_group_is_refused_before_any_engine_hears_of_it(lab: Lab, changes: dict[str, Any], sentence: str) -> None:
+    status, reason, body = await lab.open_group(**changes)
+    assert status == 400
+    assert sentence in reason
+    assert sentence in body["message"]
+    assert all(agent.calls == [] for agent in lab.agents)
+    assert (await lab.document())["serving"] == 2
+
+
+async def test_an_unreachable_trainer_is_refused_and_nobody_joins(lab: Lab) -> None:
+    lab.agents[1].broken["/agent/preflight"] = "connection refused."
+    status, reason, _ = await lab.open_group()
+    assert status == 400
+    assert "engine e1 cannot reach the trainer at 127.0.0.1:29500: connection refused." in reason
+    assert all(not agent.heard("/init_weights_update_group") for agent in lab.agents)
+
+
+async def test_an_engine_that_cannot_join_is_named_and_the_others_leave(lab: Lab) -> None:
+    lab.agents[0].slow["/init_weights_update_group"] = 2.9
+    lab.agents[1].broken["/init_weights_update_group"] = "out of memory."
+    status, reason, body = await lab.open_group()
+    assert (status, body["fleet"]["phase"]) == (400, "open")
+    assert "engine e1 could not join group g: out of memory." in reason
+    await asyncio.sleep(0.3)
+    assert all(agent.heard("/destroy_weights_update_group") for agent in lab.agents)
+    assert (await lab.document())["groups"] == []
+
+
+async def test_trainers_without_a_session_commit_when_they_continue(lab: Lab) -> None:
+    assert (await lab.open_group())[0] == 200
+    assert (await lab.post("/pause_generation"))[0] == 200
+    assert lab.agents[0].heard("/pause_generation") == [{"mode": "abort"}]
+    assert (await lab.call("GET", "/flush_cache"))[0] == 200
+    single = {"name": "w", "dtype": "float32", "shape": [2]}
+    assert (await lab.post("/update_weights_from_distributed", single))[0] == 200
+    assert not any(agent.agent.gate_open for agent in lab.agents)
+    status, _, body = await lab.post("/continue_generation", {"torch_empty_cache": True})
+    assert (status, body["status"]) == (200, "ok")
+    assert all(agent.agent.gate_open for agent in lab.agents)
+    assert (await lab.document())["committed"]["step"] == 1
+
+
+async def test_trainers_that_never_pause_commit_when_they_flush(lab: Lab) -> None:
+    assert (await lab.open_group("skyrl", backend="gloo"))[0] == 200
+    for _ in range(2):
+        assert (await lab.post("/update_weights_from_distributed", {"name": "w", "dtype": "float32", "shape": [2]}))[0] == 200
+    assert (await lab.post("/flush_cache"))[0] == 200
+    assert (await lab.document())["committed"]["step"] == 1
+    assert all(agent.agent.gate_open and not agent.agent.paused for agent in lab.agents)
+    assert (await lab.post("/destroy_weights_update_group"))[0] == 200
+    status, _, body = await lab.post("/destroy_weights_update_group", {"group_name": "nobody"})
+    assert (status, body["message"]) == (400, "The group to be destroyed does not exist.")
+
+
+async def test_one_failing_engine_fails_the_update_and_fences_all(lab: Lab) -> None:
+    await push(lab, 1)
+    assert (await lab.open_group("h"))[0] == 200
+    lab.agents[1].broken["/update_weights_from_distributed"] = "Failed to receive weights."
+    status, reason, body = await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "h"})
+    assert status == 400
+    assert reason.startswith("engine e1 did not take the tensors: Failed to receive weights (phase transfer)")
+    assert body["fleet"]["world_size"] == 3
+    await lab.until("fenced", lambda: _all(agent.heard("/agent/fence") for agent in lab.agents))
+    found = await lab.document()
+    assert (found["committed"]["step"], found["serving"], found["last_update"]["outcome"]) == (1, 0, "Failed")
+    assert (await lab.get("/health"))[0] == 200, "weights can be taken although nobody serves"
+    lab.agents[1].broken.clear()
+    assert (await push(lab, 2, "i"))[0] == 200
+    await lab.serving(2)
+
+
+async def _all(values: Any) -> bool:
+    return all(values)
+
+
+async def test_a_restarted_coordinator_gives_an_open_update_up_and_remembers(lab: Lab) -> None:
+    await push(lab, 3)
+    assert (await lab.post("/begin_weight_update", {}))[0] == 200
+    await lab.kill()
+    lab.agents[0].agent.restart()
+    lab.start()
+    await lab.until("fenced", lambda: _all([lab.agents[1].heard("/agent/fence")]))
+    found = await lab.document()
+    assert (found["committed"]["step"], found["term"], found["serving"]) == (3, 2, 0)
+    assert not lab.agents[1].agent.session
+    assert (found["last_update"]["outcome"], found["last_update"]["version"]["step"]) == ("Failed", 4)
+    assert 'sglang_rollout_coordinator_updates_total{outcome="Failed"} 1.0' in (await lab.get("/fleet/metrics"))[2]
+    await lab.kill()
+    lab.start()
+    await lab.serving(0)
+    assert 'sglang_rollout_coordinator_updates_total{outcome="Failed"} 0.0' in (await lab.get("/fleet/metrics"))[2], "counted once"
+
+
+async def test_a_lost_record_is_rebuilt_from_the_agents(lab: Lab) -> None:
+    await push(lab, 3)
+    await lab.kill()
+    lab.record.unlink()
+    lab.start()
+    await lab.serving(2)
+    assert (await lab.document())["committed"]["step"] == 3
+    await lab.until("written again", lambda: _all([lab.record.exists()]))
+    assert Record.model_validate_json(lab.record.read_text()).committed.step == 3
+
+
+async def test_groups_survive_a_restart_of_the_coordinator(lab: Lab) -> None:
+    await push(lab, 3)
+    await asyncio.sleep(1.2)
+    await lab.kill()
+    lab.start()
+    await lab.serving(2)
+    assert [group["name"] for group in (await lab.document())["groups"]] == ["g"]
+    assert (await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "g"}))[0] == 200
+    assert (await lab.post("/flush_cache"))[0] == 200
+    assert (await lab.document())["committed"]["step"] == 4
+
+
+async def test_a_restarted_engine_makes_its_group_stale_and_is_not_routed(lab: Lab) -> None:
+    await push(lab, 3)
+    before = await lab.document()
+    lab.agents[1].agent.restart()
+    await lab.serving(1)
+    after = await lab.document()
+    assert after["epoch"] > before["epoch"]
+    await lab.until("not routed", lambda: _all([set(lab.smg.workers.values()) == {lab.agents[0].url}]))
+    status, reason, body = await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "g"})
+    assert status == 400
+    assert "its member e1 was restarted" in reason
+    assert body["fleet"]["epoch"] == after["epoch"]
+    assert (await push(lab, 4, "h"))[0] == 200
+    await lab.serving(2)
+
+
+async def test_smg_is_filled_again_after_its_restart_and_kept_during_an_update(lab: Lab) -> None:
+    urls = {agent.url for agent in lab.agents}
+    await lab.until("routed", lambda: _all([set(lab.smg.workers.values()) == urls]))
+    lab.smg.workers.clear()
+    await lab.until("routed again", lambda: _all([set(lab.smg.workers.values()) == urls]))
+    lab.smg.seen.clear()
+    await lab.open_group()
+    await lab.post("/begin_weight_update", {})
+    await asyncio.sleep(1.2)
+    await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "g"})
+    await lab.post("/end_weight_update", {})
+    await asyncio.sleep(0.7)
+    assert all(seen == urls for seen in lab.smg.seen)
+
+
+async def test_a_trainer_that_falls_silent_is_given_up(lab: Lab) -> None:
+    lab.deadlines = lab.deadlines.model_copy(update={"idle": 1.0})
+    lab.want()
+    await asyncio.sleep(0.8)
+    assert (await lab.post("/pause_generation", {"mode": "retract"}))[0] == 200
+    await lab.until("resumed", lambda: _all(not agent.agent.paused for agent in lab.agents))
+    assert (await lab.document())["serving"] == 2
+
+
+async def test_a_new_attempt_gives_the_old_one_up_and_gets_its_own_answer(lab: Lab) -> None:
+    await push(lab, 3)
+    assert (await lab.post("/begin_weight_update", {}))[0] == 200
+    status, _, body = await lab.post("/begin_weight_update", {})
+    assert (status, body["message"]) == (200, "Success")
+    assert (await lab.open_group("g"))[0] == 200
+    assert (await lab.document())["phase"] == "idle", "whoever opens its group again has given up what it had begun"
+    assert (await push(lab, 4, "h"))[0] == 200
+    assert (await lab.document())["committed"]["step"] == 4
+
+
+async def test_junk_is_refused(lab: Lab) -> None:
+    status, reason, _ = await lab.call("POST", "/init_weights_update_group", data=b'{"a": ')
+    assert status == 400
+    assert "line 1, column" in reason
+    status, _, body = await lab.call("POST", "/init_weights_update_group", data=b"[1]")
+    assert (status, body["success"]) == (400, False)
+    status, reason, _ = await lab.call("POST", "/begin_weight_update", data=b"x" * 20_000_000)
+    assert status == 413
+    status, reason, body = await lab.post("/no_such_call", {})
+    assert status == 404
+    assert "/init_weights_update_group" in body["message"]
+    assert (await lab.post("/update_weights_from_tensor", {}))[0] == 501
+    status, reason, _ = await lab.post("/update_weights_from_disk", {})
+    assert (status, "model_path is missing" in reason) == (400, True)
+    status, reason, _ = await lab.post("/begin_weight_update", {})
+    assert (status, "no weight-update group is open" in reason) == (400, True)
+    status, _, _ = await lab.post("/end_weight_update", {})
+    assert status == 400
+    status, reason, _ = await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "nobody"})
+    assert (status, "group nobody is not open" in reason) == (400, True)
+    assert all(agent.calls == [] for agent in lab.agents)
+
+
+async def test_reads_look_like_one_big_server(lab: Lab) -> None:
+    await lab.until("infos", lambda: _ok(lab, "/server_info"))
+    info = (await lab.get("/get_server_info"))[2]
+    assert (info["tp_size"], info["dp_size"], info["pp_size"], info["num_gpus"]) == (1, 2, 1, 2)
+    assert info["admin_api_key"] == "[redacted]"
+    assert (await lab.get("/get_world_size"))[2] == {"world_size": 2}
+    assert [load["num_reqs"] for load in (await lab.get("/get_load"))[2]] == [3, 3]
+    assert len((await lab.get("/v1/loads?include=core"))[2]["loads"]) == 2
+    assert (await lab.get("/v1/models"))[2]["data"][0]["id"] == "m"
+    assert len((await lab.get("/workers"))[2]["workers"]) == 2
+    assert (await lab.post("/workers", {"url": lab.url}))[0] == 202
+    assert (await lab.get("/health"))[0] == 200
+    assert (await lab.call("GET", "/health", {}))[0] == 200, "one trainer sends a body with it"
+    assert "sglang_rollout_coordinator_serving 2.0" in (await lab.get("/fleet/metrics"))[2]
+    assert (await lab.post("/abort_request", {"abort_all": True}))[0] == 200
+
+
+async def _ok(lab: Lab, path: str) -> bool:
+    return (await lab.get(path))[0] == 200
+
+
+async def test_reads_never_wait_for_an_update(lab: Lab) -> None:
+    await lab.until("infos", lambda: _ok(lab, "/server_info"))
+    await lab.open_group()
+    for agent in lab.agents:
+        agent.slow["/update_weights_from_distributed"] = 1.5
+    running = asyncio.create_task(lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "g"}))
+    await asyncio.sleep(0.2)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for path in ("/fleet", "/server_info", "/model_info", "/health", "/get_weight_version", "/v1/models", "/v1/loads"):
+        assert (await lab.get(path))[0] == 200
+    assert loop.time() - began < 1.0
+    assert (await lab.document())["phase"] == "transfer"
+    assert (await running)[0] == 200
+
+
+async def test_an_engine_that_is_down_is_named(lab: Lab) -> None:
+    lab.agents[1].agent.up = False
+    await lab.serving(1)
+    status, reason, _ = await lab.open_group()
+    assert status == 400
+    assert "Use world_size=2. Absent: e1: " in reason
+    assert not any(agent.calls for agent in lab.agents)
+    lab.agents[0].agent.up = False
+    await lab.serving(0)
+    assert (await lab.get("/health"))[0] == 503
+
+
+async def test_a_coordinator_that_is_outranked_ends(lab: Lab) -> None:
+    lab.agents[0].agent.term = 9
+    assert lab.coordinator is not None
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(lab.coordinator, 5)
+    assert "term 9" in str(caught.value.exceptions)

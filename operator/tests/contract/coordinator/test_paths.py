@@ -1,0 +1,127 @@
+"""The paths of the fleet's URL beside generating, over engines that are faked behind real HTTP: served, refused by name, or unknown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from sglang_rollout.coordinator.generate import routes as routes_data
+from sglang_rollout.wire.ports import DIRECT_PATHS
+from tests.contract.support.coordinator_process import HttpAgent, Lab, fleet_lab
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    async with fleet_lab(tmp_path_factory.mktemp("fleet")) as made:
+        yield made
+
+
+def echo(agent: HttpAgent, name: str, status: int = 200) -> list[bytes]:
+    """Let an engine answer its data paths; returns the list of the bodies that arrive there."""
+    seen: list[bytes] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.headers.get("Authorization") != "Bearer secret", "the control token is not for data paths"
+        seen.append(await request.read())
+        return web.json_response({"from": name, "path": request.path}, status=status)
+
+    agent.answer_tokens = answer
+    return seen
+
+
+@pytest.mark.parametrize("path", DIRECT_PATHS)
+async def test_engines_take_turns_and_one_that_has_just_closed_is_passed_over(lab: Lab, path: str) -> None:
+    first, second = lab.agents
+    seen = echo(first, "e0"), echo(second, "e1")
+    answers = [await lab.post(path, {"text": "a"}) for _ in range(4)]
+    assert answers[0] == (200, "OK", {"from": answers[0][2]["from"], "path": path})
+    assert [len(bodies) for bodies in seen] == [2, 2]
+    echo(first, "e0", 503)
+    assert [(await lab.post(path, {"text": "a"}))[2]["from"] for _ in range(3)] == ["e1"] * 3
+
+
+async def test_no_engine_with_a_closed_gate_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_data, "HOLD_SECONDS", 0.3)
+    async with fleet_lab(tmp_path) as lab:
+        seen = [echo(agent, agent.agent.name) for agent in lab.agents]
+        assert (await lab.get("/ready"))[0] == 200
+        assert (await lab.open_group())[0] == 200
+        assert (await lab.post("/begin_weight_update", {}))[0] == 200
+        update = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g"}
+        assert (await lab.post("/update_weights_from_distributed", update))[0] == 200
+        await lab.serving(0)
+        status, _, body = await lab.post("/v1/embeddings", {"input": "a"})
+        assert (status, "none holds the weights that the fleet has committed" in body["error"]["message"]) == (503, True)
+        assert seen == [[], []]
+        for path in ("/ready", "/get_weights_by_name?name=w"):
+            status, _, body = await lab.get(path)
+            assert (status, "No engine serves now" in body["message"]) == (503, True)
+
+
+@pytest.mark.parametrize(
+    ("data", "arrives"),
+    [
+        (b'{"\\u0069nput_ids": [5, 1e3]}', b'{"input_ids":[5,1000.0]}'),
+        ('{"text": "é"}'.encode("utf-16"), '{"text":"é"}'.encode()),
+        (b'{"text": "a", "text": "b"}', b'{"text":"b"}'),
+        (b'{"input": ["99999", "a"]}', b'{"input":["99999","a"]}'),
+    ],
+)
+async def test_bodies_are_written_so_that_the_gates_filter_can_read_them(lab: Lab, data: bytes, arrives: bytes) -> None:
+    seen = [echo(agent, agent.agent.name) for agent in lab.agents]
+    assert (await lab.call("POST", "/classify", data=data))[0] == 200
+    assert seen[0] + seen[1] == [arrives]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"input_ids": [5, "99999"]}, "input_ids holds a string: write token ids as numbers."),
+        ({"input_ids": [[5], ["99999"]]}, "input_ids holds a string"),
+        ({"input": [5, "99999"]}, "input holds strings beside other values in one list"),
+        ({"query": "a", "items": [["99999", 5]]}, "items holds strings beside other values in one list"),
+        ({"text": "a", "sampling_params": {"stop_token_ids": ["99999"]}}, "stop_token_ids holds a string"),
+        ([1], "/classify needs a JSON object"),
+        (b"{", "/classify needs a JSON object"),
+        (b"[" * 5000, "/classify needs a JSON object"),
+    ],
+)
+async def test_bodies_that_hide_token_ids_reach_no_engine(lab: Lab, body: Any, sentence: str) -> None:
+    seen = [echo(agent, agent.agent.name) for agent in lab.agents]
+    status, _, answer = await lab.call("POST", "/classify", data=body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert (status, sentence in answer["error"]["message"]) == (400, True), answer
+    assert seen == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "sentence"),
+    [
+        ("POST", "/start_profile", 501, "/start_profile is not offered at the fleet's URL: it works on one engine's process"),
+        ("GET", "/weights_checker", 501, "the fleet compares the engines' checksums itself"),
+        ("POST", "/v1/responses/r1/cancel", 501, "Use /v1/chat/completions or /generate."),
+        ("PUT", "/hicache/storage-backend", 501, "Set the flag in engine.args"),
+        ("POST", "/hicaches", 404, "/hicaches is no path of this URL, which serves a fleet of SGLang engines. Data: /generate,"),
+        ("GET", "/classify", 405, "GET /classify: use POST."),
+        ("GET", "/v1/models/other", 404, "The model 'other' does not exist"),
+        ("POST", "/get_weights_by_name", 400, "name is missing"),
+        ("GET", "/get_weights_by_name?name=w&truncate_size=-5", 400, "truncate_size '-5' is out of range: use 1 to 100 rows."),
+        ("GET", "/get_weights_by_name?name=w&truncate_size=101", 400, "truncate_size '101' is out of range"),
+    ],
+)
+async def test_other_paths_are_refused_by_name(lab: Lab, method: str, path: str, status: int, sentence: str) -> None:
+    found, reason, body = await lab.call(method, path)
+    said = body["message"] if "message" in body else body["error"]["message"]
+    assert (found, sentence in said) == (status, True), body
+    assert said[:60] in reason or status == 404
+
+
+async def test_one_model_is_found_by_its_name(lab: Lab) -> None:
+    assert await lab.get("/v1/models/m") == (200, "OK", {"id": "m"})

@@ -1,0 +1,80 @@
+"""Over HTTP: an engine that falls silent at the end of an update, where nothing but a deadline of minutes would end the wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_rollout.coordinator.update import disk, outcome, verify
+from sglang_rollout.coordinator.update import steps as calls
+from sglang_rollout.coordinator.update.steps import UPDATE_DISK
+from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.wire.policy import Verify
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN
+from tests.contract.support.coordinator_process import QUICK, Lab, fleet_lab
+
+MINUTES = 300.0
+SLOW = QUICK.model_copy(update={"update": MINUTES, "pause": MINUTES, "idle": MINUTES})
+UPDATE = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g", "weight_version": 1}
+STEPS = {"/end_weight_update": "could not end the session", CHECKER: "could not be verified", AGENT_ACK: "did not acknowledge version 1/1"}
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (calls, disk, outcome, verify):
+        monkeypatch.setattr(module, "PATIENCE", 0.5)
+
+
+async def push(lab: Lab) -> tuple[int, str, Any]:
+    """The client of the lab waits 30 s for each answer, no minutes."""
+    assert (await lab.open_group())[0] == 200
+    assert (await lab.post("/begin_weight_update", {}))[0] == 200
+    assert (await lab.post("/update_weights_from_distributed", UPDATE))[0] == 200
+    return await lab.post("/end_weight_update", {})
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_who_has_enough_engines_commits_without_the_silent_one(tmp_path: Path, step: str) -> None:
+    async with fleet_lab(tmp_path, 3, SLOW, verify=Verify.ALWAYS, min_committed=2) as lab:
+        lab.agents[1].slow[step] = MINUTES
+        status, _, body = await push(lab)
+        assert (status, body["fleet"]["outcome"], list(body["fleet"]["fenced"])) == (200, "Partial", ["e1"])
+        assert STEPS[step] in body["message"]
+        assert "no answer for 0.5 s after 2 of 3 engines had answered" in body["message"]
+        await lab.serving(2)
+
+        async def fenced() -> bool:
+            return bool(lab.agents[1].heard(AGENT_FENCE))
+
+        await lab.until("e1 is fenced", fenced)
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_who_needs_all_engines_hears_which_one_is_silent(tmp_path: Path, step: str) -> None:
+    async with fleet_lab(tmp_path, 2, SLOW, verify=Verify.ALWAYS) as lab:
+        lab.agents[1].slow[step] = MINUTES
+        status, reason, body = await push(lab)
+        assert (status, body["fleet"]["engine"]) == (400, "e1")
+        assert f"engine e1 {STEPS[step]}" in reason
+        assert (await lab.document())["committed"]["step"] == 0
+
+
+async def test_an_engine_that_does_not_go_on_after_a_commit_is_named_and_the_others_run(tmp_path: Path) -> None:
+    async with fleet_lab(tmp_path, 3, SLOW) as lab:
+        lab.agents[1].slow[AGENT_RUN] = MINUTES
+        status, _, body = await push(lab)
+        assert (status, body["fleet"]["outcome"]) == (200, "Committed")
+        assert [found["success"] for found in body["fleet"]["engines"].values()] == [True, False, True]
+        assert "no answer for 0.5 s after 2 of 3 engines had answered" in body["fleet"]["engines"]["e1"]["message"]
+        assert lab.agents[1].heard(AGENT_FENCE), "which lets an engine run that is clean"
+        await lab.serving(3)
+
+
+async def test_an_engine_that_hangs_when_it_loads_a_checkpoint_is_left_behind(tmp_path: Path) -> None:
+    async with fleet_lab(tmp_path, 3, SLOW, min_committed=2) as lab:
+        lab.agents[1].slow[UPDATE_DISK] = MINUTES
+        status, _, body = await lab.post(UPDATE_DISK, {"model_path": "/checkpoints/1"})
+        assert (status, list(body["fleet"]["fenced"])) == (200, ["e1"])
+        assert "did not load /checkpoints/1: no answer for 0.5 s after 2 of 3" in body["fleet"]["fenced"]["e1"]

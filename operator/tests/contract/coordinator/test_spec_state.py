@@ -1,0 +1,86 @@
+"""What clients and trainers see of a fleet that its spec holds: the coordinator over HTTP, with agents that are faked behind real HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_rollout.wire.intent import Intent
+from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.states import FleetState, held_sentence
+from tests.contract.support.coordinator_process import Lab, fleet_lab
+
+UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g", "weight_version": "1"}
+PAUSED = held_sentence(FleetState.PAUSED)
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    async with fleet_lab(tmp_path) as lab:
+        yield lab
+
+
+async def set_state(lab: Lab, state: FleetState) -> None:
+    """The user writes spec.state, the operator the intent."""
+    path = lab.folder / "intent.json"
+    intent = Intent.model_validate_json(path.read_text())
+    path.write_text(intent.model_copy(update={"state": state, "generation": intent.generation + 1}).model_dump_json())
+
+    async def in_effect() -> bool:
+        return bool((await lab.document())["state"] == state.value)
+
+    await lab.until(f"the fleet is {state}", in_effect)
+
+
+async def all_paused(lab: Lab) -> bool:
+    return all(agent.agent.paused and not agent.agent.gate_open for agent in lab.agents)
+
+
+async def test_a_paused_fleet_answers_with_who_holds_it_and_takes_weights(lab: Lab) -> None:
+    await set_state(lab, FleetState.PAUSED)
+    await lab.until("all engines are paused", lambda: all_paused(lab))
+    for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": []})):
+        async with lab.session.post(lab.url + path, json=body) as reply:
+            assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+            assert (await reply.json())["error"]["message"] == PAUSED
+    assert (await lab.get("/fleet/held"))[0] == 200
+    assert (await lab.get("/health"))[0] == 200, "weights can be taken"
+    assert (await lab.open_group())[0] == 200
+    for path in ("/pause_generation", "/begin_weight_update"):
+        assert (await lab.post(path, {}))[0] == 200
+    assert (await lab.post("/update_weights_from_distributed", UPDATE))[0] == 200
+    status, _, body = await lab.post("/end_weight_update", {})
+    assert (status, body["fleet"]["state"]) == (200, "paused")
+    status, _, body = await lab.post("/continue_generation", {})
+    assert (status, body["success"], body["status"]) == (200, True, "ok")
+    assert body["message"] == f"Generation stays paused. {PAUSED}"
+    found = await lab.document()
+    assert (found["committed"]["label"], found["serving"], found["held"]) == ("1", 0, PAUSED)
+    assert await all_paused(lab)
+
+    await set_state(lab, FleetState.ACTIVE)
+    await lab.serving(2)
+    assert not any(agent.agent.paused for agent in lab.agents)
+    assert (await lab.get("/fleet/held"))[0] == 404
+
+
+async def test_a_coordinator_that_starts_anew_keeps_the_hold(lab: Lab) -> None:
+    await set_state(lab, FleetState.PAUSED)
+    await lab.until("all engines are paused", lambda: all_paused(lab))
+
+    async def recorded() -> bool:
+        return Record.model_validate_json(lab.record.read_text()).state is FleetState.PAUSED
+
+    await lab.until("the record says it", recorded)
+    await lab.kill()
+    lab.start()
+
+    async def adopted() -> bool:
+        return bool((await lab.document()).get("held") == PAUSED)
+
+    await lab.until("the new one says it", adopted)
+    assert await all_paused(lab)
+    assert not any(agent.heard("/continue_generation") or agent.heard("/agent/run") or agent.heard("/agent/fence") for agent in lab.agents)

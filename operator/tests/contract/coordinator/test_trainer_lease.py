@@ -1,0 +1,96 @@
+"""Over HTTP: heartbeats, a new run, a trainer that is lost, and what the discovery document tells."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_rollout.wire.agent import AgentStatus, Nccl
+from sglang_rollout.wire.policy import OnLoss, TrainerLease
+from sglang_rollout.wire.ports import AGENT_PREFLIGHT, FLEET_LEASE, FLEET_RUN
+from tests.contract.support.coordinator_process import Lab, fleet_lab
+
+UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]}
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    async with fleet_lab(tmp_path) as lab:
+        yield lab
+
+
+async def push(lab: Lab, group: str, version: int) -> None:
+    assert (await lab.open_group(group))[0] == 200
+    assert (await lab.post("/begin_weight_update", {}))[0] == 200
+    assert (await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": group, "weight_version": version}))[0] == 200
+    assert (await lab.post("/end_weight_update", {}))[0] == 200
+
+
+async def test_a_heartbeat_tells_whether_the_group_is_still_good(lab: Lab) -> None:
+    await push(lab, "g", 1)
+    status, _, body = await lab.post(FLEET_LEASE, {"group_name": "g"})
+    assert (status, body["success"], body["group_open"], body["lease"]) == (200, True, True, 20.0)
+    assert not (await lab.post(FLEET_LEASE, {"group_name": "nobody"}))[2]["group_open"]
+    lab.agents[1].agent.restart()
+    await lab.serving(1)
+    after = (await lab.post(FLEET_LEASE, {"group_name": "g"}))[2]
+    assert (after["group_open"], after["epoch"] > body["epoch"]) == (False, True)
+
+
+async def test_a_new_run_begins_with_the_next_push_whatever_it_is_called(lab: Lab) -> None:
+    await push(lab, "g", 5)
+    status, _, body = await lab.post(FLEET_RUN)
+    assert (status, body["fleet"]["next_run"]) == (200, 2)
+    await push(lab, "h", 6)
+    assert (await lab.document())["committed"] == {"run": 2, "step": 6, "label": "6"}
+    assert (await lab.post("/begin_weight_update", {}))[0] == 200
+    status, reason, _ = await lab.post(FLEET_RUN)
+    assert (status, "a weight update is open: end it" in reason) == (409, True)
+
+
+async def test_handles_of_one_process_are_refused_with_the_way_that_works(lab: Lab) -> None:
+    status, reason, body = await lab.post("/update_weights_from_ipc", {"zmq_handles": {"GPU-1": "ipc://@x"}})
+    assert (status, body["success"]) == (501, False)
+    assert reason.startswith("/update_weights_from_ipc is not for a fleet: its payload belongs to the GPUs of one process")
+    assert "update_weights_from_distributed" in body["message"]
+    assert all(agent.calls == [] for agent in lab.agents)
+
+
+async def test_the_document_tells_the_nccl_of_each_engine(lab: Lab) -> None:
+    agent = lab.agents[1].agent
+    status, nccl = agent.status, Nccl(version="2.28.3", settings={"NCCL_CUMEM_ENABLE": "0"})
+
+    def with_nccl() -> AgentStatus:
+        return status().model_copy(update={"nccl": nccl})
+
+    agent.status = with_nccl  # type: ignore[method-assign]
+
+    async def told() -> bool:
+        members = (await lab.document())["members"]
+        return [member["nccl"] for member in members] == [None, nccl.model_dump(mode="json")]
+
+    await lab.until("GET /fleet says it", told)
+    assert await told()
+
+
+async def test_on_loss_pause_an_idle_fleet_pauses_when_the_trainers_store_is_closed(tmp_path: Path) -> None:
+    lease = TrainerLease(ttl=1.0, on_loss=OnLoss.PAUSE)
+    async with fleet_lab(tmp_path, trainer_lease=lease) as lab:
+        await push(lab, "g", 1)
+        assert not any(agent.agent.paused for agent in lab.agents)
+        for agent in lab.agents:
+            agent.broken[AGENT_PREFLIGHT] = "connection refused."
+
+        async def paused() -> bool:
+            return all(agent.agent.paused for agent in lab.agents)
+
+        async def running() -> bool:
+            return not any(agent.agent.paused for agent in lab.agents)
+
+        await lab.until("all engines are paused", paused, 30)
+        assert (await lab.post("/pause_generation", {}))[0] == 200
+        assert (await lab.post("/continue_generation", {}))[0] == 200
+        await lab.until("a trainer is there again", running, 30)

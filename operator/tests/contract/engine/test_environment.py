@@ -1,0 +1,60 @@
+"""The environment variables that typed fields stand for are those that the pinned SGLang reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+from e2e.cluster.say import LabError
+from e2e.engine import environment
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.render.environment import variables
+from tests.support.paths import GOLDEN_INPUTS
+
+pytestmark = pytest.mark.engine
+GOLDEN = GOLDEN_INPUTS / "files-and-devices.yaml"
+# The file alone: the package around it imports what only a machine with GPUs has.
+READ = """
+import importlib.util, json, os, sys
+package = importlib.util.find_spec("sglang").submodule_search_locations[0]
+spec = importlib.util.spec_from_file_location("sglang_environ", package + "/srt/environ.py")
+module = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = module
+spec.loader.exec_module(module)
+envs = module.envs
+print("\\n" + json.dumps({
+    "defaults": module.third_party_cache_defaults(),
+    "memory": envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get(),
+    "below": [envs.SGLANG_DG_CACHE_DIR.get(), envs.SGLANG_CUTE_AOT_CACHE_DIR.get(), envs.SGLANG_JIT_CACHE_DIR.get()],
+}))
+"""
+
+
+def read(set_: dict[str, str]) -> dict[str, Any]:
+    try:
+        python = str(environment.python(make=False))
+    except LabError as error:
+        pytest.skip(str(error))
+    command = [python, "-c", READ]
+    done = subprocess.run(command, env={"PATH": os.environ["PATH"], **set_}, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def test_the_pinned_sglang_reads_the_names_that_are_set() -> None:
+    rollout = SGLangRollout.model_validate(yaml.safe_load(GOLDEN.read_text()))
+    ours = {one["name"]: one["value"] for one in variables(rollout)}
+    cache = ours["SGLANG_CACHE_DIR"]
+
+    # What SGLang itself would derive from its one folder is what is set one by one, for releases that do not derive it.
+    seen = read({"SGLANG_CACHE_DIR": cache, "SGLANG_JIT_CACHE_DIR": ours["SGLANG_JIT_CACHE_DIR"]})
+    assert {name: ours.get(name) for name in seen["defaults"]} == seen["defaults"]
+    assert all(path.startswith(f"{cache}/") for path in seen["below"]), seen["below"]
+
+    assert seen["memory"] is True
+    assert read(ours)["memory"] is False

@@ -1,0 +1,93 @@
+"""The wire of an engine: pause, abort, flush."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.contract.support.engine_servers import Server, refused
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+
+FLUSHED = "Cache flushed.\nPlease check backend logs"
+
+
+def test_flush(engine: Server) -> None:
+    for status, text in (engine.get("/flush_cache"), engine.ask("POST", "/flush_cache")):
+        assert (status, text.startswith(FLUSHED)) == (200, True)
+    refused(engine.get("/flush_cache?timeout=-1"), "query", "timeout")
+    running = engine.start_long()
+    assert engine.get("/flush_cache") == (400, "Flush cache failed.\n")
+    assert engine.post("/abort_request", {"abort_all": True}) == (200, "")
+    assert running.result(30)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_pause_holds_new_requests_and_running_ones_go_on_after_it(engine: Server) -> None:
+    running = engine.start_long()
+    paused = (200, {"message": "Generation paused successfully.", "status": "ok"})
+    assert engine.post("/pause_generation", {"mode": "in_place"}) == paused
+    assert (engine.get("/ready")[0], engine.get("/ping")[0]) == (503, 200)
+    assert engine.get("/flush_cache")[0] == 400
+    held = engine.later("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}})
+    time.sleep(0.5)
+    assert not held.done()
+    assert not running.done()
+    continued = (200, {"message": "Generation continued successfully.", "status": "ok"})
+    assert engine.post("/continue_generation", {}) == continued
+    assert held.result(30)[0] == 200
+    meta = running.result(60)["meta_info"]
+    assert (meta["finish_reason"]["type"], meta["num_retractions"]) == ("length", 0)
+    assert engine.get("/ready")[0] == 200
+    assert engine.post("/continue_generation", {}) == continued
+
+
+def test_retracted_requests_let_the_cache_be_flushed_and_carry_spans_of_versions(engine: Server) -> None:
+    before = engine.label()
+    running = engine.start_long()
+    engine.post("/pause_generation", {"mode": "retract"})
+    assert engine.get("/flush_cache")[0] == 200
+    changed = engine.post("/update_weight_version", {"new_version": "mid", "abort_all_requests": False})
+    assert changed == (200, {"success": True, "message": "Weight version updated to mid", "new_version": "mid"})
+    engine.post("/continue_generation", {})
+    meta = running.result(60)["meta_info"]
+    first, second = meta["weight_versions"]
+    assert (first["version"], first["start"], second) == (before, 0, {"version": "mid", "start": first["end"], "end": 1500})
+    assert (meta["weight_version"], meta["num_retractions"], engine.label()) == ("mid", 1, "mid")
+
+
+def test_pause_abort_ends_what_runs(engine: Server) -> None:
+    running = engine.start_long()
+    assert engine.post("/pause_generation", {})[0] == 200
+    reply = running.result(5)
+    assert reply["meta_info"]["finish_reason"] == {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    assert 0 < len(reply["output_ids"]) == reply["meta_info"]["completion_tokens"] < 1500
+
+
+def test_abort(engine: Server) -> None:
+    mine = engine.pool.submit(engine.generate, 1500, rid="mine")
+    running = engine.start_long()
+    assert engine.post("/abort_request", {"rid": "mine"}) == (200, "")
+    assert mine.result(5)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert engine.post("/abort_request", {}) == (200, "")
+    time.sleep(0.3)
+    assert not running.done()
+    # Retracted requests are aborted at once. Held ones are not in the scheduler, and survive.
+    engine.post("/pause_generation", {"mode": "retract"})
+    held = engine.pool.submit(engine.generate, 2)
+    time.sleep(0.3)
+    engine.post("/abort_request", {"abort_all": True})
+    assert running.result(5)["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    engine.post("/continue_generation", {})
+    assert held.result(30)["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_setting_a_version_aborts_unless_told_not_to(engine: Server) -> None:
+    running = engine.start_long()
+    assert engine.post("/update_weight_version", {"new_version": "now"})[0] == 200
+    assert running.result(5)["meta_info"]["finish_reason"]["type"] == "abort"
+    refused(engine.post("/update_weight_version", {}), "new_version")
+
+
+def test_an_unknown_pause_mode_is_refused(engine: Server) -> None:
+    refused(engine.post("/pause_generation", {"mode": "bogus"}), "literal_error", "mode")

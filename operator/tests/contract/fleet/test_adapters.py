@@ -1,0 +1,127 @@
+"""Adapters on a fleet of two real SGLang servers. On a CPU SGLang needs a correction for them (``SGLANG_CPU_PATCHES=lora``)."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.engine import environment
+
+from tests.contract.support.agent_pod import Answer, until
+from tests.contract.support.whole_fleet import Whole, whole_fleet
+from tests.support.paths import CONTRACT_SUPPORT
+
+pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
+
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+NAMES = ("math", "code")
+
+
+@pytest.fixture
+async def fleet(sglang_pair: list[str], tmp_path: Path) -> AsyncIterator[Whole]:
+    async with whole_fleet(tmp_path, sglang_pair) as made:
+        await made.serving(2)
+        yield made
+        for name in NAMES:
+            await load(made, name, None)
+
+
+def adapter(folder: Path, seed: int) -> str:
+    """An adapter of random weights; its path."""
+    maker = CONTRACT_SUPPORT / "make_adapter.py"
+    command = [str(environment.python(make=False)), str(maker), str(environment.model()), str(folder), str(seed)]
+    subprocess.run(command, check=True, timeout=60, env=environment.environment_variables())
+    return str(folder)
+
+
+async def load(fleet: Whole, name: str, path: str | None, **more: Any) -> Answer:
+    """One call for the whole fleet. ``path`` None: unload."""
+    body = {"lora_name": name} | ({"lora_path": path} if path else {}) | more
+    return await fleet.ask("POST", "/load_lora_adapter" if path else "/unload_lora_adapter", body)
+
+
+async def tokens(fleet: Whole, name: str | None) -> list[int]:
+    """What every engine and the fleet answer with an adapter: the same."""
+    body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "lora_path": name}
+    said = [(await fleet.generate(body, at))["output_ids"] for at in (*(pod.url for pod in fleet.pods), None)]
+    assert said == [said[0]] * 3
+    return list(said[0])
+
+
+async def chat(fleet: Whole, **more: Any) -> Answer:
+    body = {"messages": [{"role": "user", "content": "alpha beta"}], "max_tokens": 12, "temperature": 0}
+    return await fleet.ask("POST", "/v1/chat/completions", body | more)
+
+
+async def said(fleet: Whole, **more: Any) -> str:
+    answers = [await chat(fleet, **more) for _ in fleet.pods]  # the router takes them in turn
+    assert {answer.status for answer in answers} == {200}, answers
+    (text,) = {answer.body["choices"][0]["message"]["content"] for answer in answers}
+    return str(text)
+
+
+async def refused(fleet: Whole, name: str) -> None:
+    """By us, at every URL, whatever SGLang would answer."""
+    for at in (None, *(pod.url for pod in fleet.pods)):
+        answer = await fleet.ask("POST", "/generate", {"input_ids": [5], "sampling_params": GREEDY, "lora_path": name}, at)
+        message = f"LoRA adapter {name} is not loaded; GET /fleet lists those that are."
+        assert (answer.status, answer.body["error"]) == (400, answer.body["error"] | {"code": "adapter_not_loaded", "message": message})
+
+
+async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_after(fleet: Whole, tmp_path: Path) -> None:
+    absent = await load(fleet, "math", str(tmp_path / "absent"))
+    assert (absent.status, "absent" in str(absent.body)) == (400, True), absent
+    unknown = await load(fleet, "math", None)
+    assert (unknown.status, "math" in str(unknown.body)) == (400, True), unknown
+
+    base = await tokens(fleet, None)
+    found = {}
+    for seed, name in enumerate(NAMES, 1):
+        await refused(fleet, name)
+        loaded = await load(fleet, name, adapter(tmp_path / name, seed))
+        assert loaded.status == 200, loaded
+        found[name] = await tokens(fleet, name)
+    assert len({str(each) for each in (base, *found.values())}) == 3, "each answers with tokens of its own"
+    assert await tokens(fleet, None) == base
+    rows = (await fleet.document())["adapters"]
+    assert [(row["name"], row["loaded"], row["wanted"]) for row in rows] == [(name, 2, 2) for name in NAMES]
+
+    model = (await fleet.ask("GET", "/v1/models")).body["data"][0]["id"]
+    with_adapter = await said(fleet, model=model, lora_path="math")
+    assert with_adapter == await said(fleet, model=f"{model}:math") != await said(fleet, model=model)
+
+    # Other contents under a name that is held.
+    again = await load(fleet, "math", adapter(tmp_path / "math2", 3))
+    assert again.status == 200, again
+    assert await tokens(fleet, "math") not in (base, *found.values())
+
+    assert (await load(fleet, "math", None)).status == 200
+    await refused(fleet, "math")
+    gone = await chat(fleet, model=f"{model}:math")
+    assert (gone.status, gone.body["error"]["code"]) == (404, "model_not_found"), gone
+    assert await tokens(fleet, "code") == found["code"]
+
+
+async def test_a_pinned_adapter_is_pinned_again_on_an_engine_that_lost_it(fleet: Whole, tmp_path: Path) -> None:
+    """With two slots SGLang pins one adapter and refuses a second one: that tells whether the first is pinned."""
+    unknown = await load(fleet, "math", str(tmp_path / "math"), added_tokens_config={})
+    assert (unknown.status, "takes no field 'added_tokens_config'" in unknown.body["message"]) == (400, True), unknown
+    assert (await load(fleet, "math", adapter(tmp_path / "math", 1), pinned=True)).status == 200
+    first = fleet.pods[0]
+    status = await first.status()
+    lost = await first.control("/unload_lora_adapter", {"lora_name": "math"}, term=status.term)
+    assert lost.status == 200, lost
+
+    async def held_again() -> bool:
+        return "math" in [row["id"] for row in (await fleet.ask("GET", "/v1/models", at=first.engine_url)).body["data"]]
+
+    assert not await held_again()
+    await until(held_again, 20, "the coordinator has loaded the adapter again")
+    assert [(row["name"], row["pinned"]) for row in (await fleet.document())["adapters"]] == [("math", True)]
+    second = {"lora_name": "code", "lora_path": str(tmp_path / "math"), "pinned": True}
+    for pod in fleet.pods:
+        refused = await fleet.ask("POST", "/load_lora_adapter", second, pod.engine_url)
+        assert (refused.status, "not allowed to pin all slots" in refused.body["error_message"]) == (400, True), refused

@@ -1,0 +1,185 @@
+"""The front, real haproxy over stubs of smg and coordinator: what clients see when one of them is away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from sglang_rollout.controller.render.router import SOFT_STOP_SCRIPT
+from sglang_rollout.wire.ports import DIRECT_PATHS, FLEET_HELD
+from tests.contract.support.agent_pod import Process, until
+from tests.support.ports import free_port
+
+pytestmark = pytest.mark.router
+
+
+@dataclass
+class Part:
+    """A stub of smg or of the coordinator that can go away and come back."""
+
+    name: str
+    port: int
+    workers: bool = True
+    held: bool = False
+    seconds: float = 0.0
+    runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True).start()
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if request.path == "/readiness":
+            return web.Response(status=200 if self.workers else 503)
+        if request.path == FLEET_HELD:
+            return web.Response(status=200 if self.held else 404)
+        if request.path == "/generate":
+            await asyncio.sleep(self.seconds)
+        if self.name == "smg" and (not self.workers or "unknown" in await request.text()):
+            return web.json_response({"error": {"code": "model_not_found"}}, status=404)
+        return web.json_response({"from": self.name, "path": request.path, "session": request.headers.get("x-session-id")})
+
+
+@dataclass
+class Front:
+    url: str
+    smg: Part
+    coordinator: Part
+    http: aiohttp.ClientSession
+    process: Process
+
+    async def ask(self, path: str, body: str = "{}") -> tuple[int, dict[str, object], str]:
+        async with self.http.post(self.url + path, data=body, timeout=aiohttp.ClientTimeout(total=30)) as reply:
+            return reply.status, await reply.json(), reply.headers.get("Retry-After", "")
+
+
+@pytest.fixture
+async def front(tmp_path: Path) -> AsyncIterator[Front]:
+    smg, coordinator, port = Part("smg", free_port()), Part("coordinator", free_port()), free_port()
+    await smg.start()
+    await coordinator.start()
+    line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--smg", f"127.0.0.1:{smg.port}"]
+    process = Process([*line, "--coordinator", f"127.0.0.1:{coordinator.port}", "--runtime-dir", str(tmp_path)], tmp_path / "front.log")
+    await process.start()
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            made = Front(f"http://127.0.0.1:{port}", smg, coordinator, http, process)
+            await until(lambda: _answers(made), 15, "the front answers")
+            yield made
+    finally:
+        await process.end()
+        await smg.stop()
+        await coordinator.stop()
+
+
+async def test_generating_goes_to_smg_and_everything_else_to_the_coordinator(front: Front) -> None:
+    for path in ("/generate", "/v1/chat/completions", "/v1/completions"):
+        assert (await front.ask(path))[1]["from"] == "smg"
+    for path in ("/pause_generation", "/workers", "/fleet", "/generate/", "/metrics", "/v1/models", "/wasm", "/"):
+        assert (await front.ask(path))[1]["from"] == "coordinator"
+
+
+async def test_what_smg_does_not_know_goes_to_the_coordinator_like_a_batch(front: Front) -> None:
+    for path in DIRECT_PATHS:
+        assert (await front.ask(path, '{"text": "a", "session_id": "s"}'))[1] == {"from": "coordinator", "path": path, "session": "s"}
+
+
+async def test_without_engines_clients_are_told_to_come_back(front: Front) -> None:
+    front.smg.workers = False
+    await asyncio.sleep(1)
+    for path in ("/generate", "/v1/chat/completions"):
+        status, body, retry = await front.ask(path)
+        assert (status, retry) == (503, "1")
+        assert "GET /fleet" in str(body)
+    front.smg.workers = True
+    await asyncio.sleep(1)
+    assert (await front.ask("/v1/chat/completions"))[0] == 200
+    assert (await front.ask("/v1/chat/completions", '{"model": "unknown"}'))[0] == 404
+
+
+async def test_while_the_spec_holds_the_fleet_the_coordinator_answers(front: Front) -> None:
+    async def asked() -> object:
+        return (await front.ask("/generate"))[1].get("from")
+
+    async def held() -> bool:
+        return await asked() == "coordinator"
+
+    async def let_go() -> bool:
+        return await asked() == "smg"
+
+    front.coordinator.held = True
+    await until(held, 10, "the front has seen it")
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert (await front.ask(path))[1]["from"] == "coordinator"
+    front.coordinator.held = False
+    await until(let_go, 10, "the front has seen it")
+    front.coordinator.held = True
+    await until(held, 10, "the front has seen it")
+    await front.coordinator.stop()
+    await until(let_go, 10, "a coordinator that is away holds nothing: the gates do")
+
+
+async def test_a_restart_of_smg_is_ridden_over(front: Front) -> None:
+    await front.smg.stop()
+    waiting = asyncio.create_task(front.ask("/generate"))
+    await asyncio.sleep(2.5)
+    assert not waiting.done()
+    assert (await front.ask("/fleet"))[0] == 200
+    await front.smg.start()
+    assert (await waiting)[0] == 200
+
+
+async def test_the_hook_before_its_end_lets_requests_finish(front: Front) -> None:
+    front.smg.seconds = 4
+    running = asyncio.create_task(front.ask("/generate"))
+    await asyncio.sleep(0.5)
+    assert front.process.process is not None
+    script = SOFT_STOP_SCRIPT.replace("USR1 1", f"USR1 {front.process.process.pid}")
+    assert script != SOFT_STOP_SCRIPT
+    hook = await asyncio.create_subprocess_exec("/bin/sh", "-c", script)
+    await asyncio.sleep(2)
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await front.ask("/generate")
+    assert (await running)[0] == 200
+    await asyncio.wait_for(hook.wait(), 15)
+    assert front.process.process.returncode is not None, "the hook lasts as long as the front"
+
+
+async def test_without_coordinator_control_calls_get_a_sentence_and_data_goes_on(front: Front) -> None:
+    await front.coordinator.stop()
+    began = time.monotonic()
+    control = asyncio.create_task(front.ask("/pause_generation"))
+    assert (await front.ask("/generate"))[0] == 200
+    status, body, retry = await control
+    assert (status, retry) == (503, "1")
+    assert "coordinator does not answer" in str(body)
+    assert time.monotonic() - began < 15
+
+
+async def test_front_health_asks_nobody(front: Front) -> None:
+    await front.smg.stop()
+    await front.coordinator.stop()
+    async with front.http.get(front.url + "/front/health") as reply:
+        assert reply.status == 200
+
+
+async def _answers(front: Front) -> bool:
+    try:
+        return (await front.ask("/fleet"))[0] == 200
+    except aiohttp.ClientError:
+        return False

@@ -1,0 +1,164 @@
+"""The gate, real haproxy with the real agent, over a stub engine: when it opens, and that it closes by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from sglang_rollout.wire.ports import AGENT_HEALTH, GENERATING_PATHS
+from tests.contract.support.agent_pod import BASE_WIRE, Pod, pod, until
+from tests.contract.support.stub_engine import StubEngine, stub_engine
+from tests.support.ports import free_port
+
+pytestmark = pytest.mark.router
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[StubEngine]:
+    async with stub_engine() as made:
+        yield made
+
+
+@pytest.fixture
+async def lab(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Pod]:
+    async with pod(tmp_path, engine.url) as made:
+        yield made
+
+
+async def test_closed_until_a_coordinator_says_what_is_committed(lab: Pod) -> None:
+    await until(lab.engine_up, 10, "the agent sees the engine")
+    closed = await lab.generate()
+    assert closed.status == 503
+    assert closed.headers["Retry-After"] == "1"
+    assert closed.body["error"]["code"] == "engine_closed"
+    await asyncio.sleep(1)
+    assert await lab.is_closed()
+    await lab.open_with_base()
+    assert await lab.is_open()
+
+
+async def test_an_engine_that_does_not_generate_gets_no_request_for_tokens(engine: StubEngine, tmp_path: Path) -> None:
+    engine.generates = False
+    async with pod(tmp_path, engine.url) as lab:
+        await until(lab.engine_up, 10, "the agent sees the engine")
+        assert (await lab.ask("POST", "/classify", {"text": "a"})).body["error"]["code"] == "engine_closed"
+        await lab.open_with_base()
+        assert (await lab.ask("POST", "/classify", {"text": "a"})).status == 200
+        assert engine.bodies["classify"] == {"text": "a"}
+        for path in GENERATING_PATHS:
+            refused = await lab.ask("POST", path, {"text": "a", "sampling_params": {"max_new_tokens": 1}})
+            assert (refused.status, refused.body["error"]["code"]) == (400, "model_does_not_generate")
+        assert not engine.asked.is_set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_silent_agent_closes_the_gate_within_two_seconds_and_streams_go_on(lab: Pod, number: int) -> None:
+    await lab.open_with_base()
+    first = asyncio.Event()
+    stream = asyncio.create_task(lab.stream(80, first))  # 4 s
+    await first.wait()
+    lab.agent.send(number)
+    took = await until(lab.is_closed, 3, "the gate closes")
+    assert took < 2
+    assert await stream == (80, True)
+    assert await lab.is_closed()
+
+
+async def test_the_agent_comes_back_and_opens_by_its_record(lab: Pod) -> None:
+    await lab.open_with_base()
+    await lab.agent.end()
+    await until(lab.is_closed, 3, "the gate closes")
+    await lab.agent.start()
+    took = await until(lab.is_open, 15, "the gate opens again, without a coordinator")
+    assert took > 2, "a restarted agent first waits whether a coordinator knows better"
+
+
+async def test_a_coordinator_that_knows_better_keeps_it_closed(lab: Pod) -> None:
+    await lab.open_with_base()
+    await lab.agent.end()
+    await lab.agent.start()
+    await until(lab.agent_answers, 10, "the agent is back")
+    await lab.status({"run": 1, "step": 1, "label": "1"})
+    await asyncio.sleep(4)
+    assert await lab.is_closed()
+
+
+async def test_a_restarted_haproxy_is_opened_again(lab: Pod) -> None:
+    await lab.open_with_base()
+    await lab.gate.end()
+    await lab.gate.start()
+    await until(lab.agent_answers, 10, "haproxy is back")
+    await until(lab.is_open, 3, "the agent opens it")
+    assert (await lab.generate()).status == 200
+    assert (await lab.status(BASE_WIRE)).gate_open
+
+
+async def test_an_engine_that_is_gone_closes_the_gate(lab: Pod, engine: StubEngine) -> None:
+    await lab.open_with_base()
+    await engine.stop()
+    assert (await lab.generate()).status == 503  # at once: nothing listens
+    await until(lambda: _reason(lab, "not up"), 3, "the agent sees it")
+
+
+async def test_status_is_not_open_while_haproxy_is_away(lab: Pod) -> None:
+    await lab.open_with_base()
+    await lab.gate.end()
+    direct = Pod(lab.folder, lab.engine_url, lab.http, gate_port=lab.agent_port)  # past the gate, as nobody can in a pod
+    status = await direct.status(BASE_WIRE)
+    assert not status.gate_open
+    assert "haproxy" in status.reason
+
+
+async def test_a_flood_of_requests_does_not_lock_out_the_agent(engine: StubEngine, tmp_path: Path) -> None:
+    async with pod(tmp_path, engine.url, start=False) as lab:
+        lab.gate.args += ["--maxconn", "64"]
+        await lab.start()
+        await lab.open_with_base()
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as many:
+            body = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 60}}
+
+            async def one() -> int:
+                async with many.post(lab.url + "/generate", json=body) as reply:
+                    await reply.read()
+                    return reply.status
+
+            flood = [asyncio.create_task(one()) for _ in range(60)]
+            await asyncio.sleep(1)
+            assert (await asyncio.wait_for(lab.ask("GET", AGENT_HEALTH), 2)).status == 200
+            statuses = await asyncio.gather(*flood)
+        assert statuses.count(200) == 48
+        assert statuses.count(503) == 12
+
+
+@pytest.mark.parametrize("files", [256, 20000])
+async def test_haproxy_starts_under_a_low_limit_on_open_files(tmp_path: Path, files: int) -> None:
+    port = free_port()
+    line = [sys.executable, "-m", "sglang_rollout.cli", "proxy", "front", "--listen", f"127.0.0.1:{port}", "--runtime-dir", str(tmp_path)]
+    limited = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *line]
+    with subprocess.Popen(limited, stderr=subprocess.PIPE) as process:
+        try:
+
+            async def listens() -> bool:
+                assert process.poll() is None, process.stderr.read() if process.stderr else ""
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                except OSError:
+                    return False
+                writer.close()
+                return True
+
+            await until(listens, 10, "haproxy listens")
+        finally:
+            process.kill()
+
+
+async def _reason(lab: Pod, words: str) -> bool:
+    return words in (await lab.status()).reason

@@ -1,0 +1,271 @@
+"""A coordinator as in production, with agents that are faked behind real HTTP, a fake smg, and files for its state."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from sglang_rollout.coordinator.cli import Options, serve
+from sglang_rollout.wire.intent import Intent, WantedEngine
+from sglang_rollout.wire.policy import Deadlines, WeightsPolicy
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, DATA_PATHS, TERM_HEADER
+from sglang_rollout.wire.states import FleetMode
+from tests.properties.support.simulated_agent import FakeAgent
+from tests.support.ports import free_port
+
+TOKEN = "secret"
+QUICK = Deadlines(group=3.0, update=3.0, idle=5.0, pause=3.0)
+
+
+@dataclass
+class HttpAgent:
+    """A FakeAgent behind HTTP; ``slow`` paths wait, ``broken`` paths fail."""
+
+    agent: FakeAgent
+    port: int = field(default_factory=free_port)
+    broken: dict[str, str] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    attempts: int = 0
+    answer_tokens: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    """What the engine behind an open gate answers on the data paths."""
+    runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def heard(self, path: str) -> list[dict[str, Any]]:
+        return [body for called, body in self.calls if called == path]
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":
+            return self.read(request.path)
+        if request.path in DATA_PATHS and self.answer_tokens is not None:
+            return await self.answer_tokens(request)
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.json_response({"success": False, "message": "no token"}, status=401)
+        term = int(request.headers[TERM_HEADER])
+        if term < self.agent.term:
+            headers = {TERM_HEADER: str(self.agent.term)}
+            return web.json_response({"success": False, "message": "old term"}, status=409, headers=headers)
+        self.agent.term = term
+        body = await request.json()
+        if request.path != "/agent/sync":
+            self.calls.append((request.path, body))
+        if request.path in self.slow:
+            await asyncio.sleep(self.slow[request.path])
+        if request.path in self.broken:
+            return self.answer(request.path, {"success": False, "message": self.broken[request.path]}, 400)
+        if request.path == "/abort_request":
+            return web.Response()
+        self.attempts += 1
+        result = self.agent.call(request.path, body, f"update-{body.get('version')}", works=True)
+        if result.agent is not None:
+            return web.json_response(result.agent.model_dump(mode="json"))
+        if result.checksums is not None:
+            ranks = [
+                {"per_gpu_checksum": sums, "parallelism_info": [{"role": "target", "rank": rank}]}
+                for rank, sums in enumerate(result.checksums)
+            ]
+            return web.json_response({"success": True, "message": "", "ranks": ranks})
+        if request.path == AGENT_CHECKPOINT:
+            said = {"ok": result.ok, "reason": result.message, "digest": result.digest, "path": result.path, "compared": result.compared}
+            return web.json_response(said | {"unchecked": result.unchecked, "why_unchecked": result.why_unchecked})
+        return self.answer(request.path, {"success": result.ok, "message": result.message}, result.status)
+
+    def answer(self, path: str, body: dict[str, Any], status: int) -> web.Response:
+        if path == AGENT_PREFLIGHT:
+            return web.json_response({"ok": body["success"], "reason": body["message"]})
+        return web.json_response(body, status=status)
+
+    def read(self, path: str) -> web.Response:
+        replies: dict[str, Any] = {
+            "/server_info": {"tp_size": 1, "dp_size": 1, "model_path": "m", "admin_api_key": "k", "enable_memory_saver": False},
+            "/model_info": {"model_path": "m", "weight_version": "whatever"},
+            "/v1/models": {"object": "list", "data": [{"id": "m"}]},
+            "/v1/loads": {"loads": [{"dp_rank": 0, "num_running_reqs": 2, "num_waiting_reqs": 1}]},
+        }
+        return web.json_response(replies[path]) if path in replies else web.Response(status=404)
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", self.handle)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+
+class FakeSmg:
+    """smg's list of workers, and its data paths as a test scripts them."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.answer_tokens: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+        self.workers: dict[str, str] = {}
+        self.seen: list[set[str]] = []
+        self.runner: web.AppRunner | None = None
+
+    async def list_workers(self, request: web.Request) -> web.Response:
+        self.seen.append(set(self.workers.values()))
+        return web.json_response({"workers": [{"id": name, "url": url, "status": "ready"} for name, url in self.workers.items()]})
+
+    async def add(self, request: web.Request) -> web.Response:
+        url = (await request.json())["url"]
+        if url in self.workers.values():
+            return web.json_response({"code": "WORKER_ALREADY_EXISTS"}, status=409)
+        self.workers[f"w{len(self.seen)}-{len(self.workers)}"] = url
+        return web.json_response({"status": "accepted"}, status=202)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        gone = self.workers.pop(request.match_info["id"], None)
+        return web.json_response({}, status=202 if gone else 404)
+
+    async def tokens(self, request: web.Request) -> web.StreamResponse:
+        if self.answer_tokens is None:
+            return web.json_response({"error": {"code": "model_not_found"}}, status=404)
+        return await self.answer_tokens(request)
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=2**28)
+        app.add_routes([web.post(path, self.tokens) for path in DATA_PATHS])
+        app.add_routes([web.get("/workers", self.list_workers), web.post("/workers", self.add), web.delete("/workers/{id}", self.remove)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.runner = runner
+
+
+@dataclass
+class Lab:
+    """Everything, and a trainer's view of it."""
+
+    folder: Path
+    agents: list[HttpAgent]
+    smg: FakeSmg
+    port: int
+    session: aiohttp.ClientSession
+    deadlines: Deadlines = QUICK
+    mode: FleetMode | None = None
+    policy: dict[str, Any] = field(default_factory=dict)
+    """More of the weights policy."""
+    coordinator: asyncio.Task[None] | None = None
+    generation: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "record.json"
+
+    def want(self, sizes: dict[str, int] | None = None) -> None:
+        self.generation += 1
+        engines = [
+            WantedEngine(name=agent.agent.name, tensor_size=(sizes or {}).get(agent.agent.name, 1), url=agent.url) for agent in self.agents
+        ]
+        intent = Intent(
+            generation=self.generation, name="demo", namespace="default", engines=engines,
+            weights=WeightsPolicy(backend="gloo", deadlines=self.deadlines, **self.policy), mode=self.mode,
+        )  # fmt: skip
+        (self.folder / "intent.json").write_text(intent.model_dump_json())
+
+    def start(self) -> None:
+        options = Options(
+            name="demo", namespace="default", host="127.0.0.1", port=self.port, smg_url=f"http://127.0.0.1:{self.smg.port}",
+            token_file=self.folder / "token", public_url=self.url, kubernetes=False,
+            intent_file=self.folder / "intent.json", record_file=self.record,
+        )  # fmt: skip
+        self.coordinator = asyncio.create_task(serve(options, TOKEN))
+
+    async def kill(self) -> None:
+        if self.coordinator is not None:
+            self.coordinator.cancel()
+            await asyncio.gather(self.coordinator, return_exceptions=True)
+
+    async def call(self, method: str, path: str, body: Any = None, data: bytes | None = None) -> tuple[int, str, Any]:
+        """Status, reason phrase and body."""
+        payload: dict[str, Any] = {"data": data} if data is not None else ({"json": body} if body is not None else {})
+        async with self.session.request(method, self.url + path, **payload) as reply:
+            text = await reply.text()
+            try:
+                return reply.status, reply.reason or "", json.loads(text)
+            except ValueError:
+                return reply.status, reply.reason or "", text
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, str, Any]:
+        return await self.call("POST", path, body)
+
+    async def get(self, path: str) -> tuple[int, str, Any]:
+        return await self.call("GET", path)
+
+    async def document(self) -> dict[str, Any]:
+        status, _, body = await self.get("/fleet")
+        return body if status == 200 else {}
+
+    async def until(self, what: str, check: Any, within: float = 10.0) -> None:
+        end = asyncio.get_running_loop().time() + within
+        while True:
+            try:
+                if await check():
+                    return
+            except aiohttp.ClientError:
+                pass
+            assert asyncio.get_running_loop().time() < end, f"not within {within} s: {what}; {await self.document()}"
+            await asyncio.sleep(0.05)
+
+    async def serving(self, number: int, within: float = 10.0) -> None:
+        async def check() -> bool:
+            return (await self.document()).get("serving") == number
+
+        await self.until(f"{number} engines serve", check, within)
+
+    async def open_group(self, name: str = "g", **changes: Any) -> tuple[int, str, Any]:
+        body = {
+            "master_address": "127.0.0.1", "master_port": "29500", "rank_offset": 1, "group_name": name,
+            "world_size": 1 + len(self.agents), **changes,
+        }  # fmt: skip
+        return await self.post("/init_weights_update_group", body)
+
+
+@asynccontextmanager
+async def fleet_lab(
+    folder: Path, engines: int = 2, deadlines: Deadlines = QUICK, mode: FleetMode | None = None, **policy: Any
+) -> AsyncIterator[Lab]:
+    """A coordinator over fake agents, serving; in the mode colocated it falls asleep."""
+    async with AsyncExitStack() as stack:
+        agents = [HttpAgent(FakeAgent(f"e{index}")) for index in range(engines)]
+        for agent in agents:
+            await agent.start()
+            stack.push_async_callback(agent.stop)
+        smg = FakeSmg()
+        await smg.start()
+        stack.push_async_callback(smg.stop)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
+        lab = Lab(folder, agents, smg, free_port(), session, deadlines, mode, policy)
+        (folder / "token").write_text(TOKEN)
+        lab.want()
+        lab.start()
+        stack.push_async_callback(lab.kill)
+        if mode is None:
+            await lab.serving(engines)
+        yield lab

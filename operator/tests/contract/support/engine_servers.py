@@ -1,0 +1,219 @@
+"""The two servers of the wire's contract, real SGLang and the stand-in, as processes that look the same to a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+from e2e.engine import Engine, environment
+from e2e.engine import make_engine as make_sglang
+
+from tests.support.paths import OPERATOR, TRAINERS
+from tests.support.ports import free_port
+
+PEER = TRAINERS / "command_peer.py"
+
+
+TIMES = {
+    "request_received_ts", "first_token_latency", "api_server_dispatch_finish_ts", "response_sent_to_client_ts", "request_finished_ts",
+    "decode_throughput", "forward_entry_time", "prefill_finished_time", "queue_time", "storage_prefetch_wait", "storage_staging_wait",
+}  # fmt: skip
+"""SGLang adds these with --enable-metrics, each once it is known. The stand-in engine leaves them out."""
+
+
+def stand_in(port: int, log: Path, *args: str) -> Engine:
+    """A stand-in in a process of its own, with torch, and with the real engine's model; not started yet."""
+    command = [str(environment.python(make=False)), "-m", "sglang_rollout.testing", "--port", str(port)]
+    command += ["--model", str(environment.model()), "--weight-version", "base", "--token-ms", "3", *args]
+    path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
+    return Engine(port, command, log, os.environ | {"PYTHONPATH": path})
+
+
+def sglang(port: int, log: Path, *, old: bool = False) -> Engine:
+    return make_sglang(port, log=log, old=old, args=["--enable-metrics"])
+
+
+@dataclass
+class Server:
+    """One of the two, and a pool for calls that block."""
+
+    kind: str
+    engine: Engine
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
+
+    @property
+    def url(self) -> str:
+        return self.engine.url
+
+    def ask(self, method: str, path: str, body: Any = None, timeout: float = 60) -> tuple[int, Any]:
+        """Status and body: JSON, or text."""
+        reply = requests.request(method, self.url + path, json=body, timeout=timeout)
+        if reply.headers.get("Content-Type", "").startswith("application/json"):
+            return reply.status_code, reply.json()
+        return reply.status_code, reply.text
+
+    def get(self, path: str) -> tuple[int, Any]:
+        return self.ask("GET", path)
+
+    def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        return self.ask("POST", path, body)
+
+    def later(self, path: str, body: Any) -> Future[tuple[int, Any]]:
+        return self.pool.submit(self.post, path, body)
+
+    def generate(self, tokens: int = 4, **fields: Any) -> dict[str, Any]:
+        body = {"input_ids": [11, 22, 33], "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}} | fields
+        status, reply = self.post("/generate", body)
+        assert status == 200, reply
+        return dict(reply)
+
+    def start_long(self, tokens: int = 1500) -> Future[dict[str, Any]]:
+        """A generation that runs for seconds; it has begun when this returns."""
+        future = self.pool.submit(self.generate, tokens)
+        time.sleep(0.5)
+        assert not future.done(), "it was to run for seconds"
+        return future
+
+    def label(self) -> str:
+        return str(self.get("/model_info")[1]["weight_version"])
+
+    def restart(self) -> None:
+        self.engine.kill()
+        self.engine.start()
+        self.engine.wait()
+
+    def settle(self) -> None:
+        """As after a start, whatever a test left behind; the weights stay."""
+        if self.engine.process is None or self.engine.process.poll() is not None:
+            self.restart()
+        self.post("/continue_generation", {})
+        self.post("/abort_request", {"abort_all": True})
+        self.post("/end_weight_update", {})
+
+    def gone(self, seconds: float = 20) -> bool:
+        """Whether the process ends within the time."""
+        assert self.engine.process is not None
+        try:
+            self.engine.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def refused(answer: tuple[int, Any], *places: str) -> None:
+    """Assert that it is SGLang's validation error, about these places of the body."""
+    status, body = answer
+    assert (status, body["object"], body["type"], body["code"]) == (400, "error", "Bad Request", 400)
+    assert "validation error" in body["message"]
+    for place in places:
+        assert place in body["message"]
+
+
+@dataclass
+class Peer:
+    """A trainer in a process of its own."""
+
+    process: subprocess.Popen[str]
+    group: str = ""
+
+    def tell(self, what: str, **fields: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the peer ended"
+        return dict(json.loads(line))
+
+    def open(self, servers: Sequence[Server | str], *, group: str | None = None, world: int | None = None) -> list[tuple[int, Any]]:
+        """Open a group with servers (of one rank each); the answers of their init."""
+        self.group = group or f"group-{time.monotonic_ns()}"
+        self.tell("open", group=self.group, world=world or 1 + len(servers))
+        port = self.hear()["port"]
+        urls = [server if isinstance(server, str) else server.url for server in servers]
+        with ThreadPoolExecutor(len(urls)) as pool:
+            asked = [
+                pool.submit(requests.post, f"{url}/init_weights_update_group", json=self.at(port, rank, world or 1 + len(urls)))
+                for rank, url in enumerate(urls)
+            ]
+            assert self.hear() == {"joined": True}
+            return [(future.result().status_code, future.result().json()) for future in asked]
+
+    def at(self, port: int, rank: int, world: int) -> dict[str, Any]:
+        return {
+            "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1 + rank, "world_size": world, "group_name": self.group,
+            "backend": "gloo",
+        }  # fmt: skip
+
+    def describe(self, scale: float = 1.0, **how: Any) -> dict[str, Any]:
+        """Get tensors ready to be sent; the part of the update's body that describes them."""
+        self.tell("send", model=str(environment.model()), scale=scale, **how)
+        form = {"load_format": "flattened_bucket"} if how.get("flat") else {}
+        return {**self.hear(), "group_name": self.group, **form}
+
+    def send(self) -> dict[str, Any]:
+        self.tell("go")
+        return self.hear()
+
+    def push(self, server: Server, scale: float, fields: dict[str, Any] | None = None, **how: Any) -> tuple[int, Any]:
+        """Send tensors with one update call and return its answer; a session must be open."""
+        body = self.describe(scale, **how) | {"flush_cache": False} | (fields or {})
+        asked = server.later("/update_weights_from_distributed", body)
+        self.send()
+        return asked.result(60)
+
+    def save(self, scale: float, folder: Path) -> None:
+        self.tell("save", model=str(environment.model()), scale=scale, to=str(folder))
+        assert self.hear() == {"saved": True}
+
+    def close(self) -> None:
+        self.tell("close")
+        self.hear()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@contextmanager
+def peer() -> Iterator[Peer]:
+    process = subprocess.Popen(
+        [str(environment.python(make=False)), str(PEER)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    watchdog = threading.Timer(240, process.kill)  # a peer that nobody answers must not hold the tests up
+    watchdog.start()
+    try:
+        yield Peer(process)
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait(10)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+
+@contextmanager
+def server(kind: str, folder: Path) -> Iterator[Server]:
+    port = free_port()
+    engine = (stand_in if kind == "stand-in" else sglang)(port, folder / f"{kind}.log")
+    engine.start()
+    try:
+        engine.wait()
+        yield Server(kind, engine)
+    finally:
+        engine.kill()

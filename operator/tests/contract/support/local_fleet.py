@@ -1,0 +1,78 @@
+"""Two real engines behind one URL, with `sglang-rollout local`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from e2e.engine import environment, start_engine
+
+from tests.support.ports import free_port
+
+
+@dataclass
+class Urls:
+    """A fleet, and its engines past their gates."""
+
+    fleet: str
+    engines: list[str]
+    model: str
+    targets: list[dict[str, Any]]
+    """What Prometheus scrapes, in the format of ``file_sd_configs``."""
+
+    def version(self) -> str:
+        """What the engines hold now."""
+        return str(requests.get(f"{self.engines[0]}/model_info", timeout=10).json()["weight_version"])
+
+
+def wait_serving(url: str, engines: int, seconds: float, local: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert local.poll() is None, f"local ended with {local.returncode}: {log.read_text()[-2000:]}"
+        try:
+            if requests.get(f"{url}/fleet", timeout=5).json().get("serving") == engines:
+                return
+        except requests.RequestException:
+            pass  # the front is not up yet, or answers for a coordinator that is not
+        time.sleep(0.5)
+    pytest.fail(f"{engines} engines did not serve within {seconds:.0f} s: {log.read_text()[-2000:]}")
+
+
+def _wait_routed(url: str, engines: int) -> None:
+    """smg takes engines into its list a moment after they serve."""
+    end, seen = time.monotonic() + 60, set[str]()
+    while len(seen) < engines:
+        assert time.monotonic() < end, f"smg routes to {seen} only"
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+        reply = requests.post(f"{url}/generate", json=body, headers={"x-session-id": str(time.monotonic_ns())}, timeout=60)
+        seen |= {gate for name, gate in reply.headers.items() if name.lower() == "x-smg-routed-worker-id"}
+
+
+@contextmanager
+def engines_behind_a_url(folder: Path, number: int, args: Sequence[str] = ()) -> Iterator[Urls]:
+    """``args``: more of SGLang's. Metrics are on, as in pods."""
+    log = folder / "local.log"
+    with ExitStack() as stack:
+        engines = [stack.enter_context(start_engine(free_port(), wait=False, args=("--enable-metrics", *args))) for _ in range(number)]
+        for engine in engines:
+            engine.wait()
+        address = f"127.0.0.1:{free_port()}"  # only now: engines take ports too while they start
+        wanted = [part for engine in engines for part in ("--engine", engine.url)]
+        command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
+        with log.open("wb") as out:
+            local = subprocess.Popen([*command, "--state-dir", str(folder / "state")], stdout=out, stderr=out)
+        stack.callback(local.wait, 30)
+        stack.callback(local.terminate)
+        wait_serving(f"http://{address}", number, 90, local, log)
+        _wait_routed(f"http://{address}", number)
+        targets = json.loads((folder / "state" / "prometheus-targets.json").read_text())
+        yield Urls(f"http://{address}", [engine.url for engine in engines], str(environment.model()), targets)

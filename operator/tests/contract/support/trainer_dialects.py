@@ -1,0 +1,219 @@
+"""Trainers of other projects in front of a fleet: their HTTP calls word for word, and gloo broadcasts from processes that have torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+from e2e.chaos.tokens import FEW, PROMPT
+from e2e.engine import Engine, environment
+
+from sglang_rollout.testing import expected_tokens
+from sglang_rollout.testing.disk import read_folder
+from tests.contract.support.engine_servers import Peer, peer, sglang, stand_in
+from tests.support.ports import free_port
+
+SCALES = (0.6, 0.8, 1.5)
+"""What the model's tensors are multiplied with: weights that differ from each other and from the model's own."""
+OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,), "sglang": (), "sglang-old": (0, 1), "sglang-mixed": (0,)}
+"""Of the engines of a kind, those that are SGLang 0.5.20, or speak as it does."""
+REFERENCE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+folder, prompt, tokens, *scales = sys.argv[1:]
+prompt, found = torch.tensor([json.loads(prompt)]), []
+for scale in map(float, scales):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict({name: tensor * scale for name, tensor in model.state_dict().items()})
+    with torch.no_grad():
+        done = model.generate(prompt, max_new_tokens=int(tokens), do_sample=False, eos_token_id=None, pad_token_id=0)
+    found.append(done[0, prompt.shape[1]:].tolist())
+print(json.dumps(found))
+"""
+
+
+@dataclass
+class Fleet:
+    """Engines behind one URL."""
+
+    kind: str
+    url: str
+    engines: list[Engine]
+    names: list[str]
+    """The model's tensors."""
+    expected: dict[float, list[int]] = field(default_factory=dict)
+    """What engines generate with the weights of each scale."""
+
+    def document(self) -> dict[str, Any]:
+        reply = requests.get(f"{self.url}/fleet", timeout=10)
+        return dict(reply.json()) if reply.ok else {}
+
+    def committed(self) -> dict[str, Any]:
+        return dict(self.document()["committed"])
+
+    def serving(self, number: int, within: float) -> None:
+        end = time.monotonic() + within
+        while True:
+            try:
+                found = self.document()
+            except requests.RequestException as error:
+                found = {"error": str(error)}
+            if found.get("serving") == number:
+                return
+            assert time.monotonic() < end, f"{number} engines did not serve within {within:g} s: {found}"
+            time.sleep(0.1)
+
+    def generate(self, url: str | None = None) -> tuple[list[int], str]:
+        """Tokens and version: of the fleet, or of one engine past its gate."""
+        body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": FEW}}
+        end = time.monotonic() + 30
+        while True:
+            reply = requests.post(f"{url or self.url}/generate", json=body, timeout=60)
+            if reply.ok:
+                break
+            # smg takes engines into its list a moment after they serve, and until then the answer is "try again".
+            assert reply.status_code == 503, reply.text
+            assert time.monotonic() < end, reply.text
+            time.sleep(0.1)
+        return reply.json()["output_ids"], reply.json()["meta_info"]["weight_version"]
+
+    def others(self) -> list[float]:
+        """Scales of weights that the fleet does not hold now."""
+        tokens, _ = self.generate()
+        return [scale for scale, expected in self.expected.items() if expected != tokens][:2]
+
+    def everywhere(self) -> list[tuple[list[int], str]]:
+        return [self.generate(), *(self.generate(engine.url) for engine in self.engines)]
+
+
+def _expected(kind: str, folder: Path) -> dict[float, list[int]]:
+    model = environment.model()
+    if kind.startswith("sglang"):
+        command = [str(environment.python(make=False)), "-c", REFERENCE, str(model), json.dumps(PROMPT), str(FEW), *map(str, SCALES)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        return dict(zip(SCALES, json.loads(out.splitlines()[-1]), strict=True))
+    found = {}
+    with peer() as made:
+        for scale in SCALES:
+            made.save(scale, folder / str(scale))
+            found[scale] = expected_tokens(read_folder(folder / str(scale)), PROMPT, FEW)
+    return found
+
+
+def _engine(kind: str, index: int, log: Path) -> Engine:
+    old = index in OLD[kind]
+    if kind.startswith("sglang"):
+        return sglang(free_port(), log, old=old)
+    return stand_in(free_port(), log, *(["--old"] if old else []))
+
+
+@contextmanager
+def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[Fleet]:
+    """Engines of a kind, their gates and agents, coordinator, smg and front, as processes. ``policy``: more of the weights policy."""
+    with ExitStack() as stack:
+        made = []
+        for index in range(number):
+            engine = _engine(kind, index, folder / f"engine-{index}.log")
+            engine.start()
+            stack.callback(engine.kill)
+            made.append(engine)
+        for engine in made:
+            engine.wait()
+        address = f"127.0.0.1:{free_port()}"
+        line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", address, "--backend", "gloo"]
+        line += ["--weights", json.dumps(policy), "--state-dir", str(folder / "state")]
+        line += [part for engine in made for part in ("--engine", engine.url)]
+        with (folder / "local.log").open("ab") as log:
+            local = subprocess.Popen(line, stdout=log, stderr=log)
+        stack.callback(local.wait, 30)
+        stack.callback(local.terminate)
+        found = Fleet(kind, f"http://{address}", made, list(read_folder(environment.model())), _expected(kind, folder))
+        found.serving(number, 90)
+        yield found
+
+
+@dataclass
+class Trainer:
+    """One trainer: some processes, and what came of each of its calls."""
+
+    fleet: Fleet
+    peers: list[Peer]
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
+    commits: list[str] = field(default_factory=list)
+    """The calls after which the committed version was another one."""
+    answers: list[tuple[str, requests.Response]] = field(default_factory=list)
+
+    def call(self, method: str, path: str, body: Any = None) -> requests.Response:
+        """One call; notes whether it was the one that committed. ``None``: no body at all."""
+        before = self.fleet.committed()
+        reply = requests.request(method, self.fleet.url + path, json=body, timeout=60)
+        if self.fleet.committed() != before:
+            self.commits.append(path)
+        self.answers.append((path, reply))
+        return reply
+
+    def get(self, path: str, body: Any = None) -> Any:
+        reply = self.call("GET", path, body)
+        assert reply.ok, f"GET {path}: {reply.status_code} {reply.text}"
+        return reply.json() if reply.headers.get("Content-Type", "").startswith("application/json") else reply.text
+
+    def post(self, path: str, body: Any = None) -> Any:
+        reply = self.call("POST", path, body)
+        assert reply.ok, f"POST {path}: {reply.status_code} {reply.text}"
+        return reply.json()
+
+    def open(self, world: int, *, group: str = "weight_update_group", who: int = 0, text_port: bool = False, **fields: Any) -> None:
+        """Rank 0 listens and joins; the call is made beside it, as every trainer does."""
+        mine = self.peers[who]
+        mine.group = group
+        mine.tell("open", group=group, world=world)
+        port = mine.hear()["port"]
+        body = {"master_address": "127.0.0.1", "master_port": str(port) if text_port else port, "rank_offset": 1, "world_size": world}
+        asked = self.pool.submit(self.post, "/init_weights_update_group", body | fields)
+        assert mine.hear() == {"joined": True}
+        assert asked.result(60)["success"] is True
+
+    def send(self, scale: float, names: list[str], *, who: int = 0, single: bool = False, flat: bool = False, **fields: Any) -> Any:
+        """One update call with its broadcasts. ``single``: the form of one tensor without lists."""
+        mine = self.peers[who]
+        said = mine.describe(scale, names=names, **({"flat": True} if flat else {}))
+        said.pop("group_name")
+        if single:
+            said = {singular: said[plural][0] for singular, plural in (("name", "names"), ("dtype", "dtypes"), ("shape", "shapes"))}
+        asked: Future[Any] = self.pool.submit(self.post, "/update_weights_from_distributed", said | fields)
+        assert mine.send() == {"sent": True}
+        return asked.result(60)
+
+    def buckets(self, parts: int = 2) -> list[list[str]]:
+        """The model's tensors in a few calls."""
+        names = self.fleet.names
+        size = -(-len(names) // parts)
+        return [names[at : at + size] for at in range(0, len(names), size)]
+
+    def world(self) -> int:
+        info = self.get("/server_info")
+        return 1 + int(info["tp_size"]) * int(info["dp_size"])
+
+
+@contextmanager
+def trainer(fleet: Fleet, processes: int = 1) -> Iterator[Trainer]:
+    with ExitStack() as stack:
+        yield Trainer(fleet, [stack.enter_context(peer()) for _ in range(processes)])
+
+
+def has_sglangs_shape(path: str, reply: requests.Response) -> bool:
+    """Whether a trainer made for SGLang can read an answer."""
+    if reply.request.method == "GET" or path == "/workers":
+        return True
+    body = reply.json()
+    paused = path not in ("/pause_generation", "/continue_generation") or body.get("status") == "ok"
+    return body["success"] is reply.ok and isinstance(body["message"], str) and paused

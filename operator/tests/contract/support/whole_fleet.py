@@ -1,0 +1,113 @@
+"""A whole fleet without Kubernetes over SGLang servers that run: gates, agents, smg, front and coordinator, in any mode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from sglang_rollout.coordinator.cli import Options, serve
+from sglang_rollout.wire.intent import Intent, WantedEngine
+from sglang_rollout.wire.policy import WeightsPolicy
+from sglang_rollout.wire.ports import FLEET
+from sglang_rollout.wire.states import FleetMode
+from tests.contract.support.agent_pod import TOKEN, Answer, Pod, Process, pod, until
+from tests.support.ports import free_port
+
+
+@dataclass
+class Whole:
+    """A fleet's URL, and its engines: each behind its gate, which is that engine's own URL."""
+
+    url: str
+    pods: list[Pod]
+    http: aiohttp.ClientSession
+
+    async def ask(self, method: str, path: str, body: Any = None, at: str | None = None) -> Answer:
+        """``at``: an engine's own URL, or a server's past its gate; without it the fleet's."""
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with self.http.request(method, (at or self.url) + path, json=body, timeout=timeout) as reply:
+            is_json = reply.content_type == "application/json"
+            return Answer(reply.status, reply.reason or "", dict(reply.headers), await (reply.json() if is_json else reply.text()))
+
+    async def document(self) -> dict[str, Any]:
+        """``GET /fleet``; empty while nobody can say."""
+        try:
+            answer = await self.ask("GET", FLEET)
+        except aiohttp.ClientError:
+            return {}
+        return dict(answer.body) if answer.status == 200 else {}
+
+    async def serving(self, number: int) -> None:
+        async def check() -> bool:
+            return (await self.document()).get("serving") == number
+
+        await until(check, 60, f"{number} engines serve")
+
+    async def released(self) -> list[set[str]]:
+        return [set(member["released"]) for member in (await self.document()).get("members", [])]
+
+    async def generate(self, body: dict[str, Any], at: str | None = None) -> dict[str, Any]:
+        """Tokens. At the fleet's URL 503 is tried again: smg hears of an open gate a moment later."""
+        answers: list[Answer] = []
+
+        async def answered() -> bool:
+            answers.append(await self.ask("POST", "/generate", body, at))
+            return answers[-1].status != 503 or at is not None
+
+        await until(answered, 15, "smg has heard of an open gate")
+        assert answers[-1].status == 200, answers[-1]
+        return dict(answers[-1].body)
+
+
+@asynccontextmanager
+async def whole_fleet(
+    folder: Path, servers: Sequence[str], mode: FleetMode | None = None, policy: str = "RoundRobin"
+) -> AsyncIterator[Whole]:
+    """The parts for the length of the block; the servers stay. Nothing is waited for but that the coordinator knows its engines."""
+    smg, metrics, listen, own = (f"127.0.0.1:{free_port()}" for _ in range(4))
+    url = f"http://{listen}"
+    async with AsyncExitStack() as stack:
+        pods = []
+        for index, server in enumerate(servers):
+            place = folder / f"e{index}"
+            place.mkdir()
+            one = await stack.enter_async_context(pod(place, server, name=f"e{index}", fleet_url=url, with_boot_file=True, start=False))
+            one.boot(f"boot-{index}")
+            await one.start()
+            pods.append(one)
+        runtime = folder / "front"
+        for name, line in {
+            "smg": ["--listen", smg, "--metrics-listen", metrics, "--policy", policy],
+            "front": ["--listen", listen, "--smg", smg, "--coordinator", own, "--runtime-dir", str(runtime)],
+        }.items():
+            process = Process(["proxy", name, *line], folder / f"{name}.log")
+            await process.start()
+            stack.push_async_callback(process.end)
+        wanted = [WantedEngine(name=made.name, tensor_size=1, url=made.url) for made in pods]
+        intent = Intent(generation=1, name="demo", namespace="default", mode=mode, weights=WeightsPolicy(backend="gloo"), engines=wanted)
+        (folder / "intent.json").write_text(intent.model_dump_json())
+        options = Options(
+            name="demo", namespace="default", host="127.0.0.1", port=int(own.split(":")[1]), smg_url=f"http://{smg}", policy=policy,
+            token_file=folder / "token", public_url=url, kubernetes=False,
+            intent_file=folder / "intent.json", record_file=folder / "record.json",
+        )  # fmt: skip
+        coordinator = asyncio.create_task(serve(options, TOKEN))
+        stack.push_async_callback(_ended, coordinator)
+        made = Whole(url, pods, pods[0].http)
+
+        async def known() -> bool:
+            return len((await made.document()).get("members", [])) == len(pods)
+
+        await until(known, 60, "the coordinator knows its engines")
+        yield made
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

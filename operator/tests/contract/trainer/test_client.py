@@ -1,0 +1,152 @@
+"""The client library and the example trainer against a whole fleet on this machine: two real engines behind `sglang-rollout local`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import requests
+from e2e.cluster.say import LabError
+from e2e.engine import environment
+from e2e.kube import eventually
+
+from sglang_rollout.trainer import connect
+from tests.contract.support.local_fleet import Urls
+from tests.support.paths import OPERATOR, REPOSITORY, TRAINERS
+
+pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(900)]
+
+EXAMPLE = REPOSITORY / "examples" / "trainer" / "train.py"
+
+
+@pytest.fixture
+def url(urls: Urls) -> str:
+    return urls.fleet
+
+
+def engine_python(*args: str, seconds: float) -> str:
+    """Run a script with torch and this project's package; its standard output."""
+    variables = environment.environment_variables()
+    variables["PYTHONPATH"] = os.pathsep.join([str(OPERATOR), variables["PYTHONPATH"]])
+    command = [str(environment.python(make=False)), *args]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture
+def case(url: str) -> Callable[[str], dict[str, Any]]:
+    def run(name: str) -> dict[str, Any]:
+        out = engine_python(str(TRAINERS / "client_cases.py"), name, url, str(environment.model()), seconds=240)
+        reply: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return reply
+
+    return run
+
+
+def test_all_samples_of_a_prompt_come_back_through_the_url(url: str) -> None:
+    params = {"temperature": 0, "max_new_tokens": 4}
+    with connect(url, timeout=60) as fleet:
+        one = [sample.output_ids for sample in fleet.generate(["alpha", "beta"], sampling_params=params)]
+        several = [
+            fleet.generate(["alpha", "beta"], n=4, sampling_params=params),
+            fleet.generate(["alpha", "beta"], sampling_params=params | {"n": 4}),
+        ]
+    for samples in several:
+        assert [(each.prompt_index, each.sample_index) for each in samples] == [(i, k) for i in range(2) for k in range(4)]
+        assert [each.output_ids for each in samples] == [one[0]] * 4 + [one[1]] * 4
+
+
+def test_an_interrupt_makes_the_engines_abort_what_they_generate(urls: Urls) -> None:
+    def running() -> int:
+        replies = [requests.get(f"{engine}/v1/loads", timeout=10).json() for engine in urls.engines]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for reply in replies for load in reply["loads"])
+
+    def interrupt() -> None:
+        eventually("samples are generated", lambda: running() > 0, within=60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with connect(urls.fleet, timeout=60) as fleet:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            fleet.generate(["alpha", "beta"] * 4, n=16, sampling_params={"max_new_tokens": 1900, "ignore_eos": True})
+        # Without the abort, 243,200 tokens keep the two engines busy for minutes.
+        eventually("the engines are idle", lambda: running() == 0, within=60)
+        assert len(fleet.generate(["alpha"], n=2, sampling_params={"max_new_tokens": 2})) == 2
+
+
+def test_engines_hold_what_was_pushed_in_buckets_of_any_size(case: Callable[[str], dict[str, Any]]) -> None:
+    rows = case("buckets")["rows"]
+    assert [row["equal"] for row in rows] == [True] * 4
+    single, few, one, mixed = (row["buckets"] for row in rows)
+    assert single > few > one == mixed == 1
+    assert rows[0]["bytes"] == rows[1]["bytes"] == rows[2]["bytes"] > rows[3]["bytes"]
+
+
+def test_a_tensor_that_does_not_fit_fails_with_a_reason_and_the_next_push_heals(case: Callable[[str], dict[str, Any]]) -> None:
+    seen = case("wrong_shape")
+    assert "'lm_head.weight' has shape [5, 5], in the engines' model [2048, 128]. Nothing was sent" in seen["refused"]
+    assert seen["untouched"] == 2
+    assert seen["failed"].startswith("transfer: ")
+    assert "loaded_weight" in seen["failed"]
+    assert seen["seconds"] < 20
+    assert seen["serving"] == 0, "engines that saw a part of a failed push must not serve"
+    assert seen["healed"]
+
+
+def test_a_refused_group_ends_the_rendezvous_at_once(case: Callable[[str], dict[str, Any]]) -> None:
+    seen = case("wrong_world")
+    assert seen["seconds"] < 10
+    assert f"world_size={seen['world_size']}" in seen["failed"]
+
+
+def test_a_push_after_the_group_was_lost_opens_a_new_one(case: Callable[[str], dict[str, Any]]) -> None:
+    seen = case("lost_group")
+    assert seen["failed"]
+    assert seen["seconds"] < 20
+    assert seen["equal"]
+
+
+def test_weights_that_are_not_what_the_trainer_says_are_not_committed(case: Callable[[str], dict[str, Any]]) -> None:
+    seen = case("checksums")
+    assert "holds other weights than the trainer says" in seen["failed"]
+    assert (seen["pushed"], seen["equal"]) == ("2", True)
+
+
+def test_leaving_a_group_does_not_wait_for_a_peer_that_is_out_of_reach() -> None:
+    """torch's destructor of a gloo group waits for its broadcast: until the time-out, minutes after the fleet has said that it failed."""
+    try:
+        environment.python(make=False)
+    except LabError as error:
+        pytest.skip(str(error))
+    assert engine_python(str(TRAINERS / "silent_peer.py"), seconds=120).split() == ["running"]
+
+
+def test_the_examples_reward_rises_with_pushes_and_not_without(url: str, tmp_path: Path) -> None:
+    def final_reward(seed: int, *more: str) -> float:
+        out = tmp_path / "curve.json"
+        small = ["--steps", "14", "--batch", "32", "--tokens", "12", "--learning-rate", "4e-3", "--no-check"]
+        fixed = ["--url", url, "--model", str(environment.model()), "--seed", str(seed), "--out", str(out)]
+        engine_python(str(EXAMPLE), *fixed, *small, *more, seconds=240)
+        return mean(row["reward"] for row in json.loads(out.read_text())["rows"][-3:])
+
+    gaps = []
+    for seed in range(3):
+        pushed, frozen = final_reward(seed), final_reward(seed, "--no-push")
+        assert frozen < 0.35, f"seed {seed}: without pushes the reward went to {frozen:.2f}"
+        gaps.append(pushed - frozen)
+    assert min(gaps) > 0.15, gaps
+
+
+def test_the_example_proves_on_each_engine_that_it_holds_the_policy(url: str) -> None:
+    fixed = ["--url", url, "--model", str(environment.model()), "--steps", "4", "--batch", "8"]
+    out = engine_python(str(EXAMPLE), *fixed, seconds=240)
+    assert "after each of 4 pushes: greedy tokens equal the policy's; 4 pushes changed them" in out

@@ -1,0 +1,121 @@
+"""With how few rights operator and coordinator do their work, against real RBAC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from e2e.cluster.controlplane import ControlPlane
+
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.rights import CLUSTER_RULES, OPERATOR_RULES
+from sglang_rollout.kube.client import Kube
+from sglang_rollout.kube.errors import KubeError, Refused
+from sglang_rollout.kube.resources import CONFIGMAPS, ENDPOINTSLICES, PODS, ROLLOUTS, SECRETS, STATEFULSETS, Object, resource_of
+from sglang_rollout.kube.watch import follow
+from tests.integration.controller.support.operator_process import OperatorProcess, Relay, World, eventually, kubeconfig_through, rollout
+
+pytestmark = [pytest.mark.controlplane]
+
+
+def kubeconfig_of(api: ControlPlane, namespace: str, account: str, path: Path) -> Path:
+    """A kubeconfig with the token of a service account."""
+    token = api.kubectl("create", "token", account, "-n", namespace).stdout.strip()
+    config = yaml.safe_load(api.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": token}
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture
+def limited(api: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Path]:
+    """Credentials with exactly the rights that the chart grants."""
+    name = f"operator-{namespace}"
+    rbac = "rbac.authorization.k8s.io"
+    role = {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": {"name": name}, "rules": [*OPERATOR_RULES, *CLUSTER_RULES]}
+    binding = {
+        "apiVersion": f"{rbac}/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": "operator", "namespace": namespace}],
+    }
+    api.kubectl("create", "serviceaccount", "operator", "-n", namespace)
+    for obj in (role, binding):
+        api.kubectl("apply", "-f", "-", stdin=json.dumps(obj))
+    yield kubeconfig_of(api, namespace, "operator", tmp_path / "limited")
+    api.kubectl("delete", "clusterrole,clusterrolebinding", name)
+
+
+async def test_the_operator_does_everything_with_the_rights_of_the_chart(limited: Path, world: World, tmp_path: Path) -> None:
+    operator = OperatorProcess(limited, [], tmp_path / "operator.log")
+    operator.start()
+    try:
+        await world.kube.create(rollout("demo", world.namespace))
+        await world.serve("demo", 2)
+        for name, child in (await world.children("demo")).items():
+            if name[0] in ("Role", "RoleBinding", "Secret", "StatefulSet"):
+                await world.kube.merge_patch(
+                    resource_of(child), world.namespace, name[1], {"metadata": {"labels": {names.LABEL_ROLLOUT: None}}}
+                )
+        await eventually("children", lambda: world.is_complete("demo"))
+        engine = {"spec": {"replicas": 1, "engine": {"args": ["--log-level", "info"]}}}
+        old = (await world.pods("demo"))["demo-engine-0-0"]["metadata"]["uid"]
+        await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", engine)
+
+        async def rolled() -> bool:
+            left = [name for kind, name in await world.children("demo") if kind == "StatefulSet"]
+            pod = await world.kube.get(PODS, world.namespace, "demo-engine-0-0")
+            return left == ["demo-engine-0"] and bool(pod["metadata"]["uid"] != old)
+
+        await eventually("scaled down and rolled", rolled)
+    finally:
+        operator.stop()
+    said = operator.said()
+    assert "orbidden" not in said, said
+    assert "ERROR" not in said, said
+
+
+async def test_the_coordinator_follows_its_intent_and_writes_its_record_and_nothing_else(
+    api: ControlPlane, operator: OperatorProcess, world: World, tmp_path: Path
+) -> None:
+    await world.kube.create(rollout("demo", world.namespace))
+    await eventually("children", lambda: world.is_complete("demo"))
+    relay = Relay(int(api.url.rsplit(":", 1)[1]))
+    await relay.start()
+    own = kubeconfig_of(api, world.namespace, "demo-router", tmp_path / "coordinator")
+    config = kubeconfig_through(relay, own, tmp_path / "relayed")
+    seen: asyncio.Queue[dict[str, Object]] = asyncio.Queue()
+    errors: list[KubeError] = []
+    async with await Kube.connect(field_manager="coordinator", kubeconfig=str(config)) as kube:
+
+        async def read() -> None:
+            intent = names.intent_name("demo")
+            async for objects in follow(kube, CONFIGMAPS, world.namespace, name=intent, on_error=errors.append):
+                seen.put_nowait(objects)
+
+        reading = asyncio.create_task(read())
+        assert '"demo-engine-1"' in (await asyncio.wait_for(seen.get(), 10))["demo-intent"]["data"][names.INTENT_KEY]
+        await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"replicas": 1}})
+        assert '"demo-engine-1"' not in (await asyncio.wait_for(seen.get(), 10))["demo-intent"]["data"][names.INTENT_KEY]
+        await relay.stop()
+        await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"replicas": 3}})
+        await asyncio.sleep(2.0)
+        assert errors
+        assert seen.empty()
+        await relay.start()
+        assert '"demo-engine-2"' in (await asyncio.wait_for(seen.get(), 15))["demo-intent"]["data"][names.INTENT_KEY]
+        assert (await kube.list(ENDPOINTSLICES, world.namespace)).items
+        await kube.merge_patch(CONFIGMAPS, world.namespace, "demo-weights", {"data": {"x": "y"}})
+        with pytest.raises(Refused, match="cannot patch resource"):
+            await kube.merge_patch(CONFIGMAPS, world.namespace, "demo-intent", {"data": {"x": "y"}})
+        for resource, name in ((SECRETS, "demo-control"), (STATEFULSETS, "demo-engine-0")):
+            with pytest.raises(Refused, match="cannot get resource"):
+                await kube.get(resource, world.namespace, name)
+        reading.cancel()
+    await relay.stop()
+    assert operator.health() == 200

@@ -1,0 +1,287 @@
+"""Any world converges, a second pass plans nothing, and a rolling update never takes a second engine away."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sglang_rollout.controller.decide.plan import Apply, Delete
+from tests.properties.support.simulated_cluster import SETTINGS, Cluster, rollout
+
+images = st.sampled_from(["example.org/engine:1", "example.org/engine:2", "example.org/broken:3"])
+
+
+def engine(image: str, nodes: int) -> dict[str, Any]:
+    """Several pods come with ranks for them."""
+    return {"image": image, "gpuResource": ""} | ({"nodes": nodes, "parallelism": {"tensor": 4}} if nodes > 1 else {})
+
+
+PREFETCHED = {
+    "path": "/models/a",
+    "prefetch": True,
+    "volume": {"hostPath": "/data/models"},
+    "download": {"command": ["fetch", "$(MODEL_PATH)"]},
+}
+specs = st.fixed_dictionaries(
+    {
+        "replicas": st.integers(0, 4),
+        "model": st.sampled_from([{"path": "/models/a"}, {"path": "/models/b"}, PREFETCHED]),
+        "engine": st.builds(engine, images, st.sampled_from([1, 1, 2, 4])),
+        "router": st.builds(lambda policy: {"policy": policy}, st.sampled_from(["CacheAware", "Random"])),
+    }
+)
+HEALTHY = {"replicas": 3, "model": {"path": "/models/a"}, "engine": {"image": "example.org/engine:1", "gpuResource": ""}}
+
+
+def damage(cluster: Cluster, seed: list[int]) -> None:
+    """Delete and edit children in a way that depends on ``seed`` alone."""
+    for number in seed:
+        keys = sorted(cluster.objects)
+        if not keys:
+            return
+        key = keys[number % len(keys)]
+        if number % 3 == 0:
+            del cluster.objects[key]
+        elif number % 3 == 1:
+            cluster.objects[key]["metadata"]["labels"].popitem()
+        elif "spec" in cluster.objects[key]:
+            cluster.objects[key]["spec"].popitem()
+            cluster.objects[key]["metadata"]["generation"] += 1
+
+
+@example(
+    first={**HEALTHY, "engine": engine("example.org/engine:1", 2), "router": {"policy": "Random"}},
+    then={**HEALTHY, "replicas": 2, "router": {"policy": "Random"}},
+    harm=[75, 0, 0, 188],
+)  # a StatefulSet of two pods is deleted, its pods stay, and the next one has one pod
+@given(first=specs, then=specs, harm=st.lists(st.integers(0, 1000), max_size=6))
+@settings(deadline=None, max_examples=30)
+def test_any_world_converges_and_a_second_pass_plans_nothing(first: Any, then: Any, harm: list[int]) -> None:
+    cluster = Cluster(rollout(**first))
+    cluster.execute(cluster.plan().actions)
+    cluster.settle()
+    damage(cluster, harm)
+    cluster.edit_spec(then)
+    broken = "broken" in then["engine"]["image"]
+    cluster.run()  # an engine that cannot come up holds a rolling update: that is no convergence, but right
+    assert cluster.plan().actions == ()
+    if not broken:
+        assert len(cluster.serving()) == then["replicas"]
+        assert cluster.plan().requeue_after is None
+    engines = {name for kind, name in cluster.objects if kind == "StatefulSet"}
+    assert engines == {f"demo-engine-{index}" for index in range(then["replicas"])}
+    assert (("DaemonSet", "demo-prefetch") in cluster.objects) is ("prefetch" in then["model"])
+
+
+@given(then=specs.filter(lambda spec: spec["replicas"] >= 3))
+@settings(deadline=None, max_examples=20)
+def test_a_rolling_update_keeps_all_engines_but_one(then: Any) -> None:
+    cluster = Cluster(rollout(**HEALTHY))
+    cluster.converge()
+    cluster.edit_spec(then)
+    for _ in range(20):
+        before = cluster.serving()
+        made = cluster.plan()
+        if not made.actions:
+            break
+        restarts = [action for action in made.actions if isinstance(action, Delete)]
+        wanted = {f"demo-engine-{index}" for index in range(then["replicas"])}
+        lost = {action.name.rpartition("-")[0] if action.kind == "Pod" else action.name for action in restarts} & before & wanted
+        assert len(lost) <= 1, "two engines that serve were restarted at once"
+        cluster.execute(made.actions)
+        cluster.settle()
+
+
+@pytest.mark.parametrize("overlay", [{"nodeSelector": {}}, {"rewritten": "As It Is Written"}])
+def test_what_the_api_server_makes_of_a_template_holds_no_rolling_update(overlay: Any) -> None:
+    spec = {**HEALTHY, "podTemplate": {"spec": overlay}}
+    cluster = Cluster(rollout(**spec))
+    for image in ("example.org/engine:1", "example.org/engine:2"):
+        cluster.edit_spec({**spec, "engine": {"image": image, "gpuResource": ""}})
+        for _ in range(8):
+            cluster.execute(cluster.plan().actions)
+            cluster.settle()
+        assert {pod["spec"]["containers"][0]["image"] for pod in cluster.pods.values()} == {image}
+    assert len(cluster.serving()) == 3
+
+
+def test_a_template_that_somebody_changed_is_healed_before_a_pod_is_made_from_it() -> None:
+    cluster = Cluster(rollout(**HEALTHY))
+    cluster.converge()
+    cluster.edit_spec({**HEALTHY, "engine": {"image": "example.org/engine:2", "gpuResource": ""}})
+    cluster.execute(cluster.plan().actions)
+    cluster.settle()
+    for index in range(3):
+        child = cluster.objects["StatefulSet", f"demo-engine-{index}"]
+        child["spec"]["template"]["spec"]["containers"][0]["image"] = "example.org/of-somebody:1"
+        child["metadata"] |= {"generation": 9, "resourceVersion": f"edited-{index}"}
+    cluster.settle()
+    before = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.execute(cluster.plan().actions)
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == before
+    cluster.converge()
+    assert {pod["spec"]["containers"][0]["image"] for pod in cluster.pods.values()} == {"example.org/engine:2"}
+
+
+def test_a_broken_image_stops_the_rolling_update_at_the_first_engine() -> None:
+    cluster = Cluster(rollout(**HEALTHY))
+    cluster.converge()
+    bad = copy.deepcopy(HEALTHY)
+    bad["engine"]["image"] = "example.org/broken:1"
+    cluster.edit_spec(bad)
+    cluster.run()
+    assert cluster.serving() == {"demo-engine-0", "demo-engine-1"}
+    assert cluster.plan().requeue_after is not None, "it must go on looking"
+
+    cluster.edit_spec(HEALTHY)
+    cluster.converge()
+    assert len(cluster.serving()) == 3
+
+
+def test_the_first_pass_makes_everything_and_the_second_nothing() -> None:
+    cluster = Cluster(rollout())
+    made = cluster.plan()
+    assert all(isinstance(action, Apply) for action in made.actions)
+    kinds = [action.object["kind"] for action in made.actions if isinstance(action, Apply)]
+    assert kinds.count("StatefulSet") == 2
+    assert kinds[-1] == "StatefulSet", "engines come last: what their pods need is there"
+    cluster.execute(made.actions)
+    assert cluster.plan().actions == ()
+
+
+def test_scaling_down_removes_the_highest_index_first() -> None:
+    cluster = Cluster(rollout(replicas=4))
+    cluster.converge()
+    cluster.edit_spec({**cluster.cr["spec"], "replicas": 1})
+    deleted = [action.name for action in cluster.plan().actions if isinstance(action, Delete)]
+    assert deleted == ["demo-engine-3", "demo-engine-2", "demo-engine-1"]
+
+
+def test_a_new_release_of_the_operator_restarts_no_engine() -> None:
+    cluster = Cluster(rollout())
+    cluster.converge()
+    uids = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.converge(replace(SETTINGS, coordinator_image="example.org/coordinator:2", router_image="example.org/router:2"))
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == uids
+
+
+def test_changing_only_the_router_or_the_deadlines_restarts_no_engine() -> None:
+    cluster = Cluster(rollout())
+    cluster.converge()
+    uids = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.edit_spec({**cluster.cr["spec"], "router": {"policy": "Random"}, "weights": {"backend": "gloo"}})
+    cluster.converge()
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == uids
+
+
+def test_no_pod_is_deleted_before_its_statefulset_has_the_new_template() -> None:
+    cluster = Cluster(rollout())
+    cluster.converge()
+    cluster.edit_spec({**cluster.cr["spec"], "model": {"path": "/models/other"}})
+    made = cluster.plan()
+    assert not [action for action in made.actions if isinstance(action, Delete)]
+    cluster.execute(made.actions)
+    # The StatefulSet controller has not looked yet.
+    assert cluster.plan().actions == ()
+    cluster.settle()
+    (restart,) = cluster.plan().actions
+    assert isinstance(restart, Delete)
+    assert restart.name == "demo-engine-1-0"
+
+
+def test_an_engine_without_the_committed_weights_holds_the_rolling_update() -> None:
+    cluster = Cluster(rollout())
+    cluster.converge()
+    cluster.edit_spec({**cluster.cr["spec"], "model": {"path": "/models/other"}})
+    cluster.execute(cluster.plan().actions)
+    cluster.settle()
+    cluster.execute(cluster.plan().actions)
+    cluster._statefulsets()
+    cluster._kubelet()
+    # The pod is ready, but the coordinator has not opened its gate: it waits for the trainer's next push.
+    record = cluster.objects["ConfigMap", "demo-weights"]["data"]
+    rows = record["weights.json"]
+    record["weights.json"] = rows.replace('"gate_open":true', '"gate_open":false', 2).replace('"gate_open":false', '"gate_open":true', 1)
+    made = cluster.plan()
+    assert made.actions == ()
+    assert made.requeue_after is not None
+
+
+def test_leftovers_of_an_earlier_rollout_of_the_same_name_are_waited_for() -> None:
+    cluster = Cluster(rollout())
+    cluster.converge()
+    cluster.cr["metadata"]["uid"] = "uid-of-the-new-one"
+    made = cluster.plan()
+    assert made.actions == (), "the garbage collector removes them"
+    assert made.requeue_after is not None
+    cluster.objects.clear()
+    cluster.pods.clear()
+    cluster.converge()
+    assert len(cluster.serving()) == 2
+
+
+def test_only_what_the_list_did_not_show_may_be_somebody_elses() -> None:
+    cluster = Cluster(rollout())
+    cluster.converge()
+    del cluster.objects["Service", "demo-router"]
+    cluster.objects["Role", "demo-router"]["rules"] = []
+    actions = {(a.object["kind"], a.unseen) for a in cluster.plan().actions if isinstance(a, Apply)}
+    assert actions == {("Service", True), ("Role", False)}
+
+
+def test_orphans_are_adopted() -> None:
+    cluster = Cluster(rollout())
+    cluster.converge()
+    cluster.cr["metadata"]["uid"] = "uid-of-the-new-one"
+    for child in cluster.objects.values():
+        child["metadata"]["ownerReferences"] = []
+    assert all(isinstance(action, Apply) for action in cluster.plan().actions)
+    uids = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
+    cluster.converge()
+    assert {pod["metadata"]["uid"] for pod in cluster.pods.values()} == uids
+
+
+def test_the_token_is_made_once_and_kept() -> None:
+    cluster = Cluster(rollout())
+    (secret,) = [a for a in cluster.plan().actions if isinstance(a, Apply) and a.object["kind"] == "Secret"]
+    assert secret.needs_token
+    cluster.converge()
+    live = cluster.objects["Secret", "demo-control"]
+    live["metadata"]["labels"].pop("app.kubernetes.io/name")
+    (healed,) = [a for a in cluster.plan().actions if isinstance(a, Apply)]
+    assert not healed.needs_token
+    assert healed.object["data"] == live["data"]
+    live["data"] = {}
+    (emptied,) = [a for a in cluster.plan().actions if isinstance(a, Apply)]
+    assert emptied.needs_token
+
+
+def test_a_deleted_or_unreadable_rollout_plans_nothing() -> None:
+    deleting = rollout()
+    deleting["metadata"]["deletionTimestamp"] = "2026-11-21T03:00:00Z"
+    assert Cluster(deleting).plan().actions == ()
+    unreadable = rollout(engine={"img": "x"})
+    cluster = Cluster(unreadable)
+    assert "engine.image" in cluster.observe().invalid
+    assert cluster.plan().actions == ()
+
+
+def test_a_prefetch_comes_and_goes_without_an_engine_and_stays_while_none_is_wanted() -> None:
+    without = {key: value for key, value in PREFETCHED.items() if key != "prefetch"}
+    cluster = Cluster(rollout(model=without))
+    cluster.converge()
+    pods = {name: found["metadata"]["uid"] for name, found in cluster.pods.items()}
+    for model in (PREFETCHED, without, PREFETCHED):
+        cluster.edit_spec({**cluster.cr["spec"], "model": model})
+        cluster.converge()
+        assert (("DaemonSet", "demo-prefetch") in cluster.objects) is (model is PREFETCHED)
+        assert {name: found["metadata"]["uid"] for name, found in cluster.pods.items()} == pods
+    cluster.edit_spec({**cluster.cr["spec"], "state": "Suspended"})
+    cluster.converge()
+    assert not cluster.pods
+    assert ("DaemonSet", "demo-prefetch") in cluster.objects

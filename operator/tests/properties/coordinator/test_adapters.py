@@ -1,0 +1,381 @@
+"""Adapters over the state machine: every engine holds what the spec and trainers' calls say, and what went wrong is told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.adapters import LOAD, UNLOAD, rows
+from sglang_rollout.coordinator.update.events import Write
+from sglang_rollout.wire.intent import Adapter
+from sglang_rollout.wire.states import FleetState
+from tests.properties.coordinator.test_spec_state import tell
+from tests.properties.support.coordinator_world import World, push
+from tests.properties.support.simulated_agent import FakeAgent
+
+A, B = Adapter(name="a", path="/lora/a"), Adapter(name="b", path="/lora/b")
+
+
+def make(*adapters: Adapter) -> World:
+    world = World([1, 1])
+    want(world, *adapters)
+    return world
+
+
+def want(world: World, *adapters: Adapter) -> None:
+    """The user writes the list."""
+    world.adapters = list(adapters)
+    world.generation += 1
+    world.want()
+    settled(world)
+
+
+def settled(world: World) -> None:
+    for _ in range(6):
+        tell(world)
+
+
+def held(world: World) -> list[dict[str, str]]:
+    return [agent.adapters for agent in world.agents.values()]
+
+
+def asked(world: World, path: str) -> int:
+    return sum(len(effect.bodies) for effect in world.sent if effect.path == path)
+
+
+def test_what_the_spec_lists_is_loaded_everywhere_and_what_it_drops_is_unloaded() -> None:
+    world = make(A, B)
+    assert held(world) == [{"a": "/lora/a", "b": "/lora/b"}] * 2
+    assert [(row.name, row.loaded, row.wanted, row.reason) for row in rows(world.machine.fleet)] == [("a", 2, 2, ""), ("b", 2, 2, "")]
+    want(world, B)
+    assert held(world) == [{"b": "/lora/b"}] * 2
+    settled(world)
+    assert (asked(world, LOAD), asked(world, UNLOAD)) == (4, 2), "nothing is done twice"
+
+
+def test_other_contents_under_an_old_name_are_unloaded_and_loaded() -> None:
+    world = make(A)
+    want(world, Adapter(name="a", path="/lora/a2"))
+    assert held(world) == [{"a": "/lora/a2"}] * 2
+
+
+def test_a_joiner_and_a_restarted_engine_get_them_also_after_a_push() -> None:
+    world = make(A)
+    push(world, "1")
+    world.agents["e1"].restart()
+    world.agents["e2"] = FakeAgent("e2")
+    world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
+    world.want()
+    settled(world)
+    assert held(world) == [{"a": "/lora/a"}] * 3
+
+
+def test_a_fleet_whose_spec_says_nothing_of_adapters_is_left_alone() -> None:
+    world = World([1])
+    world.agents["e0"].adapters = {"mine": "/x"}
+    settled(world)
+    assert held(world) == [{"mine": "/x"}]
+
+
+def test_an_adapter_that_does_not_load_is_told_and_tried_again_later() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    world.adapters = [A, B]
+    world.want()
+    world.tick(0.5)
+    world.sync_all()
+    while asked(world, LOAD) == 0:
+        tell(world)
+        world.tick(0.5)
+        world.sync_all()
+    world.complete(broken=frozenset({"e1"}))
+    for _ in range(4):
+        tell(world)
+    first, second = rows(world.machine.fleet)
+    assert (first.loaded, first.wanted, first.reason) == (1, 2, "engine e1: the engine failed.")
+    assert (second.loaded, second.reason) == (2, ""), "one that does not load holds up no other"
+    world.tick(31)
+    settled(world)
+    assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(2, ""), (2, "")]
+
+
+def test_a_trainers_adapter_is_loaded_on_all_or_on_none() -> None:
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t")).success
+    assert held(world) == [{"t": "/t"}] * 2
+    call = world.ask(rq.LoadAdapter("u", "/u"))
+    world.complete(broken=frozenset({"e1"}))
+    world.drain()
+    answer = world.answers[call]
+    assert (answer.status, answer.message) == (400, "engine e1 did not load u: the engine failed. It is loaded on no engine.")
+    assert held(world) == [{"t": "/t"}] * 2
+    world.agents["e0"].restart()
+    settled(world)
+    world.start()
+    settled(world)
+    assert held(world) == [{"t": "/t"}] * 2, "joiners and new coordinators know of it"
+    assert world.do(rq.UnloadAdapter("t")).success
+    settled(world)
+    assert held(world) == [{}] * 2
+    refused = world.do(rq.UnloadAdapter("t"))
+    assert (refused.status, "t is not loaded. Loaded are: none." in refused.message) == (400, True)
+
+
+def test_the_specs_adapters_are_the_specs_alone() -> None:
+    world = make(A)
+    for request in (rq.LoadAdapter("a", "/other"), rq.UnloadAdapter("a")):
+        answer = world.do(request)
+        assert (answer.status, "belongs to the spec (engine.lora.adapters)" in answer.message) == (409, True)
+    assert held(world) == [{"a": "/lora/a"}] * 2
+
+
+def test_nothing_is_loaded_while_the_fleet_sleeps_and_all_of_it_after() -> None:
+    world = make()
+    world.set_state(FleetState.ASLEEP)
+    settled(world)
+    want(world, A)
+    assert held(world) == [{}] * 2
+    world.set_state(FleetState.ACTIVE)
+    settled(world)
+    assert held(world) == [{"a": "/lora/a"}] * 2
+
+
+def read(world: World) -> list[str | None]:
+    """What each engine answers from when a request names adapter t."""
+    return [agent.read.get("t") for agent in world.agents.values()]
+
+
+def write(world: World, path: str, contents: str) -> None:
+    """A trainer saves an adapter where every engine finds it."""
+    for agent in world.agents.values():
+        agent.folders[path] = contents
+
+
+@pytest.mark.parametrize("path", ["/t", "/t2"])
+def test_a_trainer_replaces_an_adapter_also_under_the_same_path(path: str) -> None:
+    world = make()
+    write(world, "/t", "step 1")
+    assert world.do(rq.LoadAdapter("t", "/t")).success
+    write(world, path, "step 2")
+    assert world.do(rq.LoadAdapter("t", path)).success
+    assert read(world) == ["step 2"] * 2
+    done = asked(world, LOAD)
+    settled(world)
+    assert (held(world), asked(world, LOAD)) == ([{"t": path}] * 2, done), "nobody loads it once more"
+
+
+def test_an_engine_that_was_away_while_an_adapter_was_overwritten_reads_it_again() -> None:
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t")).success
+    away = world.agents["e1"]
+    away.answers = False
+    settled(world)
+    write(world, "/t", "step 2")
+    assert world.do(rq.LoadAdapter("t", "/t")).success
+    assert read(world) == ["step 2", "/t"]
+    away.answers = True
+    settled(world)
+    assert read(world) == ["step 2"] * 2
+    done = asked(world, LOAD)
+    settled(world)
+    assert asked(world, LOAD) == done
+
+
+def replace_and_fail(world: World, path: str, step: str) -> str:
+    """Adapter t was loaded from /t; engine e1 fails at a step of loading it from ``path``. The sentence that the trainer gets."""
+    assert world.do(rq.LoadAdapter("t", "/t")).success
+    call = world.ask(rq.LoadAdapter("t", path))
+    if step == "load":
+        world.complete()
+    world.complete(broken=frozenset({"e1"}))
+    world.drain()
+    assert world.answers[call].status == 400
+    return world.answers[call].message
+
+
+@pytest.mark.parametrize("step", ["load", "unload"])
+def test_a_replacement_that_fails_leaves_the_old_adapter_where_it_is(step: str) -> None:
+    world = make()
+    said = replace_and_fail(world, "/t2", step)
+    assert said == f"engine e1 did not {step} t: the engine failed. It is /t as before."
+    assert read(world) == ["/t"] * 2
+    settled(world)
+    assert [(row.path, row.loaded, row.reason) for row in rows(world.machine.fleet)] == [("/t", 2, "")]
+
+
+def test_an_overwritten_adapter_that_does_not_load_is_on_no_engine() -> None:
+    world = make()
+    assert replace_and_fail(world, "/t", "load") == "engine e1 did not load t: the engine failed. It is loaded on no engine."
+    assert (read(world), rows(world.machine.fleet)) == ([None] * 2, [])
+    world = make()
+    assert replace_and_fail(world, "/t", "unload") == "engine e1 did not unload t: the engine failed. Still loaded on: e1."
+    settled(world)
+    assert read(world) == [None] * 2, "the old contents are not left on the one that failed"
+
+
+def test_an_old_adapter_that_is_gone_from_its_path_is_told_as_not_loaded() -> None:
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t")).success
+    world.agents["e0"].folders["/t"] = ""
+    call = world.ask(rq.LoadAdapter("t", "/t2"))
+    world.complete()
+    world.complete(broken=frozenset({"e1"}))
+    world.drain()
+    assert world.answers[call].message.endswith("/t was to be loaded again and is not on: e0. It is tried again.")
+    settled(world)
+    (row,) = rows(world.machine.fleet)
+    assert (row.loaded, row.wanted, row.reason) == (1, 2, "engine e0: the engine failed.")
+
+
+@pytest.mark.parametrize("crossing", ["load", "unload"])
+def test_an_answer_from_before_a_call_that_is_read_after_it_tells_nothing_of_the_adapter(crossing: str) -> None:
+    world = make()
+    if crossing == "unload":
+        assert world.do(rq.LoadAdapter("t", "/t")).success
+        settled(world)
+    world.answer_sync("e1")  # what it says here is on its way while the call is made
+    world.now += 0.1
+    assert world.do(rq.LoadAdapter("t", "/t") if crossing == "load" else rq.UnloadAdapter("t")).success
+    done = asked(world, LOAD), asked(world, UNLOAD)
+    world.now += 0.1
+    world.arrive("e1")
+    assert [row.loaded for row in rows(world.machine.fleet)] == [2] * (crossing == "load")
+    settled(world)
+    assert (asked(world, LOAD), asked(world, UNLOAD)) == done, "nobody loads or unloads it once more"
+    assert held(world) == [{"t": "/t"} if crossing == "load" else {}] * 2
+    assert not any(engine.adapter_trouble for engine in world.machine.fleet.engines.values())
+
+
+def test_a_call_right_after_a_crossing_answer_reaches_every_engine() -> None:
+    world = make()
+    world.answer_sync("e1")
+    world.now += 0.1
+    assert world.do(rq.LoadAdapter("t", "/t")).success
+    world.now += 0.1
+    world.arrive("e1")
+    assert world.do(rq.UnloadAdapter("t")).success
+    assert held(world) == [{}] * 2
+
+
+def test_what_an_engine_could_not_do_is_forgotten_when_it_is_done_all_the_same() -> None:
+    """Its agent answered too late, and the engine went on with the call."""
+    world = make(A)
+    engine = world.machine.fleet.engines["e1"]
+    world.agents["e1"].restart()
+    world.sync_all()
+    while asked(world, LOAD) < 3:
+        world.tick(0.5)
+        world.sync_all()
+    world.complete(lost=frozenset({"e1"}))
+    assert engine.adapter_trouble == {"a": "engine e1: no answer within 60 s."}
+    settled(world)
+    assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(2, "")]
+    assert (engine.adapter_trouble, asked(world, LOAD)) == ({}, 3)
+
+
+@pytest.mark.parametrize("spec", [True, False], ids=["wanted", "not wanted"])
+def test_an_adapter_of_which_an_agent_does_not_know_whether_it_is_loaded_is_unloaded_first(spec: bool) -> None:
+    """The agent was restarted during the call."""
+    world = make(A) if spec else make()
+    agent = world.agents["e1"]
+    agent.adapters, agent.read = {"a": ""}, {"a": "nobody knows"}
+    tell(world)
+    assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(1, "")] * spec
+    settled(world)
+    assert held(world) == [{"a": "/lora/a"} if spec else {}] * 2
+    assert agent.read == ({"a": "/lora/a"} if spec else {})
+
+
+def pinned(world: World) -> list[set[str]]:
+    return [agent.pinned for agent in world.agents.values()]
+
+
+def test_a_pinned_adapter_is_pinned_on_joiners_on_restarted_engines_and_by_a_new_coordinator() -> None:
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
+    world.agents["e1"].restart()
+    world.agents["e2"] = FakeAgent("e2")
+    world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
+    world.want()
+    settled(world)
+    assert (held(world), pinned(world)) == ([{"t": "/t"}] * 3, [{"t"}] * 3)
+    world.start()
+    settled(world)
+    world.agents["e0"].restart()
+    settled(world)
+    assert (pinned(world), [row.pinned for row in rows(world.machine.fleet)]) == ([{"t"}] * 3, [True])
+    want(world, Adapter(name="u", path="/u", pinned=True))
+    assert pinned(world) == [{"t", "u"}] * 3, "an intent without Kubernetes may pin, too"
+
+
+def test_joiners_get_a_trainers_adapter_also_where_the_spec_lists_none() -> None:
+    world = World([1, 1])
+    settled(world)
+    world.agents["e0"].adapters = {"mine": "/x"}
+    settled(world)
+    assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
+    world.agents["e1"].restart()
+    settled(world)
+    assert (held(world), pinned(world)) == ([{"mine": "/x", "t": "/t"}, {"t": "/t"}], [{"t"}] * 2)
+
+
+@pytest.mark.parametrize("step", ["load", "unload"])
+def test_a_replacement_that_fails_leaves_the_old_adapter_pinned(step: str) -> None:
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
+    call = world.ask(rq.LoadAdapter("t", "/t2"))
+    if step == "load":
+        world.complete()
+    world.complete(broken=frozenset({"e1"}))
+    world.drain()
+    assert world.answers[call].message == f"engine e1 did not {step} t: the engine failed. It is /t as before."
+    assert (held(world), pinned(world)) == ([{"t": "/t"}] * 2, [{"t"}] * 2)
+
+
+def test_the_record_of_a_commit_names_the_adapters() -> None:
+    """A coordinator that ends right after it would have its successor unload them."""
+    world = make()
+    assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
+    world.ask(rq.FromDisk("/snapshots/5", "5", {"model_path": "/snapshots/5"}))
+    while not isinstance(commit := world.pending[0], Write):
+        world.complete()
+    assert [(row.name, row.path, row.pinned) for row in commit.record.adapters] == [("t", "/t", True)]
+
+
+def test_more_adapters_than_the_record_holds_are_refused_before_any_engine_is_called() -> None:
+    world = make()
+    fleet = world.machine.fleet
+    fleet.called = {str(n): Adapter(name=str(n), path="/" * 4000) for n in range(19)}
+    settled(world)
+    refused = world.do(rq.LoadAdapter("one-more", "/" * 4000))
+    assert refused.status == 400
+    assert "LoRA adapter one-more has no room in the fleet's record: with it the 20 adapters" in refused.message
+    assert not any("one-more" in body["lora_name"] for effect in world.sent if effect.path == LOAD for body in effect.bodies.values())
+    assert world.do(rq.LoadAdapter("one-more", "/short")).success
+
+
+LOADS = st.lists(
+    st.tuples(st.sampled_from(["/t", "/t2"]), st.sets(st.sampled_from(["unload", "load", "back"])), st.sampled_from(["e0", "e1"])),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(LOADS)
+def test_all_engines_answer_from_the_same_contents_whatever_fails(loads: list[tuple[str, set[str], str]]) -> None:
+    world = make()
+    for number, (path, wrong, engine) in enumerate(loads):
+        write(world, path, f"step {number}")
+        call, steps = world.ask(rq.LoadAdapter("t", path)), 0
+        while world.pending:
+            stage = "unload" if world.sent[-1].path == UNLOAD else "load" if steps < 2 else "back"
+            world.complete(broken=frozenset({engine}) if stage in wrong else frozenset())
+            steps += 1
+        if world.answers[call].success:
+            assert read(world) == [f"step {number}"] * 2
+        world.tick(31)
+        settled(world)
+        first, second = read(world)
+        assert first == second, "two engines answer one name from different contents"

@@ -1,0 +1,253 @@
+"""A fleet that shares its trainer's GPUs and takes no weights: when it sleeps, what wakes it, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from sglang_rollout.coordinator.update import events as ev
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.memory import RELEASE
+from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.wire.states import FleetMode, FleetState
+from sglang_rollout.wire.weights import BASE
+from tests.properties.coordinator.test_spec_state import tell
+from tests.properties.support.coordinator_world import World, group_body
+
+VERL = ("kv_cache", "weights")
+"""What verl's sleep and wake_up name."""
+
+
+def make(engines: int = 2) -> World:
+    world = World([1] * engines)
+    world.mode = FleetMode.COLOCATED
+    world.want()
+    settle(world)
+    return world
+
+
+def settle(world: World) -> None:
+    for _ in range(4):
+        tell(world)
+
+
+def released(world: World) -> list[tuple[str, ...]]:
+    return [tuple(agent.released) for agent in world.agents.values()]
+
+
+def serving(world: World) -> list[bool]:
+    return [agent.gate_open for agent in world.agents.values()]
+
+
+def awake(tags: Iterable[str] = VERL) -> World:
+    world = make()
+    assert world.do(rq.ResumeMemory(tuple(tags))).success
+    return world
+
+
+def test_it_sleeps_from_the_start_until_it_is_woken_and_serves_when_that_is_answered() -> None:
+    world = make()
+    assert released(world) == [VERL] * 2
+    assert serving(world) == [False] * 2
+    answer = world.do(rq.ResumeMemory(VERL))
+    assert answer.success, answer
+    assert serving(world) == [True] * 2, "verl generates at once"
+    assert {agent.version for agent in world.agents.values()} == {BASE}
+    settle(world)
+    assert serving(world) == [True] * 2, "and it is not put to sleep again"
+
+
+def test_memory_may_come_back_in_parts() -> None:
+    world = make()
+    assert world.do(rq.ResumeMemory(("weights",))).success
+    settle(world)
+    assert released(world) == [("kv_cache",)] * 2
+    assert world.do(rq.ResumeMemory(("kv_cache",))).success
+    assert serving(world) == [True] * 2
+
+
+def test_a_trainer_puts_it_to_sleep_and_wakes_it_again_and_again() -> None:
+    world = awake()
+    for tags in (VERL, (), VERL):
+        assert world.do(rq.ReleaseMemory(tags)).success
+        settle(world)
+        assert serving(world) == [False] * 2
+        assert world.do(rq.ResumeMemory(tags)).success
+        settle(world)
+        assert serving(world) == [True] * 2
+
+
+def test_the_record_tells_engines_that_are_being_compared_from_lost_ones() -> None:
+    world = awake()
+    for _ in range(2):
+        assert world.do(rq.ReleaseMemory(VERL)).success
+        world.ask(rq.ResumeMemory(VERL))
+        compared = False
+        while world.pending:
+            compared = compared or getattr(world.pending[0], "path", "") == CHECKER
+            world.complete()
+            world.tick(0.1)
+            assert world.record is not None
+            for row in world.record.engines:
+                assert row.gate_open or row.released or row.comparing, row
+        assert compared
+        assert not any(row.comparing for row in world.record.engines)
+
+
+def test_an_engine_that_restarts_while_the_trainer_has_the_memory_gives_it_back() -> None:
+    world = awake()
+    assert world.do(rq.ReleaseMemory()).success
+    world.agents["e1"].restart()
+    settle(world)
+    assert set(released(world)[1]) == {"kv_cache", "weights", "cuda_graph"}
+    assert world.do(rq.ResumeMemory()).success
+    assert serving(world) == [True] * 2
+
+
+def test_an_engine_that_restarts_while_the_fleet_is_awake_serves() -> None:
+    world = awake()
+    world.agents["e1"].restart()
+    settle(world)
+    assert (serving(world), released(world)[1]) == ([True] * 2, ())
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_a_new_coordinator_knows_who_has_the_memory(asleep: bool) -> None:
+    world = awake()
+    if asleep:
+        assert world.do(rq.ReleaseMemory(VERL)).success
+    world.start()
+    settle(world)
+    assert serving(world) == [not asleep] * 2
+    if asleep:
+        assert world.do(rq.ResumeMemory(VERL)).success
+        assert serving(world) == [True] * 2, "the record has the checksums"
+
+
+def test_a_coordinator_that_dies_before_any_engine_heard_does_what_it_had_written() -> None:
+    world = awake()
+    world.ask(rq.ReleaseMemory(VERL))
+    written = False
+    while not any(isinstance(effect, ev.Send) and effect.path == RELEASE for effect in world.pending):
+        written = written or isinstance(world.pending[0], ev.Write)
+        world.complete()
+    assert written, "before any engine hears of it"
+    world.start()
+    settle(world)
+    assert released(world) == [VERL] * 2
+
+
+def test_an_engine_that_refuses_to_sleep_is_asked_again() -> None:
+    world = World([1])
+    world.mode = FleetMode.COLOCATED
+    world.want()
+    world.tick(0.5)
+    world.sync_all()
+    while world.pending:
+        broken = frozenset({"e0"}) if world.pending[0].__dict__.get("path") == RELEASE else frozenset()
+        world.complete(broken=broken)
+    assert released(world) == [()]
+    world.tick(20.0)
+    settle(world)
+    assert released(world) == [VERL]
+
+
+def test_an_engine_that_comes_back_with_other_bytes_is_named_and_serves_nobody() -> None:
+    world = awake()
+    world.agents["e1"].backup = False
+    assert world.do(rq.ReleaseMemory(VERL)).success
+    answer = world.do(rq.ResumeMemory(VERL))
+    assert (answer.status, answer.fleet["unproved"], "restart it" in answer.message) == (502, ["e1"], True)
+    settle(world)
+    assert world.record is not None
+    assert [row.comparing for row in world.record.engines] == [False, False], "it is known to be lost"
+    assert serving(world) == [True, False]
+
+
+def test_weights_that_nobody_could_recognise_later_are_not_released() -> None:
+    world = World([1])
+    world.mode = FleetMode.COLOCATED
+    world.want()
+    world.tick(0.5)
+    world.sync_all()
+    settle_with(world, broken=CHECKER)
+    call = world.ask(rq.ReleaseMemory())
+    settle_with(world, broken=CHECKER)
+    assert (world.answers[call].status, "Nothing was released" in world.answers[call].message) == (502, True)
+    assert released(world) == [()]
+
+
+def test_an_engine_that_comes_back_from_another_image_is_compared_with_itself() -> None:
+    world = awake()
+    assert world.do(rq.ReleaseMemory(VERL)).success
+    world.agents["e1"].restart()
+    world.agents["e1"].checksum = "of another image"
+    settle(world)
+    assert released(world) == [VERL] * 2
+    world.start()
+    settle(world)
+    assert world.do(rq.ResumeMemory(VERL)).success
+    assert serving(world) == [True] * 2
+
+
+def settle_with(world: World, *, broken: str) -> None:
+    """Everything ends well but calls of this path."""
+    while world.pending:
+        effect = world.pending[0]
+        fails = isinstance(effect, ev.Send) and effect.path == broken
+        world.complete(broken=frozenset(world.agents) if fails else frozenset())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        rq.Begin(),
+        rq.Update("g", "2", {"names": ["w"]}),
+        rq.End(),
+        rq.FromDisk("/x", None, {}),
+        rq.SetLabel("2"),
+        rq.NewRun(),
+        rq.CloseGroup("g"),
+    ],
+    ids=lambda request: type(request).__name__,
+)
+@pytest.mark.parametrize("woken", [True, False], ids=["awake", "asleep"])
+def test_a_call_about_weights_is_refused_with_the_reason_and_reaches_no_engine(request_: rq.Request, woken: bool) -> None:
+    world = awake() if woken else make()
+    before = len(world.sent)
+    for request in (request_, rq.OpenGroup(group_body(world, "g"))):
+        answer = world.do(request)
+        assert (answer.status, "spec.mode: Colocated" in answer.message) == (400, True), answer
+    assert len(world.sent) == before
+
+
+def test_a_trainer_may_pause_and_go_on() -> None:
+    world = awake()
+    assert world.do(rq.Pause("abort", {"mode": "abort"})).success
+    assert world.do(rq.Continue()).success
+    settle(world)
+    assert serving(world) == [True] * 2
+
+
+def test_a_sleep_by_the_spec_ends_in_what_the_trainer_wants() -> None:
+    world = awake()
+    for last, wanted in ((None, True), (rq.ReleaseMemory(VERL), False)):
+        world.set_state(FleetState.ASLEEP)
+        world.drain()
+        settle(world)
+        if last is not None:
+            assert world.do(last).success
+        assert serving(world) == [False] * 2
+        world.set_state(FleetState.ACTIVE)
+        world.drain()
+        settle(world)
+        assert serving(world) == [wanted] * 2
+
+
+def test_a_fleet_with_gpus_of_its_own_is_not_put_to_sleep() -> None:
+    world = World([1])
+    settle(world)
+    assert (serving(world), released(world)) == ([True], [()])
+    assert world.record is not None
+    assert world.record.lent is None

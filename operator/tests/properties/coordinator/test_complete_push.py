@@ -1,0 +1,233 @@
+"""An engine that held something else commits only with all tensors that make the version: nobody serves a mixture."""
+
+from __future__ import annotations
+
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.events import Answer
+from sglang_rollout.coordinator.update.tensors import Brought, digest, mark, packed, recalled, unpacked
+from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.weights import BASE, Version
+from tests.properties.support.coordinator_world import World, group_body, push
+from tests.properties.support.simulated_agent import NAMES
+
+FIRST = Version(run=1, step=1, label="1")
+
+
+def served(min_committed: int | None = None, engines: int = 2) -> World:
+    """A fleet that serves version 1, of all tensors."""
+    world = World([1] * engines, min_committed)
+    world.sync_all()
+    assert push(world, "1", NAMES) == FIRST
+    return world
+
+
+def update(world: World, label: str, *names: str) -> Answer:
+    """A whole update of these tensors; returns what the end of it answers."""
+    assert world.do(rq.OpenGroup(group_body(world, f"g-{world.calls}"))).success
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update(list(world.machine.fleet.groups)[-1], label, {"names": list(names)})).success
+    return world.do(rq.End())
+
+
+def restart(world: World, name: str) -> None:
+    world.agents[name].restart()
+    world.sync_all()
+    world.drain()
+
+
+def open_gates(world: World) -> list[bool]:
+    return [agent.gate_open for agent in world.agents.values()]
+
+
+def test_engines_that_held_the_version_may_be_brought_some_tensors() -> None:
+    world = served()
+    assert update(world, "2", "w").success
+    assert open_gates(world) == [True, True]
+
+
+def test_a_restarted_engine_that_is_brought_some_tensors_is_left_out_and_named() -> None:
+    world = served(min_committed=1)
+    restart(world, "e1")
+    answer = update(world, "2", "w")
+    why = answer.fleet["fenced"]["e1"]
+    assert (answer.status, answer.fleet["outcome"], open_gates(world)) == (200, "Partial", [True, False])
+    assert "did not hold version 1/1 before and lacks 2 of 3 tensors that make a version of this run, the first is u" in why
+    assert "load a checkpoint with update_weights_from_disk" in why
+    last = world.machine.fleet.last_update
+    assert last is not None
+    assert why in last.reason
+    assert update(world, "3", *NAMES).message == "Success"
+    assert open_gates(world) == [True, True]
+
+
+def test_if_all_must_commit_the_update_fails_with_that_sentence_and_a_complete_one_heals() -> None:
+    world = served()
+    restart(world, "e1")
+    answer = update(world, "2", "w")
+    assert (answer.status, answer.fleet["engine"], world.machine.fleet.committed) == (400, "e1", FIRST)
+    assert "lacks 2 of 3 tensors" in answer.message
+    assert open_gates(world) == [False, False]
+    assert update(world, "2", "u", "w").status == 400, "both hold a part of the update that failed"
+    assert update(world, "2", *NAMES).success
+    assert open_gates(world) == [True, True]
+
+
+def test_a_fleet_of_one_that_restarted_is_not_complete_with_a_part() -> None:
+    world = served(engines=1)
+    restart(world, "e0")
+    assert update(world, "2", "v").status == 400
+    assert update(world, "2", *NAMES).success
+
+
+def test_what_a_failed_update_wrote_counts_although_it_was_never_committed() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", "1", {"names": ["v"]})).success
+    assert world.do(rq.Begin()).success, "the trainer begins anew"
+    assert world.do(rq.Update("g", "1", {"names": ["w"]})).success
+    assert "the first is v" in world.do(rq.End()).message
+    assert update(world, "1", "v", "w").success
+
+
+def test_what_a_failed_update_wrote_counts_for_the_next_coordinator_too() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.Begin()).success
+    world.ask(rq.Update("g", "1", {"names": ["v"]}))
+    world.start()  # it dies before it hears what became of the call
+    world.sync_all()
+    world.drain()
+    answer = update(world, "1", "u", "w")
+    assert (answer.status, "lacks 1 tensors of an update that was open or had failed" in answer.message) == (400, True)
+    assert open_gates(world) == [False, False]
+    assert update(world, "1", *NAMES).success
+    assert world.record is not None
+    assert world.record.tried == ""
+
+
+def test_a_record_has_room_for_the_names_of_a_failed_update() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(100) for expert in range(500)]
+    text = packed(frozenset(names))
+    assert len(text) < 270_000
+    assert unpacked(text) == set(map(mark, names))
+
+
+def test_a_tensor_that_every_engine_refused_is_not_asked_for_later() -> None:
+    world = served()
+    assert world.do(rq.Begin()).success
+    call = world.ask(rq.Update("g", "2", {"names": ["typo"]}))
+    world.complete(broken=frozenset(world.agents))
+    world.drain()
+    assert not world.answers[call].success
+    assert update(world, "2", *NAMES).success
+    assert open_gates(world) == [True, True]
+
+
+def test_the_stages_of_a_pipeline_make_one_set() -> None:
+    world = World([1, 1], min_committed=1)
+    world.sync_all()
+    for label in ("1", "2"):
+        for stage in ("a", "b"):
+            assert world.do(rq.OpenGroup(group_body(world, stage + label))).success
+        assert world.do(rq.Begin()).success
+        assert world.do(rq.Update("a" + label, label, {"names": ["u", "v"]})).success
+        assert world.do(rq.Update("b" + label, label, {"names": ["w"]})).success
+        assert world.do(rq.End()).message == "Success"
+        for stage in ("a", "b"):
+            assert world.do(rq.CloseGroup(stage + label)).success
+        restart(world, "e1")
+    assert world.machine.fleet.brought.names == set(NAMES)
+    assert list(update(world, "3", "u", "v").fleet["fenced"]) == ["e1"]
+
+
+def test_a_new_coordinator_knows_the_stages_of_the_update_before_it() -> None:
+    world = World([1, 1])
+    world.sync_all()
+    for stage in ("a", "b"):
+        assert world.do(rq.OpenGroup(group_body(world, stage))).success
+    for label in ("1", "2"):
+        assert world.do(rq.Begin()).success
+        assert world.do(rq.Update("a", label, {"names": ["u", "v"]})).success
+        if label == "1":
+            assert world.do(rq.Update("b", label, {"names": ["w"]})).success
+            assert world.do(rq.End()).success
+            world.start()
+            world.sync_all()
+            world.drain()
+    assert "group b brought no tensors, although it belonged to the update before" in world.do(rq.End()).message
+    assert (world.machine.fleet.committed, open_gates(world)) == (FIRST, [False, False])
+
+
+def test_an_engine_that_was_in_one_of_two_groups_lacks_what_the_other_brought() -> None:
+    world = World([1, 1], min_committed=1)
+    world.agents["e1"].up = False
+    world.sync_all()
+    assert world.do(rq.OpenGroup(group_body(world, "old"))).success
+    world.agents["e1"].up = True
+    world.sync_all()
+    assert world.do(rq.OpenGroup(group_body(world, "new"))).success
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("old", "1", {"names": ["u"]})).success
+    assert world.do(rq.Update("new", "1", {"names": ["v", "w"]})).success
+    answer = world.do(rq.End())
+    assert "lacks 1 of 3 tensors that other engines got in this update, the first is u" in answer.fleet["fenced"]["e1"]
+
+
+def test_after_a_restart_of_the_coordinator_equal_names_prove_it_and_others_do_not() -> None:
+    for names, outcome in ((("w",), "Partial"), (NAMES, "Committed")):
+        world = served(min_committed=1)
+        world.start()
+        restart(world, "e1")
+        assert world.machine.fleet.brought == Brought(rest=digest(NAMES))
+        answer = update(world, "2", *names)
+        assert answer.fleet["outcome"] == outcome, answer.message
+        assert world.record is not None
+        assert world.record.tensors == digest(NAMES)
+    assert world.machine.fleet.brought == Brought(frozenset(NAMES)), "the names are known again"
+
+
+def test_a_part_after_a_restart_of_the_coordinator_forgets_nothing() -> None:
+    known = Brought(rest=digest(NAMES)).plus(frozenset("w"))
+    assert known.lacks(frozenset("w"))
+    assert known.lacks(frozenset("uw"))
+    assert not known.lacks(frozenset(NAMES))
+    assert known.row == digest(NAMES)
+
+
+def test_a_trainer_that_trains_more_than_the_record_says_is_complete() -> None:
+    assert not Brought(rest=digest("uv")).lacks(frozenset(NAMES))
+    assert Brought(rest=digest("uv")).plus(frozenset(NAMES)) == Brought(frozenset(NAMES))
+
+
+def test_a_record_of_a_release_before_is_read_and_its_next_update_says_what_is_complete() -> None:
+    old = Record(term=1, epoch=2, committed=FIRST).model_dump(mode="json")
+    del old["tensors"]
+    assert recalled(Record.model_validate(old).tensors) == Brought()
+    kept = Record(term=1, epoch=2, committed=FIRST, tensors=digest(NAMES))
+    assert recalled(Record.model_validate_json(kept.model_dump_json()).tensors) == Brought(rest=digest(NAMES))
+    assert len(Record(term=1, epoch=2, committed=BASE, tensors=digest(map(str, range(50_000)))).model_dump_json()) < 1000
+
+
+def test_a_checkpoint_is_complete_and_what_comes_after_must_be() -> None:
+    world = served(min_committed=1)
+    restart(world, "e1")
+    assert world.do(rq.FromDisk("/snapshots/9", "2", {})).message == "Success"
+    assert open_gates(world) == [True, True]
+    assert update(world, "3", "w").message == "Success"
+    restart(world, "e1")
+    assert list(update(world, "4", "w").fleet["fenced"]) == ["e1"]
+
+
+def test_a_new_run_on_engines_that_all_restarted_begins_anew_and_otherwise_it_does_not() -> None:
+    world = served(min_committed=1)
+    restart(world, "e1")
+    assert world.do(rq.NewRun()).success
+    assert list(update(world, "1", "w").fleet["fenced"]) == ["e1"], "e0 still has tensors of the run before"
+    for name in world.agents:
+        restart(world, name)
+    assert world.do(rq.NewRun()).success
+    assert update(world, "1", "w").message == "Success"
+    assert world.machine.fleet.brought.names == {"w"}

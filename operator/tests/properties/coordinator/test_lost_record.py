@@ -1,0 +1,88 @@
+"""A commit that only engines can prove: the store was away when the record was to be written, and then the coordinator was gone."""
+
+from __future__ import annotations
+
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update.events import Send
+from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.weights import EngineState
+from tests.properties.support.coordinator_world import World, group_body
+from tests.properties.support.simulated_agent import NAMES, FakeAgent
+
+
+def without_a_record(world: World, names: tuple[str, ...], refusing: frozenset[str] = frozenset()) -> None:
+    """A push that commits while the store is away; whoever refuses does not acknowledge it. Then a new coordinator starts."""
+    world.sync_all()
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", None, {"names": list(names)})).success
+    world.store_away = True
+    call = world.ask(rq.End())
+    while world.pending:
+        effect = world.pending[0]
+        world.complete(0, broken=refusing if isinstance(effect, Send) and effect.path == AGENT_ACK else frozenset())
+    assert world.answers[call].success
+    world.sync_all()
+    assert world.record is not None
+    assert world.record.committed.is_base
+    world.store_away = False
+    world.start()
+
+
+def test_a_number_that_may_have_been_committed_never_names_other_weights() -> None:
+    """Nobody who was told of the commit answers: the fleet goes on without them, and they are not taken for holders when they come back."""
+    world = World([1, 1], min_committed=1)
+    without_a_record(world, NAMES)
+    lost = world.agents["e0"]
+    lost.answers = False
+    world.agents["e1"].restart()
+    world.sync_all()
+    world.tick(6.0)
+    assert world.machine.fleet.committed is not None
+    assert world.machine.fleet.committed.is_base
+    before, held = lost.version, lost.content
+    assert before is not None
+    assert world.do(rq.OpenGroup(group_body(world, "h"))).success
+    assert world.do(rq.Update("h", None, {"names": list(NAMES)})).success
+    assert world.do(rq.Continue()).success
+    now = world.machine.fleet.committed
+    assert key(now) > key(before)
+    lost.answers = True
+    world.sync_all()
+    world.drain()
+    assert (lost.content, lost.gate_open) == (held, False)
+    assert world.agents["e1"].gate_open
+
+
+def test_nor_does_one_that_only_pods_could_have_proved_which_were_made_anew() -> None:
+    world = World([1])
+    without_a_record(world, NAMES)
+    before = world.agents["e0"].version
+    assert before is not None
+    world.agents["e0"] = FakeAgent("e0", life=9)
+    world.sync_all()
+    assert world.machine.fleet.committed is not None
+    assert world.machine.fleet.committed.is_base
+    assert key(world.machine.fleet.target()) > key(before)
+
+
+def test_an_engine_with_its_start_weights_needs_what_only_another_engine_can_prove() -> None:
+    """The record says that an update was open and not what became of it; an engine that committed it tells that."""
+    world = World([1, 1], min_committed=1)
+    without_a_record(world, ("v",), refusing=frozenset({"e1"}))
+    world.agents["e1"].restart()
+    world.sync_all()
+    assert world.machine.fleet.committed is not None
+    assert not world.machine.fleet.committed.is_base
+    assert world.agents["e1"].state is EngineState.CLEAN
+    assert world.do(rq.OpenGroup(group_body(world, "h"))).success
+    assert world.do(rq.Update("h", None, {"names": ["w"]})).success
+    assert world.do(rq.Continue()).success
+    world.sync_all()
+    world.drain()
+    assert world.agents["e0"].gate_open
+    assert not world.agents["e1"].gate_open, "it lacks v"
+    last = world.machine.fleet.last_update
+    assert last is not None
+    assert "1 tensor" in last.reason

@@ -1,0 +1,225 @@
+"""Coordinators of different terms over the same agents: whoever is told last does not know of the others. No I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang_rollout.coordinator.update import Machine
+from sglang_rollout.coordinator.update.events import (
+    Answered,
+    Asked,
+    Cut,
+    Effect,
+    Event,
+    Reply,
+    Result,
+    Save,
+    Seen,
+    Send,
+    Tick,
+    Wanted,
+    Write,
+    Written,
+)
+from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.wire.intent import Intent, WantedEngine
+from sglang_rollout.wire.policy import WeightsPolicy
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.weights import Version
+from tests.properties.support.simulated_agent import FakeAgent
+
+SILENCE = "no answer within 60 s."
+Contents = frozenset[tuple[str, object]]
+
+
+@dataclass
+class Told:
+    """What the coordinator of the highest term has told one agent."""
+
+    term: int = 0
+    served: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(eq=False)
+class Coordinator:
+    """One process: a machine, what it has sent and not heard of yet, and what it can reach."""
+
+    machine: Machine
+    record: Record | None
+    """The newest that is to be written."""
+    alive: bool = True
+    refused: bool = False
+    """An agent has said that another one leads, when this one had proved what is committed."""
+    pending: list[Send | Write] = field(default_factory=list)
+    results: dict[int, dict[str, Result]] = field(default_factory=dict)
+    """Answers of a Send under way, by its id."""
+    cut_off: set[str] = field(default_factory=set)
+    """Engines that it cannot reach."""
+    storeless: bool = False
+    """It cannot reach the store."""
+    answers: dict[int, Answer] = field(default_factory=dict)
+    calls: int = 0
+
+    @property
+    def term(self) -> int:
+        return self.machine.fleet.term
+
+
+class Pair:
+    """The agents, the store, and coordinators that do not know of each other."""
+
+    def __init__(self, engines: int, min_committed: int | None) -> None:
+        self.policy = WeightsPolicy(min_committed=min_committed)
+        self.agents = {f"e{index}": FakeAgent(f"e{index}") for index in range(engines)}
+        self.now = 100.0
+        self.store: Record | None = None
+        self.lease = 0
+        """Counts who has led: also where the record is lost."""
+        self.told = {name: Told() for name in self.agents}
+        self.acked: dict[tuple[int, tuple[int, int]], set[str]] = {}
+        """Who has acknowledged a version to the coordinator of a term."""
+        self.commits: dict[tuple[int, int], set[int]] = {}
+        """Terms that have committed a version and were not stopped by the store: their trainers were told."""
+        self.refusals = 0
+        self.leading: list[Coordinator] = []
+        self.start()
+
+    def start(self, *, keep_record: bool = True) -> Coordinator:
+        """Another coordinator. It reads the record and puts its term into it; those before it live on."""
+        found = self.store if keep_record else None
+        self.lease += 1
+        term = max(self.lease, (found.term if found else 0) + 1)
+        new = Coordinator(
+            Machine(name="demo", term=term, record=found, at=self.now), found.model_copy(update={"term": term}) if found else None
+        )
+        if not keep_record:
+            self.store = None
+        self.write(new)
+        self.leading = [*(one for one in self.leading if one.alive), new]
+        engines = [WantedEngine(name=name) for name in self.agents]
+        intent = Intent(generation=1, name="demo", namespace="default", engines=engines, weights=self.policy)
+        self.feed(new, Wanted(intent, frozenset(self.agents), self.now))
+        return new
+
+    def feed(self, who: Coordinator, event: Event) -> None:
+        if who.alive:
+            self.carry_out(who, who.machine.handle(event))
+
+    def carry_out(self, who: Coordinator, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    who.pending.append(effect)
+                    who.results[effect.id] = {}
+                case Write():
+                    who.pending.append(effect)
+                case Save(record):
+                    who.record = record
+                    self.write(who)
+                case Cut():
+                    send = next(sent for sent in who.pending if sent.id == effect.effect)
+                    assert isinstance(send, Send)
+                    missing = {name: Result(ok=False, message=effect.reason) for name in send.bodies}
+                    self.conclude(who, send, {**missing, **who.results[send.id]})
+                case Reply(call, answer):
+                    who.answers[call] = answer
+
+    def write(self, who: Coordinator) -> bool:
+        """As the store does it: nobody writes over a higher term, and whoever tries stops."""
+        if who.record is None or who.storeless or not who.alive:
+            return False
+        if self.store is not None and self.store.term > who.record.term:
+            who.alive = False
+            return False
+        self.store = who.record
+        return True
+
+    def ask(self, who: Coordinator, request: Request) -> int:
+        who.calls += 1
+        self.feed(who, Asked(who.calls, request, self.now))
+        return who.calls
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for who in self.leading:
+            self.feed(who, Tick(self.now))
+
+    def reach(self, who: Coordinator, name: str, path: str, body: dict[str, object], token: object, *, works: bool = True) -> Result:
+        """One call of one coordinator to one agent, which looks at the term first."""
+        agent = self.agents[name]
+        if name in who.cut_off or not agent.answers:
+            return Result(ok=False, message=SILENCE)
+        if who.term < agent.term:
+            self.refusals += 1
+            who.refused = who.refused or who.machine.fleet.committed is not None
+            if who.machine.outranked(agent.term):
+                who.alive = False
+            elif who.machine.fleet.committed is None:
+                self.rise(who, agent.term + 1)
+            return Result(ok=False, status=409, message=f"term {who.term} is over.")
+        agent.term = who.term
+        if path in (AGENT_SYNC, AGENT_RUN) and body["committed"] is not None:
+            served = [Version.model_validate(version) for version in [body["committed"], *body["tolerated"]]]  # type: ignore[misc]
+            self.told[name] = Told(who.term, frozenset(map(key, served)))
+        result = agent.call(path, dict(body), contents(agent) if path == AGENT_ACK else token, works)
+        if path == AGENT_ACK and result.ok:
+            self.acked.setdefault((who.term, key(Version.model_validate(body["version"]))), set()).add(name)
+        return result
+
+    def rise(self, who: Coordinator, term: int) -> None:
+        """As the Lease does it: only who leads gets a higher term, and whoever comes next one above that."""
+        if who is not self.leading[-1]:
+            who.alive = False
+            return
+        self.lease = max(self.lease, term)
+        who.machine.rise(term)
+
+    def sync(self, who: Coordinator, name: str) -> None:
+        if not who.alive:
+            return
+        body = who.machine.fleet.sync_request(name).model_dump(mode="json")
+        result = self.reach(who, name, AGENT_SYNC, body, None)
+        self.feed(who, Seen(name, result.agent, self.now, self.now))
+
+    def deliver(self, who: Coordinator, index: int, nth: int, *, works: bool = True, lost: bool = False) -> None:
+        """One engine gets one call under way, or the store a record. ``lost``: the answer does not come back."""
+        self.now += 0.01
+        effect = who.pending[index % len(who.pending)]
+        if isinstance(effect, Write):
+            who.pending.remove(effect)
+            who.record = effect.record
+            ok = self.write(who)
+            if who.alive:
+                self.commits.setdefault(key(effect.record.committed), set()).add(who.term)
+            self.feed(who, Written(effect.id, ok, self.now))
+            return
+        waiting = [name for name in effect.bodies if name not in who.results[effect.id]]
+        name = waiting[nth % len(waiting)]
+        result = self.reach(who, name, effect.path, dict(effect.bodies[name]), (who.term, effect.id), works=works)
+        if effect not in who.pending:
+            return  # it has stopped
+        who.results[effect.id][name] = Result(ok=False, message=SILENCE) if lost else result
+        if len(waiting) == 1:
+            self.conclude(who, effect, who.results[effect.id])
+
+    def conclude(self, who: Coordinator, effect: Send, results: dict[str, Result]) -> None:
+        who.pending.remove(effect)
+        self.feed(who, Answered(effect.id, results, self.now))
+
+    def drain(self, who: Coordinator) -> None:
+        """Everything under way arrives; of a coordinator that has stopped, too."""
+        while who.pending:
+            self.deliver(who, 0, 0)
+
+    def do(self, who: Coordinator, request: Request) -> Answer | None:
+        """Ask and let everything end well; None: the coordinator has stopped meanwhile."""
+        call = self.ask(who, request)
+        self.drain(who)
+        return who.answers.get(call)
+
+
+def contents(agent: FakeAgent) -> Contents:
+    """What the engine's tensors really are."""
+    return frozenset(agent.tensors.items())

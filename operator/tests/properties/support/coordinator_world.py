@@ -1,0 +1,305 @@
+"""A world around the state machine: agents as the contract describes them, a store, and a trainer. No I/O, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sglang_rollout.coordinator.update import Machine
+from sglang_rollout.coordinator.update import requests as rq
+from sglang_rollout.coordinator.update import steps as calls
+from sglang_rollout.coordinator.update.events import (
+    Answered,
+    Asked,
+    Cut,
+    Effect,
+    Event,
+    Left,
+    Reply,
+    Result,
+    Save,
+    Seen,
+    Send,
+    Tick,
+    Wanted,
+    Write,
+    Written,
+)
+from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.wire.intent import Adapter, Intent, WantedEngine
+from sglang_rollout.wire.policy import WeightsPolicy
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.states import FleetMode, FleetState
+from sglang_rollout.wire.weights import EngineState, Version
+from tests.properties.support.simulated_agent import NAMES, FakeAgent
+
+SNAPSHOTS = "/snapshots"
+
+
+class World:
+    """Agents, a store and a machine. Sends are answered when the test says so, in any order."""
+
+    def __init__(self, sizes: list[int], min_committed: int | str | None = None) -> None:
+        self.policy = WeightsPolicy(min_committed=min_committed)
+        self.agents = {f"e{index}": FakeAgent(f"e{index}") for index in range(len(sizes))}
+        self.engines = [WantedEngine(name=f"e{index}", tensor_size=size) for index, size in enumerate(sizes)]
+        self.now = 100.0
+        self.record: Record | None = None
+        self.store_away = False
+        self.pending: list[Send | Write] = []
+        self.on_its_way: dict[str, Seen] = {}
+        """Answers to syncs that have not come back."""
+        self.answers: dict[int, Answer] = {}
+        self.calls = 0
+        self.acked: dict[tuple[tuple[int, int], tuple[str, ...]], set[str]] = {}
+        """Who acknowledged which version of which cohort."""
+        self.least: dict[tuple[tuple[int, int], tuple[str, ...]], int] = {}
+        """How many of that cohort had to, when they were asked."""
+        self.opened: tuple[object, dict[str, object]] = (None, {})
+        """The open update, and what its trainer has sent, tensor by tensor."""
+        self.pushed: dict[tuple[int, int], dict[str, object]] = {}
+        """What each committed version must hold, of all that trainers have sent."""
+        self.attempts = 0
+        self.committed_contents: dict[tuple[int, int], object] = {}
+        self.contents: dict[tuple[int, int], object] = {}
+        """What was served under each version."""
+        self.tensors: dict[tuple[int, int], dict[str, object]] = {}
+        """What the first engine held that acknowledged a version, tensor by tensor."""
+        self.sent: list[Send] = []
+        self.history: list[Version] = []
+        self.unproved: set[tuple[int, int]] = set()
+        """Committed, but so that the next coordinator could not know: the store was away, and nobody who was told answered."""
+        self.generation = 1
+        self.state = FleetState.ACTIVE
+        self.adapters: list[Adapter] | None = None
+        self.base: int | None = None
+        self.mode: FleetMode | None = None
+        self.start()
+
+    def start(self) -> None:
+        """A new coordinator."""
+        self.pending, self.on_its_way = [], {}
+        self.lossy = self.record is None or (bool(self.history) and key(self.record.committed) < key(self.history[-1]))
+        term = (self.record.term if self.record else 0) + 1
+        self.machine = Machine(name="demo", term=term, record=self.record, at=self.now)
+        self.want()
+
+    def want(self) -> None:
+        intent = Intent(
+            generation=self.generation,
+            name="demo",
+            namespace="default",
+            engines=self.engines,
+            base=self.base,
+            weights=self.policy,
+            state=self.state,
+            adapters=self.adapters,
+            mode=self.mode,
+        )
+        self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
+
+    def set_state(self, state: FleetState) -> None:
+        """The user writes ``spec.state``."""
+        self.state = state
+        self.generation += 1
+        self.want()
+
+    def feed(self, event: Event) -> None:
+        self.carry_out(self.machine.handle(event))
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send() | Write():
+                    self.pending.append(effect)
+                    if isinstance(effect, Send):
+                        self.sent.append(effect)
+                        self.check_hold(effect)
+                        self.note_least(effect)
+                    elif (before := self.pushed.get(key(self.history[-1]))) is not None:
+                        self.pushed[key(effect.record.committed)] = {**self._under(effect.record.committed, before), **self.opened[1]}
+                case Save(record):
+                    self.record = self.record if self.store_away else record
+                case Cut():
+                    self.cut(effect)
+                case Reply(call, answer):
+                    assert call not in self.answers, "answered twice"
+                    self.answers[call] = answer
+        committed = self.machine.fleet.committed
+        if committed is not None and self.lossy:
+            self.lossy = False
+            if self.history and key(committed) < key(self.history[-1]):
+                self._forget(committed)
+        if committed is not None and (not self.history or self.history[-1] != committed):
+            self.history.append(committed)
+            if committed.is_base:
+                self.pushed[key(committed)] = dict.fromkeys(NAMES, "base")
+
+    def _forget(self, committed: Version) -> None:
+        """The record is gone, or was not written yet, and no agent that was told answers: nothing could prove what followed."""
+        witnesses = self._witnesses(self.history[-1])
+        if not witnesses:
+            self.history.clear()
+            self.contents.clear()
+            self.tensors.clear()
+            self.pushed.clear()
+        elif not any(self.machine.fleet.engines[name].status for name in witnesses):
+            self.unproved |= {key(version) for version in self.history if key(version) > key(committed)}
+            self.history = [version for version in self.history if key(version) <= key(committed)]
+
+    def check_hold(self, effect: Send) -> None:
+        """While the spec holds the fleet nobody is told to generate, and nobody that it does not; a dirty engine never by a commit."""
+        if effect.path == AGENT_RUN:
+            told = [self.agents[name] for name in effect.bodies if name in self.agents]
+            assert not any(agent.state is EngineState.DIRTY for agent in told), "a dirty engine was told to go on"
+        kept = self.machine.fleet.kept
+        if kept is not FleetState.ACTIVE:
+            assert effect.path not in (calls.CONTINUE, AGENT_RUN), "a held fleet was told to generate"
+            assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
+
+    def note_least(self, effect: Send) -> None:
+        """How many acknowledgements the policy asks for, at most all who were told. None: one of everybody who took part.
+
+        Members do not change under an update.
+        """
+        fleet = self.machine.fleet
+        least, wanted = self.policy.min_committed, len(fleet.engines)
+        for body in effect.bodies.values() if effect.path == AGENT_ACK else ():
+            cohort = tuple(body["cohort"])
+            share = math.ceil(int(least.rstrip("%")) * wanted / 100) if isinstance(least, str) else min(least or len(cohort), wanted)
+            told = len(fleet.update.boots) if fleet.update is not None else len(cohort)
+            self.least.setdefault((key(Version.model_validate(body["version"])), cohort), max(1, min(share, told)))
+
+    def note_sent(self, path: str, body: Mapping[str, Any], token: object) -> None:
+        """What the trainer of the open update has brought: each tensor as it came last."""
+        update = self.machine.fleet.update
+        if update is not None and path in (calls.UPDATE, calls.UPDATE_DISK):
+            if self.opened[0] is not update:
+                self.opened = (update, {})
+            names = body["names"] if path == calls.UPDATE else NAMES
+            self.opened[1].update(dict.fromkeys(names, token if path == calls.UPDATE else ("disk", body["model_path"])))
+
+    def _under(self, version: Version, before: dict[str, object]) -> dict[str, object]:
+        """What a commit leaves of what was there: nothing, where a new run begins on engines that all hold what they were started with."""
+        told = [self.agents[engine.name] for engine in self.engines if engine.name in self.agents]
+        rest = [name for name in NAMES if name not in self.opened[1]]
+        anew = version.run > self.history[-1].run and all(agent.tensors[name] == "base" for agent in told for name in rest)
+        return dict.fromkeys(NAMES, "base") if anew else before
+
+    def _witnesses(self, version: Version) -> list[str]:
+        wanted = {engine.name for engine in self.engines}
+        told = [agent for agent in self.agents.values() if agent.name in wanted]
+        return [agent.name for agent in told if agent.committed and key(agent.committed) >= key(version)]
+
+    def ask(self, request: Request) -> int:
+        self.calls += 1
+        self.feed(Asked(self.calls, request, self.now))
+        return self.calls
+
+    def leave(self, call: int) -> None:
+        self.feed(Left(call, self.now))
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(Tick(self.now))
+
+    def answer_sync(self, name: str) -> None:
+        """An agent hears a sync and answers."""
+        agent, fleet = self.agents[name], self.machine.fleet
+        status = None
+        if agent.answers:
+            if fleet.committed is not None:
+                agent.committed, agent.tolerated, agent.hold = fleet.committed, fleet.tolerated(), fleet.kept
+                agent.follow_the_spec()
+            status = agent.status()
+        self.on_its_way[name] = Seen(name, status, self.now, self.now)
+
+    def arrive(self, name: str) -> None:
+        """The answer to the sync comes back, however long after it was given."""
+        if (seen := self.on_its_way.pop(name, None)) is not None:
+            self.feed(replace(seen, at=self.now))
+
+    def sync(self, name: str) -> None:
+        self.answer_sync(name)
+        self.arrive(name)
+
+    def sync_all(self) -> None:
+        for name in list(self.agents):
+            self.sync(name)
+
+    def complete(self, index: int = 0, broken: frozenset[str] = frozenset(), lost: frozenset[str] = frozenset()) -> None:
+        """One pending effect ends. ``broken`` engines fail; the answers of ``lost`` ones do not come back."""
+        effect = self.pending.pop(index % len(self.pending))
+        self.now += 0.01
+        if isinstance(effect, Write):
+            ok = not broken and not self.store_away
+            if ok:
+                self.record = effect.record
+            self.feed(Written(effect.id, ok, self.now))
+            return
+        self.attempts += 1
+        token = ("update", self.attempts)
+        self.note_sent(effect.path, next(iter(effect.bodies.values())), token)
+        results = {}
+        for name, body in effect.bodies.items():
+            agent = self.agents.get(name)
+            if agent is None:
+                results[name] = Result(ok=False, message="it has no address.")
+                continue
+            content = self._content(agent.loaded, body["version"], token) if effect.path == AGENT_ACK and agent.loaded else token
+            agent.snapshots = self.tensors
+            result = agent.call(effect.path, dict(body), content, name not in broken)
+            if effect.path == AGENT_ACK and result.ok:
+                version = Version.model_validate(body["version"])
+                self.acked.setdefault((key(version), tuple(body["cohort"])), set()).add(name)
+                self.tensors.setdefault(key(version), dict(agent.tensors))
+                if agent.content == "mixture":  # fenced as it was, and now its checksum has proved that it has every tensor all the same
+                    assert agent.tensors == self.tensors[key(version)]
+                    agent.content = self.committed_contents.get(key(version), "base")
+            if effect.path == AGENT_ACK and result.ok and not agent.loaded:
+                self.committed_contents[key(Version.model_validate(body["version"]))] = agent.content
+            results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")
+        self.feed(Answered(effect.id, results, self.now))
+
+    def _content(self, folder: str, raw: dict[str, Any], otherwise: object) -> object:
+        """What is in a folder; in a snapshot of this version: what the engines held that committed it."""
+        if folder != SNAPSHOTS:
+            return ("disk", folder)
+        version = Version.model_validate(raw)
+        held = [agent.content for agent in self.agents.values() if agent.version == version]
+        return self.contents.get(key(version), held[0] if held else self.committed_contents.get(key(version), otherwise))
+
+    def cut(self, effect: Cut) -> None:
+        """The driver waits no longer: whoever has not answered counts as failed."""
+        send = next(pending for pending in self.pending if pending.id == effect.effect)
+        assert isinstance(send, Send)
+        self.pending.remove(send)
+        self.feed(Answered(send.id, {name: Result(ok=False, message=effect.reason) for name in send.bodies}, self.now))
+
+    def drain(self) -> None:
+        """Everything pending ends well."""
+        while self.pending:
+            self.complete()
+
+    def do(self, request: Request) -> Answer:
+        """Ask and let everything end well."""
+        call = self.ask(request)
+        self.drain()
+        return self.answers[call]
+
+
+def group_body(world: World, name: str) -> dict[str, Any]:
+    world_size = world.machine.fleet.table.world_size
+    return {"master_address": "10.0.0.9", "master_port": 1, "rank_offset": 1, "group_name": name, "world_size": world_size}
+
+
+def push(world: World, label: str | None, names: tuple[str, ...] = ("w",)) -> Version | None:
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    assert world.do(rq.Begin()).success
+    assert world.do(rq.Update("g", label, {"names": list(names)})).success
+    assert world.do(rq.End()).success
+    return world.machine.fleet.committed

@@ -1,0 +1,17 @@
+"""Folders of the repository that tests read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+REPOSITORY = TESTS.parents[1]
+OPERATOR = REPOSITORY / "operator"
+"""Goes on the `PYTHONPATH` of processes that need the package or these tests."""
+DOCS = REPOSITORY / "docs"
+CHARTS = REPOSITORY / "charts"
+GOLDEN_INPUTS = TESTS / "golden/in"
+GOLDEN_OUTPUTS = TESTS / "golden/out"
+CONTRACT_SUPPORT = TESTS / "contract/support"
+TRAINERS = CONTRACT_SUPPORT / "trainers"
+"""Programs that play a trainer. Most run with the engine environment's Python, which has torch."""

@@ -1,0 +1,164 @@
+"""A pod that cannot reach pod 0 of its engine: who says so, and how often."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from sglang_rollout.agent.agent import Agent
+from sglang_rollout.agent.drain import RunFiles
+from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.launch import rank_lifecycle as g
+from sglang_rollout.agent.launch.barrier import Barrier
+from sglang_rollout.agent.launch.head_pod import Leader
+from sglang_rollout.agent.launch.member_pod import Follower, follower_app
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.wire.launch import GroupReply, MemberReport, Verdict
+from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_GROUP
+from tests.support.ports import free_port, needs_ipv6
+
+POD_0, POD_1 = "demo-engine-1-0.demo-engines", "demo-engine-1-1.demo-engines"
+UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+NAMELESS = f"it cannot reach pod 0: {POD_0}: Name or service not known"
+
+Names = dict[str, str]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    """What the name server knows; everything at the start but pods."""
+    known: Names = {}
+    really: Callable[..., Any] = socket.getaddrinfo
+
+    def lookup(host: Any, *args: Any, **more: Any) -> Any:
+        if str(host).endswith(".demo-engines") and host not in known:
+            raise UNKNOWN
+        return really(known.get(host, host), *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    return known
+
+
+def barrier(folder: Path) -> Barrier:
+    folder.mkdir(exist_ok=True)
+    return Barrier(RunFiles(folder / "boot"))
+
+
+def follower(folder: Path, port: int) -> Follower:
+    place = {"rank": 1, "leader": Address(POD_0, port), "own": Address("127.0.0.1", port)}
+    return Follower(Engine("http://127.0.0.1:1"), barrier(folder), token="t", **place)  # type: ignore[arg-type]
+
+
+def leader(folder: Path, port: int) -> Leader:
+    agent = cast(Agent, SimpleNamespace(name="demo-engine-1", state=SimpleNamespace(up=False)))
+    made = Leader(agent, barrier(folder), size=2, own=Address(POD_0, port), folder=folder, token="t")
+    (folder / "boot").write_text("life of pod 0")
+    return made
+
+
+@asynccontextmanager
+async def served(app: web.Application, host: str, port: int) -> AsyncIterator[None]:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_name_that_is_not_known_is_said_once_and_in_the_answer(
+    names: Names, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    pod = follower(tmp_path, port)
+    with caplog.at_level(logging.INFO):
+        await pod.report()
+        assert not caplog.records, "nobody has looked yet"
+        for _ in range(3):
+            await pod.resolve()
+            await pod.report()
+    assert [record.message for record in caplog.records] == [f"Pod 1 of the engine: {NAMELESS}."]
+    async with (
+        served(follower_app(pod, name="demo-engine-1", token="t", model_path=None), "127.0.0.1", port),
+        aiohttp.ClientSession() as http,
+        http.get(f"http://127.0.0.1:{port}{AGENT_ENGINE}") as answer,
+    ):
+        assert answer.status == 503
+        assert NAMELESS in (await answer.json())["message"]
+
+
+async def test_a_pod_0_that_takes_no_connection_is_said_with_its_address(names: Names, tmp_path: Path) -> None:
+    port = free_port()
+    names[POD_0] = "127.0.0.1"
+    pod = follower(tmp_path, port)
+    await pod.resolve()
+    await pod.report()
+    assert pod.unheard.startswith(f"it cannot reach pod 0: 127.0.0.1:{port}: ")
+    del names[POD_0]
+    await pod.resolve()
+    await pod.report()
+    assert f"127.0.0.1:{port}" in pod.unheard, "the last known address stays"
+    assert "Name or service not known" in pod.unheard
+
+
+@needs_ipv6
+async def test_a_pod_0_with_an_ipv6_address_is_spoken_to(names: Names, tmp_path: Path) -> None:
+    port = free_port()
+    names[POD_0] = "::1"
+    pod = follower(tmp_path, port)
+    await pod.resolve()
+    await pod.report()
+    assert f"[::1]:{port}" in pod.unheard
+    heard: list[MemberReport] = []
+
+    async def group(request: web.Request) -> web.Response:
+        heard.append(MemberReport.model_validate(await request.json()))
+        return web.json_response(GroupReply(verdict=Verdict.WAIT).model_dump(mode="json"))
+
+    app = web.Application()
+    app.add_routes([web.post(AGENT_GROUP, group)])
+    async with served(app, "::1", port):
+        await pod.report()
+    assert [report.rank for report in heard] == [1]
+    assert not pod.unheard
+
+
+async def test_pod_0_asks_a_silent_pod_and_says_its_words(names: Names, tmp_path: Path) -> None:
+    port = free_port()
+    first, second = leader(tmp_path / "0", port), follower(tmp_path / "1", port)
+    await first.watch()
+    await first.inquire()
+    assert f"now for demo-engine-1-1 (pod 0 does not find {POD_1}: Name or service not known)" in first.why_down()
+
+    names[POD_1] = "127.0.0.1"
+    await second.resolve()
+    await second.report()
+    await first.inquire()
+    assert first.why_down().endswith("now for demo-engine-1-1"), "it does not answer: nothing is known"
+    async with served(follower_app(second, name="demo-engine-1", token="t", model_path=None), "127.0.0.1", port):
+        await first.inquire()
+    assert first.why_down().endswith(f"now for demo-engine-1-1 ({NAMELESS})")
+
+    first.report(MemberReport(rank=1, address=f"127.0.0.1:{port}", boot_id="life of pod 1"))
+    assert first.group.lives, "what was said is forgotten when it is heard"
+    assert NAMELESS not in first.why_down()
+
+
+async def test_a_silent_pod_of_a_generation_that_runs_is_not_asked(names: Names, tmp_path: Path) -> None:
+    first = leader(tmp_path, free_port())
+    await first.watch()
+    first.report(MemberReport(rank=1, address="127.0.0.1:1", boot_id="life of pod 1"))
+    first.group = g.heard(first.group, 1, g.Member("life of pod 1", at=-100.0))
+    assert first.group.lives
+    await first.inquire()
+    assert not first.group.unheard[1]

@@ -1,0 +1,44 @@
+"""What is told of an engine whose init container fails: the download of its model, or one of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_rollout.controller.decide.status import build_status
+from tests.unit.controller.support.worlds import NOW, SETTINGS, cr, pod, record, row, world
+
+Object = dict[str, Any]
+FAILED: Object = {"terminated": {"exitCode": 3, "reason": "Error", "message": "error: no such repository\n"}}
+ENDED: Object = {"terminated": {"exitCode": 0, "reason": "Completed"}}
+
+
+def status_of(name: str, state: Object, before: Object | None = None, *, last: Object = FAILED) -> Object:
+    # The kubelet calls a container without probes started as soon as it runs.
+    container = {"name": name, "ready": state == ENDED, "started": "running" in state, "restartCount": 2, "state": state, "lastState": last}
+    fetching = pod(1, ready=False, status={"initContainerStatuses": [container]})
+    fetching["spec"]["initContainers"] = [{"name": one} for one in ("download", "my-own")] + [{"name": "gate", "restartPolicy": "Always"}]
+    return build_status(world([pod(0), fetching], written=record(row(0)), custom=cr(status=before)), SETTINGS, NOW)
+
+
+@pytest.mark.parametrize("name", ["download", "my-own"])
+def test_its_failure_is_told_until_it_comes_through(name: str) -> None:
+    backing_off = status_of(name, {"waiting": {"reason": "CrashLoopBackOff"}})
+    engine = backing_off["engines"][1]
+    told = f"container {name} exited with code 3: error: no such repository (restarted 2 times)."
+    assert (engine["phase"], engine["reason"]) == ("Failed", told)
+    assert status_of(name, {"running": {}}, backing_off) == backing_off, "it is tried again"
+    assert status_of(name, FAILED, backing_off) == backing_off
+    through = status_of(name, ENDED, backing_off)["engines"][1]
+    assert (through["phase"], through["reason"]) == ("Starting", "it is starting.")
+
+
+def test_one_that_runs_again_after_it_ended_well_has_not_failed() -> None:
+    engine = status_of("download", {"running": {}}, last=ENDED)["engines"][1]
+    assert (engine["phase"], engine["reason"]) == ("Starting", "it is starting.")
+
+
+def test_a_sidecar_that_runs_again_is_no_failure() -> None:
+    engine = status_of("gate", {"running": {}})["engines"][1]
+    assert (engine["phase"], engine["reason"]) == ("Starting", "it is starting.")

@@ -1,0 +1,170 @@
+"""An engine with several pods is one unit: in its row of status, when it serves, and when it is rolled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.decide.drift import stamped
+from sglang_rollout.controller.decide.plan import Delete, plan
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render import names, render_all
+from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.wire.launch import BUDGET_EXHAUSTED, WITH_THE_OTHERS
+from tests.unit.controller.support.worlds import NOW, SETTINGS, Object, cr, crashed, record, row, unschedulable, world
+
+ENGINE = {"image": "example.org/engine:1", "gpuResource": "", "nodes": 2, "parallelism": {"tensor": 2}}
+CR = cr(engine=ENGINE)
+
+
+def pod(index: int, rank: int, *, ready: bool = True, current: str | None = None, restarts: int = 0, **more: Any) -> Object:
+    engine = names.engine_name("demo", index)
+    status = {
+        "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+        "containerStatuses": [{"name": "engine", "ready": ready, "started": True, "restartCount": restarts, "state": {"running": {}}}],
+    }
+    labels = {names.LABEL_REVISION: current or revision(SGLangRollout.model_validate(CR))}
+    metadata = {"name": names.engine_pod(engine, rank), "uid": f"uid-{index}-{rank}", "labels": labels}
+    return {"metadata": metadata, "spec": {"nodeName": f"node-{rank}"}, "status": {**status, **more}}
+
+
+def fleet(*pods: Object, gates: tuple[bool, bool] = (True, True), reason: str = "", custom: Object = CR) -> World:
+    rows = [row(index, gate=gates[index], reason="" if gates[index] else reason) for index in range(2)]
+    return world(list(pods), written=record(*rows), custom=custom)
+
+
+def engines(seen: World) -> list[Object]:
+    found: list[Object] = build_status(seen, SETTINGS, NOW)["engines"]
+    return found
+
+
+def ready(seen: World) -> Object:
+    found: Object = next(one for one in build_status(seen, SETTINGS, NOW)["conditions"] if one["type"] == "Ready")
+    return found
+
+
+def test_it_serves_when_all_its_pods_are_ready() -> None:
+    all_pods = [pod(index, rank, restarts=rank + 1) for index in range(2) for rank in range(2)]
+    status = build_status(fleet(*all_pods), SETTINGS, NOW)
+    assert status["ready"] == "2/2"
+    assert status["replicas"] == 2, "engines, not pods"
+    assert status["engines"][0]["nodes"] == ["node-0", "node-1"]
+    assert status["engines"][0]["restarts"] == 3
+    assert status["selector"].endswith("rollout.sglang.io/rollout=demo")
+    assert "apps.kubernetes.io/pod-index=0" in status["selector"], "an autoscaler counts engines"
+    missing = fleet(*all_pods[:3])
+    assert [engine["phase"] for engine in engines(missing)] == ["Serving", "Pending"]
+    assert "it has 1 of 2 pods yet" in ready(missing)["message"]
+
+
+def test_the_pod_in_trouble_is_named_with_its_node() -> None:
+    bad = {**pod(1, 1, ready=False), "status": {**crashed(message="CUDA out of memory")}}
+    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), bad, gates=(True, False))
+    assert ready(seen)["reason"] == "EngineCrashed"
+    assert "Engine demo-engine-1: pod demo-engine-1-1 on node node-1: container engine exited" in ready(seen)["message"]
+
+
+def test_a_pod_that_was_ended_because_of_another_is_not_the_one_to_speak_of() -> None:
+    log = f"loading\nKilled\nThis pod's part of the engine {WITH_THE_OTHERS}: pod demo-engine-1-1 has ended."
+    ended = {**pod(1, 0, ready=False), "status": crashed(code=137, message=log)}
+    cause = {**pod(1, 1, ready=False), "status": crashed(message="ValueError: no such backend")}
+    seen = fleet(pod(0, 0), pod(0, 1), ended, cause, gates=(True, False))
+    assert "ValueError: no such backend" in ready(seen)["message"]
+    alone = fleet(pod(0, 0), pod(0, 1), ended, pod(1, 1), gates=(True, False))
+    assert "pod demo-engine-1-1 has ended" in ready(alone)["message"], "its last words, not the shell's"
+
+
+def test_a_pod_that_no_node_takes_is_named() -> None:
+    nowhere = {**pod(1, 1), "spec": {}, "status": unschedulable("0/3 nodes are available")}
+    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), nowhere, gates=(True, False))
+    assert ready(seen)["reason"] == "InsufficientCapacity"
+    assert "pod demo-engine-1-1: no node can take its pod" in ready(seen)["message"]
+
+
+def test_what_its_agents_wait_for_is_told() -> None:
+    told = "The engine is not up: it waits until all 2 pods can start together, now for demo-engine-1-1."
+    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), reason=told)
+    assert engines(seen)[1]["phase"] == "Starting"
+    assert "now for demo-engine-1-1" in engines(seen)[1]["reason"]
+
+
+def test_an_engine_that_is_not_started_again_needs_a_person() -> None:
+    told = f"The engine is not up: {BUDGET_EXHAUSTED}: 10 starts in a row failed. Delete its pods."
+    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), reason=told)
+    assert ready(seen)["reason"] == "RestartBudgetExhausted"
+    assert "Delete its pods" in ready(seen)["message"]
+    assert engines(seen)[1]["phase"] == "Failed"
+
+
+@pytest.mark.parametrize("old_rank", [0, 1])
+def test_it_is_outdated_if_one_of_its_pods_is(old_rank: int) -> None:
+    pods = [pod(index, rank, current="old" if (index, rank) == (1, old_rank) else None) for index in range(2) for rank in range(2)]
+    seen = fleet(*pods)
+    assert [engine["updated"] for engine in engines(seen)] == [True, False]
+    assert rolled(seen) == {f"demo-engine-1-{old_rank}"}
+
+
+def test_it_is_rolled_by_deleting_all_its_pods_and_one_engine_at_a_time() -> None:
+    old = [pod(index, rank, current="old") for index in range(2) for rank in range(2)]
+    assert rolled(fleet(*old)) == {"demo-engine-1-0", "demo-engine-1-1"}
+    assert rolled(fleet(*old, gates=(False, True))) == {"demo-engine-0-0", "demo-engine-0-1"}, "the one that does not serve goes first"
+    assert rolled(fleet(*old, gates=(False, False))) == set()
+
+
+def test_another_number_of_pods_makes_the_engine_anew_when_its_turn_comes() -> None:
+    old = [pod(index, rank, current="old") for index in range(2) for rank in range(2)]
+    seen = fleet(*old)
+    wanted = cr(engine={**ENGINE, "nodes": 1})
+    resized = replace(applied(seen), cr=wanted, rollout=SGLangRollout.model_validate(wanted))
+    made = plan(resized, SETTINGS).actions
+    assert [(one.kind, one.name) for one in made if isinstance(one, Delete)] == [("StatefulSet", "demo-engine-1")]
+    assert not [one for one in made if not isinstance(one, Delete) and one.object["kind"] == "StatefulSet"], "never resized in place"
+
+
+def applied(seen: World) -> World:
+    """The same, with every child as the operator has applied it and its controller has seen it."""
+    rendered = [stamped(one) for one in render_all(SGLangRollout.model_validate(CR), SETTINGS, token="t0ken")]
+    children: dict[tuple[str, str], Object] = {}
+    for made in rendered:
+        key = (made["kind"], made["metadata"]["name"])
+        live = {**seen.children[key], **made, "status": {**seen.children[key].get("status", {}), "observedGeneration": 1}}
+        live["metadata"] = {**made["metadata"], "generation": 1, "uid": f"uid-{key[1]}"}
+        children[key] = live
+    return replace(seen, children=children)
+
+
+def rolled(seen: World) -> set[str]:
+    return {one.name for one in plan(applied(seen), SETTINGS).actions if isinstance(one, Delete)}
+
+
+def test_status_names_the_pod_that_does_not_find_pod_0() -> None:
+    words = "demo-engine-1-1 (it cannot reach pod 0: demo-engine-1-0.demo-engines: Name or service not known)"
+    said = f"it waits until all 2 pods can start together, now for {words}"
+    starting = [pod(1, rank, ready=False) for rank in range(2)]
+    shown = engines(fleet(pod(0, 0), pod(0, 1), *starting, gates=(True, False), reason=said))[1]
+    assert shown["reason"].endswith(f"now for {words}.")
+
+
+@pytest.mark.parametrize("there", [0, 1])
+def test_engines_whose_pods_cannot_be_made_are_made_anew_at_once(there: int) -> None:
+    """They serve nobody, so that nothing is lost, and none of them has to wait for another."""
+    pods = [pod(index, 0, current="old") for index in range(2)][: 2 * there]
+    seen = applied(fleet(*pods, gates=(False, False)))
+    wanted = cr(engine={**ENGINE, "nodes": 1})
+    resized = replace(seen, cr=wanted, rollout=SGLangRollout.model_validate(wanted))
+    made = plan(resized, SETTINGS)
+    assert [(one.kind, one.name) for one in made.actions if isinstance(one, Delete)] == [
+        ("StatefulSet", "demo-engine-0"),
+        ("StatefulSet", "demo-engine-1"),
+    ]
+
+
+def test_an_engine_that_has_not_all_its_pods_is_broken() -> None:
+    seen = fleet(pod(0, 0, current="old"), pod(0, 1, current="old"), pod(1, 0, current="old"), gates=(True, False))
+    assert rolled(seen) == {"demo-engine-1-0"}
+    both = fleet(pod(0, 0, current="old"), pod(1, 0, current="old"), gates=(False, False))
+    assert rolled(both) == {"demo-engine-0-0", "demo-engine-1-0"}

@@ -1,0 +1,220 @@
+"""Which nodes are avoided, and which are not: a bad node is told from a bad spec, and never too many at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.decide.node_avoidance import SHARE, avoidance, expires_in
+from sglang_rollout.controller.decide.status import build_status
+from sglang_rollout.controller.decide.transitions import transitions
+from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.wire.launch import WITH_THE_OTHERS
+from tests.unit.controller.support.worlds import NOW, SETTINGS, cr, record, row, unschedulable, world
+from tests.unit.controller.support.worlds import pod as plain_pod
+
+Object = dict[str, Any]
+POLICY = {"avoidNodes": {"failures": 3, "withinSeconds": 3600, "forSeconds": 7200}}
+CURRENT = revision(SGLangRollout.model_validate(cr()))
+
+
+def at(minutes: int) -> str:
+    """So many minutes after 02:00; it is 03:00."""
+    return f"2026-11-21T{2 + minutes // 60:02}:{minutes % 60:02}:00Z"
+
+
+def ended(time: str | None, *, code: int = 1, message: str = "CUDA error: uncorrectable ECC error") -> Object:
+    return {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": time}}
+
+
+def pod(index: int, node: str, *ends: Object, ready: bool = True, **more: Any) -> Object:
+    """A pod on a node, whose engine container ended so."""
+    container: Object = {"name": "engine", "ready": ready, "started": ready, "restartCount": len(ends), "state": {"running": {}}}
+    container |= dict(zip(("lastState", "state"), ends, strict=False))
+    made = plain_pod(index, ready=ready, status={"containerStatuses": [container]}, **more)
+    made["spec"]["nodeName"] = node
+    return made
+
+
+def failure(minutes: int, node: str = "bad", engine: int = 1, of: str = CURRENT) -> Object:
+    """One that status remembers."""
+    return {"node": node, "engine": f"demo-engine-{engine}", "revision": of, "time": at(minutes), "reason": "exited with code 1"}
+
+
+def seen(*pods: Object, failures: tuple[Object, ...] = (), avoided: tuple[Object, ...] = (), policy: Object | None = None) -> World:
+    """A fleet with a memory."""
+    status = {"nodeFailures": list(failures), "avoidedNodes": list(avoided)}
+    scheduling = POLICY if policy is None else policy
+    return world(list(pods), written=record(row(0), row(1)), custom=cr(len(pods), status=status, scheduling=scheduling))
+
+
+def avoided(world: World, now: str = NOW) -> list[str]:
+    return [node.node for node in avoidance(world, now).nodes]
+
+
+GOOD, BAD = pod(0, "good"), pod(1, "bad", ended(at(55)), ready=False)
+TWICE = (failure(10), failure(30))
+
+
+def test_the_third_failure_within_an_hour_has_the_node_avoided_and_says_why() -> None:
+    (found,) = avoidance(seen(GOOD, BAD, failures=TWICE), NOW).nodes
+    assert (found.node, found.since, found.until) == ("bad", NOW, at(180))
+    assert found.reason == (
+        "engines failed there 3 times since 2026-11-21T02:10:00Z, demo-engine-1 at 2026-11-21T02:55:00Z: exited with code 1: CUDA error:"
+        " uncorrectable ECC error."
+    )
+
+
+def test_the_shortest_time_that_is_accepted_can_be_reached() -> None:
+    policy = {"avoidNodes": {"failures": 3, "withinSeconds": 121, "forSeconds": 600}}
+    minute_by_minute = seen(GOOD, pod(1, "bad", ended(at(60)), ready=False), failures=(failure(58), failure(59)), policy=policy)
+    assert avoided(minute_by_minute) == ["bad"]
+
+
+def test_a_failure_is_remembered_once_however_often_it_is_seen() -> None:
+    fleet = seen(GOOD, BAD)
+    first = build_status(fleet, SETTINGS, NOW)
+    assert [one["time"] for one in first["nodeFailures"]] == [at(55)]
+    fleet.cr["status"] = first
+    assert build_status(fleet, SETTINGS, at(61)) == first
+
+
+@pytest.mark.parametrize(
+    ("why", "fleet"),
+    [
+        ("two failures are too few", seen(GOOD, BAD, failures=TWICE[:1])),
+        ("a failure counts for an hour", seen(GOOD, BAD, failures=(failure(0), failure(30)))),
+        ("another spec failed", seen(GOOD, BAD, failures=tuple(failure(minute, of="older") for minute in (10, 30)))),
+        ("no engine is up elsewhere", seen(pod(0, "good", ready=False), BAD, failures=TWICE)),
+        ("the engine that is up has another spec", seen(pod(0, "good", current="older"), BAD, failures=TWICE)),
+        ("the other node fails engines, too", seen(GOOD, BAD, failures=(*TWICE, failure(20, "good", 0)))),
+        ("only the node itself has an engine that is up", seen(pod(0, "bad"), BAD, failures=TWICE)),
+        ("nobody asked for it", seen(GOOD, BAD, failures=TWICE, policy={})),
+        ("the pod is going away", seen(GOOD, pod(1, "bad", ended(at(55)), deletionTimestamp=NOW), failures=TWICE)),
+        ("it ended well", seen(GOOD, pod(1, "bad", ended(at(55), code=0)), failures=TWICE)),
+        ("nobody knows when it ended", seen(GOOD, pod(1, "bad", ended(None, code=137)), failures=TWICE)),
+        ("another pod of the engine failed", seen(GOOD, pod(1, "bad", ended(at(55), message=WITH_THE_OTHERS)), failures=TWICE)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_have_a_node_avoided(why: str, fleet: World) -> None:
+    assert avoided(fleet) == [], why
+
+
+def disrupted() -> Object:
+    made = pod(1, "bad", ended(at(55)), ready=False)
+    made["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"})
+    return made
+
+
+def refused() -> Object:
+    made = plain_pod(1, ready=False, status={"phase": "Failed", "reason": "UnexpectedAdmissionError"}, creationTimestamp=at(55))
+    made["spec"]["nodeName"] = "bad"
+    return made
+
+
+def test_a_pod_that_was_preempted_did_not_fail_and_one_that_the_kubelet_refused_did() -> None:
+    assert avoided(seen(GOOD, disrupted(), failures=TWICE)) == []
+    assert avoided(seen(GOOD, refused(), failures=TWICE)) == ["bad"]
+
+
+def test_a_node_that_boots_anew_has_failed_once_however_many_engines_it_ended() -> None:
+    rebooted = [pod(index, "bad", ended(f"2026-11-21T02:55:{index:02}Z", code=255)) for index in range(1, 9)]
+    assert avoided(seen(GOOD, *rebooted, failures=TWICE[:1])) == []
+    (found,) = avoidance(seen(GOOD, *rebooted, failures=TWICE), NOW).nodes
+    assert found.reason.startswith("engines failed there 3 times since 2026-11-21T02:10:00Z, demo-engine-8 at 2026-11-21T02:55:08Z: ")
+
+
+def kept(node: str, since: int = 0) -> Object:
+    return {"node": node, "reason": "engines failed there.", "since": at(since), "until": at(since + 120)}
+
+
+def test_a_node_stays_avoided_until_its_time_is_over_and_its_old_failures_do_not_count_again() -> None:
+    quiet = seen(GOOD, pod(1, "third"), failures=TWICE, avoided=(kept("bad", 30),))
+    assert avoided(quiet, at(149)) == ["bad"]
+    assert avoided(quiet, at(150)) == []
+    assert avoidance(quiet, at(150)).failures == []
+
+
+def test_at_most_a_quarter_of_the_nodes_is_avoided_the_worst_first() -> None:
+    pods = [pod(index, f"node-{index}") for index in range(8)]
+    worst = [failure(minute, f"node-{node}", node) for node, times in ((1, 3), (2, 4), (3, 5)) for minute in range(10, 10 + times)]
+    assert avoided(seen(*pods, failures=tuple(worst))) == ["node-3", "node-2"]
+    assert avoided(seen(*pods, failures=tuple(worst), avoided=(kept("node-7"), kept("node-6")))) == ["node-7", "node-6"]
+
+
+nodes = st.sampled_from([f"node-{index}" for index in range(9)])
+
+
+@given(
+    places=st.lists(st.tuples(nodes, st.booleans()), max_size=12),
+    failed=st.lists(st.tuples(st.sampled_from(["node-0", "node-1", "node-2", "node-3"]), st.integers(0, 59)), max_size=40),
+    before=st.sets(nodes, max_size=2),
+)
+@settings(deadline=None, max_examples=60)
+def test_whatever_fails_the_fleet_keeps_its_room(places: list[tuple[str, bool]], failed: list[tuple[str, int]], before: set[str]) -> None:
+    pods = [pod(index, node, ready=ready) for index, (node, ready) in enumerate(places)]
+    fleet = seen(*pods, failures=tuple(failure(minute, node) for node, minute in failed), avoided=tuple(map(kept, sorted(before))))
+    found = avoidance(fleet, NOW)
+    new = {node.node for node in found.nodes} - before
+    assert before <= {node.node for node in found.nodes}
+    used = {node for node, _ in places} | before | {node for node, _ in failed}
+    assert not new or len(new | before) <= max(1, len(used) // SHARE)
+    failing = {failure.node for failure in found.failures}
+    assert not new or any(ready and node not in failing for node, ready in places), "there must be a better node"
+    # What was decided is not decided anew: the same look at the same fleet says the same.
+    fleet.cr["status"] = {
+        "avoidedNodes": [node.model_dump(by_alias=True) for node in found.nodes],
+        "nodeFailures": [failure.model_dump(by_alias=True) for failure in found.failures],
+    }
+    assert avoidance(fleet, NOW) == found
+
+
+def test_people_hear_of_it_when_it_begins_and_when_it_ends() -> None:
+    before, after = seen(GOOD, BAD, failures=TWICE[:1]), seen(GOOD, BAD, failures=TWICE)
+    old, new = build_status(before, SETTINGS, NOW), build_status(after, SETTINGS, NOW)
+    told = {event.reason: event for event in transitions(old, new)}
+    assert told["NodeAvoided"].type == "Warning"
+    assert told["NodeAvoided"].message.startswith("Node bad is avoided until 2026-11-21T05:00:00Z: engines failed there 3 times since")
+    again = {event.reason: event.message for event in transitions(new, old)}
+    assert again["NodeAllowedAgain"] == "Node bad may be used by engines again."
+
+
+def test_a_fleet_that_does_without_a_node_is_ready_and_asks_for_a_person() -> None:
+    fine = seen(GOOD, pod(1, "third"), avoided=(kept("bad"),))
+    found = {one["type"]: one for one in build_status(fine, SETTINGS, NOW)["conditions"]}
+    assert found["Ready"]["status"] == "True"
+    assert (found["Degraded"]["status"], found["Degraded"]["reason"]) == ("True", "NodesAvoided")
+    assert found["Degraded"]["message"] == "Node bad is avoided until 2026-11-21T04:00:00Z: engines failed there."
+
+
+def test_an_engine_that_finds_no_other_node_says_which_are_avoided() -> None:
+    homeless = plain_pod(
+        1, ready=False, status=unschedulable("0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/selector")
+    )
+    homeless["spec"] = {}
+    status = build_status(seen(GOOD, homeless, avoided=(kept("bad"),)), SETTINGS, NOW)
+    assert status["engines"][1]["reason"].endswith("affinity/selector. Avoided for their failures (status.avoidedNodes): bad.")
+
+
+def test_without_the_field_status_says_nothing_of_nodes() -> None:
+    status = build_status(seen(GOOD, BAD, failures=TWICE, avoided=(kept("bad"),), policy={}), SETTINGS, NOW)
+    assert not {"avoidedNodes", "nodeFailures"} & status.keys()
+
+
+def test_the_operator_looks_again_when_the_first_node_may_be_used() -> None:
+    assert expires_in({"avoidedNodes": [kept("bad", 30), kept("worse", 10)]}, at(125)) == 300
+    assert expires_in({}, NOW) is None
+
+
+def test_to_ask_for_it_restarts_no_engine() -> None:
+    asked = [{"avoidNodes": {}}, {"avoidNodes": {"failures": 5}}]
+    assert {revision(SGLangRollout.model_validate(cr(scheduling=scheduling))) for scheduling in asked} == {CURRENT}
+    placed = {"nodeSelector": {"gpu": "h200"}}
+    same = [revision(SGLangRollout.model_validate(cr(scheduling=placed | more))) for more in ({}, asked[0])]
+    assert same[0] == same[1] != CURRENT

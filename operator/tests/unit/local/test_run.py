@@ -1,0 +1,222 @@
+"""`sglang-rollout local` as a process: refusals with a sentence and code 2, children that are restarted, and an end that leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from sglang_rollout.local import cli
+from sglang_rollout.local.plan import EngineArg
+from sglang_rollout.local.sizes import Sizes, SizesError, check_sizes, read_sizes
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.testing import StandIn
+from sglang_rollout.wire.policy import Transport, WeightsPolicy
+from tests.support.ports import free_port
+
+LINE = [sys.executable, "-m", "sglang_rollout.cli", "local"]
+pytestmark = pytest.mark.router
+
+
+def refused(*args: str, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run([*LINE, *args], capture_output=True, text=True, timeout=30, check=False, env=os.environ | (env or {}))
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(0.1)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def children(pid: int) -> dict[int, str]:
+    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
+    return {int(line.split()[0]): line for line in found.splitlines()}
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and ") Z " not in status.read_text()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A fleet of one engine that is not up: that is no error."""
+    url = f"127.0.0.1:{free_port()}"
+    line = [*LINE, "--engine", f"127.0.0.1:{free_port()}", "--listen", url, "--state-dir", str(tmp_path / "state"), "--backend", "gloo"]
+    with (
+        (tmp_path / "out").open("wb") as out,
+        subprocess.Popen(line, stdout=out, stderr=out) as process,
+    ):
+        try:
+            until(lambda: "answers at" in (tmp_path / "out").read_text() or process.poll() is not None, 90, "the fleet answers")
+            assert process.poll() is None, (tmp_path / "out").read_text()
+            yield process, f"http://{url}"
+        finally:
+            process.kill()
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        text = refused("--engine", "127.0.0.1:1", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert "cannot be used: Address already in use" in text
+
+
+def test_an_address_that_this_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without IPv6 refuses the socket itself."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert cli._why_taken(Address.parse("[::1]:30000")) == "Address family not supported by protocol"
+
+
+def test_engines_that_are_none() -> None:
+    assert "is not the URL" in refused("--engine", "https://x:1")
+    assert "named twice" in refused("--engine", "127.0.0.1:1", "--engine", "http://127.0.0.1:1", "--listen", f"127.0.0.1:{free_port()}")
+    assert "cannot be resolved" in refused("--engine", "nowhere.invalid:1", "--listen", f"127.0.0.1:{free_port()}")
+    assert "--engine" in refused()
+
+
+def test_sizes_that_an_engine_does_not_have() -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    with StandIn(tensor=2) as engine:
+        said = {text: refused("--engine", f"{engine.url}{text}", "--listen", listen) for text in (",tp=3", ",tp=1")}
+        by_option = refused("--engine", engine.url, "--listen", listen, "--tensor-size", "3")
+    for text, wanted in ((said[",tp=3"], 3), (said[",tp=1"], 1), (by_option, 3)):
+        assert f"runs with tensor parallel size 2, and the command line says {wanted}: leave the size out, or" in text
+        assert f"--tp-size {wanted}" in text
+
+
+SGLANG = {"tp_size": 2, "pp_size": 1, "dp_size": 1}
+ONE = EngineArg(Address("127.0.0.1", 30101))
+
+
+@pytest.mark.parametrize(
+    ("status", "info", "found"),
+    [
+        (200, SGLANG, Sizes(2)),
+        (200, {**SGLANG, "dp_size": 4, "enable_dp_attention": True}, Sizes(2)),
+        (200, {**SGLANG, "pp_size": 2}, "runs with pipeline parallel size 2: SGLang cannot take weights over a group there"),
+        (200, {**SGLANG, "dp_size": 2}, "runs with data parallel size 2: SGLang cannot take weights over a group there"),
+        (200, {"tp_size": "2"}, "as an SGLang server does"),
+        (404, {}, "as an SGLang server does"),
+        (401, {"error": "Unauthorized"}, "HTTP 401: a local fleet sends no API key"),
+        (503, {}, None),
+    ],
+)
+async def test_what_engines_report_at_the_start(status: int, info: dict[str, object], found: Sizes | str | None) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(info, status=status)
+
+    app = web.Application()
+    app.router.add_get("/server_info", answer)
+    async with TestServer(app) as server:
+        engine = EngineArg(Address("127.0.0.1", server.port or 0))
+        if not isinstance(found, str):
+            sizes = await read_sizes([engine])
+            check_sizes(sizes, WeightsPolicy())
+            assert sizes.get(engine) == found
+            return
+        with pytest.raises(SizesError, match=re.escape(found)):
+            check_sizes(await read_sizes([engine]), WeightsPolicy())
+
+
+def test_engines_that_take_checkpoints_only_may_have_stages_and_copies() -> None:
+    check_sizes({ONE: Sizes(2, pipeline=2, data=2)}, WeightsPolicy(transport=Transport.DISK))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = refused("--engine", "127.0.0.1:1", "--listen", f"127.0.0.1:{free_port()}", "--state-dir", str(tmp_path / "file"))
+    assert "cannot be used" in text
+
+
+def test_it_runs_without_engines_and_ends_on_sigterm(fleet: tuple[subprocess.Popen[bytes], str], tmp_path: Path) -> None:
+    process, url = fleet
+    assert answers(f"{url}/fleet/health")
+    asked = urllib.request.Request(f"{url}/generate", data=b'{"text": "a"}', headers={"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError, match="503") as failed:
+        urllib.request.urlopen(asked, timeout=5)
+    assert failed.value.headers["Retry-After"] == "1"
+    started = children(process.pid)
+    assert len(started) == 5, started
+    victim = next(pid for pid, line in started.items() if " agent " in line)
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: any(" agent " in line for line in children(process.pid).values()), 10, "the agent is started again")
+    assert "local-engine-0-agent ended (by SIGKILL); starting it again in 0.5 s" in (tmp_path / "out").read_text()
+    ended = children(process.pid)
+    folders = [word.rpartition("/")[0] for line in ended.values() for word in line.split() if word.endswith(".cfg")]
+    assert folders
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert not [pid for pid in ended if alive(pid)]
+    assert not [line for line in folders if Path(line).exists()], "configurations and sockets are gone"
+    assert oct((tmp_path / "state" / "token").stat().st_mode)[-3:] == "600"
+
+
+def test_sizes_come_from_the_engines_and_one_of_another_size_stays_out(tmp_path: Path) -> None:
+    """The second engine is not up at the start, so only its agent can compare."""
+    url, late, log = f"127.0.0.1:{free_port()}", free_port(), tmp_path / "out"
+    with StandIn(tensor=2, weight_version="base") as engine, StandIn(tensor=2, port=late) as other, log.open("wb") as out:
+        other.kill()
+        line = [*LINE, "--engine", engine.url, "--engine", f"{other.url},tp=3", "--listen", url, "--backend", "gloo"]
+        with subprocess.Popen(line, stdout=out, stderr=out) as process:
+            try:
+                until(lambda: "Ctrl-C ends" in log.read_text() or process.poll() is not None, 90, "the fleet answers")
+                assert f"not up yet  {other.url}: its tensor parallel size must be 3 when it is up" in log.read_text()
+                other.restart()
+                said = "it runs with tensor parallel size 2, and the fleet expects 3: start the engine with --tp-size 3"
+                until(lambda: said in str(document(url)) and document(url)["world_size"] == 3, 20, "both engines were heard")
+                first, second = document(url)["members"]
+                assert (first["tensor_size"], first["gate_open"], first["rank_offset"]) == (2, True, 1)
+                assert (second["gate_open"], second["rank_offset"]) == (False, None)
+            finally:
+                process.terminate()
+                assert process.wait(20) == 0
+
+
+def document(url: str) -> dict[str, Any]:
+    """``GET /fleet``; empty while the coordinator cannot answer."""
+    try:
+        with urllib.request.urlopen(f"http://{url}/fleet", timeout=5) as reply:
+            return dict(json.load(reply))
+    except OSError:
+        return {}
+
+
+def test_a_killed_supervisor_takes_its_children_along(fleet: tuple[subprocess.Popen[bytes], str]) -> None:
+    process, url = fleet
+    started = children(process.pid)
+    assert len(started) == 5, started
+    process.kill()
+    assert process.wait(5) == -signal.SIGKILL
+    until(lambda: not [pid for pid in started if alive(pid)], 10, "no child is left")
+    assert not answers(f"{url}/fleet/health")

@@ -1,0 +1,354 @@
+"""Faults, lives and tokens of the stand-in engine; no torch, no real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+
+from sglang_rollout.agent.engine import Engine
+from sglang_rollout.testing import Fault, Kind, Phase, StandIn, StandInFleet, decode, encode, expected_tokens
+from tests.support.paths import DOCS
+from tests.support.ports import free_port
+
+PATIENCE = 60.0
+"""Seconds until a test that hangs is ended. No test here measures speed."""
+ASK = {"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 6}}
+
+
+@pytest.fixture
+def engine() -> Iterator[StandIn]:
+    with StandIn() as made:
+        yield made
+
+
+def post(engine: StandIn, path: str, body: Any = None, timeout: float = PATIENCE) -> requests.Response:
+    return requests.post(engine.url + path, json={} if body is None else body, timeout=timeout)
+
+
+def tokens(engine: StandIn) -> list[int]:
+    return list(post(engine, "/generate", ASK).json()["output_ids"])
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_those_of_the_held_weights(engine: StandIn) -> None:
+    assert tokens(engine) == expected_tokens(engine.tensors(), [4, 5], 6)
+
+
+def test_one_changed_bit_changes_the_tokens() -> None:
+    state = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(4, dtype=np.uint8)}
+    before = expected_tokens(state, [1], 8)
+    assert expected_tokens(dict(reversed(state.items())), [1], 8) == before, "the order of names does not matter"
+    assert expected_tokens(state, [2], 8) != before
+    state["b"][3] = 1
+    assert expected_tokens(state, [1], 8) != before
+    assert expected_tokens({"a": state["a"].reshape(3, 2), "b": state["b"]}, [1], 8) != before
+
+
+def test_an_engine_holds_what_it_is_given() -> None:
+    state = {"a": np.ones(3, dtype=np.float32)}
+    with StandIn(state=state) as engine:
+        assert tokens(engine) == expected_tokens(state, [4, 5], 6)
+
+
+def test_text_and_tokens_are_the_same_thing() -> None:
+    assert encode(decode([17, 4, 2047])) == [17, 4, 2047]
+    assert encode("alpha beta") == encode(" alpha  beta ")
+    assert all(3 <= token < 2048 for token in encode("alpha t9999"))
+
+
+# --- lives -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_forgets_all_but_the_port_and_the_faults(engine: StandIn) -> None:
+    url, boot = engine.url, engine.boot_id
+    info = requests.get(f"{url}/server_info", timeout=PATIENCE).json()
+    post(engine, "/update_weight_version", {"new_version": "7"})
+    post(engine, "/begin_weight_update")
+    engine.faults.add("unavailable", "flush")
+    engine.restart()
+    again = requests.get(f"{url}/server_info", timeout=PATIENCE).json()
+    assert (engine.url, engine.weight_version) == (url, "default")
+    assert engine.boot_id != boot
+    assert again["startup_time"] != info["startup_time"]
+    assert post(engine, "/begin_weight_update").status_code == 200
+    assert post(engine, "/flush_cache").status_code == 503
+
+
+def test_a_killed_engine_breaks_connections_and_refuses_new_ones(engine: StandIn) -> None:
+    post(engine, "/pause_generation")
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(post, engine, "/generate", ASK)
+        time.sleep(0.2)
+        engine.kill()
+        with pytest.raises(requests.ConnectionError):
+            held.result(PATIENCE)
+    assert (engine.alive, engine.boot_id) == (False, None)
+    with pytest.raises(requests.ConnectionError):
+        tokens(engine)
+    engine.kill()
+    assert tokens(engine.start())
+
+
+def test_engines_of_a_fleet_share_no_change() -> None:
+    with StandInFleet(engines=3) as fleet:
+        assert len({engine.boot_id for engine in fleet}) == 3
+        assert tokens(fleet[0]) == tokens(fleet[1])
+        post(fleet[1], "/update_weight_version", {"new_version": "x"})
+        assert [engine.weight_version for engine in fleet] == ["default", "x", "default"]
+        fleet[0].kill()
+        assert tokens(fleet[1])
+
+
+def test_the_old_generation_has_no_sessions() -> None:
+    with StandIn(sessions=False) as engine:
+        assert requests.get(f"{engine.url}/begin_weight_update", timeout=PATIENCE).status_code == 404
+        assert post(engine, "/begin_weight_update").status_code == 404
+        assert requests.get(f"{engine.url}/server_info", timeout=PATIENCE).json()["version"] == "0.5.20"
+        (load,) = requests.get(f"{engine.url}/get_load", timeout=PATIENCE).json()
+        assert load.pop("ts_tic") > 0
+        assert load == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0, "num_pending_tokens": 0}
+        body = {"names": [], "dtypes": [], "shapes": [], "group_name": "g"}
+        assert "not in []" in post(engine, "/update_weights_from_distributed", body).json()["message"]
+
+
+def test_health_generate_fails_while_paused_and_stays_failed_until_it_works() -> None:
+    with StandIn(health_seconds=1.5) as engine:
+        post(engine, "/pause_generation", {"mode": "retract"})
+        assert requests.get(f"{engine.url}/health_generate", timeout=PATIENCE).status_code == 503
+        post(engine, "/continue_generation")
+        assert requests.get(f"{engine.url}/ready", timeout=PATIENCE).status_code == 503
+        assert requests.get(f"{engine.url}/health_generate", timeout=PATIENCE).status_code == 200
+        assert requests.get(f"{engine.url}/ready", timeout=PATIENCE).status_code == 200
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------
+
+CALLS = {
+    Phase.PAUSE: "/pause_generation",
+    Phase.CONTINUE: "/continue_generation",
+    Phase.BEGIN: "/begin_weight_update",
+    Phase.END: "/end_weight_update",
+    Phase.FLUSH: "/flush_cache",
+    Phase.CHECK: "/weights_checker",
+    Phase.DESTROY: "/destroy_weights_update_group",
+    Phase.DISK: "/update_weights_from_disk",
+    Phase.GENERATE: "/generate",
+    Phase.VERSION: "/update_weight_version",
+    Phase.INIT: "/init_weights_update_group",
+}
+BODIES: dict[Phase, dict[str, Any]] = {
+    Phase.DISK: {"model_path": "/nowhere"},
+    Phase.GENERATE: ASK,
+    Phase.VERSION: {"new_version": "9"},
+    Phase.INIT: {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"},
+}
+
+
+@pytest.mark.parametrize("phase", [phase for phase in CALLS if phase is not Phase.INIT])
+def test_dying_in_a_phase(engine: StandIn, phase: Phase) -> None:
+    boot = engine.boot_id
+    number = engine.faults.add("die", phase)
+    with pytest.raises(requests.ConnectionError):
+        post(engine, CALLS[phase], BODIES.get(phase))
+    for _ in range(50):
+        if not engine.alive:
+            break
+        time.sleep(0.02)
+    assert not engine.alive
+    (hit,) = engine.fired
+    assert (hit.kind, hit.phase, hit.boot_id, hit.fault, hit.port) == ("die", phase, boot, number, engine.port)
+    assert abs(hit.at - time.time()) < 5
+    engine.start()
+    post(engine, CALLS[phase], BODIES.get(phase))
+    assert len(engine.fired) == 1, "once means once"
+
+
+@pytest.mark.parametrize("phase", [Phase.BEGIN, Phase.FLUSH, Phase.CHECK])
+def test_a_hang_blocks_the_scheduler_until_the_engine_is_killed(engine: StandIn, phase: Phase) -> None:
+    engine.faults.add("hang", phase)
+    with pytest.raises(requests.Timeout):
+        post(engine, CALLS[phase], timeout=0.3)
+    for path in ("/model_info", "/v1/models", "/ping", "/ready"):
+        assert requests.get(engine.url + path, timeout=PATIENCE).status_code == 200, path
+    for path in ("/destroy_weights_update_group", "/generate"):
+        with pytest.raises(requests.Timeout):
+            post(engine, path, ASK, timeout=0.3)
+    with pytest.raises(requests.Timeout):
+        requests.get(f"{engine.url}/server_info", timeout=0.3)
+    engine.restart()
+    assert post(engine, CALLS[phase]).status_code == 200
+    assert tokens(engine)
+
+
+def test_a_hanging_pause_holds_requests_and_updates(engine: StandIn) -> None:
+    engine.faults.add("hang", "pause")
+    with pytest.raises(requests.Timeout):
+        post(engine, "/pause_generation", timeout=0.3)
+    for path in ("/begin_weight_update", "/continue_generation", "/generate"):
+        with pytest.raises(requests.Timeout):
+            post(engine, path, ASK, timeout=0.3)
+
+
+def test_slow_is_late_and_otherwise_right(engine: StandIn) -> None:
+    engine.faults.add("slow", "begin", seconds=0.4)
+    began = time.monotonic()
+    assert post(engine, "/begin_weight_update").status_code == 200
+    assert 0.4 <= time.monotonic() - began < 3
+
+
+def test_unavailable_does_nothing_as_often_as_it_was_told(engine: StandIn) -> None:
+    engine.faults.add("unavailable", "begin", times=2)
+    assert [post(engine, "/begin_weight_update").status_code for _ in range(4)] == [503, 503, 200, 400]
+
+
+def test_a_fault_without_end_lasts_until_it_is_removed(engine: StandIn) -> None:
+    number = engine.faults.add("unavailable", "flush", times=None)
+    assert [post(engine, "/flush_cache").status_code for _ in range(4)] == [503] * 4
+    assert engine.faults.remove(number)
+    assert not engine.faults.remove(number)
+    assert post(engine, "/flush_cache").status_code == 200
+
+
+def test_a_wrong_version_is_reported(engine: StandIn) -> None:
+    engine.faults.add("wrong_version", "version")
+    engine.faults.add("slow", "version", seconds=0.0)
+    assert post(engine, "/update_weight_version", {"new_version": "8"}).json()["new_version"] == "8"
+    assert engine.weight_version == "8-wrong"
+    assert [hit.kind for hit in engine.fired] == ["wrong_version", "slow"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"), [("drop", "begin"), ("corrupt", "flush"), ("nccl", "update"), ("oom", "end"), ("wrong_version", "pause")]
+)
+def test_what_makes_no_sense_is_refused(engine: StandIn, kind: str, phase: str) -> None:
+    with pytest.raises(ValueError, match="cannot happen in phase"):
+        engine.faults.add(kind, phase)
+    reply = post(engine, "/stand_in/faults", {"kind": kind, "phase": phase})
+    assert (reply.status_code, "cannot happen in phase" in reply.json()["message"]) == (400, True)
+
+
+def test_faults_over_http(engine: StandIn) -> None:
+    number = post(engine, "/stand_in/faults", {"kind": "slow", "phase": "flush", "times": None, "seconds": 0}).json()["number"]
+    post(engine, "/flush_cache")
+    said = requests.get(f"{engine.url}/stand_in/faults", timeout=PATIENCE).json()
+    (armed,) = said["armed"]
+    assert (armed["number"], armed["kind"], armed["phase"], armed["left"]) == (number, "slow", "flush", None)
+    (hit,) = said["fired"]
+    assert (hit["kind"], hit["phase"], hit["boot_id"]) == ("slow", "flush", engine.boot_id)
+    url = f"{engine.url}/stand_in/faults"
+    assert requests.delete(url, params={"number": 99}, timeout=PATIENCE).status_code == 404
+    assert requests.delete(url, params={"number": number}, timeout=PATIENCE).status_code == 200
+    assert requests.get(url, timeout=PATIENCE).json()["armed"] == []
+
+
+def test_restart_and_state_over_http(engine: StandIn) -> None:
+    state = requests.get(f"{engine.url}/stand_in/state", timeout=PATIENCE).json()
+    assert (state["boot_id"], state["pid"], state["session"]) == (engine.boot_id, os.getpid(), False)
+    post(engine, "/stand_in/restart")
+    end = time.monotonic() + 5
+    while engine.boot_id in (state["boot_id"], None):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert tokens(engine)
+
+
+def test_a_fault_as_words() -> None:
+    assert Fault.parse("die:init") == Fault(kind=Kind.DIE, phase=Phase.INIT)
+    assert Fault.parse("slow:update:3").times == 3
+    assert Fault.parse("hang:end:always").times is None
+    for wrong in ("die", "die:nowhere", "nothing:init", "die:init:0", "die:init:1:2"):
+        with pytest.raises(ValueError):  # noqa: PT011 - two kinds of message: ours and pydantic's
+            Fault.parse(wrong)
+
+
+# --- as a process ------------------------------------------------------------------------------------------------------
+
+
+def up(url: str) -> bool:
+    """Wait until a process that was just started answers; it may not have bound its port yet."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        try:
+            return requests.get(f"{url}/ready", timeout=PATIENCE).status_code == 200
+        except requests.ConnectionError:
+            time.sleep(0.05)
+    return False
+
+
+def test_a_process_with_one_engine_dies_by_sigkill_and_leaves_a_record(tmp_path: Path) -> None:
+    port, hits = free_port(), tmp_path / "hits"
+    line = [sys.executable, "-m", "sglang_rollout.cli", "stand-in", "--port", str(port), "--fault", "die:begin", "--hits", str(hits)]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert up(f"http://127.0.0.1:{port}")
+        with pytest.raises(requests.ConnectionError):
+            requests.post(f"http://127.0.0.1:{port}/begin_weight_update", json={}, timeout=PATIENCE)
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+    (hit,) = [json.loads(text) for text in hits.read_text().splitlines()]
+    assert (hit["kind"], hit["phase"], hit["port"]) == ("die", "begin", port)
+
+
+def test_a_process_with_two_engines_survives_one_and_ends_at_sigterm() -> None:
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sglang_rollout.testing", "--port", str(port), "--engines", "2", "--fault", "die:flush"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert up(f"http://127.0.0.1:{port + 1}")
+        with pytest.raises(requests.ConnectionError):
+            requests.get(f"http://127.0.0.1:{port}/flush_cache", timeout=PATIENCE)
+        assert requests.get(f"http://127.0.0.1:{port + 1}/ready", timeout=PATIENCE).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+
+
+def test_nothing_of_a_fleet_is_left_behind() -> None:
+    before = threading.active_count()
+    with StandInFleet(engines=2) as fleet:
+        fleet[0].faults.add("hang", "flush")
+        with pytest.raises(requests.Timeout):
+            post(fleet[0], "/flush_cache", timeout=0.2)
+    assert threading.active_count() == before
+
+
+def test_the_example_in_the_documentation() -> None:
+    page = (DOCS / "testing.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "docs/testing.md", "exec"), {})
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+async def test_the_agent_takes_it_for_an_engine(sessions: bool) -> None:
+    with StandIn(sessions=sessions, tensor=2, weight_version="base") as stand_in:
+        async with Engine(stand_in.url) as engine:
+            facts = await engine.identify(await engine.label(), None)
+            assert (facts.live_label, facts.launch_label, facts.tensor_size) == ("base", "base", 2)
+            assert facts.sglang_version == ("0.5.23" if sessions else "0.5.20")
+            assert await engine.running() == 0
+            for _ in range(2):  # the agent ends a session that a dead trainer left open
+                assert (await engine.call("begin_weight_update", {})).status == 200
+            await asyncio.to_thread(stand_in.restart)
+            assert (await engine.identify("base", None)).boot_id != facts.boot_id

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from sglang_rollout.trainer import FleetError, FleetUnreachable, GenerateFailed, VersionSpan, connect
+from tests.unit.trainer.support.scripted_fleet import FakeFleet
+
+
+def reply(text: str, **meta: object) -> dict[str, object]:
+    info = {"weight_version": "7", "finish_reason": {"type": "length", "length": 2}} | meta
+    return {"text": text, "output_ids": [1, 2], "meta_info": info}
+
+
+def test_samples_keep_the_order_of_the_prompts(fake: FakeFleet) -> None:
+    fake.replies["/generate"] = lambda body: (200, reply(body["text"].upper()))
+    with connect(fake.url, timeout=5) as fleet:
+        samples = fleet.generate([f"p{i}" for i in range(20)], concurrency=5)
+    assert [sample.text for sample in samples] == [f"P{i}" for i in range(20)]
+    assert samples[0].finish_reason == "length"
+    assert samples[0].weight_versions == [VersionSpan("7", 0, 2)]
+    assert samples[0].logprobs is None
+    assert samples[0].on_policy
+
+
+def test_prompts_are_asked_for_at_the_same_time(fake: FakeFleet) -> None:
+    together = threading.Barrier(4, timeout=10)
+    fake.replies["/generate"] = lambda _: (together.wait() * 0 + 200, reply("x"))
+    with connect(fake.url, timeout=5) as fleet:
+        assert len(fleet.generate(["p"] * 4)) == 4
+
+
+def test_spans_and_logprobs_are_read(fake: FakeFleet) -> None:
+    spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
+    logprobs = [[-0.5, 1, None], [-0.25, 2, None]]
+    fake.replies["/generate"] = (200, reply("x", weight_versions=spans, output_token_logprobs=logprobs))
+    with connect(fake.url, timeout=5) as fleet:
+        (sample,) = fleet.generate(input_ids=[[5, 6]], return_logprob=True)
+    assert sample.prompt == [5, 6]
+    assert sample.logprobs == [-0.5, -0.25]
+    assert sample.weight_versions == [VersionSpan("6", 0, 1), VersionSpan("7", 1, 2)]
+    assert not sample.on_policy
+    assert fake.calls[-1][1] == {"input_ids": [5, 6], "sampling_params": {}, "return_logprob": True}
+
+
+def test_a_fleet_that_may_not_serve_is_asked_again(fake: FakeFleet) -> None:
+    closed = (503, {"error": {"message": "no engine holds version 3"}}, {"Retry-After": "0"})
+    fake.replies["/generate"] = [closed, closed, (200, reply("now"))]
+    with connect(fake.url, timeout=5) as fleet:
+        assert fleet.generate(["p"])[0].text == "now"
+    assert fake.counts["/generate"] == 3
+
+
+def test_the_deadline_ends_the_patience_with_the_last_answer(fake: FakeFleet) -> None:
+    fake.replies["/generate"] = (503, {"error": {"message": "no engine holds version 3"}}, {"Retry-After": "30"})
+    started = time.monotonic()
+    with connect(fake.url, timeout=5) as fleet, pytest.raises(GenerateFailed, match="no engine holds version 3"):
+        fleet.generate(["p", "q"], timeout=0.5)
+    assert time.monotonic() - started < 3
+
+
+def test_a_refusal_for_good_is_not_repeated(fake: FakeFleet) -> None:
+    fake.replies["/generate"] = (400, {"error": {"message": "temperature must not be negative"}})
+    with connect(fake.url, timeout=5) as fleet, pytest.raises(GenerateFailed, match="temperature must not be"):
+        fleet.generate(["p"], sampling_params={"temperature": -1})
+    assert fake.counts["/generate"] == 1
+
+
+def test_arguments_that_do_not_fit(fake: FakeFleet) -> None:
+    with connect(fake.url, timeout=5) as fleet:
+        assert fleet.generate([]) == []
+        with pytest.raises(ValueError, match="either prompts or input_ids"):
+            fleet.generate(["p"], input_ids=[[1]])
+        with pytest.raises(ValueError, match="1 sampling_params for 2 prompts"):
+            fleet.generate(["p", "q"], sampling_params=[{}])
+
+
+def test_connect_waits_for_control_health(fake: FakeFleet) -> None:
+    fake.replies["/health"] = [(503, {"message": "no engine is up yet"})] * 5 + [(200, {})]
+    connect(fake.url, timeout=10).close()
+    assert fake.counts["/health"] == 6
+
+
+def test_connect_says_what_it_waited_for(fake: FakeFleet) -> None:
+    fake.replies["/health"] = (503, {"message": "no engine is up yet"})
+    with pytest.raises(FleetUnreachable, match=r"did not become healthy within 1 s.*no engine is up yet"):
+        connect(fake.url, timeout=1)
+
+
+def test_connect_to_nothing() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        with pytest.raises(FleetUnreachable, match="could not be reached"):
+            connect(f"http://127.0.0.1:{taken.getsockname()[1]}", timeout=0.5)
+
+
+@pytest.mark.parametrize("url", ["demo-router:30000", "", "ftp://x"])
+def test_connect_refuses_what_is_no_url(url: str) -> None:
+    with pytest.raises(FleetError, match="is no URL of a fleet"):
+        connect(url)
+
+
+def test_another_service_behind_the_url(fake: FakeFleet) -> None:
+    fake.replies["/fleet"] = (200, {"hello": "world"})
+    with connect(fake.url, timeout=5) as fleet, pytest.raises(FleetError, match="no discovery document"):
+        fleet.document()

@@ -1,0 +1,170 @@
+"""The push transaction against a scripted fleet and a scripted group: no torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from sglang_rollout.trainer import PushFailed
+from sglang_rollout.trainer.buckets import Bucket, TensorSpec
+from sglang_rollout.trainer.client import Http
+from sglang_rollout.trainer.push import UPDATE, Push
+from sglang_rollout.trainer.tensors import Source
+from tests.unit.trainer.support.scripted_fleet import FakeFleet
+
+GOOD = (200, {"success": True, "message": "ok"})
+
+
+@dataclass
+class Tensor:
+    """What the planning reads of a torch tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str = "torch.float32"
+
+    def element_size(self) -> int:
+        return 4
+
+
+@dataclass
+class FakeGroup:
+    """Remembers what was broadcast; ``hold`` makes broadcasts wait for peers that never come."""
+
+    name: str = "g"
+    epoch: int = 1
+    world_size: int = 3
+    sent: list[str] = field(default_factory=list)
+    hold: threading.Event | None = None
+    error: Exception | None = None
+    flattened: list[tuple[float, int]] = field(default_factory=list)
+
+    def flatten(self, bucket: Bucket[Any], turn: int, full: Callable[[TensorSpec, Any], Any]) -> str:
+        self.flattened.append((time.monotonic(), turn))
+        for spec, tensor in bucket.items:
+            full(spec, tensor)
+        return "+".join(spec.name for spec, _ in bucket.items)
+
+    def broadcast(self, buffer: str, *, timeout: float) -> None:
+        if self.error:
+            raise self.error
+        if self.hold:
+            self.hold.wait(timeout)
+        self.sent.append(buffer)
+
+
+@pytest.fixture
+def willing(fake: FakeFleet) -> FakeFleet:
+    fake.replies |= dict.fromkeys(("/begin_weight_update", UPDATE, "/end_weight_update"), GOOD)
+    return fake
+
+
+def run(fake: FakeFleet, group: FakeGroup, names: str = "abc", timeout: float = 10.0) -> Push:
+    push = Push(Http(fake.url), group, version="7", bucket_bytes=8, timeout=timeout)
+    push.run(Source({name: Tensor((1,)) for name in names}))
+    return push
+
+
+def test_the_calls_of_a_push(willing: FakeFleet) -> None:
+    group = FakeGroup()
+    push = run(willing, group)
+    assert [path for path, _ in willing.calls] == ["/begin_weight_update", UPDATE, UPDATE, "/end_weight_update"]
+    first, last = (body for path, body in willing.calls if path == UPDATE)
+    assert (first["names"], first["flush_cache"], first.get("weight_version")) == (["a", "b"], False, None)
+    assert (last["names"], last["flush_cache"], last["weight_version"]) == (["c"], True, "7")
+    assert group.sent == ["a+b", "c"]
+    assert (push.bytes, push.buckets) == (12, 2)
+    assert set(push.phases) == {"prepare", "begin", "transfer", "end"}
+
+
+def test_a_push_names_the_engines_that_it_left_behind(willing: FakeFleet) -> None:
+    assert run(willing, FakeGroup()).fenced == {}
+    willing.replies["/end_weight_update"] = (200, {"success": True, "fleet": {"fenced": {"demo-engine-1": "could not end the session"}}})
+    assert run(willing, FakeGroup()).fenced == {"demo-engine-1": "could not end the session"}
+
+
+def test_the_next_bucket_is_prepared_while_one_travels(willing: FakeFleet) -> None:
+    arrived: list[float] = []
+
+    def slow(_: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        time.sleep(0.3)
+        arrived.append(time.monotonic())
+        return GOOD
+
+    willing.replies[UPDATE] = slow
+    group = FakeGroup()
+    run(willing, group)
+    assert [turn for _, turn in group.flattened] == [0, 1]
+    assert group.flattened[1][0] < arrived[0]
+
+
+def test_a_push_of_many_buckets_keeps_one_connection(willing: FakeFleet) -> None:
+    assert run(willing, FakeGroup(), names="abcdefghijklmnop").buckets == 8
+    assert willing.connections == 1
+
+
+def test_a_refusal_ends_a_broadcast_that_nobody_receives(willing: FakeFleet) -> None:
+    refused = {"success": False, "message": "engine demo-engine-1 is not up", "fleet": {"engine": "demo-engine-1"}}
+    willing.replies[UPDATE] = (400, refused)
+    hold = threading.Event()
+    started = time.monotonic()
+    with pytest.raises(PushFailed, match=r"phase 'transfer' on engine demo-engine-1.*Push again") as failed:
+        run(willing, FakeGroup(hold=hold), timeout=60)
+    hold.set()
+    assert time.monotonic() - started < 8
+    assert (failed.value.phase, failed.value.engine) == ("transfer", "demo-engine-1")
+
+
+def test_success_false_is_a_refusal_whatever_the_status(willing: FakeFleet) -> None:
+    willing.replies["/end_weight_update"] = (200, {"success": False, "message": "engine demo-engine-0: flush failed"})
+    with pytest.raises(PushFailed, match=r"phase 'end'.*flush failed"):
+        run(willing, FakeGroup())
+
+
+def test_a_broken_broadcast_waits_for_the_fleets_own_words(willing: FakeFleet) -> None:
+    def late(_: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        time.sleep(0.3)
+        return 500, {"success": False, "message": "engine demo-engine-0 was killed"}
+
+    willing.replies[UPDATE] = late
+    with pytest.raises(PushFailed, match="demo-engine-0 was killed"):
+        run(willing, FakeGroup(error=RuntimeError("Connection closed by peer")))
+
+
+def test_a_fleet_that_says_nothing(willing: FakeFleet) -> None:
+    release = threading.Event()
+    willing.replies[UPDATE] = lambda _: (release.wait(20), GOOD)[1]
+    with pytest.raises(PushFailed, match=r"phase 'transfer'"):
+        run(willing, FakeGroup(), timeout=0.5)
+    release.set()
+
+
+def test_a_broadcast_that_never_ends(willing: FakeFleet) -> None:
+    hold = threading.Event()
+    with pytest.raises(PushFailed, match="broadcast did not finish within"):
+        run(willing, FakeGroup(hold=hold), timeout=0.5)
+    hold.set()
+
+
+def test_begin_refused_sends_nothing(willing: FakeFleet) -> None:
+    willing.replies["/begin_weight_update"] = (409, {"success": False, "message": "an update is running"})
+    group = FakeGroup()
+    with pytest.raises(PushFailed, match=r"phase 'begin'.*an update is running"):
+        run(willing, group)
+    assert group.sent == []
+
+
+def test_nothing_to_push_and_tensors_that_fail(willing: FakeFleet) -> None:
+    with pytest.raises(PushFailed, match="there is no tensor to push"):
+        run(willing, FakeGroup(), names="")
+
+    def gather():
+        yield "a", Tensor((1,))
+        raise RuntimeError("shard 3 is lost")
+
+    with pytest.raises(PushFailed, match=r"phase 'prepare'.*shard 3 is lost"):
+        Push(Http(willing.url), FakeGroup(), version="7", bucket_bytes=4, timeout=5).run(Source(gather()))

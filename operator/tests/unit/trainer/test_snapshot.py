@@ -1,0 +1,326 @@
+"""Snapshots of pushes: whole or not at all, the newest kept, written beside the training step. No torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_rollout.checkpoints.folder import ProblemsError, read_model
+from sglang_rollout.checkpoints.snapshots import hold, latest, listed, verify
+from sglang_rollout.trainer import Fleet, PushFailed, SnapshotFailed, Snapshots, connect, snapshot_files
+from sglang_rollout.trainer.buckets import TensorSpec
+from sglang_rollout.trainer.push import UPDATE
+from sglang_rollout.trainer.snapshot_files import Job, StagedTensor, folder_name, write
+from sglang_rollout.wire.weights import Version
+from tests.unit.trainer.support.scripted_fleet import FakeFleet, document
+from tests.unit.trainer.test_push import GOOD, FakeGroup, Tensor
+
+
+def nothing() -> None:
+    """Nobody has given up."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"):
+        (folder / name).write_text("{}")
+    (folder / "config.json").chmod(0o600)
+    for name in ("model.safetensors", "old.bin", "model.safetensors.index.json"):
+        (folder / name).write_text("not copied")
+    return folder
+
+
+def staged(name: str, values: bytes) -> StagedTensor:
+    return StagedTensor(name, "U8", (len(values),), memoryview(values))
+
+
+def job(directory: Path, model: Path, n: int = 1, **changes: Any) -> Job:
+    fixed: dict[str, Any] = {
+        "directory": directory, "model": model, "keep": 2, "shard_bytes": 1 << 30, "epoch": 4, "fleet_id": "f",
+        "version": Version(run=1, step=n, label=f"step {n}"), "tensors": [staged("a", b"12"), staged("b", b"345")],
+    }  # fmt: skip
+    return Job(**{**fixed, **changes})
+
+
+def names(directory: Path) -> list[str]:
+    return [snapshot.path.name for snapshot in listed(directory)]
+
+
+# One snapshot
+
+
+def test_a_snapshot_is_a_model_that_says_what_it_is(tmp_path: Path, model: Path) -> None:
+    made = write(job(tmp_path, model), alive=nothing)
+    assert made == latest(tmp_path)
+    assert made.path.name == "1-1-step_1"
+    assert (made.manifest.label, made.manifest.run, made.manifest.step, made.manifest.epoch) == ("step 1", 1, 1, 4)
+    assert (made.manifest.tensors, made.manifest.bytes) == (2, 5)
+    found = {path.name for path in made.path.iterdir()}
+    assert found == {"config.json", "tokenizer.json", "merges.txt", "chat_template.jinja", "model.safetensors", "snapshot.json"}
+    assert (made.path / "config.json").stat().st_mode & 0o044, "readable for engines, though the model's own was not"
+    assert made.path.stat().st_mode & 0o055
+    assert (made.path / "model.safetensors").read_bytes().endswith(b"12345")
+    verify(made)
+
+
+def test_large_models_come_in_several_files_with_an_index(tmp_path: Path, model: Path) -> None:
+    tensors = [staged(name, b"x" * size) for name, size in (("a", 4), ("b", 4), ("huge", 20), ("c", 1))]
+    made = write(job(tmp_path, model, tensors=tensors, shard_bytes=8), alive=nothing)
+    assert sorted(path.name for path in made.path.glob("*.safetensors")) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert set(read_model(made.path).tensors) == {"a", "b", "huge", "c"}
+    assert json.loads((made.path / "model.safetensors.index.json").read_text())["metadata"] == {"total_size": 29}
+
+
+@pytest.mark.parametrize("damage", ["shorten", "change", "remove"])
+def test_verify_names_the_file_that_is_not_what_was_written(tmp_path: Path, model: Path, damage: str) -> None:
+    made = write(job(tmp_path, model), alive=nothing)
+    file = made.path / "model.safetensors"
+    whole = file.read_bytes()
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(whole[:-1] if damage == "shorten" else whole[:-1] + b"!")
+    with pytest.raises(ProblemsError, match=r"model\.safetensors"):
+        verify(made)
+
+
+def test_a_version_label_cannot_leave_the_directory() -> None:
+    assert folder_name(Version(run=1, step=2, label="../../etc/x y")) == "1-2-.._.._etc_x_y"
+
+
+# Many snapshots
+
+
+@given(keep=st.integers(1, 4), versions=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_the_last_ones_stay_in_the_order_in_which_they_were_committed(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, keep: int, versions: list[tuple[int, int]]
+) -> None:
+    directory = tmp_path_factory.mktemp("many")
+    expected: list[str] = []
+    for run, n in versions:
+        version = Version(run=run, step=n, label="x")
+        write(job(directory, model, version=version, keep=keep), alive=nothing)
+        name = folder_name(version)
+        expected = [*(other for other in expected if other != name), name][-keep:]
+        assert names(directory) == expected
+        assert latest(directory).path.name == name  # type: ignore[union-attr]
+    assert not [entry for entry in directory.iterdir() if entry.name.startswith((".writing", ".removed"))]
+
+
+def test_a_snapshot_that_is_read_is_removed_later(tmp_path: Path, model: Path) -> None:
+    first = write(job(tmp_path, model, 1, keep=1), alive=nothing)
+    with hold(first.path):
+        write(job(tmp_path, model, 2, keep=1), alive=nothing)
+        assert names(tmp_path) == ["1-1-step_1", "1-2-step_2"]
+        verify(first)
+        again = write(job(tmp_path, model, 1, keep=2), alive=nothing)
+        assert again.path.name == "1-1-step_1.3"
+        verify(first)
+    write(job(tmp_path, model, 4, keep=1), alive=nothing)
+    assert names(tmp_path) == ["1-4-step_4"]
+    with pytest.raises(ProblemsError, match="is gone"), hold(first.path):
+        pass
+
+
+def test_what_a_killed_writer_left_is_ignored_and_then_cleared(tmp_path: Path, model: Path) -> None:
+    code = """
+import os, sys
+sys.path[:0] = sys.argv[3:]
+from pathlib import Path
+from tests.unit.trainer.test_snapshot import job
+from sglang_rollout.trainer.snapshot_files import write
+calls = []
+def alive():
+    calls.append(1)
+    if len(calls) > 3:
+        os.kill(os.getpid(), 9)
+write(job(Path(sys.argv[1]), Path(sys.argv[2])), alive=alive)
+"""
+    paths = [path for path in sys.path if path]
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), str(model), *paths], capture_output=True, check=False)
+    assert done.returncode == -9, done.stderr.decode()
+    left = [entry for entry in tmp_path.iterdir() if entry.name.startswith(".writing-")]
+    assert left
+    assert any(left[0].iterdir())
+    assert latest(tmp_path) is None
+    write(job(tmp_path, model, 2), alive=nothing)
+    assert names(tmp_path) == ["1-2-step_2"]
+    assert not left[0].exists()
+
+
+@pytest.mark.parametrize("fails_at", range(1, 9))
+def test_a_failure_at_any_point_leaves_the_snapshots_before(
+    tmp_path: Path, model: Path, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(job(tmp_path, model, 1), alive=nothing)
+    real, calls = os.fsync, []
+
+    def failing(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == fails_at:
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    # Five files, the manifest, its folder, and the directory.
+    with pytest.raises(SnapshotFailed, match="Input/output error"):
+        write(job(tmp_path, model, 2), alive=nothing)
+    monkeypatch.undo()
+    assert names(tmp_path)[0] == "1-1-step_1"
+    for snapshot in listed(tmp_path):
+        verify(snapshot)
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".writing")]
+
+
+def test_a_full_disk_is_told_with_numbers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, parts: Any, alive: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(snapshot_files, "_save", full)
+    with pytest.raises(SnapshotFailed, match=r"is full: a snapshot takes 0 MiB, \d+ MiB are free. Give it more room"):
+        write(job(tmp_path, model), alive=nothing)
+    assert names(tmp_path) == []
+    monkeypatch.setattr(snapshot_files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
+    with pytest.raises(SnapshotFailed, match="is full"):
+        write(job(tmp_path, model), alive=nothing)
+
+
+def test_a_second_writer_is_refused(tmp_path: Path, model: Path) -> None:
+    def while_writing() -> None:
+        with pytest.raises(SnapshotFailed, match="Another process writes"):
+            write(job(tmp_path, model, 2), alive=nothing)
+
+    write(job(tmp_path, model, 1), alive=while_writing)
+    assert names(tmp_path) == ["1-1-step_1"]
+
+
+# With a fleet
+
+
+class Group(FakeGroup):
+    """A scripted group whose tensors have bytes."""
+
+    is_open = True
+
+    def host_bytes(self, tensor: Tensor) -> memoryview:
+        return memoryview(b"\1" * (4 * tensor.shape[0]))
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+@pytest.fixture
+def push(fake: FakeFleet) -> Iterator[Callable[..., Any]]:
+    """Pushes one version after another; ``committed`` says what the fleet holds then."""
+    paths = ("/begin_weight_update", UPDATE, "/end_weight_update", "/destroy_weights_update_group")
+    fake.replies |= dict.fromkeys(paths, GOOD)
+    fleets: list[Fleet] = []
+
+    def one(snapshots: Snapshots | None, n: int, committed: int | None = None, **options: Any) -> Any:
+        if not fleets:
+            fleets.append(connect(fake.url))
+        fleet = fleets[0]
+        fleet.snapshots = snapshots
+        group = {"name": "g", "epoch": 1, "world_size": 3, "master": "m", "backend": "gloo", "members": []}
+        held = {"run": 1, "step": n, "label": str(n if committed is None else committed)}
+        fake.replies["/fleet"] = (200, document(groups=[group], committed=held))
+        fleet._group = Group()  # type: ignore[assignment]
+        return fleet.push({"a": Tensor((2,)), "b": Tensor((1,))}, version=n, **options)
+
+    yield one
+    for fleet in fleets:
+        fleet.close()
+
+
+def test_each_so_many_th_push_becomes_a_snapshot(tmp_path: Path, model: Path, push: Callable[..., Any]) -> None:
+    snapshots = Snapshots(tmp_path, model=model, every=2, keep=2)
+    for n in range(1, 8):
+        result = push(snapshots, n)
+        assert (result.snapshot is not None) == (n % 2 == 0)
+        snapshots.wait()
+    assert [(s.manifest.label, s.manifest.step) for s in listed(tmp_path)] == [("4", 4), ("6", 6)]
+    assert push(snapshots, 8, snapshot=False).snapshot is None
+    assert push(snapshots, 9, snapshot=True).snapshot.result(10).manifest.label == "9"
+    assert set(read_model(latest(tmp_path).path).tensors) == {"a", "b"}  # type: ignore[union-attr]
+
+
+def test_without_snapshots_a_push_writes_nothing_and_cannot_be_told_to(push: Callable[..., Any]) -> None:
+    assert push(None, 1).snapshot is None
+    with pytest.raises(ValueError, match=r"fleet.snapshots = Snapshots"):
+        push(None, 2, snapshot=True)
+
+
+def test_what_was_not_committed_is_not_published(tmp_path: Path, model: Path, push: Callable[..., Any], fake: FakeFleet) -> None:
+    snapshots = Snapshots(tmp_path, model=model)
+    with pytest.raises(PushFailed, match="committed version"):
+        push(snapshots, 1, committed=0)
+    fake.replies["/end_weight_update"] = (400, {"success": False, "message": "engine e1 did not make it"})
+    with pytest.raises(PushFailed, match="did not make it"):
+        push(snapshots, 2)
+    assert snapshots.wait() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_that_fails_does_not_fail_the_push(
+    tmp_path: Path, model: Path, push: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    snapshots = Snapshots(tmp_path / "file", model=model)
+    assert push(snapshots, 1).version == "1"
+    with pytest.raises(SnapshotFailed, match="could not be written"):
+        snapshots.wait()
+    assert "could not be written" in caplog.text
+    odd = Snapshots(tmp_path / "odd", model=model)
+    odd_type = TensorSpec("a", "complex32", (2,), 4)
+    odd.begin().add(odd_type, Tensor((2,)), Group().host_bytes)  # type: ignore[union-attr]
+    assert "tensor a could not be copied" in caplog.text
+
+
+def test_one_snapshot_is_written_at_a_time(
+    tmp_path: Path, model: Path, push: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = threading.Event()
+    real = snapshot_files._save
+
+    def waiting(*args: Any) -> Any:
+        slow.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(snapshot_files, "_save", waiting)
+    snapshots = Snapshots(tmp_path, model=model)
+    first = push(snapshots, 1)
+    assert push(snapshots, 2).snapshot is None, "no second copy of the model in host memory"
+    assert "still being written" in caplog.text
+    assert names(tmp_path) == []
+    threading.Timer(0.2, slow.set).start()
+    third = push(snapshots, 3, snapshot=True)  # asked for: waits
+    assert first.snapshot.done()
+    assert third.snapshot.result(10).manifest.label == "3"
+
+
+def test_a_deadline_ends_a_slow_snapshot(tmp_path: Path, model: Path, push: Callable[..., Any]) -> None:
+    snapshots = Snapshots(tmp_path, model=model, deadline=0.0)
+    push(snapshots, 1)
+    with pytest.raises(SnapshotFailed, match="within 0 s"):
+        snapshots.wait(5)
+    assert names(tmp_path) == []
+
+
+def test_a_model_that_is_no_folder_is_refused_before_training_starts(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match="snapshot_download"):
+        Snapshots(tmp_path, model="Qwen/Qwen2.5-7B-Instruct")
+    with pytest.raises(ValueError, match="keep=0"):
+        Snapshots(tmp_path, model=model, keep=0)
