@@ -24,7 +24,7 @@ from bench.fleets import LocalFleet, bare_coordinator, local_fleet, stand_ins, u
 from bench.pusher import pusher
 from e2e.engine import environment
 
-from sglang_rollout.checkpoints.snapshots import latest
+from sglang_rollout.checkpoints.snapshots import latest_snapshot
 from sglang_rollout.wire.policy import CatchUp
 
 GROUPS = ((1, 4), (50,))
@@ -92,7 +92,7 @@ def measure(joiners: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
         fleet = stack.enter_context((local_fleet if whole else bare_coordinator)(engines, weights=weights))
         trainer = stack.enter_context(pusher(fleet.url, "--model", str(model), "--snapshots", str(folder)))
         trainer.push()
-        snapshot = latest(folder)
+        snapshot = latest_snapshot(folder)
         if snapshot is None:
             raise SystemExit(f"no snapshot in {folder}")
         for number in joiners:

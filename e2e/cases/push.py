@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_rollout.trainer import connect
-from sglang_rollout.trainer.group import Group
+from sglang_rollout.trainer.process_group import ProcessGroup
 
 url, version, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 manner = sys.argv[4] if len(sys.argv) > 4 else ""
@@ -35,7 +35,7 @@ if seed:
     weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in weights.items()}
 
 if manner == "stall":
-    Group.broadcast = stop  # type: ignore[method-assign]
+    ProcessGroup.broadcast = stop  # type: ignore[method-assign]
 
 with connect(url) as fleet:
     if manner == "pause":

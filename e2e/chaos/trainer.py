@@ -33,7 +33,7 @@ from sglang_rollout.testing.weights import held_from, policy_digest
 from sglang_rollout.trainer import Fleet, Snapshots, connect
 from sglang_rollout.trainer import fleet as module
 from sglang_rollout.trainer.errors import FleetError
-from sglang_rollout.trainer.group import Group
+from sglang_rollout.trainer.process_group import ProcessGroup
 from sglang_rollout.trainer.push import Push
 
 SPREAD = 0.1
@@ -62,7 +62,7 @@ class NamedLate(Push):
         return super()._call(phase, path, body)
 
 
-def stall(self: Group, buffer: Any, *, timeout: float) -> None:
+def stall(self: ProcessGroup, buffer: Any, *, timeout: float) -> None:
     """In the place of the broadcast: a trainer whose GPU never gets there. The engines wait in it for us."""
     print(json.dumps({"stalled": True}), flush=True)
     time.sleep(timeout)
@@ -101,7 +101,7 @@ def main() -> None:
         for line in sys.stdin:
             manner, _, label = line.strip().rpartition(" ")
             setattr(module, "Push", NamedLate if manner == "late" else Push)  # noqa: B010 - what push() makes
-            with patch.object(Group, "broadcast", stall) if manner == "stall" else nullcontext():
+            with patch.object(ProcessGroup, "broadcast", stall) if manner == "stall" else nullcontext():
                 print(json.dumps(push(fleet, policy(label, shapes), label, manner)), flush=True)
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_rollout.agent.engine_model import EngineModel, read_engine_model
-from sglang_rollout.checkpoints.folder import CONFIG, Model, ProblemsError, limited, read_model
+from sglang_rollout.checkpoints.folder import CONFIG, Model, ProblemsError, read_model, shorten_problems
 from sglang_rollout.checkpoints.format import TensorEntry
-from sglang_rollout.checkpoints.snapshots import hold, listed
+from sglang_rollout.checkpoints.snapshots import list_snapshots, lock_snapshot
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointReply, CheckpointRequest
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -110,7 +110,7 @@ class CheckpointCheck:
     def _hold(self, reply: CheckpointReply) -> CheckpointReply:
         self.release()
         try:
-            self._held.enter_context(hold(Path(str(reply.path))))
+            self._held.enter_context(lock_snapshot(Path(str(reply.path))))
         except ProblemsError as error:
             return CheckpointReply(ok=False, reason=str(error))
         return reply
@@ -121,7 +121,7 @@ def resolve(request: CheckpointRequest) -> Path:
     wanted = request.snapshot
     if wanted is None:
         return Path(request.path)
-    there = [snapshot for snapshot in listed(request.path) if snapshot.manifest.fleet_id == request.fleet_id]
+    there = [snapshot for snapshot in list_snapshots(request.path) if snapshot.manifest.fleet_id == request.fleet_id]
     same = [one for one in there if (one.manifest.run, one.manifest.step, one.manifest.label) == (wanted.run, wanted.step, wanted.label)]
     if same:
         return same[-1].path
@@ -135,11 +135,11 @@ def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), na
     if not os.path.isabs(path):
         return CheckpointReply(ok=False, reason=f"{path!r} is no absolute path: name the folder as the engines' pods see it.")
     try:
-        found = read_model(Path(path), alive=alive)
+        found = read_model(Path(path), check_cancelled=alive)
         own, why = read_engine_model(engine_model, alive)
         problems = _identity_differences(found, engine_model) if own is None else differences(found, own)
         if problems:
-            raise ProblemsError(limited(problems))
+            raise ProblemsError(shorten_problems(problems))
         digest = _digest(found, alive)
     except ProblemsError as error:
         return CheckpointReply(ok=False, reason=str(error))

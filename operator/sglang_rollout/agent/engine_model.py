@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_rollout.checkpoints.folder import Alive, Model, ProblemsError, read_model
+from sglang_rollout.checkpoints.folder import CancelCheck, Model, ProblemsError, read_model
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAIN = "main"
@@ -60,7 +60,7 @@ class EngineModel:
         )
 
 
-def read_engine_model(model: EngineModel, alive: Alive) -> tuple[Model | None, str]:
+def read_engine_model(model: EngineModel, alive: CancelCheck) -> tuple[Model | None, str]:
     """Return the engine's model, or None and the reason why this pod cannot read it, as a clause."""
     if model.path is None:
         return None, "the engine has not said which model it runs"
@@ -68,7 +68,7 @@ def read_engine_model(model: EngineModel, alive: Alive) -> tuple[Model | None, s
     if folder is None:
         return None, f"no Hugging Face cache that its pod can read holds the engine's model {model.path}"
     try:
-        return read_model(folder, alive=alive), ""
+        return read_model(folder, check_cancelled=alive), ""
     except (ProblemsError, OSError) as error:
         why = error.problems[0].rstrip(".") if isinstance(error, ProblemsError) else error.strerror or str(error)
         return None, f"its pod cannot read the engine's model {folder} ({why})"

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the safetensors format, folders of a Hugging Face model, and snapshots of committed versions. No torch.
+"""Checkpoints on disk: the safetensors format, folders of a Hugging Face model, and snapshots of committed versions.
 
-Shared by the trainer library, which writes, and by agents and coordinator, which check and read.
+The trainer library writes snapshots; agents check and load checkpoints. Never imports torch.
 """

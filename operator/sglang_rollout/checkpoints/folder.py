@@ -1,4 +1,4 @@
-"""A folder with a Hugging Face model: which files SGLang would read, and what their headers say. Reads headers, never tensors.
+"""A folder with a Hugging Face model: which files SGLang reads, and the headers of these files. Never reads tensors.
 
 SGLang reads the files named in ``model.safetensors.index.json``, or every ``*.safetensors`` file of a folder without one.
 """
@@ -16,17 +16,17 @@ from sglang_rollout.checkpoints.format import LENGTH_BYTES, FormatError, Header,
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_LONGEST_JSON = 256 * 1024 * 1024
-_MOST_PROBLEMS = 20
-"""So many sentences are enough to understand what is wrong; a wrong model has thousands."""
+MAX_JSON_BYTES = 256 * 1024 * 1024
+MAX_PROBLEMS = 20
+"""Maximum problems in one report; a wrong model has thousands."""
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
-Alive = Callable[[], None]
-"""Called between files; raises to end a reading that nobody waits for any more."""
+CancelCheck = Callable[[], None]
+"""Called between files or chunks. Raises an exception to stop work whose result is no longer needed."""
 
 
 class ProblemsError(Exception):
-    """The folder cannot be loaded. Each problem is a sentence."""
+    """A folder cannot be loaded, for a list of reasons."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__(" ".join(problems))
@@ -35,7 +35,7 @@ class ProblemsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A folder whose files are whole."""
+    """A folder whose weights files are complete."""
 
     path: Path
     config: dict[str, Any]
@@ -44,7 +44,7 @@ class Model:
 
     @property
     def tensors(self) -> dict[str, tuple[str, TensorEntry]]:
-        """File and entry of each tensor, by name."""
+        """File name and entry of each tensor, by the name of the tensor."""
         return {name: (file, entry) for file, header in self.files.items() for name, entry in header.tensors.items()}
 
     @property
@@ -53,31 +53,39 @@ class Model:
         return sum(header.file_bytes - header.data_start for header in self.files.values())
 
 
-def read_model(path: Path, *, alive: Alive = lambda: None) -> Model:
-    """Read config, index and every header. Raises ProblemsError when something is missing, torn or contradicts itself."""
+def read_model(path: Path, *, check_cancelled: CancelCheck = lambda: None) -> Model:
+    """Read config, index and all headers.
+
+    Raises:
+        ProblemsError: A file is missing, truncated or contradicts another file.
+    """
     if not path.is_dir():
-        raise ProblemsError([_absent(path)])
+        raise ProblemsError([_describe_missing_folder(path)])
     config = read_json(path / CONFIG)
     index = read_json(path / INDEX) if (path / INDEX).exists() else None
     names = _weights_files(path, index)
     files: dict[str, Header] = {}
     problems: list[str] = []
     for name in names:
-        alive()
+        check_cancelled()
         try:
             files[name] = read_header(path / name)
         except ProblemsError as error:
             problems += error.problems
-    problems += _twice(path, files)
+    problems += _find_duplicates(path, files)
     if index is not None and not problems:
-        problems += _index_problems(path, index, files)
+        problems += _find_index_errors(path, index, files)
     if problems:
-        raise ProblemsError(limited(problems))
+        raise ProblemsError(shorten_problems(problems))
     return Model(path, config, files)
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file, checked against the file's length. Raises ProblemsError."""
+    """Read the header of one file, and check the length of the file.
+
+    Raises:
+        ProblemsError: The file cannot be read, is truncated, or is not a safetensors file.
+    """
     try:
         with path.open("rb") as file:
             length = header_length(file.read(LENGTH_BYTES))
@@ -88,44 +96,48 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise ProblemsError([f"{path} cannot be read here: {error.strerror or error}."]) from None
     if len(data) < length:
-        raise ProblemsError([f"{path} ends within its header, after {size} bytes: it is truncated."])
+        raise ProblemsError([f"{path} is truncated: it ends within its header, after {size} bytes."])
     try:
         header = parse_header(data)
     except FormatError as error:
         raise ProblemsError([f"{path} {error}."]) from None
     if size != header.file_bytes:
-        what = "it is truncated" if size < header.file_bytes else "something follows its tensors"
-        raise ProblemsError([f"{path} is {size} bytes long, but its header describes {header.file_bytes}: {what}."])
+        problem = "it is truncated" if size < header.file_bytes else "it has extra bytes after its tensors"
+        raise ProblemsError([f"{path} is {size} bytes long, but its header describes {header.file_bytes}: {problem}."])
     return header
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ProblemsError."""
+    """Read a JSON object from a file.
+
+    Raises:
+        ProblemsError: The file cannot be read, or is not a JSON object.
+    """
     try:
-        if path.stat().st_size > _LONGEST_JSON:
-            raise ProblemsError([f"{path} is larger than {_LONGEST_JSON >> 20} MiB: that is no {path.name}."])
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ProblemsError([f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, so it is not a {path.name}."])
         document = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ProblemsError([f"{path} is missing."]) from None
     except OSError as error:
         raise ProblemsError([f"{path} cannot be read here: {error.strerror or error}."]) from None
     except (ValueError, RecursionError) as error:
-        raise ProblemsError([f"{path} is no JSON ({error})."]) from None
+        raise ProblemsError([f"{path} is not JSON ({error})."]) from None
     if not isinstance(document, dict):
-        raise ProblemsError([f"{path} is no JSON object."])
+        raise ProblemsError([f"{path} is not a JSON object."])
     return document
 
 
-def limited(problems: list[str]) -> list[str]:
-    """The first problems and how many more there are."""
-    if len(problems) <= _MOST_PROBLEMS:
+def shorten_problems(problems: list[str]) -> list[str]:
+    """Return the first problems, and the number of the others."""
+    if len(problems) <= MAX_PROBLEMS:
         return problems
-    return [*problems[:_MOST_PROBLEMS], f"And {len(problems) - _MOST_PROBLEMS} more problems."]
+    return [*problems[:MAX_PROBLEMS], f"And {len(problems) - MAX_PROBLEMS} more problems."]
 
 
-def _absent(path: Path) -> str:
+def _describe_missing_folder(path: Path) -> str:
     if path.exists():
-        return f"{path} is a file: name the folder that holds it."
+        return f"{path} is a file. Name the folder that contains it."
     return (
         f"There is no {path} in this engine's pod. Put the checkpoint on a volume and mount it at the same path in every engine "
         "(spec.podTemplate, container engine)."
@@ -134,53 +146,53 @@ def _absent(path: Path) -> str:
 
 def _weights_files(path: Path, index: dict[str, Any] | None) -> list[str]:
     if index is not None:
-        return _indexed(path, index)
+        return _files_of_index(path, index)
     try:
         present = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise ProblemsError([f"{path} cannot be listed here: {error.strerror or error}."]) from None
     if SINGLE in present:
-        # All of them: without an index SGLang reads every one, but for the second copy that Mistral's repositories bring.
+        # Without an index SGLang reads every file, except the second copy that Mistral's repositories contain.
         found = [name for name in present if name.endswith(".safetensors")]
         return [SINGLE] if found == ["consolidated.safetensors", SINGLE] else found
     other = next((name for name in present if name.endswith(_OTHER_FORMATS)), None)
     if other is not None and not any(name.endswith(".safetensors") for name in present):
-        raise ProblemsError([f"{path} holds weights only as {other}: such files can run code when read. Save the model as safetensors."])
-    raise ProblemsError([f"{path} holds neither {SINGLE} nor {INDEX}: it is no complete model, or is still being written."])
+        raise ProblemsError([f"{path} has weights only as {other}: such files can run code when read. Save the model as safetensors."])
+    raise ProblemsError([f"{path} has neither {SINGLE} nor {INDEX}: the model is not complete, or is still being written."])
 
 
-def _indexed(path: Path, index: dict[str, Any]) -> list[str]:
+def _files_of_index(path: Path, index: dict[str, Any]) -> list[str]:
     weights = index.get("weight_map")
     if not isinstance(weights, dict) or not weights or not all(isinstance(file, str) for file in weights.values()):
         raise ProblemsError([f"{path / INDEX} has no weight_map that names a file for each tensor."])
     names = sorted(set(weights.values()))
-    strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
-    if strange:
-        raise ProblemsError([f"{path / INDEX} names {strange[0]!r}, which is no safetensors file of this folder."])
+    invalid = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if invalid:
+        raise ProblemsError([f"{path / INDEX} names {invalid[0]!r}, which is not a safetensors file of this folder."])
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
-        raise ProblemsError(limited([f"{path / name} is missing, though {INDEX} lists it." for name in missing]))
+        raise ProblemsError(shorten_problems([f"{path / name} is missing, but {INDEX} lists it." for name in missing]))
     return names
 
 
-def _twice(path: Path, files: dict[str, Header]) -> list[str]:
+def _find_duplicates(path: Path, files: dict[str, Header]) -> list[str]:
     seen: dict[str, str] = {}
     problems = []
     for file, header in files.items():
         for name in header.tensors:
             if name in seen:
-                problems.append(f"Tensor {name} is both in {path / seen[name]} and in {path / file}: which one counts is not defined.")
+                problems.append(f"Tensor {name} is both in {path / seen[name]} and in {path / file}: it is not defined which one is used.")
             seen[name] = file
     return problems
 
 
-def _index_problems(path: Path, index: dict[str, Any], files: dict[str, Header]) -> list[str]:
+def _find_index_errors(path: Path, index: dict[str, Any], files: dict[str, Header]) -> list[str]:
     listed: dict[str, str] = index["weight_map"]
     problems = [
-        f"{path / file} does not hold tensor {name}, though {INDEX} says so."
+        f"{path / file} does not contain tensor {name}, but {INDEX} lists it there."
         for name, file in listed.items()
         if name not in files[file].tensors
     ]
     for file, header in files.items():
-        problems += [f"{path / file} holds tensor {name}, which {INDEX} does not list." for name in header.tensors if name not in listed]
+        problems += [f"{path / file} contains tensor {name}, which {INDEX} does not list." for name in header.tensors if name not in listed]
     return problems

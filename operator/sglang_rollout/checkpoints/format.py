@@ -2,6 +2,9 @@
 
 A file is eight bytes (length of the header, unsigned, little-endian), the header (JSON, may end in blanks), and the tensors' bytes
 without gaps. Published at https://github.com/huggingface/safetensors#format.
+
+The ``safetensors`` library does not replace this module. Its ``safe_open`` needs numpy or torch to read shapes, 0.8.0 reports
+truncated files and files with extra bytes by the same message without sizes, and its writer takes all tensors at once.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from math import prod
 from typing import Any, TypeGuard
 
 LENGTH_BYTES = 8
-LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the format's own library."""
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the ``safetensors`` library."""
 _METADATA = "__metadata__"
 
 ITEM_BITS: Mapping[str, int] = {
@@ -26,9 +29,9 @@ ITEM_BITS: Mapping[str, int] = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""Bits of one element, by the format's name of the type."""
+"""Bits of one element, by the safetensors name of the type."""
 
-OF_TORCH: Mapping[str, str] = {
+DTYPE_OF_TORCH: Mapping[str, str] = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -46,69 +49,75 @@ OF_TORCH: Mapping[str, str] = {
     "uint64": "U64",
     "bool": "BOOL",
 }
-"""The format's name of a type, by torch's (without ``torch.``)."""
+"""Safetensors name of each type, by torch's name without ``torch.``."""
 
 
 class FormatError(Exception):
-    """The bytes are no safetensors header; the message is a clause that follows the file's name."""
+    """The bytes are not a safetensors header. The message continues a sentence that begins with the name of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor as a header describes it."""
+    """The entry of one tensor in a header."""
 
     dtype: str
     """``BF16``, ``F32``, …"""
     shape: tuple[int, ...]
     start: int
     end: int
-    """Byte range within the data, which begins after the header."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.end - self.start
+    """End of the byte range. Offsets count from the end of the header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says it holds."""
+    """The header of one file."""
 
     tensors: Mapping[str, TensorEntry]
     data_start: int
-    """Offset of the first tensor byte in the file."""
+    """Offset of the first tensor's bytes in the file."""
 
     @property
     def file_bytes(self) -> int:
-        """How long the file must be, to the byte."""
+        """Exact length that the file must have."""
         return self.data_start + max((entry.end for entry in self.tensors.values()), default=0)
 
 
 def header_length(start: bytes) -> int:
-    """Bytes of the JSON header, from the file's first eight bytes. Raises FormatError."""
+    """Return the length of the JSON header, given the first eight bytes of the file.
+
+    Raises:
+        FormatError: The bytes are not the length of a header.
+    """
     if len(start) < LENGTH_BYTES:
         raise FormatError(f"has {len(start)} bytes, too few for a safetensors file: it is truncated")
     length = int(struct.unpack("<Q", start[:LENGTH_BYTES])[0])
-    if not 2 <= length <= LONGEST_HEADER:
+    if not 2 <= length <= MAX_HEADER_BYTES:
         raise FormatError(f"does not begin with the length of a safetensors header (found {length})")
     return length
 
 
 def parse_header(data: bytes) -> Header:
-    """The header of a file, from its JSON bytes. Raises FormatError."""
+    """Parse the JSON bytes of a header.
+
+    Raises:
+        FormatError: The header is malformed.
+    """
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"has a header that is no JSON ({error})") from None
+        raise FormatError(f"has a header that is not JSON ({error})") from None
     if not isinstance(document, dict):
-        raise FormatError("has a header that is no JSON object")
-    tensors = {name: _entry(name, value) for name, value in document.items() if name != _METADATA}
-    _contiguous(tensors)
+        raise FormatError("has a header that is not a JSON object")
+    tensors = {name: _parse_entry(name, value) for name, value in document.items() if name != _METADATA}
+    _check_contiguous(tensors)
     return Header(tensors, LENGTH_BYTES + len(data))
 
 
 def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Length and header for tensors (name, type, shape) whose bytes follow in this order, padded so that they start at a multiple of 8."""
+    """Return the header, with its length before it, of tensors (name, type, shape) whose bytes follow in this order.
+
+    The header is padded, so that the bytes of the tensors start at a multiple of 8.
+    """
     document: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for name, dtype, shape in tensors:
@@ -120,27 +129,27 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _entry(name: str, value: Any) -> TensorEntry:
+def _parse_entry(name: str, value: Any) -> TensorEntry:
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+    if not isinstance(dtype, str) or not _is_naturals(shape) or not _is_naturals(offsets) or len(offsets) != 2:
         raise FormatError(f"describes tensor {name} without a type, a shape and a byte range")
     start, end = offsets
     bits = ITEM_BITS.get(dtype)
     if bits is None:
-        raise FormatError(f"holds tensor {name} of the unknown type {dtype}")
-    wanted = prod(shape) * bits
-    if (end - start) * 8 != wanted:
-        raise FormatError(f"gives tensor {name} {end - start} bytes, but {dtype} {list(shape)} takes {wanted / 8:g}")
+        raise FormatError(f"has tensor {name} of the unknown type {dtype}")
+    needed = prod(shape) * bits
+    if (end - start) * 8 != needed:
+        raise FormatError(f"gives tensor {name} {end - start} bytes, but {dtype} {list(shape)} needs {needed / 8:g}")
     return TensorEntry(dtype, tuple(shape), start, end)
 
 
-def _naturals(value: Any) -> TypeGuard[list[int]]:
+def _is_naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in value)
 
 
-def _contiguous(tensors: Mapping[str, TensorEntry]) -> None:
-    """The format allows neither holes nor overlaps, so that nothing can hide in a file."""
+def _check_contiguous(tensors: Mapping[str, TensorEntry]) -> None:
+    """Refuse holes and overlaps, as the format does."""
     reached = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != reached:

@@ -1,7 +1,7 @@
-"""Snapshots: checkpoints of committed weight versions in one directory, for whoever reads them. ``trainer.snapshot`` writes them.
+"""Read snapshots: checkpoints of committed weight versions in one directory. ``trainer.snapshots`` writes them.
 
-<directory>/3-120-step-120/        <run>-<n>-<label>: a folder that SGLang loads
-    snapshot.json                  its manifest: version, time, and size and SHA-256 of each file
+<directory>/3-120-step-120/        <run>-<step>-<label>: a folder that SGLang loads
+    snapshot.json                  the manifest: version, time, and size and SHA-256 of each file
     model.safetensors  config.json  tokenizer.json  …
 <directory>/.writing-…             not complete; never read
 """
@@ -18,11 +18,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sglang_rollout.checkpoints.folder import Alive, ProblemsError, read_model
+from sglang_rollout.checkpoints.folder import CancelCheck, ProblemsError, read_model
 
 MANIFEST = "snapshot.json"
 HIDDEN = "."
-"""First character of everything in the directory that is no snapshot."""
+"""First character of all names in the directory that are not snapshots."""
 _CHUNK = 8 * 1024 * 1024
 
 
@@ -36,26 +36,27 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """``snapshot.json``."""
+    """Content of ``snapshot.json``."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     format: int = 1
     sequence: int
-    """Grows with every snapshot of the directory, whatever the fleet counts: a new fleet begins with run 1 again."""
+    """Grows with every snapshot of the directory, also across fleets: a new fleet counts its runs from 1."""
     label: str
-    """The version, as in every sample's ``weight_version``."""
+    """Label of the version, as in every sample's ``weight_version``."""
     run: int
     step: int
     epoch: int
-    """Of the fleet when it committed the version."""
+    """Epoch of the fleet at the commit."""
     fleet_id: str = ""
-    """Of the fleet: one that was made anew counts its runs from 1 again."""
+    """ID of the fleet. A recreated fleet has another ID and counts its runs from 1."""
     created: str
-    """RFC 3339, UTC."""
+    """Time in RFC 3339, UTC."""
     tensors: int
+    """Number of tensors."""
     bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     files: dict[str, FileEntry]
 
 
@@ -67,8 +68,8 @@ class Snapshot:
     manifest: Manifest
 
 
-def listed(directory: Path | str) -> list[Snapshot]:
-    """All complete snapshots, oldest first. What cannot be read is left out: it is being removed, or is none of ours."""
+def list_snapshots(directory: Path | str) -> list[Snapshot]:
+    """Return all complete snapshots, oldest first. Ignore folders without a readable manifest."""
     found = []
     try:
         folders = [entry for entry in Path(directory).iterdir() if not entry.name.startswith(HIDDEN)]
@@ -82,49 +83,61 @@ def listed(directory: Path | str) -> list[Snapshot]:
     return sorted(found, key=lambda snapshot: (snapshot.manifest.sequence, snapshot.manifest.created, snapshot.path.name))
 
 
-def latest(directory: Path | str) -> Snapshot | None:
-    """The newest complete snapshot; None if there is none."""
-    found = listed(directory)
+def latest_snapshot(directory: Path | str) -> Snapshot | None:
+    """Return the newest complete snapshot; None if there is none."""
+    found = list_snapshots(directory)
     return found[-1] if found else None
 
 
-def verify(snapshot: Snapshot, *, alive: Alive = lambda: None) -> None:
-    """Read everything and compare it with the manifest. Raises ProblemsError, each problem a sentence."""
+def verify_snapshot(snapshot: Snapshot, *, check_cancelled: CancelCheck = lambda: None) -> None:
+    """Read all files and compare them with the manifest.
+
+    Raises:
+        ProblemsError: A file is missing, or differs from the manifest.
+    """
     problems = []
     for name, wanted in snapshot.manifest.files.items():
         path = snapshot.path / name
         try:
-            size, digest = _read(path, alive)
+            size, digest = _read_digest(path, check_cancelled)
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror or error}.")
             continue
         if size != wanted.bytes:
-            problems.append(f"{path} is {size} bytes long, {MANIFEST} says {wanted.bytes}.")
+            problems.append(f"{path} is {size} bytes long; {MANIFEST} says {wanted.bytes}.")
         elif digest != wanted.sha256:
-            problems.append(f"{path} does not have the SHA-256 that {MANIFEST} says: its content has changed.")
+            problems.append(f"{path} has changed: its SHA-256 is not the one in {MANIFEST}.")
     if problems:
         raise ProblemsError(problems)
-    read_model(snapshot.path, alive=alive)
+    read_model(snapshot.path, check_cancelled=check_cancelled)
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Keep a snapshot from being removed for the length of the block. Raises ProblemsError if it is gone already."""
+def lock_snapshot(folder: Path) -> Iterator[None]:
+    """Keep a snapshot from being removed inside the block.
+
+    Raises:
+        ProblemsError: The snapshot has been removed.
+    """
     try:
         descriptor = os.open(folder / MANIFEST, os.O_RDONLY)
     except OSError as error:
         raise ProblemsError([f"The snapshot {folder} is gone: {error.strerror}."]) from None
     try:
-        lock(descriptor, fcntl.LOCK_SH)
+        flock(descriptor, fcntl.LOCK_SH)
         if not (folder / MANIFEST).exists():  # renamed between opening and locking
-            raise ProblemsError([f"The snapshot {folder} is gone: it has just been removed."])
+            raise ProblemsError([f"The snapshot {folder} is gone: a writer has just removed it."])
         yield
     finally:
         os.close(descriptor)
 
 
-def lock(descriptor: int, kind: int) -> None:
-    """``flock``. Raises BlockingIOError where it must not wait; a file system without locks is not a reason to do nothing."""
+def flock(descriptor: int, kind: int) -> None:
+    """Lock an open file with ``flock``. Do nothing on a file system without locks.
+
+    Raises:
+        BlockingIOError: ``kind`` has ``LOCK_NB``, and another process holds the lock.
+    """
     try:
         fcntl.flock(descriptor, kind)
     except BlockingIOError:
@@ -133,11 +146,11 @@ def lock(descriptor: int, kind: int) -> None:
         return
 
 
-def _read(path: Path, alive: Alive) -> tuple[int, str]:
-    made, size = hashlib.sha256(), 0
+def _read_digest(path: Path, check_cancelled: CancelCheck) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            alive()
-            made.update(chunk)
+            check_cancelled()
+            digest.update(chunk)
             size += len(chunk)
-    return size, made.hexdigest()
+    return size, digest.hexdigest()

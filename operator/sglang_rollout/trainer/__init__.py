@@ -21,10 +21,9 @@ from sglang_rollout.trainer.errors import (
     SnapshotFailed,
 )
 from sglang_rollout.trainer.fleet import Fleet, connect, connect_engine
-from sglang_rollout.trainer.generate import Sample, VersionSpan
-from sglang_rollout.trainer.prompts import MAX_SAMPLES_PER_PROMPT
+from sglang_rollout.trainer.generate import MAX_SAMPLES_PER_PROMPT, Sample, VersionSpan
 from sglang_rollout.trainer.push import DEFAULT_BUCKET_BYTES, PushResult
-from sglang_rollout.trainer.snapshot import Snapshots
+from sglang_rollout.trainer.snapshots import Snapshots
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

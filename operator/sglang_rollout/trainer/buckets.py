@@ -1,8 +1,8 @@
-"""Planning of flattened buckets: which tensors travel together in one broadcast. Pure, and without torch.
+"""Cut the tensors of a push into flattened buckets, one per broadcast. Pure, and without torch.
 
-SGLang receives a bucket (``load_format: flattened_bucket``) as ONE byte buffer: the raw bytes of its tensors, in the
-order of the lists in the request and without padding. It refuses a tensor whose offset is not a multiple of its element
-size, so a tensor that would be misaligned starts a new bucket.
+SGLang receives a bucket (``load_format: flattened_bucket``) as one byte buffer: the raw bytes of its tensors, in the
+order of the lists in the request and without padding. SGLang refuses a tensor whose offset is not a multiple of its
+element size, so a tensor that would be misaligned starts a new bucket.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ T = TypeVar("T")
 
 
 class Tensor(Protocol):
-    """What the planning reads of a ``torch.Tensor``."""
+    """The part of a ``torch.Tensor`` that the planning reads."""
 
     @property
     def dtype(self) -> object:
-        """Prints as ``torch.bfloat16``."""
+        """Type of the elements; ``str()`` gives ``torch.bfloat16``."""
 
     @property
     def shape(self) -> Iterable[int]:
-        """Sizes of its dimensions."""
+        """Sizes of the dimensions."""
 
     def element_size(self) -> int:
-        """Bytes per element."""
+        """Return the bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, type and shape of one tensor, as SGLang wants to hear it."""
+    """Name, type and shape of one tensor, in SGLang's form."""
 
     name: str
     dtype: str
@@ -48,15 +48,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Bucket(Generic[T]):
-    """Tensors that travel in one broadcast."""
+    """Tensors that are sent in one broadcast."""
 
     items: tuple[tuple[TensorSpec, T], ...]
     nbytes: int
     last: bool
-    """No further bucket follows in this push."""
+    """True if no further bucket follows in this push."""
 
     def request(self, group_name: str) -> dict[str, Any]:
-        """The part of the body of ``/update_weights_from_distributed`` that describes the tensors."""
+        """Return the part of the body of ``/update_weights_from_distributed`` that describes the tensors."""
         specs = [spec for spec, _ in self.items]
         return {
             "names": [spec.name for spec in specs],
@@ -67,7 +67,7 @@ class Bucket(Generic[T]):
         }
 
     def offsets(self) -> list[tuple[int, T]]:
-        """Each tensor with its byte offset in the buffer."""
+        """Return each tensor with its byte offset in the buffer."""
         placed, offset = [], 0
         for spec, tensor in self.items:
             placed.append((offset, tensor))
@@ -75,23 +75,23 @@ class Bucket(Generic[T]):
         return placed
 
 
-def described(tensor: Tensor, name: str) -> TensorSpec:
-    """The spec of a torch tensor."""
+def describe_tensor(tensor: Tensor, name: str) -> TensorSpec:
+    """Return the spec of a torch tensor."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.element_size())
 
 
-def pairs(named_tensors: Mapping[str, T] | Iterable[tuple[str, T]]) -> Iterable[tuple[str, T]]:
-    """A state dict or an iterable of (name, tensor), as the latter. An iterator is consumed lazily: it may gather
-    shards.
-    """
+def named_pairs(named_tensors: Mapping[str, T] | Iterable[tuple[str, T]]) -> Iterable[tuple[str, T]]:
+    """Return pairs of name and tensor, also for a state dict. An iterator is not consumed, because it may gather shards."""
     return named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
 
 
-def plan(items: Iterable[tuple[TensorSpec, T]], bucket_bytes: int) -> Iterator[Bucket[T]]:
-    """Cut the tensors into buckets of at most ``bucket_bytes``, in the given order; a larger tensor gets a bucket for
-    itself.
+def plan_buckets(items: Iterable[tuple[TensorSpec, T]], bucket_bytes: int) -> Iterator[Bucket[T]]:
+    """Cut the tensors into buckets of at most ``bucket_bytes``, in the given order. A larger tensor gets its own bucket.
 
-    Lazy: it reads one tensor further than the bucket it yields, to know whether that bucket is the last one.
+    Lazy: before a bucket is yielded, one tensor after it is read, to know whether the bucket is the last one.
+
+    Raises:
+        ValueError: A name appears twice, a tensor is empty, or ``bucket_bytes`` is not positive.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive.")
@@ -99,7 +99,7 @@ def plan(items: Iterable[tuple[TensorSpec, T]], bucket_bytes: int) -> Iterator[B
     held: list[tuple[TensorSpec, T]] = []
     size = 0
     for spec, tensor in items:
-        _checked(spec, seen)
+        _check_spec(spec, seen)
         if held and (size + spec.nbytes > bucket_bytes or size % spec.itemsize):
             yield Bucket(tuple(held), size, last=False)
             held, size = [], 0
@@ -109,7 +109,7 @@ def plan(items: Iterable[tuple[TensorSpec, T]], bucket_bytes: int) -> Iterator[B
         yield Bucket(tuple(held), size, last=True)
 
 
-def _checked(spec: TensorSpec, seen: set[str]) -> None:
+def _check_spec(spec: TensorSpec, seen: set[str]) -> None:
     if spec.name in seen:
         raise ValueError(f"Tensor {spec.name!r} appears twice in one push; send each name once.")
     if spec.nbytes == 0:

@@ -1,4 +1,4 @@
-"""What can go wrong between a trainer and its fleet. Every message is a sentence: what, where, what to do."""
+"""Exceptions of the trainer library. Every message says what went wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ NOTHING_SENT = "Nothing was sent, and the fleet is unchanged."
 
 
 class FleetError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of all exceptions that this package defines."""
 
 
 class FleetUnreachable(FleetError):
-    """Nothing answered at the URL, or not in time."""
+    """The URL did not answer, or did not answer in time."""
 
 
 class FleetRefused(FleetError):
-    """The fleet answered, and the answer was no."""
+    """The fleet answered a call with an error."""
 
     def __init__(self, path: str, status: int, reason: str, fleet: dict[str, Any] | None = None) -> None:
         super().__init__(f"The fleet refused {path} with HTTP {status}: {reason}")
@@ -29,7 +29,7 @@ class FleetRefused(FleetError):
         self.status = status
         self.reason = reason
         self.fleet = fleet or {}
-        """Per-engine results, and what would be right (``epoch``, ``world_size``, ``members``)."""
+        """Results of each engine, and the values to use instead (``epoch``, ``world_size``, ``members``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,10 @@ class FailedPrompt:
 
 
 class GenerateFailed(FleetError):
-    """At least one prompt was refused, or got no sample before the deadline. The first failure cancels what has not finished."""
+    """At least one prompt was refused, or got no sample before the deadline.
+
+    The first failure cancels all prompts that have not finished.
+    """
 
     def __init__(
         self,
@@ -57,41 +60,41 @@ class GenerateFailed(FleetError):
         self.failed = list(failed)
         """Prompts that failed, in order, with their reasons."""
         self.cancelled = list(cancelled)
-        """Indices of prompts that ran or waited when the first failure came, in order. Nothing is wrong with them."""
+        """Indices of the prompts that ran or waited at the first failure, in order. Nothing is wrong with these prompts."""
 
 
 class GroupFailed(FleetError):
-    """The weight-update group could not be opened. No engine holds anything of this attempt."""
+    """The process group for weight updates could not be opened. No engine keeps any part of the failed attempt."""
 
     def __init__(self, message: str, *, temporary: bool = False) -> None:
         super().__init__(message)
         self.temporary = temporary
-        """The fleet itself says that trying again may help: engines are starting, or the coordinator was restarted."""
+        """True if the fleet says that a retry may help: engines are starting, or the coordinator was restarted."""
 
 
 class PushFailed(FleetError):
     """A weight push did not become the fleet's committed version.
 
-    The fleet goes on serving its old version from every engine that still holds it; engines that saw a part of this
-    push serve nobody until the next complete one. So the remedy is nearly always: push again. The group is re-opened by
-    then.
+    Engines that still hold the committed version continue to serve it. Engines that received a part of this push serve no
+    requests until the next complete push. The remedy is nearly always to push again: the next push opens a new process
+    group.
     """
 
     def __init__(self, *, phase: str, reason: str, engine: str | None = None, advice: str | None = None) -> None:
         where = f" on engine {engine}" if engine else ""
-        advice = advice or "Push again: the group is opened anew, and a complete push makes every fenced engine serve."
-        super().__init__(f"The weight push failed in phase '{phase}'{where}: {_ended(reason)} {advice}")
+        advice = advice or "Push again: a push opens a new process group, and a complete push makes every fenced engine serve."
+        super().__init__(f"The weight push failed in phase '{phase}'{where}: {_end_sentence(reason)} {advice}")
         self.phase = phase
-        """``begin``, ``prepare``, ``transfer``, ``end`` or ``commit``."""
+        """``group``, ``begin``, ``prepare``, ``transfer``, ``end`` or ``commit``."""
         self.engine = engine
-        """Name of the engine that the fleet blamed, if it blamed one."""
+        """Name of the engine that caused the failure, if the fleet named one."""
         self.reason = reason
         self.advice = advice
 
 
 class SnapshotFailed(FleetError):
-    """A snapshot could not be written. The directory holds the ones before, complete, and the push it was made from is not touched."""
+    """A snapshot could not be written. Earlier snapshots stay complete, and the push itself is not affected."""
 
 
-def _ended(sentence: str) -> str:
-    return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
+def _end_sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,4 +1,4 @@
-"""The fleet behind one URL, as a trainer sees it."""
+"""The handle on a fleet that ``connect`` returns: generate samples and push weights through one URL."""
 
 from __future__ import annotations
 
@@ -11,92 +11,105 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError
 
-from sglang_rollout.trainer.client import Http
+from sglang_rollout.trainer.deadlines import Deadline, run_in_background
 from sglang_rollout.trainer.errors import FleetError, FleetUnreachable, GroupFailed, PushFailed
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
-from sglang_rollout.trainer.heartbeat import Heartbeat
-from sglang_rollout.trainer.meeting import destroy, meet, own_address
-from sglang_rollout.trainer.push import BLAME_SECONDS, DEFAULT_BUCKET_BYTES, Checksums, Keep, Push, PushResult, refused
+from sglang_rollout.trainer.group_control import Heartbeat, address_toward_fleet, destroy_process_group, open_process_group
+from sglang_rollout.trainer.http import Http
+from sglang_rollout.trainer.push import DEFAULT_BUCKET_BYTES, OTHER_SIDE_SECONDS, Checksums, Push, PushResult, TensorSink, prepare_failure
 from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
-from sglang_rollout.trainer.snapshot import Snapshots, Staging
+from sglang_rollout.trainer.snapshots import Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
-from sglang_rollout.trainer.waiting import Deadline, background
 from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
 from sglang_rollout.wire.trainer import FleetDocument, ModelTensors
 from sglang_rollout.wire.weights import Version
 
 if TYPE_CHECKING:
-    from sglang_rollout.trainer.group import Group
+    from sglang_rollout.trainer.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
 INFO_SECONDS = 10.0
-"""Calls that only read are answered from the coordinator's memory."""
+"""Timeout of reading calls, which the coordinator answers from memory."""
 TENSORS_SECONDS = 40.0
-"""An engine's pod reads the headers of all files of its model, at most 30 s."""
+"""Timeout of reading the model's tensors: an engine's pod may take 30 s to read the headers of all files."""
 OPEN_SECONDS = 180.0
-AGAIN_SECONDS = 2.0
-"""Between two attempts to open a group."""
-GOODBYE_SECONDS = 2.0
-"""What a failed push waits for the engines to leave its group: they do at once, or are stuck."""
+"""Default timeout of opening a process group."""
+REOPEN_INTERVAL_SECONDS = 2.0
+"""Pause between two attempts to open a process group."""
+LEAVE_SECONDS = 2.0
+"""How long a failed push waits for the engines to leave its process group. Healthy engines leave at once."""
 
 
 def connect(url: str, *, timeout: float = 300.0, snapshots: Snapshots | None = None) -> Fleet:
-    """Wait until the fleet at ``url`` can take weights (at least one engine is up), at most ``timeout`` seconds.
+    """Wait until the fleet can take weights, which needs at least one engine that is up. Return a handle on the fleet.
 
-    ``snapshots``: write some of what is pushed to disk too.
+    Args:
+        url: The fleet's URL: ``http://<name>-router:30000``.
+        timeout: Seconds to wait.
+        snapshots: Which pushes are also written to disk. None: no push.
+
+    Raises:
+        FleetUnreachable: The fleet did not become healthy in time.
     """
     http = Http(url)
     deadline = Deadline(timeout)
-    why = "nothing was asked"
+    last_answer = "none."
     while True:
         try:
             http.get("/health", timeout=min(INFO_SECONDS, max(deadline.remaining, 1.0)))
             return Fleet(http, snapshots=snapshots)
         except FleetError as error:
-            why = str(error)
-        if deadline.passed:
+            last_answer = str(error)
+        if deadline.has_passed:
             http.close()
             raise FleetUnreachable(
-                f"The fleet at {url} did not become healthy within {timeout:.0f} s. The last answer: {why} "
+                f"The fleet at {url} did not become healthy within {timeout:.0f} s. The last answer: {last_answer} "
                 "Check the URL, and the engines with `kubectl get sglr`."
             )
         time.sleep(min(1.0, deadline.remaining))
 
 
 def connect_engine(url: str) -> Fleet:
-    """One engine of a fleet by itself, past the router, to look at what it says: only ``generate`` works on it.
+    """Return a handle on one engine of a fleet, to sample from this engine. Only ``generate`` works on the handle.
 
-    ``url`` is a member's of the discovery document. An engine that may not serve answers 503.
+    An engine that may not serve answers 503.
+
+    Args:
+        url: URL of the engine: ``members[].url`` of the discovery document.
     """
     return Fleet(Http(url))
 
 
 class Fleet:
-    """A rollout fleet. Made by ``connect``; close it, or use it in a ``with`` block, so that its group is closed."""
+    """A handle on a rollout fleet. ``connect`` returns it. Close it, or use it in a ``with`` block, to close its process group."""
 
     def __init__(self, http: Http, *, snapshots: Snapshots | None = None) -> None:
         self._http = http
         self.snapshots = snapshots
-        """Which pushes are also written to disk; may be set at any time."""
-        self._group: Group | None = None
+        """Which pushes are also written to disk. May be set at any time."""
+        self._group: ProcessGroup | None = None
         self._heartbeat: Heartbeat | None = None
         self._fleet_id = ""
         self._choices: dict[str, Any] = {}
         self._shapes: tuple[tuple[str, int], Shapes | None] | None = None
-        """Fleet and epoch, and what its engines' model holds; None: the fleet cannot read it."""
+        """Fleet ID and epoch, and the tensors of the engines' model. None as tensors: the fleet cannot read its model."""
 
     @property
     def url(self) -> str:
-        """The fleet's ONE URL."""
+        """The fleet's URL."""
         return self._http.url
 
     def document(self) -> FleetDocument:
-        """What the fleet says about itself now: members, ranks, versions, epoch."""
+        """Read the discovery document (``GET /fleet``): members, ranks, versions, epoch.
+
+        Raises:
+            FleetError: The URL does not answer with a discovery document.
+        """
         try:
             return FleetDocument.model_validate(self._http.get(FLEET, timeout=INFO_SECONDS))
         except ValidationError as error:
-            raise FleetError(f"{self.url}{FLEET} is no discovery document: {error}. Is this the URL of a rollout's router?") from error
+            raise FleetError(f"{self.url}{FLEET} is not a discovery document: {error}. Is this the URL of a rollout's router?") from error
 
     def generate(
         self,
@@ -122,7 +135,7 @@ class Fleet:
             sampling_params: SGLang's sampling parameters: one mapping for all prompts, or one for each.
             return_logprob: Return the log-probability of each output token.
             timeout: Seconds for the whole call.
-            concurrency: Most prompts that are sent at the same time.
+            concurrency: Maximum number of prompts in flight.
 
         Raises:
             GenerateFailed: A prompt was refused, or got no sample within ``timeout``. The first failure cancels the prompts that have not
@@ -151,13 +164,21 @@ class Fleet:
         host: str | None = None,
         device: str | None = None,
         timeout: float = OPEN_SECONDS,
-    ) -> Group:
-        """Open a weight-update group with all engines of the fleet, this process being rank 0.
+    ) -> ProcessGroup:
+        """Open a process group for weight updates with all engines of the fleet. This process is rank 0.
 
-        ``backend``: the fleet's own by default. ``host``: the address at which the engines reach this process; by
-        default that of the interface which routes to the fleet. ``device``: where buckets are assembled; ``cpu`` for
-        gloo, the current GPU else. A fleet that cannot take part yet (503: it is starting, say) is asked again until
-        ``timeout`` seconds have passed. Later pushes open groups with the same choices.
+        ``push`` opens a process group by itself. Call this method to choose its options: later pushes use the same ones.
+        While the fleet cannot open a process group (503, for example while engines start), the call is retried.
+
+        Args:
+            backend: torch's backend. The default is the fleet's.
+            host: Address at which the engines reach this process. The default is that of the interface that routes to the
+                fleet.
+            device: Where buckets are assembled. The default is ``cpu`` for gloo and the current GPU for other backends.
+            timeout: Seconds for the whole call.
+
+        Raises:
+            GroupFailed: The process group could not be opened.
         """
         self._choices = {"backend": backend, "host": host, "device": device, "timeout": timeout}
         self.close_group()
@@ -167,31 +188,31 @@ class Fleet:
             try:
                 group = self._open(document, deadline)
             except GroupFailed as error:
-                if not error.temporary or deadline.remaining < AGAIN_SECONDS:
+                if not error.temporary or deadline.remaining < REOPEN_INTERVAL_SECONDS:
                     raise
-                log.info("the fleet cannot open a group yet: %s", error)
-                time.sleep(AGAIN_SECONDS)
+                log.info("The fleet cannot open a process group yet: %s", error)
+                time.sleep(REOPEN_INTERVAL_SECONDS)
             else:
                 self._group = group
                 return group
 
-    def _open(self, document: FleetDocument, deadline: Deadline) -> Group:
-        """One attempt with the members that the document names."""
-        from sglang_rollout.trainer.group import Group, Rendezvous  # noqa: PLC0415 - the one place that needs torch
+    def _open(self, document: FleetDocument, deadline: Deadline) -> ProcessGroup:
+        """Try once to open a process group with the members that the document names."""
+        from sglang_rollout.trainer.process_group import ProcessGroup, Rendezvous  # noqa: PLC0415 - imports torch
 
         choices = self._choices
-        meeting = Rendezvous(
-            host=choices["host"] or own_address(self._http.host, self._http.port),
+        rendezvous = Rendezvous(
+            host=choices["host"] or address_toward_fleet(self._http.host, self._http.port),
             world_size=document.world_size,
             backend=choices["backend"] or document.backend,
             device=choices["device"],
             deadline=deadline,
         )
-        process_group = meet(self._http, meeting, deadline)
-        self._heartbeat = Heartbeat(self._http, meeting.name, lease=document.lease)
+        torch_group = open_process_group(self._http, rendezvous, deadline)
+        self._heartbeat = Heartbeat(self._http, rendezvous.name, lease=document.lease)
         self._fleet_id = document.fleet_id
         members = [member.name for member in document.members if member.rank_offset is not None]
-        return Group(meeting, process_group, epoch=document.epoch, members=members)
+        return ProcessGroup(rendezvous, torch_group, epoch=document.epoch, members=members)
 
     def push(
         self,
@@ -205,9 +226,9 @@ class Fleet:
         specs: Specs | None = None,
         check_model: bool = True,
     ) -> PushResult:
-        """Give every engine these weights as ``version``, and return when the fleet has committed it.
+        """Send these weights to every engine as ``version``. Return when the fleet has committed the version.
 
-        Names, shapes and types are checked before the fleet hears of the push. If a tensor is a ``DTensor`` (FSDP2), every
+        Names, shapes and types are checked before the first call to the fleet. If a tensor is a ``DTensor`` (FSDP2), every
         rank of its mesh must call ``push`` with the same arguments: the ranks gather the tensors bucket by bucket, the
         lowest rank sends them to the fleet, and all ranks return the same result or raise the same error.
 
@@ -215,17 +236,18 @@ class Fleet:
             named_tensors: A state dict, or an iterable of (name, tensor) with the names of a Hugging Face checkpoint. An
                 iterator is read and checked bucket by bucket, so it may gather shards itself.
             version: Label of the version.
-            bucket_bytes: Bytes that travel in one broadcast.
-            timeout: Seconds for each step (begin, a bucket, end); a little above the fleet's own deadline, so that the
-                fleet, which knows the reason, answers first. Also how long ranks of the trainer wait for each other.
+            bucket_bytes: Maximum bytes of one broadcast.
+            timeout: Seconds for each step (begin, a bucket, end), and for ranks of the trainer to wait for each other. The
+                default is above the fleet's own deadline, so that the fleet's error, which has the reason, comes first.
             snapshot: True or False: write this push to disk or not. None: ``snapshots`` decides.
-            checksums: What engines of a tensor size must hold afterwards, rank by rank, as SGLang's ``/weights_checker``
-                reports it (of a reference engine, say). The fleet compares before it commits, also with ``weights.verify: Off``.
+            checksums: Checksums that engines of a tensor size must hold after the push, rank by rank, as SGLang's
+                ``/weights_checker`` reports them, for example of a reference engine. The fleet compares them before it
+                commits, also with ``weights.verify: Off``.
             specs: Name, shape and type of each tensor, in order. With these an iterator is checked before the push begins.
             check_model: Compare names and shapes with the model that the engines were started with, if the fleet can read it.
 
         Raises:
-            PushFailed: The fleet did not commit the version and continues to serve the version before.
+            PushFailed: The fleet did not commit the version, and continues to serve the previous version.
             ValueError: An argument is wrong.
         """
         source = Source(named_tensors, specs)
@@ -236,7 +258,7 @@ class Fleet:
         try:
             started = time.monotonic()
             if snapshot and self.snapshots is None:
-                raise ValueError("snapshot=True needs a place to write to: set fleet.snapshots = Snapshots(directory, model=...).")
+                raise ValueError("snapshot=True needs a directory: set fleet.snapshots = Snapshots(directory, model=...).")
             self._check(source, bucket_bytes, compare=check_model)
             if ranks is not None:
                 patience = self._choices.get("timeout", OPEN_SECONDS) + 2 * timeout + MARGIN_SECONDS
@@ -246,7 +268,7 @@ class Fleet:
             opened_ms = (time.monotonic() - started) * 1000
             push = Push(
                 self._http, group, version=str(version), bucket_bytes=bucket_bytes, timeout=timeout, checksums=checksums,
-                ranks=ranks, keep=_keep(staging, group),
+                ranks=ranks, tensor_sink=_tensor_sink(staging, group),
             )  # fmt: skip
             committed = self._run(push, source, str(version))
             phases = {"group": opened_ms, **push.phases, "total": (time.monotonic() - started) * 1000}
@@ -261,17 +283,21 @@ class Fleet:
         return PushResult(**result, snapshot=saved)
 
     def _check(self, source: Source, bucket_bytes: int, *, compare: bool) -> None:
-        """Check what is to be pushed. Only reads: a failure leaves the fleet as it is."""
+        """Check the tensors of a push. Only reads from the fleet.
+
+        Raises:
+            PushFailed: A tensor cannot be sent, or does not fit the engines' model.
+        """
         try:
             source.check(bucket_bytes)
             shapes = self._model_shapes() if compare else None
             if shapes is not None:
                 source.compare(shapes)
         except ValueError as error:
-            raise refused(error) from error
+            raise prepare_failure(error) from error
 
     def _model_shapes(self) -> Shapes | None:
-        """Names and shapes of the engines' model, read once per epoch; None if the fleet cannot read them."""
+        """Return names and shapes of the engines' model, read once per epoch; None if the fleet cannot read them."""
         document = self.document()
         known = (document.fleet_id, document.epoch)
         if self._shapes is not None and self._shapes[0] == known:
@@ -289,30 +315,28 @@ class Fleet:
             push.run(source)
             return self._check_committed(label)
         except BaseException:
-            # Also on KeyboardInterrupt. Our end first: engines that wait for us in a broadcast give up then, and until they do
-            # no call to them is answered.
-            self._break_group()
-            push.settle(BLAME_SECONDS)
+            # Also on KeyboardInterrupt. The trainer leaves first: engines that wait for it in a broadcast fail then, and answer
+            # no call before that.
+            self._close_broken_group()
+            push.wait_for_broadcast(OTHER_SIDE_SECONDS)
             raise
 
-    def _break_group(self) -> None:
-        """Leave a group that is broken, without waiting for engines that may be stuck in it: the next one has another name."""
-        group = self._let_go()
+    def _close_broken_group(self) -> None:
+        """Leave the open process group without waiting for engines that may be stuck in it. The next one has another name."""
+        group = self._detach_group()
         if group is not None:
             group.close()
-            wait([background(destroy, self._http, group.name)], timeout=GOODBYE_SECONDS)
+            wait([run_in_background(destroy_process_group, self._http, group.name)], timeout=LEAVE_SECONDS)
 
     def close_group(self) -> None:
-        """Leave the open group, if there is one, and tell the engines to leave it: a broadcast that waits on them ends
-        with that.
-        """
-        group = self._let_go()
+        """Close the open process group, if there is one, on the engines and here. This ends a broadcast that waits for engines."""
+        group = self._detach_group()
         if group is not None:
-            destroy(self._http, group.name)
+            destroy_process_group(self._http, group.name)
             group.close()
 
-    def _let_go(self) -> Group | None:
-        """The open group, which from now on is nobody's; its heartbeat ends."""
+    def _detach_group(self) -> ProcessGroup | None:
+        """Stop the heartbeat, forget the open process group, and return it."""
         group, self._group = self._group, None
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
@@ -320,7 +344,7 @@ class Fleet:
         return group
 
     def close(self) -> None:
-        """Close the group and all connections, after the snapshot that is being written."""
+        """Close the process group, wait for a running snapshot, and close all connections."""
         self.close_group()
         if self.snapshots is not None:
             self.snapshots.close()
@@ -332,11 +356,11 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _current_group(self) -> Group:
-        """The open group if it is still good for the fleet as it is now, else a new one."""
+    def _current_group(self) -> ProcessGroup:
+        """Return the open process group if it fits the fleet's current epoch, else a new one."""
         document = self.document()
         group = self._group
-        if group is not None and group.epoch == document.epoch and any(g.name == group.name for g in document.groups):
+        if group is not None and group.epoch == document.epoch and any(known.name == group.name for known in document.groups):
             return group
         try:
             return self.open_group(**self._choices)
@@ -349,21 +373,21 @@ class Fleet:
             raise PushFailed(
                 phase="commit",
                 reason=f"every step succeeded, but the fleet's committed version is {committed.label!r}, not {label!r}",
-                advice="Does another trainer push to this fleet? Look at lastUpdate in GET /fleet.",
+                advice="Does another trainer push to this fleet? See lastUpdate in GET /fleet.",
             )
         return committed
 
 
 def _trainer_ranks(source: Source, timeout: float) -> Ranks | None:
-    """The trainer's ranks that push together with this one; None if this one pushes alone."""
+    """Return the trainer's ranks that push together with this rank; None if this rank pushes alone."""
     if not source.ranks:
         return None
-    from sglang_rollout.trainer.group import trainer_ranks  # noqa: PLC0415 - needs torch, which a DTensor has loaded
+    from sglang_rollout.trainer.process_group import connect_ranks  # noqa: PLC0415 - imports torch, which a DTensor has loaded
 
-    return trainer_ranks(source.ranks, timeout=timeout)
+    return connect_ranks(source.ranks, timeout=timeout)
 
 
-def _keep(staging: Staging | None, group: Group) -> Keep | None:
+def _tensor_sink(staging: Staging | None, group: ProcessGroup) -> TensorSink | None:
     if staging is None:
         return None
     return lambda spec, tensor: staging.add(spec, tensor, group.host_bytes)

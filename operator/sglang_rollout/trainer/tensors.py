@@ -1,6 +1,6 @@
-"""The tensors of one push: names, shapes and types, read and checked before the fleet hears of the push.
+"""The tensors of one push: names, shapes and types, checked before the first call to the fleet.
 
-Called by ``Fleet.push`` on every rank of the trainer. Copies no tensor, imports no torch.
+Called by ``Fleet.push`` on every rank of the trainer. Never copies a tensor, never imports torch.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from sglang_rollout.checkpoints.format import ITEM_BITS, OF_TORCH
-from sglang_rollout.trainer.buckets import TensorSpec, pairs, plan
+from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, ITEM_BITS
+from sglang_rollout.trainer.buckets import TensorSpec, named_pairs, plan_buckets
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 Specs = Iterable[tuple[str, Sequence[int], Any]]
 """Name, shape and type (``torch.bfloat16`` or ``"bfloat16"``) of each tensor, in order."""
 Shapes = Mapping[str, Sequence[int] | None]
-"""Shape of each tensor of the engines' model, by name; None: packed values, whose shape says nothing."""
+"""Shape of each tensor of the engines' model, by name; None for packed values, whose shape is not comparable."""
 
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-"""Parts of names that FSDP1, ``torch.compile`` and activation checkpointing insert; no checkpoint has them."""
+"""Parts of names that FSDP1, ``torch.compile`` and activation checkpointing insert. Checkpoints do not have these parts."""
 ITEM_BYTES: Mapping[str, int] = {
-    **{name: ITEM_BITS[kind] // 8 for name, kind in OF_TORCH.items()},
+    **{name: ITEM_BITS[kind] // 8 for name, kind in DTYPE_OF_TORCH.items()},
     "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,
 }
 """Bytes per element of the types that can be sent, by torch's name."""
-UNLISTED = ("lm_head.weight", "rotary_emb.inv_freq")
-"""Ends of names that engines accept although a checkpoint lacks them: a tied output layer and values that the engine computes."""
-MOST_PROBLEMS = 5
-"""Sentences in one message; a wrong model has thousands."""
+NAMES_OUTSIDE_CHECKPOINTS = ("lm_head.weight", "rotary_emb.inv_freq")
+"""Ends of names that engines accept although a checkpoint lacks them: a tied output layer, and values that the engine computes."""
+MAX_SHOWN_PROBLEMS = 5
+"""Maximum problems in one message; a wrong model has thousands."""
 
 
 class NoTensorError(ValueError):
@@ -49,7 +49,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def full_tensor(tensor: Any) -> Any:
-    """Return the whole tensor. Of a ``DTensor`` this is a collective: every rank of its mesh must call it."""
+    """Return the full tensor. For a ``DTensor`` this is a collective: every rank of its mesh must call it."""
     if not is_sharded(tensor):
         return tensor
     tensor, device = tensor.detach(), tensor.device_mesh.device_type
@@ -85,11 +85,11 @@ def read_spec(name: Any, tensor: Any) -> TensorSpec:
 
 
 class Source:
-    """The tensors that one rank was asked to push."""
+    """The tensors that one rank pushes."""
 
     def __init__(self, named_tensors: NamedTensors, specs: Specs | None = None) -> None:
-        """Read what can be read without effects: a collection completely, of an iterator the first tensor."""
-        found = pairs(named_tensors)
+        """Read all entries of a collection, but only the first entry of an iterator, which may gather shards."""
+        found = named_pairs(named_tensors)
         self._is_collection = isinstance(found, Collection)
         self._rest: Iterator[Any] = iter(())
         if isinstance(found, Collection):
@@ -99,15 +99,15 @@ class Source:
             self._entries = list(islice(self._rest, 1))
         self._sharded = {str(entry[0]): entry[1] for entry in self._entries if _is_pair(entry) and is_sharded(entry[1])}
         self._specs = None if specs is None else list(specs)
-        self._promised: list[TensorSpec] | None = None
+        self._declared: list[TensorSpec] | None = None
         self._model: Shapes | None = None
         self._known: list[TensorSpec] = []
         self.specs: list[TensorSpec] = []
-        """Every tensor, once :meth:`check` has passed; empty for an iterator without ``specs``."""
+        """Every tensor, after :meth:`check`; empty for an iterator without ``specs``."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the trainer that must push together: those of the largest mesh; empty without a ``DTensor``."""
+        """Global ranks of the trainer that must push together, those of the largest mesh; empty without a ``DTensor``."""
         meshes = {id(tensor.device_mesh): tensor for tensor in self._sharded.values()}
         return max(map(mesh_ranks, meshes.values()), key=len, default=())
 
@@ -115,12 +115,12 @@ class Source:
         """Check every tensor that is known.
 
         Raises:
-            ValueError: Something cannot be sent; the message says what.
+            ValueError: A tensor cannot be sent.
         """
         if not self._entries:
             raise NoTensorError("there is no tensor to push")
         if self._specs is not None:
-            self.specs = self._promised = [_promised(entry) for entry in self._specs]
+            self.specs = self._declared = [_read_declared_spec(entry) for entry in self._specs]
         read = [self._read(entry) for entry in self._entries]
         self._check_meshes()
         originals: dict[str, Any] = {}
@@ -129,32 +129,36 @@ class Source:
                 raise ValueError(f"{originals[spec.name]!r} and {name!r} are both the tensor {spec.name!r}; send each tensor once.")
         self._known = [spec for spec, _ in read]
         if self._is_collection:
-            self.specs = [spec for spec, _ in self._against_promise(iter(read))]
-        for _ in plan(((spec, None) for spec in self.specs), bucket_bytes):
+            self.specs = [spec for spec, _ in self._compare_with_declared(iter(read))]
+        for _ in plan_buckets(((spec, None) for spec in self.specs), bucket_bytes):
             pass
 
     def compare(self, model: Shapes) -> None:
-        """Compare names and shapes with the engines' model, also of the tensors that an iterator yields later.
+        """Compare names and shapes with the engines' model. Tensors that an iterator yields later are compared then.
 
         Raises:
             ValueError: The engines' model lacks a name or has another shape.
         """
         self._model = model
-        problems = list(filter(None, (_difference(spec, model) for spec in self.specs or self._known)))
+        problems = list(filter(None, (_find_difference(spec, model) for spec in self.specs or self._known)))
         if problems:
-            more = f" And {len(problems) - MOST_PROBLEMS} more." if len(problems) > MOST_PROBLEMS else ""
-            raise ValueError(" ".join(problems[:MOST_PROBLEMS]) + more)
+            more = f" And {len(problems) - MAX_SHOWN_PROBLEMS} more." if len(problems) > MAX_SHOWN_PROBLEMS else ""
+            raise ValueError(" ".join(problems[:MAX_SHOWN_PROBLEMS]) + more)
 
     def digest(self, *more: object) -> str:
-        """Return a digest that is equal on two ranks if they were asked to push the same."""
+        """Return a digest that is equal on two ranks if they push the same tensors."""
         sharded = sorted(self._sharded)
         return digest([[spec.name, spec.dtype, spec.shape] for spec in self.specs], sharded, *more)
 
     def __iter__(self) -> Iterator[tuple[TensorSpec, Any]]:
-        """Yield every tensor with its spec, in order. Consumes an iterator. Raises ValueError."""
-        for spec, tensor in self._against_promise(map(self._read, chain(self._entries, self._rest))):
-            problem = _difference(spec, self._model) if self._model is not None and not self.specs else ""
-            if problem:
+        """Yield every tensor with its spec, in order. Consumes an iterator.
+
+        Raises:
+            ValueError: A tensor cannot be sent, or differs from its spec or from the engines' model.
+        """
+        for spec, tensor in self._compare_with_declared(map(self._read, chain(self._entries, self._rest))):
+            problem = _find_difference(spec, self._model) if self._model is not None and not self.specs else None
+            if problem is not None:
                 raise ValueError(problem)
             yield spec, tensor
 
@@ -167,7 +171,7 @@ class Source:
         return read_spec(name, tensor), tensor
 
     def _check_meshes(self) -> None:
-        """Ranks outside of a mesh take no part in gathering its tensors: one mesh must contain all others."""
+        """Refuse meshes of which none contains all others, because ranks outside a mesh cannot gather its tensors."""
         ranks = set(self.ranks)
         for name, tensor in self._sharded.items():
             outside = sorted(set(mesh_ranks(tensor)) - ranks)
@@ -177,16 +181,16 @@ class Source:
                     f"ranks {sorted(ranks)}; push tensors of one mesh and its submeshes."
                 )
 
-    def _against_promise(self, read: Iterator[tuple[TensorSpec, Any]]) -> Iterator[tuple[TensorSpec, Any]]:
-        """The same tensors, compared with ``specs=`` one by one."""
-        promised = iter(self._promised or ())
+    def _compare_with_declared(self, read: Iterator[tuple[TensorSpec, Any]]) -> Iterator[tuple[TensorSpec, Any]]:
+        """Yield the same tensors, each compared with its entry in ``specs=``."""
+        declared = iter(self._declared or ())
         for spec, tensor in read:
-            if self._promised is not None and (expected := next(promised, None)) != spec:
-                raise ValueError(f"the tensors give {_said(spec)} where specs has {_said(expected)}.")
+            if self._declared is not None and (expected := next(declared, None)) != spec:
+                raise ValueError(f"the tensors give {_describe_spec(spec)} where specs has {_describe_spec(expected)}.")
             yield spec, tensor
-        missing = next(promised, None)
+        missing = next(declared, None)
         if missing is not None:
-            raise ValueError(f"the tensors end where specs has {_said(missing)}.")
+            raise ValueError(f"the tensors end where specs has {_describe_spec(missing)}.")
 
 
 def digest(*values: object) -> str:
@@ -198,7 +202,7 @@ def _is_pair(entry: Any) -> bool:
     return isinstance(entry, tuple | list) and len(entry) == 2
 
 
-def _promised(entry: Any) -> TensorSpec:
+def _read_declared_spec(entry: Any) -> TensorSpec:
     if not isinstance(entry, tuple | list) or len(entry) != 3:
         raise ValueError(f"specs has the entry {entry!r}; each must be (name, shape, dtype).")
     name, shape, kind = entry
@@ -212,15 +216,15 @@ def _check_dtype(name: str, dtype: str) -> None:
         raise ValueError(f"Tensor {name!r} has the type {dtype}, which cannot be sent; convert it to one of {', '.join(ITEM_BYTES)}.")
 
 
-def _difference(spec: TensorSpec, model: Shapes) -> str:
-    """Why a tensor does not fit the engines' model, as a sentence; empty if it does."""
+def _find_difference(spec: TensorSpec, model: Shapes) -> str | None:
+    """Return why a tensor does not fit the engines' model; None if it fits."""
     if spec.name not in model:
-        return "" if spec.name.endswith(UNLISTED) else f"Tensor {spec.name!r} is not in the engines' model."
+        return None if spec.name.endswith(NAMES_OUTSIDE_CHECKPOINTS) else f"Tensor {spec.name!r} is not in the engines' model."
     shape = model[spec.name]
     if shape is None or tuple(shape) == spec.shape:
-        return ""
+        return None
     return f"Tensor {spec.name!r} has shape {list(spec.shape)}, in the engines' model {list(shape)}."
 
 
-def _said(spec: TensorSpec | None) -> str:
+def _describe_spec(spec: TensorSpec | None) -> str:
     return f"{spec.name!r} ({spec.dtype} {list(spec.shape)})" if spec is not None else "no tensor"

@@ -74,7 +74,8 @@ def reversed_head(folder: Path) -> Path:
     entry = header.tensors["lm_head.weight"]
     data = bytearray(file.read_bytes())
     start, end = header.data_start + entry.start, header.data_start + entry.end
-    rows = [data[at : at + entry.nbytes // entry.shape[0]] for at in range(start, end, entry.nbytes // entry.shape[0])]
+    row_bytes = (end - start) // entry.shape[0]
+    rows = [data[at : at + row_bytes] for at in range(start, end, row_bytes)]
     data[start:end] = b"".join(reversed(rows))
     file.write_bytes(data)
     return folder

@@ -15,7 +15,7 @@ from e2e.engine import Engine, LabError, environment, start_engine
 
 from sglang_rollout.agent.checkpoint import check
 from sglang_rollout.agent.engine_model import EngineModel
-from sglang_rollout.checkpoints.snapshots import latest, listed, verify
+from sglang_rollout.checkpoints.snapshots import latest_snapshot, list_snapshots, verify_snapshot
 from tests.contract.support.local_fleet import wait_serving
 from tests.contract.trainer.test_client import engine_python
 from tests.support.paths import TRAINERS
@@ -62,11 +62,11 @@ def test_an_engine_loads_what_was_pushed(fleet: tuple[Engine, str], tmp_path: Pa
     out = engine_python(str(TRAINERS / "client_cases.py"), "snapshots", url, str(base), str(base), str(directory), seconds=240)
     seen = json.loads(out.splitlines()[-1])
     assert (seen["labels"], seen["same"], seen["files"]) == (["step 1", "step 2", "step 3"], True, 2)
-    assert [snapshot.manifest.label for snapshot in listed(directory)] == ["step 2", "step 3"]
-    newest = latest(directory)
+    assert [snapshot.manifest.label for snapshot in list_snapshots(directory)] == ["step 2", "step 3"]
+    newest = latest_snapshot(directory)
     assert newest is not None
     assert str(newest.path) == seen["path"]
-    verify(newest)
+    verify_snapshot(newest)
     verdict = check(str(newest.path), EngineModel(str(base)))
     assert (verdict.ok, verdict.compared, verdict.reason) == (True, True, "")
     load(engine, base)

@@ -106,7 +106,7 @@ def entry(dtype: str, shape: list[Any], start: Any, end: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        ({"a": entry("F32", [2], 0, 4)}, "takes 8"),
+        ({"a": entry("F32", [2], 0, 4)}, "needs 8"),
         ({"a": entry("F32", [2], 4, 12)}, "hole before tensor a"),
         ({"b": entry("F32", [2], 4, 12)}, "overlap before tensor b"),
         ({"a": entry("F3", [2], 0, 8)}, "unknown type F3"),
@@ -128,10 +128,10 @@ def test_bytes_that_are_no_safetensors_file_are_refused(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for content, words in [
         (b"\x80\x02}q\x00X\x0a\x00a pickle", "does not begin with the length"),
-        (struct.pack("<Q", 4) + b"[{}]", "no JSON object"),
-        (struct.pack("<Q", 4) + b"{{{{", "no JSON"),
+        (struct.pack("<Q", 4) + b"[{}]", "not a JSON object"),
+        (struct.pack("<Q", 4) + b"{{{{", "not JSON"),
         (struct.pack("<Q", 900) + b"{}", "ends within its header"),
-        (whole + b"x", "something follows its tensors"),
+        (whole + b"x", "extra bytes after its tensors"),
         (b"", "too few"),
     ]:
         file.write_bytes(content)
@@ -158,13 +158,13 @@ def test_folders_that_are_no_model_are_refused(tmp_path: Path) -> None:
     (folder / "model-00001-of-00002.safetensors").write_bytes(file_bytes({"a": ("F32", (2,))}))
     assert "still being written" in verdict(folder, None)
     (folder / "config.json").write_text("{")
-    assert "config.json is no JSON" in verdict(folder, None)
+    assert "config.json is not JSON" in verdict(folder, None)
 
 
 def test_every_weights_file_of_a_folder_without_index_counts_as_sglang_reads_them_all(tmp_path: Path, own: Path) -> None:
     folder = write_model(tmp_path / "new")
     (folder / "extra.safetensors").write_bytes(file_bytes({"model.norm.weight": ("F32", (4,))}))
-    assert "which one counts is not defined" in verdict(folder, own)
+    assert "it is not defined which one is used" in verdict(folder, own)
     (folder / "extra.safetensors").rename(folder / "consolidated.safetensors")
     assert verdict(folder, own) == ""  # Mistral's second copy, which SGLang leaves out
 
@@ -178,14 +178,14 @@ def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
         (folder / INDEX).write_text(json.dumps({"weight_map": {**index["weight_map"], **changes}}))
         return verdict(folder, None)
 
-    assert f"{first} does not hold tensor ghost" in with_map(ghost=first)
+    assert f"{first} does not contain tensor ghost" in with_map(ghost=first)
     assert "model-9.safetensors is missing" in with_map(ghost="model-9.safetensors")
-    assert "no safetensors file of this folder" in with_map(ghost="../x.safetensors")
+    assert "not a safetensors file of this folder" in with_map(ghost="../x.safetensors")
     assert "no weight_map" in with_map(ghost=7)
     moved = next(name for name, file in index["weight_map"].items() if file == first)
-    assert f"holds tensor {moved}, which" not in with_map(**{moved: second})  # reported as not held by the second
+    assert f"contains tensor {moved}, which" not in with_map(**{moved: second})  # reported as not held by the second
     del index["weight_map"][moved]
-    assert f"{first} holds tensor {moved}, which" in with_map()
+    assert f"{first} contains tensor {moved}, which" in with_map()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.trainer.buckets import TensorSpec, pairs, plan
+from sglang_rollout.trainer.buckets import TensorSpec, named_pairs, plan_buckets
 
 SIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
 specs = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.lists(st.integers(1, 9), max_size=3)), max_size=30).map(
@@ -25,7 +25,7 @@ def floats(name: str, number: int) -> TensorSpec:
 
 @given(specs, st.integers(1, 400))
 def test_any_plan_keeps_order_limit_and_alignment(tensors: list[TensorSpec], limit: int) -> None:
-    buckets = list(plan(named(*tensors), limit))
+    buckets = list(plan_buckets(named(*tensors), limit))
     assert [spec for bucket in buckets for spec, _ in bucket.items] == tensors
     assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True] * bool(buckets)
     for bucket in buckets:
@@ -37,11 +37,11 @@ def test_any_plan_keeps_order_limit_and_alignment(tensors: list[TensorSpec], lim
 
 def test_a_tensor_that_would_be_misaligned_starts_a_bucket() -> None:
     odd = TensorSpec("odd", "bfloat16", (3,), 2)
-    assert [len(b.items) for b in plan(named(odd, floats("after", 1), floats("last", 1)), 1000)] == [1, 2]
+    assert [len(b.items) for b in plan_buckets(named(odd, floats("after", 1), floats("last", 1)), 1000)] == [1, 2]
 
 
 def test_a_tensor_above_the_limit_travels_alone() -> None:
-    buckets = list(plan(named(floats("a", 1), floats("huge", 100), floats("b", 1)), 16))
+    buckets = list(plan_buckets(named(floats("a", 1), floats("huge", 100), floats("b", 1)), 16))
     assert [[name for _, name in bucket.items] for bucket in buckets] == [["a"], ["huge"], ["b"]]
 
 
@@ -53,12 +53,12 @@ def test_tensors_are_read_no_further_than_one_ahead() -> None:
             read.append(f"t{i}")
             yield floats(f"t{i}", 1), f"t{i}"
 
-    next(plan(gather(), 8))
+    next(plan_buckets(gather(), 8))
     assert read == ["t0", "t1", "t2"]
 
 
 def test_the_request_is_what_sglang_wants() -> None:
-    (bucket,) = plan(named(TensorSpec("w", "bfloat16", (2, 3), 2), floats("norm", 4)), 1000)
+    (bucket,) = plan_buckets(named(TensorSpec("w", "bfloat16", (2, 3), 2), floats("norm", 4)), 1000)
     assert bucket.request("g") == {
         "names": ["w", "norm"],
         "dtypes": ["bfloat16", "float32"],
@@ -78,12 +78,12 @@ def test_the_request_is_what_sglang_wants() -> None:
 )
 def test_what_cannot_be_sent_is_refused_with_a_sentence(tensors, limit, sentence) -> None:
     with pytest.raises(ValueError, match=sentence):
-        list(plan(named(*tensors), limit))
+        list(plan_buckets(named(*tensors), limit))
 
 
 def test_scalars_and_state_dicts_are_fine() -> None:
     assert TensorSpec("step", "float32", (), 4).nbytes == 4
-    assert list(pairs({"a": 1})) == [("a", 1)] == list(pairs(iter([("a", 1)])))
+    assert list(named_pairs({"a": 1})) == [("a", 1)] == list(named_pairs(iter([("a", 1)])))
 
 
 def test_the_package_imports_without_torch() -> None:

@@ -98,12 +98,12 @@ def test_connect_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("url", ["demo-router:30000", "", "ftp://x"])
-def test_connect_refuses_what_is_no_url(url: str) -> None:
-    with pytest.raises(FleetError, match="is no URL of a fleet"):
+def test_connect_refuses_a_malformed_url(url: str) -> None:
+    with pytest.raises(FleetError, match="is not the URL of a fleet"):
         connect(url)
 
 
 def test_another_service_behind_the_url(fake: FakeFleet) -> None:
     fake.replies["/fleet"] = (200, {"hello": "world"})
-    with connect(fake.url, timeout=5) as fleet, pytest.raises(FleetError, match="no discovery document"):
+    with connect(fake.url, timeout=5) as fleet, pytest.raises(FleetError, match="not a discovery document"):
         fleet.document()

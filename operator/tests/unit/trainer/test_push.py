@@ -12,7 +12,7 @@ import pytest
 
 from sglang_rollout.trainer import PushFailed
 from sglang_rollout.trainer.buckets import Bucket, TensorSpec
-from sglang_rollout.trainer.client import Http
+from sglang_rollout.trainer.http import Http
 from sglang_rollout.trainer.push import UPDATE, Push
 from sglang_rollout.trainer.tensors import Source
 from tests.unit.trainer.support.scripted_fleet import FakeFleet

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_rollout.trainer import PushFailed
-from sglang_rollout.trainer.buckets import plan
-from sglang_rollout.trainer.ranks import Ranks, bucket_digest, follow
+from sglang_rollout.trainer.buckets import plan_buckets
+from sglang_rollout.trainer.ranks import Ranks, digest_bucket, follow
 from sglang_rollout.trainer.tensors import Source
 from tests.unit.trainer.test_tensors import Sharded, Tensor, mesh
 
@@ -88,8 +88,8 @@ class Named(Sharded):
 def led(ranks: Ranks, source: Source) -> None:
     source.check(12)
     ranks.agree(source.digest("1"), patience=20)
-    for bucket in plan(source, 12):
-        ranks.agree(bucket_digest(bucket))
+    for bucket in plan_buckets(source, 12):
+        ranks.agree(digest_bucket(bucket))
         for _, tensor in bucket.items:
             tensor.full_tensor()
     ranks.finish(RESULT)
@@ -114,7 +114,7 @@ def test_every_rank_hears_why_it_failed_and_the_next_push_succeeds(trainer: Trai
         yield from list(trainer.tensors().items())[:2]
         raise RuntimeError("out of memory")
 
-    def refused(ranks: Ranks, source: Source) -> None:
+    def refusing(ranks: Ranks, source: Source) -> None:
         source.check(12)
         ranks.agree(source.digest("1"), patience=20)
         raise PushFailed(phase="begin", reason="an update is running.", engine="e1")
@@ -130,7 +130,7 @@ def test_every_rank_hears_why_it_failed_and_the_next_push_succeeds(trainer: Trai
         for said in trainer.push(*given):
             assert sentence in said
         assert trainer.push(*trainer.all()) == [RESULT] * 3
-    for said in trainer.push(*trainer.all(), lead=refused):
+    for said in trainer.push(*trainer.all(), lead=refusing):
         assert "failed in phase 'begin' on engine e1: an update is running. Push again" in said
     assert trainer.push(*trainer.all()) == [RESULT] * 3
 

@@ -69,7 +69,7 @@ def test_a_reply_of_another_shape_is_an_error(fake: FakeFleet, fleet: Fleet, n: 
     [
         ({"n": 0}, ValueError, "n is 0; expected 1 to 1024 samples per prompt"),
         ({"n": -1}, ValueError, "n is -1; expected 1 to 1024"),
-        ({"n": 10**6}, ValueError, r"n is 1000000; expected 1 to 1024 .* Repeat the prompt to get more"),
+        ({"n": 10**6}, ValueError, r"n is 1000000; expected 1 to 1024 .* To get more, repeat the prompt"),
         ({"n": "4"}, TypeError, r"n is '4' \(str\); expected an integer"),
         ({"n": True}, TypeError, "n is True; expected an integer"),
         ({"n": 4.0}, TypeError, r"n is 4.0 \(float\)"),

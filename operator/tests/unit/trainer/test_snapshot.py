@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.checkpoints.folder import ProblemsError, read_model
-from sglang_rollout.checkpoints.snapshots import hold, latest, listed, verify
-from sglang_rollout.trainer import Fleet, PushFailed, SnapshotFailed, Snapshots, connect, snapshot_files
+from sglang_rollout.checkpoints.snapshots import latest_snapshot, list_snapshots, lock_snapshot, verify_snapshot
+from sglang_rollout.trainer import Fleet, PushFailed, SnapshotFailed, Snapshots, connect
+from sglang_rollout.trainer import snapshots as module
 from sglang_rollout.trainer.buckets import TensorSpec
 from sglang_rollout.trainer.push import UPDATE
-from sglang_rollout.trainer.snapshot_files import Job, StagedTensor, folder_name, write
+from sglang_rollout.trainer.snapshots import Job, StagedTensor, folder_name, write_snapshot
 from sglang_rollout.wire.weights import Version
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, document
 from tests.unit.trainer.test_push import GOOD, FakeGroup, Tensor
@@ -55,15 +56,15 @@ def job(directory: Path, model: Path, n: int = 1, **changes: Any) -> Job:
 
 
 def names(directory: Path) -> list[str]:
-    return [snapshot.path.name for snapshot in listed(directory)]
+    return [snapshot.path.name for snapshot in list_snapshots(directory)]
 
 
 # One snapshot
 
 
 def test_a_snapshot_is_a_model_that_says_what_it_is(tmp_path: Path, model: Path) -> None:
-    made = write(job(tmp_path, model), alive=nothing)
-    assert made == latest(tmp_path)
+    made = write_snapshot(job(tmp_path, model), check_cancelled=nothing)
+    assert made == latest_snapshot(tmp_path)
     assert made.path.name == "1-1-step_1"
     assert (made.manifest.label, made.manifest.run, made.manifest.step, made.manifest.epoch) == ("step 1", 1, 1, 4)
     assert (made.manifest.tensors, made.manifest.bytes) == (2, 5)
@@ -72,12 +73,12 @@ def test_a_snapshot_is_a_model_that_says_what_it_is(tmp_path: Path, model: Path)
     assert (made.path / "config.json").stat().st_mode & 0o044, "readable for engines, though the model's own was not"
     assert made.path.stat().st_mode & 0o055
     assert (made.path / "model.safetensors").read_bytes().endswith(b"12345")
-    verify(made)
+    verify_snapshot(made)
 
 
 def test_large_models_come_in_several_files_with_an_index(tmp_path: Path, model: Path) -> None:
     tensors = [staged(name, b"x" * size) for name, size in (("a", 4), ("b", 4), ("huge", 20), ("c", 1))]
-    made = write(job(tmp_path, model, tensors=tensors, shard_bytes=8), alive=nothing)
+    made = write_snapshot(job(tmp_path, model, tensors=tensors, shard_bytes=8), check_cancelled=nothing)
     assert sorted(path.name for path in made.path.glob("*.safetensors")) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert set(read_model(made.path).tensors) == {"a", "b", "huge", "c"}
     assert json.loads((made.path / "model.safetensors.index.json").read_text())["metadata"] == {"total_size": 29}
@@ -85,7 +86,7 @@ def test_large_models_come_in_several_files_with_an_index(tmp_path: Path, model:
 
 @pytest.mark.parametrize("damage", ["shorten", "change", "remove"])
 def test_verify_names_the_file_that_is_not_what_was_written(tmp_path: Path, model: Path, damage: str) -> None:
-    made = write(job(tmp_path, model), alive=nothing)
+    made = write_snapshot(job(tmp_path, model), check_cancelled=nothing)
     file = made.path / "model.safetensors"
     whole = file.read_bytes()
     if damage == "remove":
@@ -93,7 +94,7 @@ def test_verify_names_the_file_that_is_not_what_was_written(tmp_path: Path, mode
     else:
         file.write_bytes(whole[:-1] if damage == "shorten" else whole[:-1] + b"!")
     with pytest.raises(ProblemsError, match=r"model\.safetensors"):
-        verify(made)
+        verify_snapshot(made)
 
 
 def test_a_version_label_cannot_leave_the_directory() -> None:
@@ -112,26 +113,26 @@ def test_the_last_ones_stay_in_the_order_in_which_they_were_committed(
     expected: list[str] = []
     for run, n in versions:
         version = Version(run=run, step=n, label="x")
-        write(job(directory, model, version=version, keep=keep), alive=nothing)
+        write_snapshot(job(directory, model, version=version, keep=keep), check_cancelled=nothing)
         name = folder_name(version)
         expected = [*(other for other in expected if other != name), name][-keep:]
         assert names(directory) == expected
-        assert latest(directory).path.name == name  # type: ignore[union-attr]
+        assert latest_snapshot(directory).path.name == name  # type: ignore[union-attr]
     assert not [entry for entry in directory.iterdir() if entry.name.startswith((".writing", ".removed"))]
 
 
 def test_a_snapshot_that_is_read_is_removed_later(tmp_path: Path, model: Path) -> None:
-    first = write(job(tmp_path, model, 1, keep=1), alive=nothing)
-    with hold(first.path):
-        write(job(tmp_path, model, 2, keep=1), alive=nothing)
+    first = write_snapshot(job(tmp_path, model, 1, keep=1), check_cancelled=nothing)
+    with lock_snapshot(first.path):
+        write_snapshot(job(tmp_path, model, 2, keep=1), check_cancelled=nothing)
         assert names(tmp_path) == ["1-1-step_1", "1-2-step_2"]
-        verify(first)
-        again = write(job(tmp_path, model, 1, keep=2), alive=nothing)
+        verify_snapshot(first)
+        again = write_snapshot(job(tmp_path, model, 1, keep=2), check_cancelled=nothing)
         assert again.path.name == "1-1-step_1.3"
-        verify(first)
-    write(job(tmp_path, model, 4, keep=1), alive=nothing)
+        verify_snapshot(first)
+    write_snapshot(job(tmp_path, model, 4, keep=1), check_cancelled=nothing)
     assert names(tmp_path) == ["1-4-step_4"]
-    with pytest.raises(ProblemsError, match="is gone"), hold(first.path):
+    with pytest.raises(ProblemsError, match="is gone"), lock_snapshot(first.path):
         pass
 
 
@@ -141,13 +142,13 @@ import os, sys
 sys.path[:0] = sys.argv[3:]
 from pathlib import Path
 from tests.unit.trainer.test_snapshot import job
-from sglang_rollout.trainer.snapshot_files import write
+from sglang_rollout.trainer.snapshots import write_snapshot
 calls = []
-def alive():
+def check_cancelled():
     calls.append(1)
     if len(calls) > 3:
         os.kill(os.getpid(), 9)
-write(job(Path(sys.argv[1]), Path(sys.argv[2])), alive=alive)
+write_snapshot(job(Path(sys.argv[1]), Path(sys.argv[2])), check_cancelled=check_cancelled)
 """
     paths = [path for path in sys.path if path]
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path), str(model), *paths], capture_output=True, check=False)
@@ -155,8 +156,8 @@ write(job(Path(sys.argv[1]), Path(sys.argv[2])), alive=alive)
     left = [entry for entry in tmp_path.iterdir() if entry.name.startswith(".writing-")]
     assert left
     assert any(left[0].iterdir())
-    assert latest(tmp_path) is None
-    write(job(tmp_path, model, 2), alive=nothing)
+    assert latest_snapshot(tmp_path) is None
+    write_snapshot(job(tmp_path, model, 2), check_cancelled=nothing)
     assert names(tmp_path) == ["1-2-step_2"]
     assert not left[0].exists()
 
@@ -165,7 +166,7 @@ write(job(Path(sys.argv[1]), Path(sys.argv[2])), alive=alive)
 def test_a_failure_at_any_point_leaves_the_snapshots_before(
     tmp_path: Path, model: Path, fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(job(tmp_path, model, 1), alive=nothing)
+    write_snapshot(job(tmp_path, model, 1), check_cancelled=nothing)
     real, calls = os.fsync, []
 
     def failing(descriptor: int) -> None:
@@ -177,33 +178,33 @@ def test_a_failure_at_any_point_leaves_the_snapshots_before(
     monkeypatch.setattr(os, "fsync", failing)
     # Five files, the manifest, its folder, and the directory.
     with pytest.raises(SnapshotFailed, match="Input/output error"):
-        write(job(tmp_path, model, 2), alive=nothing)
+        write_snapshot(job(tmp_path, model, 2), check_cancelled=nothing)
     monkeypatch.undo()
     assert names(tmp_path)[0] == "1-1-step_1"
-    for snapshot in listed(tmp_path):
-        verify(snapshot)
+    for snapshot in list_snapshots(tmp_path):
+        verify_snapshot(snapshot)
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".writing")]
 
 
 def test_a_full_disk_is_told_with_numbers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, parts: Any, alive: Any) -> None:
+    def full(path: Path, parts: Any, check_cancelled: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(snapshot_files, "_save", full)
-    with pytest.raises(SnapshotFailed, match=r"is full: a snapshot takes 0 MiB, \d+ MiB are free. Give it more room"):
-        write(job(tmp_path, model), alive=nothing)
+    monkeypatch.setattr(module, "_write_file", full)
+    with pytest.raises(SnapshotFailed, match=r"is full: a snapshot takes 0 MiB, \d+ MiB are free. Use a larger volume"):
+        write_snapshot(job(tmp_path, model), check_cancelled=nothing)
     assert names(tmp_path) == []
-    monkeypatch.setattr(snapshot_files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
     with pytest.raises(SnapshotFailed, match="is full"):
-        write(job(tmp_path, model), alive=nothing)
+        write_snapshot(job(tmp_path, model), check_cancelled=nothing)
 
 
 def test_a_second_writer_is_refused(tmp_path: Path, model: Path) -> None:
     def while_writing() -> None:
         with pytest.raises(SnapshotFailed, match="Another process writes"):
-            write(job(tmp_path, model, 2), alive=nothing)
+            write_snapshot(job(tmp_path, model, 2), check_cancelled=nothing)
 
-    write(job(tmp_path, model, 1), alive=while_writing)
+    write_snapshot(job(tmp_path, model, 1), check_cancelled=while_writing)
     assert names(tmp_path) == ["1-1-step_1"]
 
 
@@ -251,10 +252,10 @@ def test_each_so_many_th_push_becomes_a_snapshot(tmp_path: Path, model: Path, pu
         result = push(snapshots, n)
         assert (result.snapshot is not None) == (n % 2 == 0)
         snapshots.wait()
-    assert [(s.manifest.label, s.manifest.step) for s in listed(tmp_path)] == [("4", 4), ("6", 6)]
+    assert [(s.manifest.label, s.manifest.step) for s in list_snapshots(tmp_path)] == [("4", 4), ("6", 6)]
     assert push(snapshots, 8, snapshot=False).snapshot is None
     assert push(snapshots, 9, snapshot=True).snapshot.result(10).manifest.label == "9"
-    assert set(read_model(latest(tmp_path).path).tensors) == {"a", "b"}  # type: ignore[union-attr]
+    assert set(read_model(latest_snapshot(tmp_path).path).tensors) == {"a", "b"}  # type: ignore[union-attr]
 
 
 def test_without_snapshots_a_push_writes_nothing_and_cannot_be_told_to(push: Callable[..., Any]) -> None:
@@ -293,13 +294,13 @@ def test_one_snapshot_is_written_at_a_time(
     tmp_path: Path, model: Path, push: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = threading.Event()
-    real = snapshot_files._save
+    real = module._write_file
 
     def waiting(*args: Any) -> Any:
         slow.wait(10)
         return real(*args)
 
-    monkeypatch.setattr(snapshot_files, "_save", waiting)
+    monkeypatch.setattr(module, "_write_file", waiting)
     snapshots = Snapshots(tmp_path, model=model)
     first = push(snapshots, 1)
     assert push(snapshots, 2).snapshot is None, "no second copy of the model in host memory"

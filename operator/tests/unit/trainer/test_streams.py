@@ -93,11 +93,11 @@ def group(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.distributed.broadcast = broadcast
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch.distributed", torch.distributed)
-    monkeypatch.delitem(sys.modules, "sglang_rollout.trainer.group", raising=False)
-    module = importlib.import_module("sglang_rollout.trainer.group")
+    monkeypatch.delitem(sys.modules, "sglang_rollout.trainer.process_group", raising=False)
+    module = importlib.import_module("sglang_rollout.trainer.process_group")
     meeting = SimpleNamespace(name="g", world_size=2, backend="nccl", device=torch.device("cuda", 0), abort=lambda: None)
-    yield module.Group(meeting, "process group", epoch=1, members=["e"])
-    sys.modules.pop("sglang_rollout.trainer.group", None)
+    yield module.ProcessGroup(meeting, "process group", epoch=1, members=["e"])
+    sys.modules.pop("sglang_rollout.trainer.process_group", None)
 
 
 def test_a_broadcast_reads_after_the_copies_and_returns_when_the_buffer_is_free(group: Any, notes: list[str]) -> None:

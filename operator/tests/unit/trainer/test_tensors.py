@@ -1,4 +1,4 @@
-"""What a push refuses before the fleet hears of it. Without torch: tensors are described by the fields that are read."""
+"""What a push refuses before the fleet hears of it. Without torch: tensors are describe_tensor by the fields that are read."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sglang_rollout.trainer.group import Filled, Group, Rendezvous
-from sglang_rollout.trainer.waiting import Deadline, background
+from sglang_rollout.trainer.deadlines import Deadline, run_in_background
+from sglang_rollout.trainer.process_group import FilledBuffer, ProcessGroup, Rendezvous
 
 LIMIT = 20.0
 BYTES = 256 << 20
@@ -44,9 +44,9 @@ def main() -> None:
     child = os.fork()
     if child == 0:
         peer(meeting.port, meeting.name)
-    group = Group(meeting, meeting.join(), epoch=1, members=["stopped"])
+    group = ProcessGroup(meeting, meeting.join(), epoch=1, members=["stopped"])
     os.waitpid(child, os.WUNTRACED)
-    sent = background(group.broadcast, Filled(torch.zeros(BYTES, dtype=torch.uint8), None), timeout=LIMIT)
+    sent = run_in_background(group.broadcast, FilledBuffer(torch.zeros(BYTES, dtype=torch.uint8), None), timeout=LIMIT)
     while unsent() == 0:  # until the kernel holds bytes that the peer does not read
         time.sleep(0.05)
     group.close()

@@ -1,9 +1,8 @@
-"""The trainer's end of a weight-update group: rank 0, which hosts the store and broadcasts. The only module that needs
-torch.
+"""The trainer's side of a process group: rank 0, which hosts the store and broadcasts. The only module that imports torch.
 
-The engines join with SGLang's ``init_custom_process_group``: a TCP store at our address, then ``PrefixStore(<group>,
-store)``, into which torch's ``_new_process_group_helper`` puts ``<group>/`` and ``<device>/``. A plain
-``init_process_group`` would use other prefixes and never meet them.
+The engines join with SGLang's ``init_custom_process_group``: a TCP store at the trainer's address, then
+``PrefixStore(<group>, store)``, into which torch's ``_new_process_group_helper`` puts ``<group>/`` and ``<device>/``.
+A plain ``init_process_group`` would use other prefixes and wait for the engines until its timeout.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ import torch
 import torch.distributed as dist
 
 from sglang_rollout.trainer.buckets import Bucket, TensorSpec
+from sglang_rollout.trainer.deadlines import Deadline
 from sglang_rollout.trainer.ranks import Ranks
-from sglang_rollout.trainer.waiting import Deadline
 
 log = logging.getLogger(__name__)
 
 
 class Rendezvous:
-    """The meeting point of one group: a fresh port and a random name each time.
+    """The store in which one process group forms, with a new port and a random name for each group.
 
-    A second group on an old port or name meets the leftovers of the first in the store and breaks at the first
-    broadcast.
+    A second group with the port or name of the first finds old keys in the store and fails at the first broadcast.
     """
 
     def __init__(self, *, host: str, world_size: int, backend: str, device: str | None, deadline: Deadline) -> None:
@@ -38,29 +36,29 @@ class Rendezvous:
         self.host = host
         self.world_size = world_size
         self.backend = backend
-        self.device = _indexed(torch.device(device or ("cpu" if backend == "gloo" else "cuda")))
+        self.device = _with_index(torch.device(device or ("cpu" if backend == "gloo" else "cuda")))
         self._deadline = deadline
         limit = timedelta(seconds=deadline.seconds)
-        # Server and client of the store are two objects, so that abort() can close the server under a client that
-        # waits. The server listens on all addresses; port 0 lets the kernel pick one that is free.
+        # Server and client of the store are two objects, so that abort() can close the server while a client waits.
+        # The server listens on all addresses; with port 0 the kernel chooses a free port.
         self._server: Any = dist.TCPStore("localhost", 0, None, True, timeout=limit, wait_for_workers=False)
         self.port: int = self._server.port
 
     def facts(self) -> dict[str, Any]:
-        """What the fleet compares before it lets engines join: they need the same NCCL."""
+        """Return the facts that the fleet compares before engines join: version and settings of NCCL."""
         if self.backend != "nccl":
             return {}
         settings = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
         return {"nccl": {"version": ".".join(map(str, torch.cuda.nccl.version())), "settings": settings}}
 
     def join(self) -> Any:
-        """Join as rank 0 and return the torch process group. Blocks until all engines are in (gloo), or the deadline."""
+        """Join as rank 0, and return torch's process group. With gloo, block until all engines have joined or the deadline passes."""
         limit = timedelta(seconds=max(self._deadline.remaining, 1.0))
         store = dist.TCPStore("localhost", self.port, None, False, timeout=limit, wait_for_workers=False)
         return self._join_gloo(store, limit) if self.backend == "gloo" else self._join_other(store, limit)
 
     def abort(self) -> None:
-        """Close the store: whoever waits in it, this trainer or an engine, gets an error at once, not a time-out."""
+        """Close the store, so that all clients that wait in it (this trainer and engines) fail at once."""
         self._server = None
 
     def _join_gloo(self, store: Any, limit: timedelta) -> Any:
@@ -71,13 +69,11 @@ class Rendezvous:
         return dist.ProcessGroupGloo(prefixed, 0, self.world_size, options)
 
     def _gloo_device(self) -> Any:
-        """Listen for the engines' data connections on the address that they know, not on what our host name resolves
-        to.
-        """
+        """Return a device that listens on the address that the engines know, not on the one of this machine's host name."""
         try:
             return dist.ProcessGroupGloo.create_device(hostname=self.host)
-        except RuntimeError as error:  # an address that is ours only from outside (NAT): let gloo choose
-            log.warning("gloo cannot listen on %s, so it chooses an address by itself: %s", self.host, error)
+        except RuntimeError as error:  # with NAT this machine does not have the address itself
+            log.warning("gloo cannot listen on %s and uses its default address: %s", self.host, error)
             return dist.ProcessGroupGloo.create_default_device()
 
     def _join_other(self, store: Any, limit: timedelta) -> Any:
@@ -96,32 +92,32 @@ class Rendezvous:
         return group
 
 
-def _indexed(device: torch.device) -> torch.device:
-    """Return the device with the index of the current GPU, because a background thread defaults to GPU 0."""
+def _with_index(device: torch.device) -> torch.device:
+    """Add the index of the current GPU to the device, because a background thread defaults to GPU 0."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
-def trainer_ranks(ranks: Sequence[int], *, timeout: float) -> Ranks:
-    """Begin a push of these global ranks of the trainer's own ``torch.distributed``; the first one leads."""
+def connect_ranks(ranks: Sequence[int], *, timeout: float) -> Ranks:
+    """Begin a push of these global ranks of the trainer's ``torch.distributed``. The first rank leads."""
     store: Any = dist.distributed_c10d._get_default_store()
-    # A connection of its own, where torch can: other threads, such as NCCL's watchdog, use the store too.
-    own = store.clone() if hasattr(store, "clone") else store
-    return Ranks(dist.PrefixStore(f"sglang-rollout/{'-'.join(map(str, ranks))}", own), dist.get_rank(), ranks, timeout=timeout)
+    # A separate connection, if torch can clone the store: other threads, such as NCCL's watchdog, use the store too.
+    separate = store.clone() if hasattr(store, "clone") else store
+    return Ranks(dist.PrefixStore(f"sglang-rollout/{'-'.join(map(str, ranks))}", separate), dist.get_rank(), ranks, timeout=timeout)
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """A staging buffer with the bytes of one bucket."""
+class FilledBuffer:
+    """A staging buffer that contains the bytes of one bucket."""
 
     data: Any
     ready: Any
     """CUDA event after the last copy into the buffer; None in host memory."""
 
 
-class Group:
-    """An open group. It belongs to one epoch of the fleet: when engines come, go or restart, a new one is needed."""
+class ProcessGroup:
+    """An open process group. It belongs to one epoch: when engines join, leave or restart, the trainer needs a new one."""
 
-    def __init__(self, rendezvous: Rendezvous, process_group: Any, *, epoch: int, members: list[str]) -> None:
+    def __init__(self, rendezvous: Rendezvous, torch_group: Any, *, epoch: int, members: list[str]) -> None:
         self.name = rendezvous.name
         self.epoch = epoch
         self.world_size = rendezvous.world_size
@@ -129,26 +125,26 @@ class Group:
         self.device = rendezvous.device
         self.members = members
         self._rendezvous = rendezvous
-        self._process_group: Any = process_group
+        self._torch_group: Any = torch_group
         self._staging: list[Any] = [None, None]
 
     @property
     def is_open(self) -> bool:
-        """Whether it can still broadcast."""
-        return self._process_group is not None
+        """True until ``close``."""
+        return self._torch_group is not None
 
-    def flatten(self, bucket: Bucket[Any], turn: int, full: Callable[[TensorSpec, Any], Any] = lambda _, tensor: tensor) -> Filled:
-        """Assemble the bucket's tensors in one of two staging buffers: one is filled while the other is sent.
+    def flatten(self, bucket: Bucket[Any], turn: int, full: Callable[[TensorSpec, Any], Any] = lambda _, tensor: tensor) -> FilledBuffer:
+        """Copy the bucket's tensors into one of two staging buffers. One buffer is filled while the other is sent.
 
         On a GPU the copies run on the caller's stream, and an event marks their end. The buffer of ``turn`` may be filled
-        again once ``broadcast`` of ``turn - 2`` has returned. The order of streams is tested with a fake ``torch.cuda``
+        again after ``broadcast`` of ``turn - 2`` has returned. The order of streams is tested with a fake ``torch.cuda``
         only; it has not run on a GPU.
 
         Args:
             bucket: The tensors.
             turn: Number of the bucket.
-            full: Returns the tensor to copy. Called for every tensor, in order, also after a copy has failed, because it
-                may be a collective that the trainer's other ranks call as often.
+            full: Returns the tensor to copy. Called for every tensor, in order, also after a failed copy, because it may be
+                a collective that the trainer's other ranks call too.
         """
         buffer = self._staging[turn % 2]
         if buffer is None or buffer.numel() < bucket.nbytes:
@@ -157,19 +153,19 @@ class Group:
         failed: Exception | None = None
         with torch.no_grad():
             for (offset, tensor), (spec, _) in zip(bucket.offsets(), bucket.items, strict=True):
-                whole = full(spec, tensor)
+                gathered = full(spec, tensor)
                 if failed is None:
                     try:
-                        source = whole.detach().contiguous().reshape(-1).view(torch.uint8)
+                        source = gathered.detach().contiguous().reshape(-1).view(torch.uint8)
                         buffer[offset : offset + source.numel()].copy_(source)
                     except Exception as error:  # noqa: BLE001 - raised below, after the last collective
                         failed = error
         if failed is not None:
             raise failed
-        return Filled(buffer[: bucket.nbytes], self._event())
+        return FilledBuffer(buffer[: bucket.nbytes], self._record_event())
 
-    def _event(self) -> Any:
-        """Record an event on the caller's stream; None in host memory."""
+    def _record_event(self) -> Any:
+        """Record an event on the caller's stream, and return it; None in host memory."""
         if self.device.type != "cuda":
             return None
         with torch.cuda.device(self.device):
@@ -178,40 +174,40 @@ class Group:
         return event
 
     def host_bytes(self, tensor: Any) -> memoryview:
-        """A copy of the tensor's bytes in host memory."""
+        """Copy the tensor's bytes to host memory."""
         with torch.no_grad():
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             return memoryview(flat.to("cpu", copy=True).numpy())
 
-    def broadcast(self, buffer: Filled, *, timeout: float) -> None:
-        """Send a buffer to every engine; return when it may be written again. Blocks: call it in a background thread."""
+    def broadcast(self, buffer: FilledBuffer, *, timeout: float) -> None:
+        """Send a buffer to every engine. Block until the buffer may be written again: call this in a background thread."""
         if buffer.ready is None:
             self._send(buffer.data, timeout)
             return
         with torch.cuda.device(self.device):
-            # A thread has its own current stream, which would otherwise read before the caller's copies are done.
+            # Each thread has its own current stream, which would read before the caller's copies are done.
             stream = torch.cuda.current_stream()
             stream.wait_event(buffer.ready)
             self._send(buffer.data, timeout)
             stream.synchronize()  # NCCL's wait() only orders streams
 
     def _send(self, data: Any, timeout: float) -> None:
-        # Freeing a process group waits for its broadcast, which may wait for a lost peer until the time-out. This thread therefore
-        # holds a reference during the broadcast, so that close() in another thread never frees the group.
-        process_group = self._process_group
+        # Freeing a process group waits for its broadcast, which may wait for a lost peer until the timeout. So this thread keeps
+        # a reference during the broadcast, and close() in another thread never frees the group.
+        torch_group = self._torch_group
         if self.backend != "gloo":
-            dist.broadcast(data, src=0, group=process_group, async_op=True).wait()
+            dist.broadcast(data, src=0, group=torch_group, async_op=True).wait()
             return
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout)
-        process_group.broadcast([data], options).wait()
+        torch_group.broadcast([data], options).wait()
 
     def close(self) -> None:
-        """Leave the group and free its buffers. Does not tell the fleet: that is ``Fleet``'s part."""
-        process_group, self._process_group = self._process_group, None
+        """Leave the process group and free its buffers. ``Fleet`` makes the engines leave."""
+        torch_group, self._torch_group = self._torch_group, None
         self._rendezvous.abort()
         self._staging = [None, None]
-        if process_group is not None and self.backend != "gloo":
+        if torch_group is not None and self.backend != "gloo":
             # abort, not destroy: destroying waits for operations that may never end
-            dist.distributed_c10d._abort_process_group(process_group)
+            dist.distributed_c10d._abort_process_group(torch_group)

@@ -1,4 +1,4 @@
-"""Deadlines, and work in the background that can never keep the process from ending."""
+"""Deadlines, and calls in background threads that never keep the process from ending."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     @property
-    def passed(self) -> bool:
-        """Whether no time is left."""
+    def has_passed(self) -> bool:
+        """True if no time is left."""
         return self.remaining <= 0.0
 
 
-def background(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-    """Run ``function`` in a daemon thread.
+def run_in_background(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    """Run ``function`` in a daemon thread and return a future of its result.
 
-    Not a ``ThreadPoolExecutor``: the interpreter joins an executor's threads at exit, and a thread inside a collective
-    whose peers are gone may never return.
+    A ``ThreadPoolExecutor`` would block the exit of the interpreter: its threads are joined at exit, and a thread inside
+    a collective whose peers are gone may never return.
     """
     future: Future[R] = Future()
 
     def run() -> None:
         try:
             future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
+        except BaseException as error:  # noqa: BLE001 - the future raises the error again in the waiting thread
             future.set_exception(error)
 
     threading.Thread(target=run, name=f"rollout-{getattr(function, '__name__', 'call')}", daemon=True).start()

@@ -1,0 +1,231 @@
+"""HTTP calls to the fleet: replies are checked, every call has a timeout, and other threads can cancel a call.
+
+``requests`` cannot cancel a call. The sessions of this module keep a weak reference to each socket that they open, and
+``cancel`` shuts these sockets down, so that the fleet aborts what it generates for them.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakSet
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.util.retry import Retry
+
+from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable
+
+CONNECT_SECONDS = 5.0
+"""A TCP connection inside a cluster either opens within a few milliseconds or hangs on a dropped packet."""
+
+
+class Http:
+    """A client of one base URL, safe to use from many threads at once."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise FleetError(f"{url!r} is not the URL of a fleet. A fleet's URL looks like http://demo-router:30000.")
+        self.url = url.rstrip("/")
+        self.host: str = parts.hostname
+        self.port: int = parts.port or (443 if parts.scheme == "https" else 80)
+        self._lock = threading.Lock()
+        self._sessions: list[CancellableSession] = []
+        self._idle: list[CancellableSession] = []
+
+    def get(self, path: str, *, timeout: float) -> dict[str, Any]:
+        """Return the JSON object at ``path``. Retry connection errors and 502 to 504, because a GET changes nothing."""
+        return self._checked_reply(path, self.send("GET", path, None, timeout=timeout))
+
+    def post(self, path: str, body: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        """POST a control call and check its reply: the HTTP status, and ``success`` if the reply has it. Never retry."""
+        return self._checked_reply(path, self.send("POST", path, body, timeout=timeout))
+
+    def send(
+        self, method: str, path: str, body: dict[str, Any] | None, *, timeout: float, cancellation: Cancellation | None = None
+    ) -> requests.Response:
+        """Make one HTTP call and return its response, whatever the status is.
+
+        Raises:
+            FleetUnreachable: The URL did not answer in time, or the call was cancelled.
+        """
+        connect = min(CONNECT_SECONDS, timeout)
+        try:
+            with self._session() as session, cancellation.attach(session) if cancellation else nullcontext():
+                return session.request(method, self.url + path, json=body, timeout=(connect, timeout))
+        except requests.exceptions.Timeout as error:
+            raise FleetUnreachable(f"{self.url}{path} did not answer within {timeout:.0f} s.") from error
+        except requests.exceptions.RequestException as error:
+            raise FleetUnreachable(f"{self.url}{path} could not be reached: {error}") from error
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            for session in self._sessions:
+                session.close()
+
+    @contextmanager
+    def _session(self) -> Iterator[CancellableSession]:
+        """Lend a session for one call. Sessions are pooled, because each bucket of a push starts new threads."""
+        with self._lock:
+            session = self._idle.pop() if self._idle else self._new_session()
+        try:
+            yield session
+        finally:
+            with self._lock:
+                self._idle.append(session)
+
+    def _new_session(self) -> CancellableSession:
+        retry = Retry(
+            total=3,
+            backoff_factor=0.2,
+            status_forcelist=(502, 503, 504),
+            allowed_methods=("GET",),
+            raise_on_status=False,
+        )
+        session = CancellableSession(retry)
+        session.trust_env = False  # a cluster-internal URL never goes through the proxy of the user's shell
+        self._sessions.append(session)
+        return session
+
+    def _checked_reply(self, path: str, response: requests.Response) -> dict[str, Any]:
+        reply = parse_object(response)
+        if not response.ok or reply.get("success") is False:
+            fleet = reply.get("fleet")
+            details = fleet if isinstance(fleet, dict) else None
+            raise FleetRefused(path, response.status_code, refusal_reason(response), details)
+        return reply
+
+
+def parse_object(response: requests.Response) -> dict[str, Any]:
+    """Return the JSON object of a reply; empty if the reply is something else (SGLang answers some calls with text)."""
+    try:
+        value = response.json()
+    except requests.exceptions.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def refusal_reason(response: requests.Response) -> str:
+    """Return why a call was refused: the body's message, else the HTTP reason phrase, else the start of the body."""
+    reply = parse_object(response)
+    error = reply.get("error")
+    error_message = error.get("message") if isinstance(error, dict) else error
+    candidates = (reply.get("message"), error_message, response.reason, response.text[:200])
+    return next((str(text).strip() for text in candidates if text), "no reason given")
+
+
+class CancellableSession(requests.Session):
+    """A session for one call at a time, which another thread may cancel."""
+
+    def __init__(self, retry: Retry) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._cancelled = False
+        for scheme in ("http://", "https://"):
+            self.mount(scheme, _TrackingAdapter(self._check_cancelled, self._track_socket, max_retries=retry))
+
+    def cancel(self) -> None:
+        """Shut down all sockets of this session, and refuse new ones until ``reset``."""
+        with self._lock:
+            self._cancelled = True
+            for each in self._sockets:
+                with suppress(OSError):  # the peer or the session's own thread closed the socket first
+                    # The method of the plain socket: that of an SSLSocket changes state which the reading thread uses.
+                    socket.socket.shutdown(each, socket.SHUT_RDWR)
+
+    def reset(self) -> None:
+        """Make the session usable after ``cancel``."""
+        with self._lock:
+            self._cancelled = False
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled:
+            raise ConnectionAbortedError("the call was cancelled")  # urllib3 does not retry a POST after this error
+
+    def _track_socket(self, opened: socket.socket) -> None:
+        with self._lock:
+            self._sockets.add(opened)
+            self._check_cancelled()
+
+
+class Cancellation:
+    """One switch for many calls: ``cancel`` ends the running calls, and later calls end at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._sessions: set[CancellableSession] = set()
+
+    @property
+    def is_requested(self) -> bool:
+        """True after ``cancel``."""
+        return self._event.is_set()
+
+    def cancel(self) -> None:
+        """End all calls now. Safe to repeat."""
+        with self._lock:
+            self._event.set()
+            for session in self._sessions:
+                session.cancel()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep for ``seconds``, or until ``cancel``. Return True if ``cancel`` was called."""
+        return self._event.wait(seconds)
+
+    @contextmanager
+    def attach(self, session: CancellableSession) -> Iterator[None]:
+        """Let this switch cancel the calls of ``session`` inside the block."""
+        with self._lock:
+            self._sessions.add(session)
+            if self.is_requested:
+                session.cancel()
+        try:
+            yield
+        finally:
+            # Under the lock, because a later cancel must not reach the next user of the session.
+            with self._lock:
+                self._sessions.discard(session)
+                session.reset()
+
+
+class _TrackingAdapter(HTTPAdapter):
+    """Report each new socket to the session, and check for a cancellation before a socket is opened."""
+
+    def __init__(self, before: Callable[[], None], after: Callable[[socket.socket], None], **options: Any) -> None:
+        self._pools = _tracking_pools(before, after)
+        super().__init__(**options)
+
+    def init_poolmanager(self, *args: Any, **options: Any) -> None:
+        super().init_poolmanager(*args, **options)
+        self.poolmanager.pool_classes_by_scheme = self._pools
+
+
+def _tracking_pools(before: Callable[[], None], after: Callable[[socket.socket], None]) -> dict[str, type[HTTPConnectionPool]]:
+    class Plain(HTTPConnection):
+        def connect(self) -> None:
+            before()
+            super().connect()
+            after(self.sock)
+
+    class Secure(HTTPSConnection):
+        def connect(self) -> None:
+            before()
+            super().connect()
+            after(self.sock)
+
+    class PlainPool(HTTPConnectionPool):
+        ConnectionCls = Plain
+
+    class SecurePool(HTTPSConnectionPool):
+        ConnectionCls = Secure
+
+    return {"http": PlainPool, "https": SecurePool}

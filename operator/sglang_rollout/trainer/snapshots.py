@@ -1,0 +1,400 @@
+"""Write pushed versions to disk as snapshots: checkpoints that engines, evaluation and a resumed trainer can load.
+
+    with connect(url, snapshots=Snapshots("/ckpt/policy", model="/models/policy", every=10, keep=3)) as fleet:
+        fleet.push(model.state_dict(), version=step)        # every tenth push is also written, in the background
+
+The bytes are copied to host memory during the push, so training may change the tensors as soon as ``push`` returns. A
+background thread writes the files after the fleet has committed the version. A push that is not committed never becomes
+a snapshot.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_rollout.checkpoints.folder import CONFIG, INDEX, SINGLE, CancelCheck
+from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, build_header
+from sglang_rollout.checkpoints.snapshots import MANIFEST, FileEntry, Manifest, Snapshot, flock, list_snapshots
+from sglang_rollout.trainer.buckets import TensorSpec
+from sglang_rollout.trainer.deadlines import Deadline, run_in_background
+from sglang_rollout.trainer.errors import SnapshotFailed
+from sglang_rollout.wire.weights import Version
+
+log = logging.getLogger(__name__)
+
+HostBytes = Callable[[Any], memoryview]
+"""Copies a tensor's bytes to host memory."""
+
+
+class Snapshots:
+    """When and where snapshots are written, and how many are kept.
+
+    A snapshot that fails is logged, and ``wait`` raises its error. It never fails a push.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        model: str | Path,
+        every: int = 1,
+        keep: int = 2,
+        shard_bytes: int = 5 * 10**9,
+        deadline: float = 1800.0,
+    ) -> None:
+        """Check the settings.
+
+        Args:
+            directory: Where snapshots are written. For engines that load them, a volume that they mount at the same path.
+            model: Folder from which config and tokenizer are copied.
+            every: Write every n-th push.
+            keep: Number of the newest snapshots to keep. An old snapshot is removed after the new one is complete, so the
+                volume needs room for ``keep + 1``.
+            shard_bytes: Maximum size of a file.
+            deadline: Seconds for writing one snapshot.
+
+        Raises:
+            ValueError: A number is below 1, or ``model`` is not a folder of a model.
+        """
+        if every < 1 or keep < 1 or shard_bytes < 1:
+            raise ValueError(f"every={every}, keep={keep} and shard_bytes={shard_bytes} must be at least 1.")
+        if not (Path(model) / CONFIG).is_file():
+            raise ValueError(
+                f"{model} is not a folder with a {CONFIG}. Pass the folder of the model; "
+                "for a model on the Hugging Face hub pass the result of huggingface_hub.snapshot_download(name)."
+            )
+        self.directory = Path(directory)
+        self.model = Path(model)
+        self.every = every
+        self.keep = keep
+        self.shard_bytes = shard_bytes
+        self.deadline = deadline
+        self._pushes = 0
+        self._running: Future[Snapshot] | None = None
+
+    def wait(self, timeout: float | None = None) -> Snapshot | None:
+        """Wait for the newest snapshot to be written, and return it; None if no snapshot was begun.
+
+        Raises:
+            SnapshotFailed: The snapshot could not be written, or is not written within ``timeout`` seconds.
+        """
+        if self._running is None:
+            return None
+        seconds = self.deadline if timeout is None else timeout
+        try:
+            return self._running.result(seconds)
+        except FutureTimeoutError:
+            raise SnapshotFailed(
+                f"The snapshot in {self.directory} is not written after {seconds:.0f} s. Does its volume answer?"
+            ) from None
+
+    def begin(self, *, wanted: bool | None = None) -> Staging | None:
+        """Return a staging area if this push becomes a snapshot, else None. ``wanted`` overrides ``every``.
+
+        Called by ``Fleet.push``.
+        """
+        self._pushes += 1
+        is_due = self._pushes % self.every == 0 if wanted is None else wanted
+        if not is_due:
+            return None
+        if self._running is not None and not self._running.done():
+            if wanted is None:
+                log.warning(
+                    "No snapshot of this push: the previous one is still being written to %s. Increase every=%d.",
+                    self.directory,
+                    self.every,
+                )
+                return None
+            self._wait_quietly()
+        return Staging(self)
+
+    def close(self) -> None:
+        """Wait for the snapshot that is being written. Its failure has been logged."""
+        self._wait_quietly()
+
+    def start_writing(self, tensors: list[StagedTensor], version: Version, epoch: int, fleet_id: str) -> Future[Snapshot]:
+        """Write a snapshot in the background."""
+        job = Job(self.directory, self.model, self.keep, self.shard_bytes, version, epoch, fleet_id, tensors)
+        self._running = run_in_background(self._write, job, Deadline(self.deadline))
+        return self._running
+
+    def _write(self, job: Job, deadline: Deadline) -> Snapshot:
+        def check_cancelled() -> None:
+            if deadline.has_passed:
+                raise SnapshotFailed(
+                    f"The snapshot of {job.version.label} was not written within {deadline.seconds:.0f} s; it was removed."
+                )
+
+        try:
+            snapshot = write_snapshot(job, check_cancelled=check_cancelled)
+        except Exception as error:
+            log.error("%s", error if isinstance(error, SnapshotFailed) else f"The snapshot of {job.version.label} failed: {error!r}")  # noqa: TRY400
+            raise
+        log.info("Wrote version %s to %s (%d MiB).", job.version.label, snapshot.path, job.bytes >> 20)
+        return snapshot
+
+    def _wait_quietly(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:  # noqa: BLE001 - _write has logged the error
+            log.debug("the last snapshot failed: %s", error)
+
+
+class Staging:
+    """The bytes of one push in host memory, before they are written as a snapshot."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+        self._tensors: list[StagedTensor] | None = []
+
+    def add(self, spec: TensorSpec, tensor: Any, host_bytes: HostBytes) -> None:
+        """Copy one full tensor to host memory. If the copy fails, this push gets no snapshot, but continues."""
+        if self._tensors is None:
+            return
+        try:
+            self._tensors.append(_stage_tensor(spec, tensor, host_bytes))
+        except Exception as error:  # noqa: BLE001 - for example out of memory, or an unknown type: the push continues
+            log.error("No snapshot of this push: tensor %s could not be copied: %s", spec.name, error)  # noqa: TRY400
+            self._tensors = None
+
+    def publish(self, version: Version, epoch: int, fleet_id: str) -> Future[Snapshot] | None:
+        """Start to write the committed version. Return None if a copy has failed."""
+        tensors, self._tensors = self._tensors, None
+        return self._snapshots.start_writing(tensors, version, epoch, fleet_id) if tensors is not None else None
+
+
+def _stage_tensor(spec: TensorSpec, tensor: Any, host_bytes: HostBytes) -> StagedTensor:
+    dtype = DTYPE_OF_TORCH.get(spec.dtype)
+    if dtype is None:
+        raise SnapshotFailed(f"safetensors does not know the type {spec.dtype}")
+    return StagedTensor(spec.name, dtype, spec.shape, host_bytes(tensor))
+
+
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+"""Suffixes of the files that a model needs beside its weights: config, tokenizer, chat template, the model's own code."""
+_CHUNK = 16 * 1024 * 1024
+_WRITING, _REMOVED, _LOCK = ".writing-", ".removed-", ".lock"
+_SPARE_BYTES = 64 * 1024 * 1024
+"""Space for the files beside the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTensor:
+    """A tensor whose bytes are in host memory."""
+
+    name: str
+    dtype: str
+    """Name of the type in safetensors: ``BF16``."""
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One snapshot to write."""
+
+    directory: Path
+    model: Path
+    """Folder from which config and tokenizer are copied."""
+    keep: int
+    shard_bytes: int
+    version: Version
+    epoch: int
+    fleet_id: str
+    tensors: Sequence[StagedTensor]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.data.nbytes for tensor in self.tensors)
+
+
+def write_snapshot(job: Job, *, check_cancelled: CancelCheck) -> Snapshot:
+    """Write a snapshot completely or not at all, then remove old snapshots.
+
+    Raises:
+        SnapshotFailed: The snapshot could not be written. The directory is unchanged.
+    """
+    try:
+        with _lock_directory(job.directory):
+            _remove_leftovers(job.directory)
+            _check_free_space(job)
+            return _publish(job, check_cancelled)
+    except OSError as error:
+        raise SnapshotFailed(_describe_os_error(job, error)) from error
+
+
+def folder_name(version: Version) -> str:
+    """Return ``<run>-<step>-<label>``. Characters other than letters, digits, dot, underscore and hyphen become ``_``."""
+    label = re.sub(r"[^A-Za-z0-9._-]", "_", version.label)[:100]
+    return f"{version.run}-{version.step}-{label}"
+
+
+def _publish(job: Job, check_cancelled: CancelCheck) -> Snapshot:
+    before = list_snapshots(job.directory)
+    target = job.directory / folder_name(job.version)
+    temporary = job.directory / f"{_WRITING}{target.name}-{secrets.token_hex(4)}"
+    temporary.mkdir()
+    try:
+        files = _write_model(job, temporary, check_cancelled)
+        manifest = Manifest(
+            sequence=1 + max((snapshot.manifest.sequence for snapshot in before), default=0),
+            label=job.version.label,
+            run=job.version.run,
+            step=job.version.step,
+            epoch=job.epoch,
+            fleet_id=job.fleet_id,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            tensors=len(job.tensors),
+            bytes=job.bytes,
+            files=files,
+        )
+        _write_file(temporary / MANIFEST, [manifest.model_dump_json(indent=1).encode()], check_cancelled)
+        _sync(temporary)
+        if target.exists() and not _remove_snapshot(target):
+            target = target.with_name(f"{target.name}.{manifest.sequence}")
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync(job.directory)
+    others = [snapshot.path for snapshot in before if snapshot.path != target]
+    for old in others[: -(job.keep - 1) or None]:
+        _remove_snapshot(old)
+    return Snapshot(target, manifest)
+
+
+def _write_model(job: Job, folder: Path, check_cancelled: CancelCheck) -> dict[str, FileEntry]:
+    files = {}
+    for source in sorted(job.model.iterdir()):
+        if source.is_file() and source.suffix in _COPIED and source.name not in (INDEX, MANIFEST):
+            files[source.name] = _write_file(folder / source.name, _read_chunks(source), check_cancelled)
+    shards = list(_split_shards(job.tensors, job.shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        header = build_header((tensor.name, tensor.dtype, tensor.shape) for tensor in shard)
+        files[name] = _write_file(folder / name, [header, *(tensor.data for tensor in shard)], check_cancelled)
+        weight_map |= {tensor.name: name for tensor in shard}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": job.bytes}, "weight_map": weight_map}
+        files[INDEX] = _write_file(folder / INDEX, [json.dumps(index, indent=1).encode()], check_cancelled)
+    if CONFIG not in files:
+        raise SnapshotFailed(f"{job.model / CONFIG} no longer exists: a snapshot without it cannot be loaded.")
+    return files
+
+
+def _split_shards(tensors: Sequence[StagedTensor], max_bytes: int) -> Iterator[list[StagedTensor]]:
+    """Yield the tensors of each file, at most ``max_bytes`` per file and in order. A larger tensor gets its own file."""
+    held: list[StagedTensor] = []
+    size = 0
+    for tensor in tensors:
+        if held and size + tensor.data.nbytes > max_bytes:
+            yield held
+            held, size = [], 0
+        held.append(tensor)
+        size += tensor.data.nbytes
+    yield held
+
+
+def _write_file(path: Path, parts: Sequence[bytes | memoryview] | Iterator[bytes], check_cancelled: CancelCheck) -> FileEntry:
+    """Write a file durably, and return its size and SHA-256."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for part in parts:
+            view = memoryview(part)
+            for at in range(0, view.nbytes, _CHUNK):
+                check_cancelled()
+                chunk = view[at : at + _CHUNK]
+                file.write(chunk)
+                digest.update(chunk)
+            size += view.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+def _read_chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+def _sync(folder: Path) -> None:
+    """Make the entries of a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _lock_directory(directory: Path) -> Iterator[None]:
+    """Make this process the only writer of the directory inside the block."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / _LOCK).open("a") as file:
+        try:
+            flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SnapshotFailed(f"Another process writes snapshots into {directory}. Give each trainer its own directory.") from None
+        yield
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove unfinished folders of processes that died. The caller holds the lock of the directory."""
+    for entry in directory.iterdir():
+        if entry.name.startswith((_WRITING, _REMOVED)):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _remove_snapshot(folder: Path) -> bool:
+    """Rename to a hidden name, then delete, so that readers never see a partial snapshot.
+
+    Return False if a reader holds the snapshot's lock. A later snapshot removes it then.
+    """
+    hidden = folder.with_name(f"{_REMOVED}{folder.name}-{secrets.token_hex(4)}")
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):  # a folder without a manifest is not a snapshot and has no lock
+            manifest = stack.enter_context((folder / MANIFEST).open("rb"))
+            try:
+                # Held until the folder is renamed, so that a new reader sees that the snapshot is gone.
+                flock(manifest.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+    return True
+
+
+def _check_free_space(job: Job) -> None:
+    free = shutil.disk_usage(job.directory).free
+    if free < job.bytes + _SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _describe_os_error(job: Job, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with suppress(OSError):
+            free = shutil.disk_usage(job.directory).free
+            return (
+                f"The volume of {job.directory} is full: a snapshot takes {job.bytes / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free. "
+                "Use a larger volume, or keep fewer snapshots (an old one is removed after the new one is written)."
+            )
+    return f"The snapshot of {job.version.label} could not be written into {job.directory}: {error.strerror or error}."
