@@ -29,7 +29,7 @@ def judge(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
     made = sample(JUDGE, memorySaver=True, weightsCpuBackup=True)
     made["spec"] |= {"mode": "Colocated", "sharing": {"trainerLabels": {"app": JUDGE}}}
     kubectl.apply(made)
-    eventually("it is asleep", lambda: ready(kubectl)["reason"] == "Asleep", within=400, every=2)
+    eventually("it is asleep", lambda: ready(kubectl)["reason"] == "AsleepForTrainer", within=400, every=2)
     yield JUDGE
     remove(kubectl, JUDGE)
 
@@ -49,7 +49,7 @@ def test_a_judge_wakes_judges_and_sleeps_with_the_weights_it_was_started_with(ku
     expected = forward(kubectl, "/models/tiny", 0)
     with kubectl.forward(f"svc/{judge}-router", 30000) as url:
         for _ in range(2):
-            assert "the trainer has the memory of 2 of 2 engines" in ready(kubectl)["message"]
+            assert "the trainer uses the memory of 2 of 2 engines" in ready(kubectl)["message"]
             asleep = generate(url)
             assert asleep.status_code == 503
             assert "nothing generates until the trainer calls /resume_memory_occupation" in asleep.text
@@ -67,4 +67,4 @@ def test_a_judge_wakes_judges_and_sleeps_with_the_weights_it_was_started_with(ku
 
             call(url, "/abort_request", {"rid": "", "abort_all": True})
             call(url, "/release_memory_occupation", TAGS)
-            eventually("it sleeps again", lambda: ready(kubectl)["reason"] == "Asleep", within=30)
+            eventually("it sleeps again", lambda: ready(kubectl)["reason"] == "AsleepForTrainer", within=30)

@@ -48,7 +48,7 @@ def policy(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
     volume = next(volume for volume in trainer()["spec"]["volumes"] if volume["name"] == "ckpt")
     made["spec"]["podTemplate"] = {"spec": {"containers": [{"name": "engine", "volumeMounts": [SHARED_MEMORY]}], "volumes": [volume]}}
     kubectl.apply(made)
-    eventually("it is asleep", lambda: ready(kubectl)["reason"] == "Asleep", within=400, every=2)
+    eventually("it is asleep", lambda: ready(kubectl)["reason"] == "AsleepForTrainer", within=400, every=2)
     yield POLICY
     kubectl("delete", "pod", POLICY, "--ignore-not-found", "--wait=false")
     remove(kubectl, POLICY)
@@ -66,7 +66,7 @@ def step(kubectl: Kubectl, version: str, seed: int) -> dict[str, Any]:
 
 
 def test_a_trainer_on_the_same_node_puts_its_weights_into_each_engine(kubectl: Kubectl, policy: str) -> None:
-    assert "the trainer has the memory of 2 of 2 engines" in ready(kubectl)["message"]
+    assert "the trainer uses the memory of 2 of 2 engines" in ready(kubectl)["message"]
     seen = []
     for seed, version in ((1, "5"), (2, "6")):
         saw = step(kubectl, version, seed)
@@ -78,5 +78,5 @@ def test_a_trainer_on_the_same_node_puts_its_weights_into_each_engine(kubectl: K
             return bool(weights["committedVersion"] == version and weights["lastUpdate"]["outcome"] == "Committed")
 
         eventually("the version is in the status", told, within=30)
-        eventually("it sleeps again", lambda: ready(kubectl)["reason"] == "Asleep", within=30)
+        eventually("it sleeps again", lambda: ready(kubectl)["reason"] == "AsleepForTrainer", within=30)
     assert seen[0] != seen[1], "other weights, other tokens"

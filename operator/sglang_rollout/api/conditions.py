@@ -40,6 +40,7 @@ class Reason(StrEnum):
     SUSPENDED = "Suspended"
     PAUSED = "Paused"
     ASLEEP = "Asleep"
+    ASLEEP_FOR_TRAINER = "AsleepForTrainer"
     ENGINES_SERVING = "EnginesServing"
     NO_ENGINE_SERVING = "NoEngineServing"
     SETTLED = "Settled"

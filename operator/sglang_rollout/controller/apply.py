@@ -1,4 +1,4 @@
-"""Carry out a plan: server-side apply, deletes. Counts what it wrote; turns the server's refusals into one sentence."""
+"""Carry out a plan with server-side applies and deletes, count the writes, and turn a refusal into one message."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import secrets
 from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import Reason
-from sglang_rollout.controller.decide.facts import Failure
-from sglang_rollout.controller.decide.plan import Apply, Delete, Plan, stranger
+from sglang_rollout.controller.decide.plan import Apply, Delete, Failure, Plan, find_ownership_conflict
 from sglang_rollout.controller.render.policies import token_of, with_token
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, NotFound, Refused
@@ -16,50 +15,55 @@ from sglang_rollout.kube.resources import Object, Resource, resource_of
 
 log = logging.getLogger(__name__)
 
-# 256 bits: nobody guesses it, and it is made once in the life of a rollout.
 TOKEN_BYTES = 32
+"""256 bits cannot be guessed, and a rollout gets only one token."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a plan."""
+    """Result of a plan."""
 
     writes: int
-    """Requests that the server accepted. 0: the world is as the plan found it."""
+    """Number of requests that the server accepted. 0: nothing differs from what the plan saw."""
     failure: Failure | None = None
-    """Why the first action that did not go through did not; None when all went well."""
+    """Why the first failed action failed; None if all succeeded."""
 
 
-async def execute(kube: Kube, namespace: str, plan: Plan) -> Outcome:
-    """Run the actions in order. Raises ApiUnavailable or Conflict when the whole should be tried again."""
+async def execute_plan(kube: Kube, namespace: str, plan: Plan) -> Outcome:
+    """Run the actions in order.
+
+    Raises:
+        ApiUnavailable: The API server did not answer. Try the whole reconcile again.
+        Conflict: Another writer was faster. Try the whole reconcile again.
+    """
     done: list[str] = []
     healed: set[str] = set()
-    unapplied: Failure | None = None
-    undeleted: Failure | None = None
+    apply_failure: Failure | None = None
+    delete_failure: Failure | None = None
     try:
         for action in plan.actions:
             if isinstance(action, Apply):
                 found, name = await _apply(kube, namespace, action), action.object["metadata"]["name"]
                 if isinstance(found, Failure):
-                    unapplied = unapplied or found
+                    apply_failure = apply_failure or found
                     continue
                 done.append(f"applied {action.object['kind']} {name}: {action.reason}")
                 if found["metadata"].get("resourceVersion") != action.version:
                     healed.add(name)
-            # A plan that could not be applied as a whole deletes nothing: its deletes may rest on what was refused.
-            elif not unapplied and action.unless_healed not in healed:
+            # Delete nothing if an apply failed, because the deletes may depend on it.
+            elif not apply_failure and action.unless_healed not in healed:
                 deleted = await _delete(kube, namespace, action)
                 if deleted is True:
                     done.append(f"deleted {action.kind} {action.name}: {action.reason}")
                 elif deleted is not False:
-                    undeleted = undeleted or deleted
+                    delete_failure = delete_failure or deleted
     finally:
-        _tell(namespace, done)
-    return Outcome(len(done), unapplied or undeleted)
+        _log_writes(namespace, done)
+    return Outcome(len(done), apply_failure or delete_failure)
 
 
-def _tell(namespace: str, done: list[str]) -> None:
-    """One line, also for the twelve objects of a new rollout; all of them at DEBUG."""
+def _log_writes(namespace: str, done: list[str]) -> None:
+    """Log one line at INFO, because a new rollout has a dozen objects, and all lines at DEBUG."""
     if done:
         more = f" (and {len(done) - 1} more)" if len(done) > 1 else ""
         log.info("%s: %s%s", namespace, done[0], more)
@@ -68,50 +72,47 @@ def _tell(namespace: str, done: list[str]) -> None:
 
 
 async def _apply(kube: Kube, namespace: str, action: Apply) -> Object | Failure:
-    """The object as it is now, or why it is not so."""
+    """Return the object after the apply, or why it was refused."""
     try:
         if action.unseen or action.needs_token:
-            live = await _live(kube, namespace, action.object)
-            taken = stranger(live, action.object) if live else ""
-            if taken:
-                return Failure(Reason.NAME_TAKEN, taken)
-            return await _make(kube, action, live)
+            live = await _get_live(kube, namespace, action.object)
+            conflict = find_ownership_conflict(live, action.object) if live else ""
+            if conflict:
+                return Failure(Reason.NAME_TAKEN, conflict)
+            return await _create_or_adopt(kube, action, live)
         return await kube.apply(action.object)
     except Refused as error:
         return Failure(Reason.APPLY_FAILED, str(error))
 
 
-async def _live(kube: Kube, namespace: str, obj: Object) -> Object | None:
+async def _get_live(kube: Kube, namespace: str, obj: Object) -> Object | None:
     try:
         return await kube.get(resource_of(obj), namespace, obj["metadata"]["name"])
     except NotFound:
         return None
 
 
-async def _make(kube: Kube, action: Apply, live: Object | None) -> Object:
-    """Apply over what there is. If there is nothing, nobody who is faster is overwritten: Conflict then, and all is looked
-    at again.
-    """
+async def _create_or_adopt(kube: Kube, action: Apply, live: Object | None) -> Object:
+    """Apply over the live object. If there is none, do not overwrite a faster writer: raise Conflict, so that all is read again."""
     obj = action.object
     if action.needs_token:
-        # A token that is there stays, because engines may have read it already. The plan does not see it when somebody
-        # took the label off the Secret.
+        # Keep an existing token, because engines may have read it. The plan does not see the Secret if its label was removed.
         obj = with_token(obj, token_of(live) or secrets.token_urlsafe(TOKEN_BYTES))
     if live is not None:
         return await kube.apply(obj)
     if action.needs_token:
-        # Apply would not do: of two operators (an upgrade in which both run for a moment) each may replace what is its own.
+        # Apply would not be safe: during an upgrade two operators run with one field manager, and each could replace the token.
         return await kube.create(obj)
     return await kube.apply(obj, force=False)
 
 
 async def _delete(kube: Kube, namespace: str, action: Delete) -> bool | Failure:
-    """Whether it was there to be deleted, or why it could not be."""
+    """Return True if the object was deleted, False if it was gone, or why the delete was refused."""
     resource = Resource.of(action.api_version, action.kind)
     try:
         await kube.delete(resource, namespace, action.name, uid=action.uid)
     except (NotFound, Conflict):
-        # Gone already, or a new object has its name: what the plan wanted away is away.
+        # The object is gone, or a new object has its name.
         return False
     except Refused as error:
         return Failure(Reason.APPLY_FAILED, str(error))

@@ -1,8 +1,7 @@
-"""Kubernetes Events of a rollout: what a person reads in ``kubectl describe``.
+"""Post Kubernetes Events about rollouts, which people read with ``kubectl describe``.
 
-Each kind of news has one Event object with a stable name: repeated news count it up instead of filling etcd. Core/v1
-Events are used because their message may change; those of events.k8s.io/v1 are immutable but for their count, and both
-are one object in the server.
+Each kind of Event is one object with a stable name. Repeated Events increase its count instead of filling etcd. Core/v1 Events are
+used because their message may change; in events.k8s.io/v1 only the count may. The API server stores both as the same object.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from sglang_rollout.kube.resources import EVENTS, Object
 
 log = logging.getLogger(__name__)
 
-# The server refuses longer messages.
-MESSAGE_LIMIT = 1024
-# How many Events we remember the count of; what falls out is read from the server again.
-REMEMBERED = 2000
+MAX_MESSAGE_CHARACTERS = 1024
+"""The API server refuses longer messages."""
+MAX_REMEMBERED_COUNTS = 2000
+"""Events whose count is kept in memory. The count of others is read from the API server."""
 
 
 class EventPoster:
-    """Posts Events about rollouts. Never raises: an Event that cannot be written must not hold up a reconcile."""
+    """Posts Events about rollouts. Never raises, because a failed Event must not fail a reconcile."""
 
     def __init__(self, kube: Kube, *, component: str, instance: str, now: Callable[[], str]) -> None:
         self._kube = kube
@@ -36,7 +35,7 @@ class EventPoster:
         self._counts: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def post(self, rollout: Object, event: EventToPost) -> None:
-        """Create the Event, or count it up and give it the new message."""
+        """Create the Event, or increase its count and replace its message."""
         try:
             await self._post(rollout, event)
         except KubeError as error:
@@ -50,17 +49,17 @@ class EventPoster:
             try:
                 await self._kube.create(obj)
             except Conflict:
-                # An earlier life of the operator has posted it.
+                # The operator posted it before its last restart.
                 found = await self._kube.get(EVENTS, *key)
                 count = int(found.get("count") or 1)
             else:
                 self._remember(key, 1)
                 return
-        news = {name: obj[name] for name in ("type", "reason", "message", "lastTimestamp")}
+        changes = {name: obj[name] for name in ("type", "reason", "message", "lastTimestamp")}
         try:
-            await self._kube.merge_patch(EVENTS, *key, {**news, "count": count + 1})
+            await self._kube.merge_patch(EVENTS, *key, {**changes, "count": count + 1})
         except NotFound:
-            # Events live for an hour; this one has ended since we counted it last.
+            # The API server deletes an Event after an hour.
             await self._kube.create(obj)
             count = 0
         self._remember(key, count + 1)
@@ -68,12 +67,12 @@ class EventPoster:
     def _remember(self, key: tuple[str, str], count: int) -> None:
         self._counts[key] = count
         self._counts.move_to_end(key)
-        while len(self._counts) > REMEMBERED:
+        while len(self._counts) > MAX_REMEMBERED_COUNTS:
             self._counts.popitem(last=False)
 
     def _render(self, rollout: Object, event: EventToPost) -> Object:
         metadata = rollout["metadata"]
-        # The uid is part of the name: a rollout made anew under the same name has news of its own.
+        # The uid is part of the name, so that a recreated rollout of the same name has its own Events.
         digest = hashlib.sha256(f"{metadata['uid']}/{event.key}".encode()).hexdigest()[:16]
         now = self._now()
         return {
@@ -89,7 +88,7 @@ class EventPoster:
             },
             "type": event.type,
             "reason": event.reason,
-            "message": event.message[:MESSAGE_LIMIT],
+            "message": event.message[:MAX_MESSAGE_CHARACTERS],
             "firstTimestamp": now,
             "lastTimestamp": now,
             "count": 1,

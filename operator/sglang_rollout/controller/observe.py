@@ -1,30 +1,127 @@
-"""Read what a decision rests on: the rollout and all objects that carry its label, live, never from a cache."""
+"""Read everything that a decision about one rollout needs, live from the API server, and join it into a view.
+
+Children and pods are found by label. Facts about the cluster are read only for rollouts that ask for them, and only while they
+matter, so a running fleet costs no reads beyond its own objects.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
-from sglang_rollout.controller.decide.view import World, observe_world
-from sglang_rollout.controller.prerequisites import with_cluster
-from sglang_rollout.controller.render.names import CHILD_KINDS, LABEL_ROLLOUT
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.decide.pods import Pod
+from sglang_rollout.controller.decide.prerequisites import (
+    Cluster,
+    LargestNode,
+    describe_gang_problem,
+    describe_missing_queue,
+    find_creation_errors,
+    find_largest_node,
+    find_queue_stop,
+)
+from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
+from sglang_rollout.controller.render import names
 from sglang_rollout.kube.client import Kube
-from sglang_rollout.kube.errors import NotFound
-from sglang_rollout.kube.resources import PODS, ROLLOUTS, Object, Resource
+from sglang_rollout.kube.errors import NotFound, Refused
+from sglang_rollout.kube.resources import EVENTS, NODES, POD_GROUPS, PODS, ROLLOUTS, Object, Resource
 
-CHILDREN = tuple(Resource.of(kind.api_version, kind.kind, kind.plural) for kind in CHILD_KINDS)
+CHILDREN = tuple(Resource.of(kind.api_version, kind.kind, kind.plural) for kind in names.CHILD_KINDS)
 """The kinds that a rollout renders to: listed here, watched in :mod:`triggers`, pruned by the plan."""
+KUEUE = "kueue.x-k8s.io"
 
 
-async def observe(kube: Kube, namespace: str, name: str) -> World | None:
-    """The world of one rollout; None when the rollout is gone."""
-    labels: dict[str, str | None] = {LABEL_ROLLOUT: name}
+async def observe(kube: Kube, namespace: str, name: str) -> FleetView | None:
+    """Return the view of one rollout; None if the rollout does not exist."""
+    labels: dict[str, str | None] = {names.LABEL_ROLLOUT: name}
     try:
         rollout = await kube.get(ROLLOUTS, namespace, name)
     except NotFound:
         return None
-    # The rollout is read first: children that are newer than it do no harm, a rollout newer than its children would
-    # make us plan with objects that somebody (we, a moment ago) has already replaced.
+    # The rollout is read first. Children newer than the rollout do no harm, but a rollout newer than its children would be
+    # planned with objects that have already been replaced.
     listings = await asyncio.gather(*(kube.list(resource, namespace, labels=labels) for resource in (*CHILDREN, PODS)))
     pods = listings[-1].items
     children: list[Object] = [item for listing in listings[:-1] for item in listing.items]
-    return await with_cluster(kube, observe_world(rollout, children, pods))
+    return await _add_cluster(kube, build_fleet_view(rollout, children, pods))
+
+
+async def _add_cluster(kube: Kube, fleet: FleetView) -> FleetView:
+    """Return ``fleet`` with its PodGroups and facts about the cluster."""
+    rollout = fleet.rollout
+    if rollout is None:
+        return fleet
+    groups, problem = await _list_pod_groups(kube, fleet, rollout)
+    cluster = Cluster(gang_problem=problem)
+    if _lacks_nodes(fleet, rollout):
+        stopped, absent = await _check_queue(kube, rollout)
+        largest = await _find_largest_node(kube, rollout)
+        cluster = replace(cluster, queue_problem=absent, queue_stopped=stopped, largest=largest)
+    if any(engine.lacks_pods for engine in fleet.existing):
+        cluster = replace(cluster, uncreated=await _find_creation_errors(kube, fleet, rollout))
+    children = {**fleet.children, **{(group["kind"], group["metadata"]["name"]): group for group in groups}}
+    return replace(fleet, children=children, cluster=cluster)
+
+
+def _engine_pods(fleet: FleetView) -> list[Pod]:
+    return [pod for pod in fleet.pods.values() if pod.component == names.COMPONENT_ENGINE]
+
+
+def _lacks_nodes(fleet: FleetView, rollout: SGLangRollout) -> bool:
+    """Return True if a wanted engine has no node yet."""
+    pods = _engine_pods(fleet)
+    return len(pods) < rollout.spec.engines or any(not pod.node for pod in pods)
+
+
+async def _list_pod_groups(kube: Kube, fleet: FleetView, rollout: SGLangRollout) -> tuple[list[Object], str]:
+    """Return the PodGroups, and why none can be created.
+
+    They are listed if the spec wants them, or if a pod belongs to one, which shows that the spec wanted them earlier.
+    """
+    wanted = rollout.spec.scheduling.gang is not None
+    if not wanted and not any(pod.pod_group for pod in _engine_pods(fleet)):
+        return [], ""
+    try:
+        return (await kube.list(POD_GROUPS, rollout.namespace, labels={names.LABEL_ROLLOUT: rollout.name})).items, ""
+    except NotFound:
+        return [], describe_gang_problem() if wanted else ""
+    except Refused as error:
+        return [], describe_gang_problem(str(error)) if wanted else ""
+
+
+async def _check_queue(kube: Kube, rollout: SGLangRollout) -> tuple[str, str]:
+    """Return why the LocalQueue is stopped and why it is missing; empty strings if neither applies."""
+    name = rollout.spec.scheduling.queue_name
+    if name is None:
+        return "", ""
+    try:
+        # Any version of Kueue's API will do, because the fields that are read are the same in all of them.
+        group = await kube.get_path(f"/apis/{KUEUE}")
+    except NotFound:
+        return "", describe_missing_queue(name, rollout.namespace, installed=False)
+    resource = Resource(KUEUE, group["preferredVersion"]["version"], "localqueues", "LocalQueue")
+    try:
+        return find_queue_stop(await kube.get(resource, rollout.namespace, name)), ""
+    except NotFound:
+        return "", describe_missing_queue(name, rollout.namespace, installed=True)
+    except Refused:
+        return "", ""  # the operator may not read queues: only Kueue itself can tell
+
+
+async def _find_creation_errors(kube: Kube, fleet: FleetView, rollout: SGLangRollout) -> dict[str, str]:
+    """Return why pods of engines cannot be created. Only the StatefulSet controller knows, and it reports that in Events alone."""
+    try:
+        events = await kube.list(EVENTS, rollout.namespace, fields={"involvedObject.kind": "StatefulSet", "reason": "FailedCreate"})
+    except Refused:
+        return {}  # the RBAC rules are those of an older chart
+    return find_creation_errors(events.items, [engine.statefulset for engine in fleet.existing if engine.statefulset])
+
+
+async def _find_largest_node(kube: Kube, rollout: SGLangRollout) -> LargestNode | None:
+    resource = rollout.spec.engine.gpu_resource
+    if not resource:
+        return None
+    try:
+        return find_largest_node((await kube.list(NODES)).items, resource)
+    except Refused:
+        return None  # an operator for some namespaces only may not list nodes

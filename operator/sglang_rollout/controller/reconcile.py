@@ -1,4 +1,4 @@
-"""One reconcile: observe → plan → apply → status → Events. It only connects; what to do is decided in ``core``."""
+"""One reconcile: observe → plan → apply → status → Events. It only connects these steps; ``decide`` makes the decisions."""
 
 from __future__ import annotations
 
@@ -6,40 +6,39 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_rollout.api.conditions import Reason
-from sglang_rollout.controller.apply import Outcome, execute
-from sglang_rollout.controller.decide.facts import Failure
-from sglang_rollout.controller.decide.node_avoidance import expires_in
-from sglang_rollout.controller.decide.plan import Plan, plan
-from sglang_rollout.controller.decide.sentences import sentence
+from sglang_rollout.api.conditions import ConditionType, Reason, find
+from sglang_rollout.controller.apply import Outcome, execute_plan
+from sglang_rollout.controller.decide.messages import end_sentence
+from sglang_rollout.controller.decide.node_avoidance import seconds_until_expiry
+from sglang_rollout.controller.decide.plan import Failure, Plan, make_plan
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.transitions import transitions
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.transitions import find_events
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.events import EventPoster
 from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.observe import observe
 from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, NotFound, Refused
-from sglang_rollout.kube.resources import ROLLOUTS, Object
+from sglang_rollout.kube.resources import Object
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a reconcile ended, for the worker that called it."""
+    """Result of a reconcile, for the worker that called it."""
 
     name: str
     """``ok``, ``gone`` or ``refused``."""
     requeue_after: float | None = None
-    """Look again after so many seconds, also if nothing happens until then."""
+    """Seconds after which to reconcile again even if no event arrives; None: wait for an event."""
     retry: bool = False
-    """Something was refused that may be accepted later: look again with growing delays."""
+    """True if the API server refused something that it may accept later: reconcile again with growing delays."""
 
 
 class Reconciler:
-    """Makes one rollout's world as its spec says. Keeps nothing between calls: a restart changes nothing."""
+    """Brings rollouts to their specs. Keeps nothing between calls, so a restart changes nothing."""
 
     def __init__(self, kube: Kube, settings: Settings, *, events: EventPoster, metrics: Metrics, now: Callable[[], str]) -> None:
         self._kube = kube
@@ -49,85 +48,82 @@ class Reconciler:
         self._now = now
 
     async def reconcile(self, key: Key) -> Result:
-        """Bring the rollout ``key`` one step nearer to its spec; raises KubeError when it should be tried again."""
+        """Bring the rollout ``key`` one step nearer to its spec.
+
+        Raises:
+            KubeError: The API server is away, or another writer was faster. Try again.
+        """
         namespace, name = key
-        world = await observe(self._kube, namespace, name)
-        if world is None or world.cr["metadata"].get("deletionTimestamp"):
-            # Children go by their owner references; making new ones now would only be in the way.
-            self._metrics.ready(key, None)
-            return Result("gone")
-        steps, unplanned = self._plan(world)
-        outcome = await execute(self._kube, namespace, steps) if unplanned is None else Outcome(0, unplanned)
+        fleet = await observe(self._kube, namespace, name)
+        if fleet is None or fleet.is_being_deleted:
+            # Owner references remove the children. New children would only be in the way.
+            return self._gone(key)
+        plan, defect = self._plan(fleet)
+        outcome = Outcome(0, defect) if defect else await execute_plan(self._kube, namespace, plan)
         if outcome.writes:
-            # Status speaks of what is there now. With the old picture it could call a fleet of the previous
-            # generation ready under the new observedGeneration.
-            fresh = await observe(self._kube, namespace, name)
-            if fresh is None:
-                self._metrics.ready(key, None)
-                return Result("gone")
-            world = fresh
-        status = await self._report(world, outcome)
-        self._metrics.ready(key, ready_of(status))
+            # The status must describe the objects as they are now. With the earlier view it could report a fleet of the
+            # previous generation as ready under the new observedGeneration.
+            fleet = await observe(self._kube, namespace, name)
+            if fleet is None:
+                return self._gone(key)
+        status = await self._report(fleet, outcome)
+        self._metrics.ready(key, ready_status(status))
         if outcome.failure:
-            log.warning("%s/%s: %s", namespace, name, outcome.failure.sentence)
-        waits = [seconds for seconds in (steps.requeue_after, expires_in(status, self._now())) if seconds is not None]
-        return Result("refused" if outcome.failure else "ok", min(waits, default=None), retry=bool(outcome.failure))
+            log.warning("%s/%s: %s", namespace, name, outcome.failure.message)
+        delays = [delay for delay in (plan.requeue_after, seconds_until_expiry(status, self._now())) if delay is not None]
+        return Result("refused" if outcome.failure else "ok", min(delays, default=None), retry=bool(outcome.failure))
 
-    def _plan(self, world: World) -> tuple[Plan, Failure | None]:
-        """What to do, or why nobody can say: a person must learn of a defect from the object that it concerns, not only from our log."""
+    def _gone(self, key: Key) -> Result:
+        self._metrics.ready(key, None)
+        return Result("gone")
+
+    def _plan(self, fleet: FleetView) -> tuple[Plan, Failure | None]:
+        """Return the plan, or the defect that prevents one: the user learns of it from the rollout, not only from the log."""
         try:
-            return plan(world, self._settings, self._now()), None
+            return make_plan(fleet, self._settings, self._now()), None
         except Exception as error:
-            metadata = world.cr["metadata"]
-            log.exception("%s/%s: a defect in the operator: nothing can be planned", metadata["namespace"], metadata["name"])
-            said = sentence(f"The children of this rollout cannot be made ({type(error).__name__}: {error})")
-            advice = "Look first at spec.podTemplate and spec.scheduling.affinity: are they as in a Pod?"
-            return Plan(), Failure(Reason.APPLY_FAILED, f"{said} {advice} The operator's log has more; please report it.")
+            metadata = fleet.cr["metadata"]
+            log.exception("%s/%s: defect in the operator: no plan can be made", metadata["namespace"], metadata["name"])
+            problem = end_sentence(f"The children of this rollout cannot be rendered ({type(error).__name__}: {error})")
+            advice = "Check spec.podTemplate and spec.scheduling.affinity first: do they have the shape of a Pod's fields?"
+            return Plan(), Failure(Reason.APPLY_FAILED, f"{problem} {advice} The operator's log has more; please report this defect.")
 
-    async def _report(self, world: World, outcome: Outcome) -> Object:
-        """Write the status if it differs, then tell people what changed."""
-        rollout = world.cr
+    async def _report(self, fleet: FleetView, outcome: Outcome) -> Object:
+        """Write the status if it differs, then post Events about the change."""
+        rollout = fleet.cr
         old = rollout.get("status")
-        status = build_status(world, self._settings, self._now(), failure=outcome.failure)
-        if status == old:
+        status = build_status(fleet, self._now(), failure=outcome.failure)
+        if status == old or not await self._write_status(rollout, status):
             return status
-        if not await self._write_status(rollout, status):
-            return status
-        for event in transitions(old, status):
+        for event in find_events(old, status):
             metadata = rollout["metadata"]
             log.info("%s/%s: %s: %s", metadata["namespace"], metadata["name"], event.reason, event.message)
             await self._events.post(rollout, event)
         return status
 
     async def _write_status(self, rollout: Object, status: Object) -> bool:
-        """Whether the rollout was still there to take it."""
+        """Return False if the rollout no longer exists."""
         metadata = rollout["metadata"]
         body = {
             "apiVersion": rollout["apiVersion"],
             "kind": rollout["kind"],
-            # The uid is a precondition: never a status for a new rollout of the same name.
+            # The uid is a precondition: a new rollout of the same name must not get this status.
             "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]},
             "status": status,
         }
         try:
-            # Apply, not patch: fields that are in no status any more vanish, because nobody else owns them.
+            # Apply, not patch: fields that are missing from the status are removed, because no other writer owns them.
             await self._kube.apply(body, subresource="status")
         except (NotFound, Conflict):
-            # Deleted (and perhaps made anew) since it was read: its event is on the way.
+            # The rollout was deleted, and perhaps recreated, since it was read. Its event is on the way.
             log.debug("%s/%s is gone, its status is not needed", metadata["namespace"], metadata["name"])
             return False
         except Refused as error:
-            # Our own status does not fit our own schema: a defect, or a CRD of another release.
+            # The status does not fit the schema: a defect, or the CRD of another release.
             raise Refused(f"{error} (is the installed CRD of this release?)", code=error.code) from error
         return True
 
 
-def ready_of(status: Object) -> str:
-    """Status of the Ready condition: True, False or Unknown."""
-    for condition in status.get("conditions") or []:
-        if condition.get("type") == "Ready":
-            return str(condition.get("status"))
-    return "Unknown"
-
-
-__all__ = ["ROLLOUTS", "Reconciler", "Result", "ready_of"]
+def ready_status(status: Object) -> str:
+    """Return the status of the Ready condition: True, False or Unknown."""
+    return str(find(status, ConditionType.READY).get("status") or "Unknown")

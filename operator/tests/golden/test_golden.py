@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sglang_rollout.api.crdgen import to_yaml
-from sglang_rollout.controller.decide.view import observe_world
+from sglang_rollout.controller.decide.view import build_fleet_view
 from sglang_rollout.controller.render import render_all
 from sglang_rollout.controller.render.settings import Settings
 
@@ -22,9 +22,9 @@ SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image=
 
 @pytest.mark.parametrize("path", sorted((HERE / "in").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_objects_of_a_rollout(path: Path) -> None:
-    world = observe_world(yaml.safe_load(path.read_text()), [], [])
-    assert world.rollout is not None, world.invalid
-    rendered = "---\n".join(to_yaml(made) for made in render_all(world.rollout, SETTINGS, "t0ken", avoided=world.avoided))
+    fleet = build_fleet_view(yaml.safe_load(path.read_text()), [], [])
+    assert fleet.rollout is not None, fleet.invalid
+    rendered = "---\n".join(to_yaml(made) for made in render_all(fleet.rollout, SETTINGS, "t0ken", avoided=fleet.avoided_nodes))
     golden = HERE / "out" / path.name
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(rendered)

@@ -15,9 +15,9 @@ from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
 from e2e.cluster.say import wait_until
 
 from sglang_rollout.api.crdgen import crd_yaml
-from sglang_rollout.controller.decide.plan import Apply, plan
+from sglang_rollout.controller.decide.plan import Apply, make_plan
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.names import CHILD_KINDS, FIELD_MANAGER, LABEL_ROLLOUT
 from sglang_rollout.controller.render.policies import with_token
 from sglang_rollout.controller.render.settings import Settings
@@ -123,7 +123,7 @@ def test_what_is_rendered_is_accepted_and_stays_as_it_is(api: ControlPlane, path
     """One pass makes everything; the second one, over what the API server made of it, has nothing to do."""
     namespace = f"crd-{path.stem}"
     _applied(api, namespace, "demo", path)
-    after = plan(_observe(api, namespace, "demo"), SETTINGS)
+    after = make_plan(_observe(api, namespace, "demo"), SETTINGS)
 
     assert [(a.object["kind"], a.object["metadata"]["name"], a.reason) for a in after.actions if isinstance(a, Apply)] == []
     assert after.actions == ()
@@ -164,14 +164,14 @@ def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
     patch = json.dumps({"data": {"weights.json": json.dumps(record)}})
     api.kubectl("patch", "configmap", f"{name}-weights", "-n", namespace, "--type=merge", "-p", patch)
 
-    status = build_status(_observe(api, namespace, name), SETTINGS, "2026-11-21T03:00:00Z")
+    status = build_status(_observe(api, namespace, name), "2026-11-21T03:00:00Z")
     body = {"apiVersion": cr["apiVersion"], "kind": cr["kind"], "metadata": cr["metadata"], "status": status}
     api.kubectl("apply", "--server-side", f"--field-manager={FIELD_MANAGER}", "--subresource=status", "-f", "-", stdin=json.dumps(body))
 
     world = _observe(api, namespace, name)
     assert world.cr["status"] == status, "the API server changed or dropped something: status would be written for ever"
-    assert build_status(world, SETTINGS, "2026-11-22T00:00:00Z") == status
-    assert plan(world, SETTINGS).actions == (), "the record of the coordinator must not look like drift"
+    assert build_status(world, "2026-11-22T00:00:00Z") == status
+    assert make_plan(world, SETTINGS).actions == (), "the record of the coordinator must not look like drift"
     columns = api.kubectl("get", "sglr", name, "-n", namespace, "-o", "wide").stdout
     assert "step-4" in columns
     assert "0/2" in columns
@@ -199,7 +199,7 @@ def test_a_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     api.kubectl("label", "deployment", f"{name}-router", "-n", namespace, "app.kubernetes.io/name=other", "--overwrite")
     api.kubectl("patch", "role", f"{name}-router", "-n", namespace, "--type=json", "-p", '[{"op": "remove", "path": "/rules/0"}]')
 
-    actions = plan(_observe(api, namespace, name), SETTINGS).actions
+    actions = make_plan(_observe(api, namespace, name), SETTINGS).actions
 
     assert {(a.object["kind"], a.reason) for a in actions if isinstance(a, Apply)} == {
         ("Role", "rules"),
@@ -209,7 +209,7 @@ def test_a_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
         ("StatefulSet", "spec.replicas"),
     }
     _execute(api, _observe(api, namespace, name))
-    assert plan(_observe(api, namespace, name), SETTINGS).actions == ()
+    assert make_plan(_observe(api, namespace, name), SETTINGS).actions == ()
     assert "more" not in api.get("service", f"{name}-engines", "-n", namespace)["spec"]["selector"], "it selects nothing"
 
 
@@ -228,17 +228,17 @@ def _applied(api: ControlPlane, namespace: str, name: str, path: Path) -> dict[s
     return cr
 
 
-def _observe(api: ControlPlane, namespace: str, name: str) -> World:
+def _observe(api: ControlPlane, namespace: str, name: str) -> FleetView:
     """What the operator reads."""
     kinds = ",".join([*(kind.plural for kind in CHILD_KINDS), "pods"])
     found: list[dict[str, Any]] = api.get(kinds, "-n", namespace, "-l", f"{LABEL_ROLLOUT}={name}")["items"]
     pods = [item for item in found if item["kind"] == "Pod"]
-    return observe_world(api.get("sglr", name, "-n", namespace), [item for item in found if item not in pods], pods)
+    return build_fleet_view(api.get("sglr", name, "-n", namespace), [item for item in found if item not in pods], pods)
 
 
-def _execute(api: ControlPlane, world: World) -> None:
+def _execute(api: ControlPlane, world: FleetView) -> None:
     objects = []
-    for action in plan(world, SETTINGS).actions:
+    for action in make_plan(world, SETTINGS).actions:
         assert isinstance(action, Apply)
         objects.append(with_token(action.object, "t0ken") if action.needs_token else action.object)
     manager = f"--field-manager={FIELD_MANAGER}"

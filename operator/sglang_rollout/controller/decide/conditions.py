@@ -1,20 +1,53 @@
-"""The conditions of a fleet, one function for each. Pure."""
+"""The conditions of a fleet, one function for each, made from a summary of its engines. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
 from sglang_rollout.api.conditions import ConditionType, Finding, Reason, find
 from sglang_rollout.api.spec import State
-from sglang_rollout.controller.decide import pods
-from sglang_rollout.controller.decide.engine_status import EngineView, version_text
-from sglang_rollout.controller.decide.facts import SEVERITY, Facts
-from sglang_rollout.controller.decide.prefetch import prefetch_status
-from sglang_rollout.controller.decide.sentences import LENT, partly, sentence
-from sglang_rollout.controller.decide.serving import for_trainer, lent, router_refused, waits_for_trainer
+from sglang_rollout.api.status import AvoidedNode, EnginePhase, PrefetchStatus
+from sglang_rollout.controller.decide.elastic import is_held_for_base
+from sglang_rollout.controller.decide.engine_status import (
+    EngineReport,
+    format_version,
+    holds_trainer_memory,
+    is_released_by_trainer,
+    is_waiting_for_trainer,
+)
+from sglang_rollout.controller.decide.messages import describe_partial_commit, end_sentence
+from sglang_rollout.controller.decide.plan import Failure
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
 
-_NEEDS_A_PERSON = frozenset(
+SEVERITY = (
+    Reason.IMAGE_PULL_FAILED,
+    Reason.CREATE_FAILED,
+    Reason.ENGINE_CRASHED,
+    Reason.RESTART_BUDGET_EXHAUSTED,
+    Reason.INSUFFICIENT_CAPACITY,
+    Reason.WAITING_FOR_QUEUE,
+    Reason.PODS_NOT_READY,
+    Reason.ROUTER_NOT_READY,
+    Reason.WEIGHTS_DIVERGED,
+    Reason.WAITING_FOR_WEIGHTS,
+    Reason.UPDATING_WEIGHTS,
+    Reason.TRAINER_LOST,
+    Reason.PAUSED,
+    Reason.ASLEEP,
+)
+"""Of several engines that do not serve, a condition describes the one whose reason comes first here."""
+_RANKS = {reason: rank for rank, reason in enumerate(SEVERITY)}
+
+_NORMAL_FOR_SURPLUS = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE, Reason.PODS_NOT_READY, Reason.WAITING_FOR_WEIGHTS})
+"""Reasons that need no attention for a surplus engine."""
+_WAITS_FOR_ROOM = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE})
+"""Reasons that end when others free room or quota."""
+_NEEDS_ATTENTION = frozenset(
     {
         Reason.IMAGE_PULL_FAILED,
         Reason.CREATE_FAILED,
@@ -23,13 +56,114 @@ _NEEDS_A_PERSON = frozenset(
         Reason.INSUFFICIENT_CAPACITY,
     }
 )
-_HELD = frozenset({Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP})
-"""By ``spec.state``, or by the trainer, or because there is none any more."""
-_BY_SPEC = ("Asleep by spec.state", "spec.state is Active again")
-"""How ``Ready`` begins from a sleep by ``spec.state`` until engines serve again."""
+_INTERRUPTED = frozenset({Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP})
+"""Reasons of engines that the spec, a trainer or a lost trainer keeps from serving."""
+_NOT_UP = frozenset({EnginePhase.PENDING, EnginePhase.STARTING, EnginePhase.STOPPING})
 
 
-def invalid_findings(why: str) -> list[Finding]:
+@dataclass(frozen=True)
+class FleetSummary:
+    """The engines of a fleet, sorted by what conditions ask about them."""
+
+    fleet: FleetView
+    reports: Sequence[EngineReport]
+    """Reports on all engines."""
+    failure: Failure | None = None
+    """Why the plan could not be carried out."""
+    avoided: Sequence[AvoidedNode] = ()
+    """Nodes that engines must not use."""
+    prefetch: PrefetchStatus | None = None
+
+    @cached_property
+    def wanted(self) -> list[EngineReport]:
+        """Wanted engines."""
+        return [report for report in self.reports if report.engine.is_wanted]
+
+    @cached_property
+    def leaving_count(self) -> int:
+        """Number of engines being removed."""
+        return len(self.reports) - len(self.wanted)
+
+    @cached_property
+    def base_count(self) -> int:
+        """Number of wanted engines in the base."""
+        return sum(not report.engine.is_surplus for report in self.wanted)
+
+    @cached_property
+    def serving_count(self) -> int:
+        """Number of wanted engines that serve."""
+        return sum(report.status.phase is EnginePhase.SERVING for report in self.wanted)
+
+    @cached_property
+    def interrupted(self) -> list[EngineReport]:
+        """Wanted engines that the spec, a trainer or a lost trainer keeps from serving."""
+        return [report for report in self.wanted if report.reason in _INTERRUPTED]
+
+    @cached_property
+    def outdated(self) -> list[EngineReport]:
+        """Wanted engines with a pod from an older spec."""
+        return [report for report in self.wanted if report.engine.pods and not report.engine.is_up_to_date]
+
+    @cached_property
+    def away(self) -> list[EngineReport]:
+        """Wanted engines that do not serve."""
+        return [report for report in self.wanted if report.reason is not None]
+
+    @cached_property
+    def behind(self) -> list[EngineReport]:
+        """Wanted engines that are up and wait for weights."""
+        return [report for report in self.wanted if report.reason in {Reason.WEIGHTS_DIVERGED, Reason.WAITING_FOR_WEIGHTS}]
+
+    @cached_property
+    def coming(self) -> list[EngineReport]:
+        """Wanted engines that are not up."""
+        return [report for report in self.wanted if report.status.phase in _NOT_UP]
+
+    @cached_property
+    def waiting(self) -> list[EngineReport]:
+        """Engines that are not up because they wait for room, for quota or for the end of the obstacle; the worst comes first."""
+        pending = [report for report in self.coming if report.status.phase is EnginePhase.PENDING]
+        found = [
+            report for report in pending if self.obstacle or report.reason in _WAITS_FOR_ROOM or is_held_for_base(self.fleet, report.engine)
+        ]
+        return sorted(found, key=_severity)
+
+    @cached_property
+    def worst(self) -> EngineReport | None:
+        """The engine to describe if not all serve. Surplus engines come and go, so only their failures are described."""
+        away = [report for report in self.away if not report.engine.is_surplus or report.reason not in _NORMAL_FOR_SURPLUS]
+        return min(away, key=_severity, default=None)
+
+    @cached_property
+    def obstacle(self) -> Failure | None:
+        """Why the plan could not be carried out, or what the cluster lacks for an engine without a node."""
+        cluster = self.fleet.cluster
+        if self.failure or not any(report.status.phase is EnginePhase.PENDING for report in self.wanted):
+            return self.failure
+        if cluster.queue_problem:
+            return Failure(Reason.QUEUE_NOT_FOUND, cluster.queue_problem)
+        return Failure(Reason.GANG_NOT_POSSIBLE, cluster.gang_problem) if cluster.gang_problem else None
+
+    @cached_property
+    def router_problem(self) -> str:
+        """Why the router does not run, as a sentence."""
+        for pod in self.fleet.router_pods:
+            if trouble := pod.find_trouble():
+                return end_sentence(f"Router pod {pod.name}: {trouble.text}")
+            if pod.scheduler_message:
+                return end_sentence(f"Router pod {pod.name}: no node can take it: {pod.scheduler_message}")
+            if pod.node is None:
+                return f"Router pod {pod.name} waits for the scheduler."
+        name, refusal = names.router_name(self.fleet.name), self.fleet.router_creation_error
+        return end_sentence(f"The pod of Deployment {name} cannot be created: {refusal}") if refusal else "The router is starting."
+
+    @cached_property
+    def version_suffix(self) -> str:
+        """The committed version as the end of a phrase; empty without a record."""
+        return f" version {format_version(self.fleet.record.committed)}" if self.fleet.record else ""
+
+
+def describe_invalid_spec(why: str) -> list[Finding]:
     """Return the conditions of an object that cannot be read."""
     message = f"The spec cannot be acted on: {why} Nothing is changed until then."
     return [
@@ -40,194 +174,212 @@ def invalid_findings(why: str) -> list[Finding]:
     ]
 
 
-def findings(facts: Facts) -> list[Finding]:
-    """Return what is to be said about every aspect."""
-    return [_ready(facts), _available(facts), _progressing(facts), _router(facts), _weights(facts), _waiting(facts), _degraded(facts)]
+def evaluate_conditions(summary: FleetSummary) -> list[Finding]:
+    """Return the status, reason and message of each condition."""
+    return [
+        _ready(summary),
+        _available(summary),
+        _progressing(summary),
+        _router_ready(summary),
+        _weights_consistent(summary),
+        _waiting_for_weights(summary),
+        _degraded(summary),
+    ]
 
 
-def _ready(facts: Facts) -> Finding:
-    def no(reason: Reason, message: str) -> Finding:
+def _severity(report: EngineReport) -> int:
+    return _RANKS.get(report.reason, len(_RANKS)) if report.reason else len(_RANKS)
+
+
+def _ready(summary: FleetSummary) -> Finding:
+    def not_ready(reason: Reason, message: str) -> Finding:
         return Finding(ConditionType.READY, "False", reason, message)
 
-    if facts.obstacle:
-        return no(facts.obstacle.reason, facts.obstacle.sentence)
-    worst = facts.worst
-    if worst and worst.reason in _NEEDS_A_PERSON:
-        return no(worst.reason, _sentence(facts, worst))
-    if not facts.router:
-        return no(Reason.ROUTER_NOT_READY, facts.router_why)
-    if facts.outdated:
-        return no(Reason.UPDATING, _rolling(facts))
-    if worst and worst.reason and worst.reason not in _HELD:
-        return no(worst.reason, _sentence(facts, worst))
-    return _held(facts) or _all_serve(facts)
+    if summary.obstacle:
+        return not_ready(summary.obstacle.reason, summary.obstacle.message)
+    worst = summary.worst
+    if worst and worst.reason in _NEEDS_ATTENTION:
+        return not_ready(worst.reason, _describe_group(summary, worst))
+    if not summary.fleet.is_router_ready:
+        return not_ready(Reason.ROUTER_NOT_READY, summary.router_problem)
+    if summary.outdated:
+        return not_ready(Reason.UPDATING, _describe_rolling_update(summary))
+    if worst and worst.reason and worst.reason not in _INTERRUPTED:
+        return not_ready(worst.reason, _describe_group(summary, worst))
+    interruption = _find_interruption(summary)
+    return not_ready(*interruption) if interruption else _all_serve(summary)
 
 
-def _held(facts: Facts) -> Finding | None:
-    """What ``spec.state`` keeps from serving, or has just let go."""
-    rollout = facts.world.rollout
-    state = rollout.spec.state if rollout is not None and facts.wanted else State.ACTIVE
-    held = sum(view.reason in _HELD for view in facts.wanted)
-    many = f"{held} of {len(facts.wanted)} engines"
+def _find_interruption(summary: FleetSummary) -> tuple[Reason, str] | None:
+    """Return what keeps engines from serving on purpose: the spec, a trainer, or a lost trainer."""
+    fleet, count = summary.fleet, len(summary.interrupted)
+    state = fleet.rollout.spec.state if fleet.rollout is not None and summary.wanted else State.ACTIVE
+    engines = f"{count} of {len(summary.wanted)} engines"
     if state is State.ASLEEP:
-        reason, message = Reason.ASLEEP, f"Asleep by spec.state: {many} have released their memory. Kept:{_version(facts)}."
-    elif state is State.PAUSED:
-        reason, message = Reason.PAUSED, f"Paused by spec.state: {many} are paused and hold{_version(facts)}. Weight updates are taken."
-    elif held and waits_for_trainer(facts.world):
-        reason, message = Reason.TRAINER_LOST, _lost(facts, many)
-    elif held and lent(facts.world):
-        reason, message = Reason.ASLEEP, f"{LENT}has the memory of {many}. It wakes them by resume_memory_occupation."
-    elif held and for_trainer(facts.world):
-        reason, message = Reason.ASLEEP, f"{LENT}wakes the engines: {many} have not got all of their memory back yet."
-    elif held and not _spec_lets_go(facts):
-        reason, message = Reason.ASLEEP, f"{LENT}has had memory of {many} released, and they serve when it is back."
-    elif held:
-        reason = next(view.reason for view in facts.wanted if view.reason in _HELD) or Reason.PAUSED
-        message = f"spec.state is Active again: {many} have not gone on yet."
-    else:
+        return Reason.ASLEEP, f"Asleep by spec.state: {engines} have released their memory. Kept:{summary.version_suffix}."
+    if state is State.PAUSED:
+        return Reason.PAUSED, f"Paused by spec.state: {engines} are paused and hold{summary.version_suffix}. Weight updates are accepted."
+    if not count:
         return None
-    return Finding(ConditionType.READY, "False", reason, message)
+    if is_waiting_for_trainer(fleet):
+        message = (
+            f"The trainer is lost, and weights.trainerLease.onLoss is Pause: {engines} are paused and hold{summary.version_suffix}."
+            " They resume when a trainer calls the fleet's URL; by hand: POST /continue_generation there."
+        )
+        return Reason.TRAINER_LOST, message
+    if not is_released_by_trainer(fleet) and _was_held_by_spec(fleet):
+        return summary.interrupted[0].reason or Reason.PAUSED, f"spec.state is Active again: {engines} have not resumed yet."
+    return Reason.ASLEEP_FOR_TRAINER, f"Asleep: the trainer {_describe_trainer_sleep(fleet, engines)}"
 
 
-def _lost(facts: Facts, many: str) -> str:
-    return (
-        f"The trainer is gone, and weights.trainerLease.onLoss is Pause: {many} are paused and hold{_version(facts)}."
-        " They go on when a trainer calls the fleet's URL; by hand: POST /continue_generation there."
+def _describe_trainer_sleep(fleet: FleetView, engines: str) -> str:
+    if holds_trainer_memory(fleet):
+        return f"uses the memory of {engines}. It wakes them by resume_memory_occupation."
+    if is_released_by_trainer(fleet):
+        return f"is waking the engines: {engines} do not have all of their memory back yet."
+    return f"has released memory of {engines}. They serve when their memory is restored."
+
+
+def _was_held_by_spec(fleet: FleetView) -> bool:
+    """Return True if engines come out of a pause or sleep by ``spec.state``.
+
+    The alternative is a sleep that the trainer of a fleet with GPUs of its own requested. The record does not distinguish them
+    once ``spec.state`` is Active; the reason of the last ``Ready`` does.
+    """
+    is_applied = fleet.record is not None and fleet.record.state is not FleetState.ACTIVE
+    return is_applied or find(fleet.previous, ConditionType.READY).get("reason") == Reason.ASLEEP
+
+
+def _all_serve(summary: FleetSummary) -> Finding:
+    kind, rollout = ConditionType.READY, summary.fleet.rollout
+    if summary.wanted and not summary.away:
+        return Finding(kind, "True", Reason.ALL_SERVING, f"All {len(summary.wanted)} engines serve{summary.version_suffix}.")
+    if summary.wanted:
+        return Finding(kind, "True", Reason.BASE_SERVING, _describe_base(summary))
+    if rollout is not None and rollout.spec.state is State.SUSPENDED:
+        kept = f": no engine runs. Kept:{summary.version_suffix}." if summary.fleet.record else "."
+        return Finding(kind, "False", Reason.SUSPENDED, f"Suspended by spec.state{kept}")
+    return Finding(kind, "True", Reason.SCALED_TO_ZERO, "No engine is wanted (spec.replicas is 0).")
+
+
+def _describe_base(summary: FleetSummary) -> str:
+    base, surplus = summary.base_count, len(summary.wanted) - summary.base_count
+    serving = (
+        f"All {base} engines of the base serve{summary.version_suffix}, and {summary.serving_count - base} of {surplus} surplus engines."
     )
+    return f"{serving} {_and_more(summary.away[0].sentence, len(summary.away), 'not serving either')}"
 
 
-def _spec_lets_go(facts: Facts) -> bool:
-    """Whether engines come out of what ``spec.state`` held, and not out of a sleep that the trainer of a fleet with GPUs of its own asked
-    for: the record does not tell these apart, what was said last does."""
-    record, said = facts.world.record, find(facts.world.cr.get("status"), ConditionType.READY).get("message") or ""
-    return (record is not None and record.state is not FleetState.ACTIVE) or said.startswith(_BY_SPEC)
-
-
-def _all_serve(facts: Facts) -> Finding:
-    if not facts.wanted:
-        rollout = facts.world.rollout
-        if rollout is not None and rollout.spec.state is State.SUSPENDED:
-            kept = f"Suspended by spec.state: no engine runs. Kept:{_version(facts)}." if facts.world.record else "Suspended by spec.state."
-            return Finding(ConditionType.READY, "False", Reason.SUSPENDED, kept)
-        return Finding(ConditionType.READY, "True", Reason.SCALED_TO_ZERO, "No engine is wanted (spec.replicas is 0).")
-    if facts.away:
-        return Finding(ConditionType.READY, "True", Reason.BASE_SERVING, _base_serves(facts))
-    return Finding(ConditionType.READY, "True", Reason.ALL_SERVING, f"All {len(facts.wanted)} engines serve{_version(facts)}.")
-
-
-def _base_serves(facts: Facts) -> str:
-    base, others = len(facts.base), len(facts.wanted) - len(facts.base)
-    made = f"All {base} engines of the base serve{_version(facts)}, and {facts.serving - base} of {others} beyond it."
-    return f"{made} {_and_more(facts.away[0].sentence, len(facts.away), 'not serving either')}"
-
-
-def _available(facts: Facts) -> Finding:
-    if facts.serving:
-        message = f"{facts.serving} of {len(facts.wanted)} engines serve{_version(facts)}."
-        return Finding(ConditionType.AVAILABLE, "True", Reason.ENGINES_SERVING, message)
-    message = "No engine serves: requests for tokens are answered with 503 and the reason." if facts.router else facts.router_why
-    if facts.router and waits_for_trainer(facts.world):
+def _available(summary: FleetSummary) -> Finding:
+    kind = ConditionType.AVAILABLE
+    if summary.serving_count:
+        message = f"{summary.serving_count} of {len(summary.wanted)} engines serve{summary.version_suffix}."
+        return Finding(kind, "True", Reason.ENGINES_SERVING, message)
+    message = "No engine serves: requests for tokens are answered with 503 and the reason."
+    if not summary.fleet.is_router_ready:
+        message = summary.router_problem
+    elif is_waiting_for_trainer(summary.fleet):
         message = "No engine generates until a trainer calls: requests for tokens wait."
-    return Finding(ConditionType.AVAILABLE, "False", Reason.NO_ENGINE_SERVING, message)
+    return Finding(kind, "False", Reason.NO_ENGINE_SERVING, message)
 
 
-def _progressing(facts: Facts) -> Finding:
-    kind = ConditionType.PROGRESSING
-    if facts.outdated:
-        return Finding(kind, "True", Reason.UPDATING, _rolling(facts))
-    waiting, up = facts.waiting, len(facts.coming) - len(facts.waiting)
-    wanted = len(facts.wanted)
-    if up or facts.leaving:
+def _progressing(summary: FleetSummary) -> Finding:
+    kind, waiting, wanted = ConditionType.PROGRESSING, summary.waiting, len(summary.wanted)
+    if summary.outdated:
+        return Finding(kind, "True", Reason.UPDATING, _describe_rolling_update(summary))
+    starting = len(summary.coming) - len(waiting)
+    if starting or summary.leaving_count:
         parts = [
-            f"{up} of {wanted} engines are on their way up" if up else "",
-            f"{len(facts.leaving)} engines are going away" if facts.leaving else "",
+            f"{starting} of {wanted} engines are starting" if starting else "",
+            f"{summary.leaving_count} engines are being removed" if summary.leaving_count else "",
             f"{len(waiting)} waiting" if waiting else "",
         ]
         return Finding(kind, "True", Reason.SCALING, "; ".join(part for part in parts if part) + ".")
-    if waiting and facts.obstacle:
-        return Finding(kind, "False", facts.obstacle.reason, facts.obstacle.sentence)
+    if waiting and summary.obstacle:
+        return Finding(kind, "False", summary.obstacle.reason, summary.obstacle.message)
     if waiting:
         reason = waiting[0].reason or Reason.PODS_NOT_READY
-        return Finding(kind, "False", reason, f"Waiting: {len(waiting)} of {wanted} engines. {_sentence(facts, waiting[0])}")
+        return Finding(kind, "False", reason, f"Waiting: {len(waiting)} of {wanted} engines. {_describe_group(summary, waiting[0])}")
     return Finding(kind, "False", Reason.SETTLED, "All objects are as the spec says.")
 
 
-def _router(facts: Facts) -> Finding:
-    if facts.router:
-        name = names.router_name(facts.world.cr["metadata"]["name"])
-        return Finding(ConditionType.ROUTER_READY, "True", Reason.ROUTER_RUNNING, f"Deployment {name} runs.")
-    return Finding(ConditionType.ROUTER_READY, "False", Reason.ROUTER_NOT_READY, facts.router_why)
+def _router_ready(summary: FleetSummary) -> Finding:
+    if summary.fleet.is_router_ready:
+        message = f"Deployment {names.router_name(summary.fleet.name)} runs."
+        return Finding(ConditionType.ROUTER_READY, "True", Reason.ROUTER_RUNNING, message)
+    return Finding(ConditionType.ROUTER_READY, "False", Reason.ROUTER_NOT_READY, summary.router_problem)
 
 
-def _behind(facts: Facts) -> list[EngineView]:
-    return [view for view in facts.wanted if view.reason in {Reason.WEIGHTS_DIVERGED, Reason.WAITING_FOR_WEIGHTS}]
-
-
-def _waiting(facts: Facts) -> Finding:
-    kind, behind = ConditionType.WAITING_FOR_WEIGHTS, _behind(facts)
-    if facts.world.record is None:
-        return Finding(kind, "Unknown", Reason.NOT_REPORTED, facts.world.record_problem or "The coordinator has not reported yet.")
+def _waiting_for_weights(summary: FleetSummary) -> Finding:
+    kind, behind = ConditionType.WAITING_FOR_WEIGHTS, summary.behind
+    if summary.fleet.record is None:
+        return _not_reported(summary, kind)
     if not behind:
         return Finding(kind, "False", Reason.ALL_AT_COMMITTED, "No engine waits for weights.")
-    first = behind[0]
-    return Finding(kind, "True", first.reason or Reason.WAITING_FOR_WEIGHTS, _and_more(first.sentence, len(behind)))
+    return Finding(kind, "True", behind[0].reason or Reason.WAITING_FOR_WEIGHTS, _and_more(behind[0].sentence, len(behind)))
 
 
-def _weights(facts: Facts) -> Finding:
-    kind, record = ConditionType.WEIGHTS_CONSISTENT, facts.world.record
+def _weights_consistent(summary: FleetSummary) -> Finding:
+    kind, record = ConditionType.WEIGHTS_CONSISTENT, summary.fleet.record
     if record is None:
-        return Finding(kind, "Unknown", Reason.NOT_REPORTED, facts.world.record_problem or "The coordinator has not reported yet.")
-    behind = [*_behind(facts), *(view for view in facts.wanted if view.reason is Reason.UPDATING_WEIGHTS)]
+        return _not_reported(summary, kind)
+    behind = [*summary.behind, *(report for report in summary.wanted if report.reason is Reason.UPDATING_WEIGHTS)]
     if behind:
-        worst = min(behind, key=lambda view: SEVERITY.index(view.reason) if view.reason else 99)
+        worst = min(behind, key=_severity)
         return Finding(kind, "False", worst.reason or Reason.WAITING_FOR_WEIGHTS, _and_more(worst.sentence, len(behind)))
-    message = f"Every engine that is up holds version {version_text(record.committed)}."
+    message = f"Every engine that is up holds version {format_version(record.committed)}."
     return Finding(kind, "True", Reason.ALL_AT_COMMITTED, message)
 
 
-def _degraded(facts: Facts) -> Finding:
-    kind, worst = ConditionType.DEGRADED, facts.worst
-    if facts.obstacle:
-        return Finding(kind, "True", facts.obstacle.reason, facts.obstacle.sentence)
-    if worst and worst.reason in _NEEDS_A_PERSON:
-        return Finding(kind, "True", worst.reason, _sentence(facts, worst))
-    if not facts.router and (router_refused(facts.world) or any(map(pods.trouble, facts.world.router_pods()))):
-        return Finding(kind, "True", Reason.ROUTER_NOT_READY, facts.router_why)
-    held = _held(facts)
-    if held is not None and held.reason is Reason.TRAINER_LOST:
-        return Finding(kind, "True", held.reason, held.message)
-    found = _last_update(facts) or _avoided(facts) or _prefetch(facts)
-    return found or Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+def _not_reported(summary: FleetSummary, kind: ConditionType) -> Finding:
+    return Finding(kind, "Unknown", Reason.NOT_REPORTED, summary.fleet.record_problem or "The coordinator has not reported yet.")
 
 
-def _last_update(facts: Facts) -> Finding | None:
-    kind, record = ConditionType.DEGRADED, facts.world.record
-    last = record.last_update if record else None
-    if last and last.outcome is UpdateOutcome.PARTIAL and facts.away:
-        return Finding(kind, "True", Reason.PARTLY_COMMITTED, partly(version_text(last.version), len(last.engines), last.reason))
+def _degraded(summary: FleetSummary) -> Finding:
+    kind, worst, fleet = ConditionType.DEGRADED, summary.worst, summary.fleet
+    if summary.obstacle:
+        return Finding(kind, "True", summary.obstacle.reason, summary.obstacle.message)
+    if worst and worst.reason in _NEEDS_ATTENTION:
+        return Finding(kind, "True", worst.reason, _describe_group(summary, worst))
+    if not fleet.is_router_ready and (fleet.router_creation_error or any(pod.find_trouble() for pod in fleet.router_pods)):
+        return Finding(kind, "True", Reason.ROUTER_NOT_READY, summary.router_problem)
+    interruption = _find_interruption(summary)
+    if interruption is not None and interruption[0] is Reason.TRAINER_LOST:
+        return Finding(kind, "True", *interruption)
+    if found := _check_last_update(summary) or _check_nodes(summary) or _check_prefetch(summary):
+        return Finding(kind, "True", *found)
+    return Finding(kind, "False", Reason.AS_EXPECTED, "Nothing needs attention.")
+
+
+def _check_last_update(summary: FleetSummary) -> tuple[Reason, str] | None:
+    last = summary.fleet.record.last_update if summary.fleet.record else None
+    if last and last.outcome is UpdateOutcome.PARTIAL and summary.away:
+        message = describe_partial_commit(format_version(last.version), len(last.engines), last.reason)
+        return Reason.PARTLY_COMMITTED, message
     if last and last.outcome is UpdateOutcome.FAILED:
-        message = f"The last weight update (to {version_text(last.version)}) ended {last.outcome.value}: {last.reason or 'no reason given'}"
-        return Finding(kind, "True", Reason.UPDATE_FAILED, sentence(message))
+        message = (
+            f"The last weight update (to {format_version(last.version)}) ended {last.outcome.value}: {last.reason or 'no reason given'}"
+        )
+        return Reason.UPDATE_FAILED, end_sentence(message)
     return None
 
 
-def _avoided(facts: Facts) -> Finding | None:
-    """A node may need a person also while the fleet does without it."""
-    message = " ".join(f"Node {row.node} is avoided until {row.until}: {row.reason}" for row in facts.avoided)
-    return Finding(ConditionType.DEGRADED, "True", Reason.NODES_AVOIDED, message) if message else None
+def _check_nodes(summary: FleetSummary) -> tuple[Reason, str] | None:
+    """Report avoided nodes: such a node may need repair even while the fleet does without it."""
+    message = " ".join(f"Node {row.node} is avoided until {row.until}: {row.reason}" for row in summary.avoided)
+    return (Reason.NODES_AVOIDED, message) if message else None
 
 
-def _prefetch(facts: Facts) -> Finding | None:
-    """Engines that run do not need it, and one that starts fetches for itself; but it would fail there, too."""
-    found = prefetch_status(facts.world)
+def _check_prefetch(summary: FleetSummary) -> tuple[Reason, str] | None:
+    """Report a failed prefetch: a new engine would download the model itself, and fail as well."""
+    found = summary.prefetch
     if found is None or not found.reason:
         return None
-    message = f"{found.ready} of {found.wanted} nodes have the model: {found.reason}"
-    return Finding(ConditionType.DEGRADED, "True", Reason.PREFETCH_FAILED, message)
+    return Reason.PREFETCH_FAILED, f"{found.ready} of {found.wanted} nodes have the model: {found.reason}"
 
 
-def _sentence(facts: Facts, worst: EngineView) -> str:
-    return _and_more(worst.sentence, sum(view.reason == worst.reason for view in facts.wanted))
+def _describe_group(summary: FleetSummary, worst: EngineReport) -> str:
+    return _and_more(worst.sentence, sum(report.reason == worst.reason for report in summary.wanted))
 
 
 def _and_more(text: str, count: int, what: str = "for the same reason") -> str:
@@ -235,12 +387,8 @@ def _and_more(text: str, count: int, what: str = "for the same reason") -> str:
     return text if others < 1 else f"{text} ({others} more engine{'s' if others > 1 else ''} {what}.)"
 
 
-def _rolling(facts: Facts) -> str:
-    updated = len(facts.wanted) - len(facts.outdated)
-    made = f"Rolling update: {updated} of {len(facts.wanted)} engines are made from the current spec."
-    waiting = [view for view in facts.wanted if view.row.updated and view.reason is not None]
-    return f"{made} The next one waits for this: {waiting[0].sentence}" if waiting else made
-
-
-def _version(facts: Facts) -> str:
-    return f" version {version_text(facts.world.record.committed)}" if facts.world.record else ""
+def _describe_rolling_update(summary: FleetSummary) -> str:
+    updated = len(summary.wanted) - len(summary.outdated)
+    progress = f"Rolling update: {updated} of {len(summary.wanted)} engines are made from the current spec."
+    waiting = next((report for report in summary.wanted if report.status.updated and report.reason is not None), None)
+    return f"{progress} The next engine waits for this: {waiting.sentence}" if waiting else progress

@@ -1,9 +1,8 @@
-"""Does a live object still say what was rendered?
+"""Compare a live object with its rendered form. Pure.
 
-Two questions, because neither suffices alone. The hash of the rendered object, kept in an annotation, shows that we
-want something else now, also when a field is gone from what we want. The comparison shows that somebody changed the
-live object: every rendered field must be there with its value. Fields that we did not render belong to others
-(defaults, autoscalers, injectors) and are left alone.
+Two checks, because neither suffices alone. The hash of the rendered object, kept in an annotation, shows that the wanted object
+changed, even if a field was only removed. The comparison shows that the live object was changed: every rendered field must exist
+with its value. Fields that are not rendered belong to others (defaults, autoscalers, injectors) and are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from sglang_rollout.controller.render.names import ANNOTATION_APPLIED
 from sglang_rollout.controller.render.overlay import MERGE_KEYS, identity
 
 _QUANTITY_FIELDS = frozenset({"requests", "limits", "capacity", "sizeLimit"})
-"""The API server rewrites what stands here: ``1024Mi`` comes back as ``1Gi``."""
+"""Fields whose quantities the API server rewrites: ``1024Mi`` comes back as ``1Gi``."""
 
 _KEPT_ZEROS = frozenset(
     {
@@ -31,11 +30,10 @@ _KEPT_ZEROS = frozenset(
         "replicas",
     }
 )
-"""Fields whose false or 0 the API server keeps. From others it drops an empty value, which then looks like a missing
-one."""
+"""Fields whose false or 0 the API server keeps. It drops empty values of other fields, so that they look missing."""
 
 _KEPT_EMPTY = frozenset({"emptyDir", "labelSelector", "namespaceSelector"})
-"""Maps that say something when they are empty, so that the API server keeps them. Others it drops, as it drops empty values."""
+"""Maps that have a meaning when empty, so that the API server keeps them. It drops other empty maps."""
 
 _FILLED_IN = frozenset(
     {
@@ -56,49 +54,48 @@ _FILLED_IN = frozenset(
         "timeoutSeconds",
     }
 )
-"""Fields in which the API server writes its default over an empty text or a 0."""
+"""Fields in which the API server replaces an empty string or 0 by its default."""
 
-_WHOLE = frozenset({"spec.selector"})
-"""Maps that are one value to the API server (``x-kubernetes-map-type: atomic``) and mean something else with a key more: a
+_ATOMIC_MAPS = frozenset({"spec.selector"})
+"""Maps that the API server treats as one value (``x-kubernetes-map-type: atomic``). An additional key changes their meaning: a
 Service with another key in its selector selects nothing."""
 
 _SERVER_SIDE_ONLY = frozenset({"stringData"})
 
 
-def stamped(rendered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rendered`` with its own hash in an annotation: what is applied."""
+def stamp(rendered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``rendered`` with its own hash in an annotation, ready to be applied."""
     metadata = dict(rendered["metadata"])
-    # Without the token of a Secret: it is put in after this, and a hash of it has no business in an annotation.
+    # The token of a Secret is excluded: it is added later, and an annotation must not carry a hash of it.
     hashed = {key: value for key, value in rendered.items() if rendered["kind"] != "Secret" or key != "data"}
     metadata["annotations"] = {**metadata.get("annotations", {}), ANNOTATION_APPLIED: digest(hashed)}
     return {**rendered, "metadata": metadata}
 
 
-def is_applied(stamp: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Whether ``live`` was made from what :func:`stamped` made. It may have been changed since, or may be what the API server makes of
-    it."""
-    return bool(stamp["metadata"]["annotations"][ANNOTATION_APPLIED] == _applied(live))
+def is_applied(stamped: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    """Return True if ``stamped`` was the last object applied to ``live``. It may have been changed or defaulted since."""
+    return bool(stamped["metadata"]["annotations"][ANNOTATION_APPLIED] == _applied_hash(live))
 
 
-def _applied(live: Mapping[str, Any]) -> Any:
+def _applied_hash(live: Mapping[str, Any]) -> Any:
     return (live.get("metadata", {}).get("annotations") or {}).get(ANNOTATION_APPLIED)
 
 
-def difference(stamp: Mapping[str, Any], live: Mapping[str, Any]) -> str:
-    """Return where ``live`` differs from what :func:`stamped` made, as a path; empty if it does not."""
-    if not is_applied(stamp, live):
-        return "what is wanted changed" if _applied(live) else f"metadata.annotations[{ANNOTATION_APPLIED}]"
-    return _mapping(stamp, live, "", False)
+def find_difference(stamped: Mapping[str, Any], live: Mapping[str, Any]) -> str:
+    """Return where ``live`` differs from ``stamped``, as a path; empty if it does not."""
+    if not is_applied(stamped, live):
+        return "the wanted object changed" if _applied_hash(live) else f"metadata.annotations[{ANNOTATION_APPLIED}]"
+    return _compare_mapping(stamped, live, "", False)
 
 
-def _value(rendered: Any, live: Any, path: str, key: str, quantities: bool) -> str:
+def _compare_value(rendered: Any, live: Any, path: str, key: str, quantities: bool) -> str:
     quantities = quantities or key in _QUANTITY_FIELDS
-    if path in _WHOLE:
+    if path in _ATOMIC_MAPS:
         return "" if rendered == live else path
     if isinstance(rendered, Mapping):
-        return _mapping(rendered, live, path, quantities) if isinstance(live, Mapping) else path
+        return _compare_mapping(rendered, live, path, quantities) if isinstance(live, Mapping) else path
     if isinstance(rendered, list):
-        return _list(rendered, live, path, key) if isinstance(live, list) else path
+        return _compare_list(rendered, live, path, key) if isinstance(live, list) else path
     if rendered == live and isinstance(rendered, bool) == isinstance(live, bool):
         return ""
     if key in _FILLED_IN and not rendered:
@@ -106,7 +103,7 @@ def _value(rendered: Any, live: Any, path: str, key: str, quantities: bool) -> s
     return "" if quantities and quantity.same(rendered, live) else path
 
 
-def _mapping(rendered: Mapping[str, Any], live: Mapping[str, Any], path: str, quantities: bool) -> str:
+def _compare_mapping(rendered: Mapping[str, Any], live: Mapping[str, Any], path: str, quantities: bool) -> str:
     for key, value in rendered.items():
         below = f"{path}.{key}" if path else key
         if key in _SERVER_SIDE_ONLY:
@@ -115,7 +112,7 @@ def _mapping(rendered: Mapping[str, Any], live: Mapping[str, Any], path: str, qu
             if _is_dropped(key, value):
                 continue
             return below
-        found = _value(value, live[key], below, key, quantities)
+        found = _compare_value(value, live[key], below, key, quantities)
         if found:
             return found
     return ""
@@ -125,28 +122,28 @@ def _is_dropped(key: str, value: Any) -> bool:
     return value is None or (not value and key not in _KEPT_ZEROS | _KEPT_EMPTY)
 
 
-def _list(rendered: list[Any], live: list[Any], path: str, key: str) -> str:
+def _compare_list(rendered: list[Any], live: list[Any], path: str, key: str) -> str:
     keys = MERGE_KEYS.get(key)
     if keys and all(identity(item, keys) for item in rendered):
-        return _map_list(rendered, live, path, keys)
+        return _compare_map_list(rendered, live, path, keys)
     if len(rendered) != len(live):
         return path
     for index, (wanted, found) in enumerate(zip(rendered, live, strict=True)):
-        where = _value(wanted, found, f"{path}[{index}]", "", False)
+        where = _compare_value(wanted, found, f"{path}[{index}]", "", False)
         if where:
             return where
     return ""
 
 
-def _map_list(rendered: list[Any], live: list[Any], path: str, keys: tuple[str, ...]) -> str:
-    """Items are found by their key; items of others may stand between ours."""
+def _compare_map_list(rendered: list[Any], live: list[Any], path: str, keys: tuple[str, ...]) -> str:
+    """Compare items by their key; foreign items may stand between ours."""
     by_key = {identity(item, keys): item for item in live}
     for item in rendered:
         which = identity(item, keys)
         where = f"{path}[{which[0] if which else ''}]"
         if which not in by_key:
             return where
-        found = _value(item, by_key[which], where, "", False)
+        found = _compare_value(item, by_key[which], where, "", False)
         if found:
             return found
     return ""

@@ -1,82 +1,72 @@
-"""A fleet with a base and engines beyond it (``spec.elastic``). Pure."""
+"""Fleets with a base and surplus engines (``spec.elastic``): who waits for room, and who gives it back. Pure."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
-from sglang_rollout.controller.decide import pods
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.pods import Pod
+from sglang_rollout.controller.decide.view import EngineView, FleetView
 from sglang_rollout.controller.render import names
 
-PATIENCE_SECONDS = 60
-"""A pod without a node for so long waits for room. A scheduler or a queue needs less to look at a pod that has just been made, also
-with several tries."""
+WAITING_FOR_ROOM_SECONDS = 60
+"""Age after which a pod without a node counts as waiting for room. Schedulers and queues need less to look at a new pod, even with
+several attempts."""
 
 
-def base_members(world: World) -> int | None:
-    """Return how many pods the group of the base has; None if it has all that it is to have.
+def count_base_group_members(fleet: FleetView) -> int | None:
+    """Return the current number of pods in the base's PodGroup; None if the group has its final size.
 
-    A scheduler starts no pod of a group that has fewer pods than its ``minMember``, and more than one by one if it has more.
-    Which group a pod belongs to is decided when it is made. So while a rolling update takes engines into the base, or out of it, or
-    gives them another number of pods, the group is as large as those that are in it, and those that will come back into it.
+    A scheduler starts no pod of a group that has fewer pods than its ``minMember``, and starts pods one by one if the group
+    has more. A pod gets its group when it is created. So while a rolling update moves engines into the base or out of it,
+    or changes their number of pods, the group is as large as its present members plus those that will rejoin it.
     """
-    rollout = world.rollout
-    if rollout is None or rollout.spec.elastic is None or not world.pods:
+    rollout = fleet.rollout
+    if rollout is None or rollout.spec.elastic is None or not fleet.pods:
         return None
-    base, size = names.base_group(rollout.name), rollout.spec.engine.pods
-    wanted = {names.engine_name(rollout.name, index) for index in range(rollout.spec.base)}
+    group, size = names.base_group(rollout.name), rollout.spec.engine.pods
     count = 0
-    for engine in wanted | world.engines().keys():
-        there = [pod for pod in world.pods_of(engine) if not pods.is_terminating(pod)]
-        if any(pods.group_of(pod) == base for pod in there) if there else engine in wanted:
-            count += world.size_of(engine) if world.child("StatefulSet", engine) else size
-    # Never none: the group of an engine that is the first to come into the base must be whole as well.
+    for engine in fleet.engines:
+        remaining = [pod for pod in engine.pods if not pod.is_terminating]
+        belongs = any(pod.pod_group == group for pod in remaining) if remaining else engine.is_wanted and not engine.is_surplus
+        if belongs:
+            count += engine.size if engine.statefulset else size
+    # At least one engine: the group of the first engine that enters the base must be complete as well.
     return max(count, size)
 
 
-def comes_later(world: World, engine: str) -> bool:
-    """Whether an engine beyond the base is not made yet, because an engine of the base has no node: it must not take its room."""
-    if not is_beyond(world, engine) or world.child("StatefulSet", engine) or world.rollout is None:
+def is_held_for_base(fleet: FleetView, engine: EngineView) -> bool:
+    """Return True if a surplus engine must not be created yet, because an engine of the base has no node and may need the room."""
+    return engine.is_surplus and engine.statefulset is None and not fleet.base_has_nodes
+
+
+def waits_for_room(engine: EngineView, now: str) -> bool:
+    """Return True if a surplus engine has been without a node for a while. No other engine waits for such an engine."""
+    if not now or not engine.is_surplus:
         return False
-    base = [names.engine_name(world.rollout.name, index) for index in range(world.rollout.spec.base)]
-    return not all(len(found := world.pods_of(first)) == world.size_of(first) and all(map(pods.node_of, found)) for first in base)
+    return any(pod.node is None and _age_seconds(pod, now) >= WAITING_FOR_ROOM_SECONDS for pod in engine.pods)
 
 
-def waits_for_room(world: World, engine: str, now: str) -> bool:
-    """Whether an engine beyond the base has been without a node for a while. Nobody waits for it."""
-    there = world.pods_of(engine) if now and is_beyond(world, engine) else []
-    return any(pods.node_of(pod) is None and _age(pod, now) >= PATIENCE_SECONDS for pod in there)
+def is_partly_placed(fleet: FleetView, engine: EngineView) -> bool:
+    """Return True if only some pods of a surplus engine have nodes although its scheduler places all of them or none."""
+    if fleet.rollout is None or fleet.rollout.spec.scheduling.gang is None or not engine.is_surplus:
+        return False
+    return any(pod.node for pod in engine.pods) and not all(pod.node for pod in engine.pods)
 
 
-def in_part(world: World, engine: str) -> bool:
-    """Whether only some pods of an engine beyond the base have nodes, and a scheduler would take all of them or none."""
-    nodes = [pods.node_of(pod) for pod in world.pods_of(engine)]
-    gang = world.rollout is not None and world.rollout.spec.scheduling.gang is not None
-    return gang and is_beyond(world, engine) and any(nodes) and not all(nodes)
+def find_stranded_pods(fleet: FleetView, engine: EngineView, now: str) -> list[Pod]:
+    """Return pods that hold room which their engine cannot use, because its other pods were preempted a while ago.
 
-
-def held_for_nothing(world: World, engine: str, now: str) -> list[pods.Object]:
-    """Return the pods that keep room which their engine cannot use, because others of its pods were preempted a while ago.
-
-    Not while the engine starts: its pods get their nodes one by one then, however long they have waited.
+    Returns none while the engine starts, because its pods then get their nodes one by one.
     """
-    there = world.pods_of(engine)
-    if not now or not in_part(world, engine) or any(map(pods.is_terminating, there)):
+    if not now or not is_partly_placed(fleet, engine) or any(pod.is_terminating for pod in engine.pods):
         return []
-    placed = [pod for pod in there if pods.node_of(pod)]
-    since = [_seconds((pod.get("status") or {}).get("startTime"), now) if pods.node_of(pod) else _age(pod, now) for pod in there]
-    return placed if min(since) >= PATIENCE_SECONDS else []
+    since = [_seconds_since(pod.status.get("startTime"), now) if pod.node else _age_seconds(pod, now) for pod in engine.pods]
+    return [pod for pod in engine.pods if pod.node] if min(since) >= WAITING_FOR_ROOM_SECONDS else []
 
 
-def is_beyond(world: World, engine: str) -> bool:
-    """Whether an engine is wanted beyond the base."""
-    rollout, index = world.rollout, names.engine_index(world.cr["metadata"]["name"], engine)
-    return rollout is not None and index is not None and rollout.spec.base <= index < rollout.spec.engines
+def _age_seconds(pod: Pod, now: str) -> float:
+    return _seconds_since(pod.created, now)
 
 
-def _age(pod: pods.Object, now: str) -> float:
-    return _seconds(pod["metadata"].get("creationTimestamp"), now)
-
-
-def _seconds(since: str | None, now: str) -> float:
-    return (datetime.fromisoformat(now) - datetime.fromisoformat(since or now)).total_seconds()
+def _seconds_since(time: str | None, now: str) -> float:
+    return (datetime.fromisoformat(now) - datetime.fromisoformat(time or now)).total_seconds()

@@ -1,4 +1,4 @@
-"""What is said about one engine: its phase and, if it does not serve, why. Pure."""
+"""Phase of one engine and, if it does not serve, why. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.status import EnginePhase, EngineStatus
-from sglang_rollout.controller.decide import pods
-from sglang_rollout.controller.decide.elastic import comes_later, is_beyond
-from sglang_rollout.controller.decide.sentences import sentence
-from sglang_rollout.controller.decide.serving import for_trainer, holds_committed, kept_back, lent, router_ready, serves, waits_for_trainer
-from sglang_rollout.controller.decide.view import Object, World
-from sglang_rollout.controller.decide.waiting import waits
-from sglang_rollout.controller.render.hashing import revision, revisions
-from sglang_rollout.wire.launch import BUDGET_EXHAUSTED, WITH_THE_OTHERS
+from sglang_rollout.controller.decide.elastic import is_held_for_base
+from sglang_rollout.controller.decide.messages import end_sentence
+from sglang_rollout.controller.decide.pods import Pod, TroubleKind
+from sglang_rollout.controller.decide.prerequisites import explain_missing_node
+from sglang_rollout.controller.decide.view import EngineView, FleetView
+from sglang_rollout.wire.launch import BUDGET_EXHAUSTED
 from sglang_rollout.wire.ports import GATE_PORT
 from sglang_rollout.wire.record import EngineRow
 from sglang_rollout.wire.states import FleetState
@@ -23,205 +21,247 @@ _UNDER_WAY = "A weight update is under way."
 _OLD_NEWS = "The engine holds version "
 """How the agent's sentences begin while an update is open, and when it holds a version that was not committed when it spoke."""
 
-_PHASES = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
-"""Of the pods of one engine, the one that comes first here is spoken of."""
-_LOSES_NOTHING = frozenset({Reason.UPDATING_WEIGHTS, Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP, Reason.ROUTER_NOT_READY})
+_WORST_FIRST = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
+"""Of several pods of an engine, the status describes the one whose phase comes first here."""
+_INTERRUPTIONS = frozenset({Reason.UPDATING_WEIGHTS, Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP, Reason.ROUTER_NOT_READY})
 """Reasons for which an engine does not serve that leave open whether it was lost before."""
-_TROUBLE_REASONS = {"image": Reason.IMAGE_PULL_FAILED, "crash": Reason.ENGINE_CRASHED, "create": Reason.CREATE_FAILED}
+_TROUBLE_REASONS = {
+    TroubleKind.IMAGE: Reason.IMAGE_PULL_FAILED,
+    TroubleKind.CRASH: Reason.ENGINE_CRASHED,
+    TroubleKind.CREATE: Reason.CREATE_FAILED,
+}
 
 
 @dataclass(frozen=True)
-class EngineView:
-    """One engine, with the reason that it adds to the condition ``Ready``."""
+class Verdict:
+    """Phase of an engine, and why the engine does not serve."""
 
-    row: EngineStatus
+    phase: EnginePhase
     reason: Reason | None
-    """None: it serves."""
+    """Reason that the engine adds to the condition ``Ready``; None if it serves."""
+    message: str
+    """A sentence that begins with "it"; empty if the engine serves."""
+
+
+SERVING = Verdict(EnginePhase.SERVING, None, "")
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What the status says about one engine."""
+
+    engine: EngineView
+    status: EngineStatus
+    """Row of ``status.engines``."""
+    reason: Reason | None
+    """Reason that the engine adds to the condition ``Ready``; None if it serves or is being removed."""
 
     @property
     def sentence(self) -> str:
-        """Why it does not serve, naming it."""
-        return f"Engine {self.row.name}: {self.row.reason}" if self.row.reason else f"Engine {self.row.name} serves."
+        """Why the engine does not serve, naming it."""
+        return f"Engine {self.engine.name}: {self.status.reason}" if self.status.reason else f"Engine {self.engine.name} serves."
 
 
-def version_text(version: Version) -> str:
-    """Return how a version is shown: ``base``, or the trainer's own name for it."""
+def format_version(version: Version) -> str:
+    """Return how a version is shown: ``base``, or the trainer's label."""
     return BASE_LABEL if version.is_base else version.label or str(version)
 
 
-def engine_views(world: World) -> list[EngineView]:
-    """Return all engines: those that are wanted, and those that are on their way out."""
-    rollout = world.rollout
-    if rollout is None:
-        return []
-    wanted, current = revisions(rollout), revision(rollout)
-    leaving = [name for name in world.engines() if name not in wanted]
-    return [_wanted(world, name, made_from) for name, made_from in wanted.items()] + [_leaving(world, name, current) for name in leaving]
+def report_engines(fleet: FleetView) -> list[EngineReport]:
+    """Return a report on each engine: wanted engines, then those being removed."""
+    return [_report_wanted(fleet, engine) if engine.is_wanted else _report_leaving(engine) for engine in fleet.engines]
 
 
-_TRAINER_LOST = EnginePhase.PAUSED, Reason.TRAINER_LOST, "its trainer is gone (weights.trainerLease.onLoss); it goes on when one calls."
+def is_waiting_for_trainer(fleet: FleetView) -> bool:
+    """Return True if the fleet is paused until a trainer calls, because its trainer was lost (``weights.trainerLease.onLoss``)."""
+    return fleet.record is not None and fleet.record.waits_for_trainer
 
 
-def _wanted(world: World, name: str, current: str) -> EngineView:
-    phase, reason, why = _state(world, name)
-    lost = _before(world, name).get("lost") if reason in _LOSES_NOTHING else reason is not None or None
-    return EngineView(_row(world, name, current, phase, why).model_copy(update={"lost": lost}), reason)
+def is_released_by_trainer(fleet: FleetView) -> bool:
+    """Return True if engines that sleep do so for the trainer on the same GPUs, and not by ``spec.state``."""
+    return fleet.record is not None and fleet.record.state is not FleetState.ASLEEP and fleet.record.lent is not None
 
 
-def _leaving(world: World, name: str, current: str) -> EngineView:
-    return EngineView(_row(world, name, current, EnginePhase.STOPPING, "it is not wanted any more and goes away."), None)
+def holds_trainer_memory(fleet: FleetView) -> bool:
+    """Return True if the trainer on the same GPUs still uses memory of engines. If not, engines that sleep are waking up."""
+    return is_released_by_trainer(fleet) and fleet.record is not None and fleet.record.lends
 
 
-def _row(world: World, name: str, current: str, phase: EnginePhase, why: str) -> EngineStatus:
-    found, row = world.pods_of(name), world.row(name)
-    several = len(found) > 1
-    port = pods.gate_port_of(world.pod_of(name))
+def _report_wanted(fleet: FleetView, engine: EngineView) -> EngineReport:
+    verdict = _judge(fleet, engine)
+    lost = engine.previous.get("lost") if verdict.reason in _INTERRUPTIONS else verdict.reason is not None or None
+    return EngineReport(engine, _build_row(engine, verdict, lost=lost), verdict.reason)
+
+
+def _report_leaving(engine: EngineView) -> EngineReport:
+    verdict = Verdict(EnginePhase.STOPPING, None, "it is not wanted any more and is being removed.")
+    return EngineReport(engine, _build_row(engine, verdict), None)
+
+
+def _build_row(engine: EngineView, verdict: Verdict, *, lost: bool | None = None) -> EngineStatus:
+    row, head = engine.row, engine.head_pod
+    port = head.gate_port if head else None
     return EngineStatus(
-        name=name,
-        phase=phase,
-        updated=bool(found) and all(pods.revision_of(pod) == current for pod in found),
-        version=version_text(row.version) if row and row.version else None,
+        name=engine.name,
+        phase=verdict.phase,
+        updated=engine.is_up_to_date,
+        version=format_version(row.version) if row and row.version else None,
         weights=row.state.value if row else None,
-        restarts=sum(map(pods.restarts_of, found)),
-        node=pods.node_of(world.pod_of(name)),
+        restarts=sum(pod.engine_restarts for pod in engine.pods),
+        node=head.node if head else None,
         port=None if port == GATE_PORT else port,
-        nodes=[pods.node_of(pod) or "" for pod in found] if several else None,
+        nodes=[pod.node or "" for pod in engine.pods] if len(engine.pods) > 1 else None,
         all_reduce=row.all_reduce if row else None,
-        reason=why,
+        reason=verdict.message,
+        lost=lost,
     )
 
 
-def _state(world: World, name: str) -> tuple[EnginePhase, Reason | None, str]:  # noqa: PLR0911 - one line per case
-    if serves(world, name):
-        return _TRAINER_LOST if waits_for_trainer(world) else (EnginePhase.SERVING, None, "")
-    if refused := _uncreated(world, name):
-        return refused
-    if world.size_of(name) > 1:
-        return _state_of_several(world, name)
-    pod = world.pod_of(name)
+def _judge(fleet: FleetView, engine: EngineView) -> Verdict:
+    if engine.is_serving and is_waiting_for_trainer(fleet):
+        message = "its trainer is lost (weights.trainerLease.onLoss); it resumes when a trainer calls."
+        return Verdict(EnginePhase.PAUSED, Reason.TRAINER_LOST, message)
+    if engine.is_serving:
+        return SERVING
+    if verdict := _judge_creation_error(engine):
+        return verdict
+    return _judge_several_pods(fleet, engine) if engine.size > 1 else _judge_one_pod(fleet, engine)
+
+
+def _judge_one_pod(fleet: FleetView, engine: EngineView) -> Verdict:
+    pod = engine.head_pod
     if pod is None:
-        why = "it comes when every engine of the base has a node." if comes_later(world, name) else "it has no pod yet."
-        return EnginePhase.PENDING, Reason.PODS_NOT_READY, why
-    if pods.is_terminating(pod):
-        return EnginePhase.STOPPING, Reason.PODS_NOT_READY, "its pod is going away and will be made anew."
-    if not pods.is_ready(pod):
-        return _not_ready(world, pod, _failed_before(world, name))
-    return _closed(world, name)
+        message = "it is created when every engine of the base has a node." if is_held_for_base(fleet, engine) else "it has no pod yet."
+        return Verdict(EnginePhase.PENDING, Reason.PODS_NOT_READY, message)
+    if pod.is_terminating:
+        return Verdict(EnginePhase.STOPPING, Reason.PODS_NOT_READY, "its pod is being deleted and will be recreated.")
+    return _judge_gate(fleet, engine) if pod.is_ready else _judge_pod(fleet, engine, pod)
 
 
-def _uncreated(world: World, name: str) -> tuple[EnginePhase, Reason, str] | None:
-    """What its controller says of an engine whose pods it cannot make."""
-    said = world.cluster.uncreated.get(name, "") if world.lacks_pods(name) else ""
-    if not said:
+def _judge_creation_error(engine: EngineView) -> Verdict | None:
+    """Return the verdict on an engine whose pods the StatefulSet controller cannot create."""
+    if not engine.creation_error or not engine.lacks_pods:
         return None
-    why = sentence(f"its pods cannot be made: {said}")
-    if "exceeded quota" in said and is_beyond(world, name):
-        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, why
-    return EnginePhase.FAILED, Reason.CREATE_FAILED, why
+    message = end_sentence(f"its pods cannot be created: {engine.creation_error}")
+    # Kubernetes' own text: a quota has no reason code.
+    if "exceeded quota" in engine.creation_error and engine.is_surplus:
+        return Verdict(EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, message)
+    return Verdict(EnginePhase.FAILED, Reason.CREATE_FAILED, message)
 
 
-def _state_of_several(world: World, name: str) -> tuple[EnginePhase, Reason, str]:
-    """Of an engine with several pods: what its agents say, or the pod that is worst off, with its node."""
-    found, row = world.pods_of(name), world.row(name)
-    said = sentence(row.reason) if row is not None and row.reason else ""
-    if BUDGET_EXHAUSTED in said:
-        return EnginePhase.FAILED, Reason.RESTART_BUDGET_EXHAUSTED, said
-    if going := next((pod for pod in found if pods.is_terminating(pod)), None):
-        return EnginePhase.STOPPING, Reason.PODS_NOT_READY, f"its {pods.place(going)} is going away; it starts again with all its pods."
-    if len(found) < world.size_of(name):
-        return EnginePhase.PENDING, Reason.PODS_NOT_READY, f"it has {len(found)} of {world.size_of(name)} pods yet."
-    away = [(pod, _not_ready(world, pod, _failed_before(world, name))) for pod in found if not pods.is_ready(pod)]
+def _judge_several_pods(fleet: FleetView, engine: EngineView) -> Verdict:
+    """Return what the agents of an engine with several pods report, or the verdict on its worst pod."""
+    pods, row = engine.pods, engine.row
+    report = end_sentence(row.reason) if row is not None and row.reason else ""
+    if BUDGET_EXHAUSTED in report:
+        return Verdict(EnginePhase.FAILED, Reason.RESTART_BUDGET_EXHAUSTED, report)
+    if leaving := next((pod for pod in pods if pod.is_terminating), None):
+        message = f"its {leaving.label} is being deleted; the engine restarts with all its pods."
+        return Verdict(EnginePhase.STOPPING, Reason.PODS_NOT_READY, message)
+    if len(pods) < engine.size:
+        return Verdict(EnginePhase.PENDING, Reason.PODS_NOT_READY, f"it has {len(pods)} of {engine.size} pods yet.")
+    away = [(pod, _judge_pod(fleet, engine, pod)) for pod in pods if not pod.is_ready]
     if not away:
-        return _closed(world, name)
-    pod, (phase, reason, why) = min(away, key=lambda one: (_PHASES.index(one[1][0]), WITH_THE_OTHERS in one[1][2]))
-    if phase is EnginePhase.STARTING:
-        why = f"{why} {said}".rstrip()
-    return phase, reason, f"{pods.place(pod)}: {why}"
+        return _judge_gate(fleet, engine)
+    pod, verdict = min(away, key=lambda found: (_WORST_FIRST.index(found[1].phase), _follows_other_pod(found[0])))
+    message = f"{verdict.message} {report}".rstrip() if verdict.phase is EnginePhase.STARTING else verdict.message
+    return Verdict(verdict.phase, verdict.reason, f"{pod.label}: {message}")
 
 
-def _failed_before(world: World, name: str) -> bool:
-    return bool(_before(world, name).get("phase") == EnginePhase.FAILED)
+def _follows_other_pod(pod: Pod) -> bool:
+    trouble = pod.find_trouble()
+    return trouble is not None and trouble.follows_other_pod
 
 
-def _before(world: World, name: str) -> Object:
-    """What status says of an engine so far."""
-    rows: list[Object] = (world.cr.get("status") or {}).get("engines") or []
-    return next((row for row in rows if row.get("name") == name), {})
+def _judge_pod(fleet: FleetView, engine: EngineView, pod: Pod) -> Verdict:
+    """Return why a pod is not ready."""
+    trouble = pod.find_trouble(failed_before=engine.previous.get("phase") == EnginePhase.FAILED)
+    if trouble and trouble.kind in _TROUBLE_REASONS:
+        return Verdict(EnginePhase.FAILED, _TROUBLE_REASONS[trouble.kind], end_sentence(trouble.text))
+    if fleet.rollout and (found := explain_missing_node(pod, fleet.cluster, fleet.rollout)):
+        return Verdict(EnginePhase.PENDING, *found)
+    if pod.scheduler_message:
+        message = end_sentence(f"no node can take its pod: {pod.scheduler_message}") + _list_avoided_nodes(fleet)
+        return Verdict(EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, message)
+    if trouble:
+        return Verdict(EnginePhase.STARTING, Reason.PODS_NOT_READY, f"{trouble.text}; it is starting again.")
+    if pod.node is None:
+        return Verdict(EnginePhase.PENDING, Reason.PODS_NOT_READY, "its pod waits for the scheduler.")
+    return Verdict(EnginePhase.STARTING, Reason.PODS_NOT_READY, "it is starting.")
 
 
-def _not_ready(world: World, pod: Object, failed_before: bool) -> tuple[EnginePhase, Reason, str]:
-    found = pods.trouble(pod, failed_before=failed_before)
-    if found and found.kind in _TROUBLE_REASONS:
-        return EnginePhase.FAILED, _TROUBLE_REASONS[found.kind], sentence(found.text)
-    held = waits(pod, world.cluster, world.rollout) if world.rollout else None
-    if held:
-        return EnginePhase.PENDING, *held
-    nowhere = pods.unschedulable(pod)
-    if nowhere:
-        return EnginePhase.PENDING, Reason.INSUFFICIENT_CAPACITY, sentence(f"no node can take its pod: {nowhere}") + _kept_off(world)
-    if found:
-        return EnginePhase.STARTING, Reason.PODS_NOT_READY, f"{found.text}; it is starting again."
-    if pods.node_of(pod) is None:
-        return EnginePhase.PENDING, Reason.PODS_NOT_READY, "its pod waits for the scheduler."
-    return EnginePhase.STARTING, Reason.PODS_NOT_READY, "it is starting."
+def _list_avoided_nodes(fleet: FleetView) -> str:
+    """Return an addition to the scheduler's message, which mentions an affinity that the user did not write."""
+    nodes = fleet.avoided_nodes
+    return f" Avoided because engines failed there (status.avoidedNodes): {', '.join(nodes)}." if nodes else ""
 
 
-def _kept_off(world: World) -> str:
-    """Said beside the scheduler's sentence, which speaks of an affinity that the user did not write."""
-    return f" Avoided for their failures (status.avoidedNodes): {', '.join(world.avoided)}." if world.avoided else ""
-
-
-def _closed(world: World, name: str) -> tuple[EnginePhase, Reason, str]:  # noqa: PLR0911 - one line per case
-    """The process is up; its gate is closed, or nobody can say."""
-    row = world.row(name)
-    if not router_ready(world):
-        return EnginePhase.WAITING, Reason.ROUTER_NOT_READY, "it is up; the router is not."
+def _judge_gate(fleet: FleetView, engine: EngineView) -> Verdict:
+    """Return why the gate of a ready engine is closed."""
+    row = engine.row
+    if not fleet.is_router_ready:
+        return Verdict(EnginePhase.WAITING, Reason.ROUTER_NOT_READY, "it is up; the router is not.")
     if row is None:
-        return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, "it is up; the coordinator has not reported on it yet."
-    told = f" {sentence(row.reason)}" if row.reason else ""
+        return _wait_for_weights("it is up; the coordinator has not reported on it yet.")
+    return _judge_interruption(fleet, engine, row) or _judge_weights(fleet, engine, row)
+
+
+def _judge_interruption(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verdict | None:
+    """Return the verdict on an engine that serves again without help; None if it needs weights."""
     if row.catch_up:
-        return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, row.catch_up
-    if updating := _updating(world, row):
-        return EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating
+        return _wait_for_weights(row.catch_up)
+    if updating := _describe_update(engine, row):
+        return Verdict(EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating)
     if row.released or row.comparing:
-        return EnginePhase.ASLEEP, Reason.ASLEEP, _asleep(world, row)
-    if kept_back(world, name):
-        return EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version."
+        return Verdict(EnginePhase.ASLEEP, Reason.ASLEEP, _describe_sleep(fleet, row))
+    if engine.is_paused_by_spec:
+        return Verdict(EnginePhase.PAUSED, Reason.PAUSED, "spec.state is Paused; it holds the committed version.")
+    return None
+
+
+def _judge_weights(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verdict:
+    """Return what the weights of an engine with a closed gate lack."""
+    report = f" {end_sentence(row.reason)}" if row.reason else ""
     if row.state is EngineState.DIRTY:
-        why = f"it holds part of an unfinished weight update and waits for a complete one.{told}"
-        return EnginePhase.WAITING, Reason.WEIGHTS_DIVERGED, why
-    why = f"its gate is closed.{told}"
-    if row.state is EngineState.CLEAN and row.version and world.record and not holds_committed(world, name):
-        held, committed = version_text(row.version), version_text(world.record.committed)
-        why = f"it holds version {held}, the fleet serves {committed}: {_way_back(world, name)}"
-    return EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, why
+        message = f"it holds part of an unfinished weight update and waits for a complete one.{report}"
+        return Verdict(EnginePhase.WAITING, Reason.WEIGHTS_DIVERGED, message)
+    if row.state is EngineState.CLEAN and row.version and fleet.record and not engine.holds_committed:
+        held, committed = format_version(row.version), format_version(fleet.record.committed)
+        return _wait_for_weights(f"it holds version {held}, the fleet serves {committed}: {_describe_way_back(fleet, engine)}")
+    return _wait_for_weights(f"its gate is closed.{report}")
 
 
-def _updating(world: World, row: EngineRow) -> str:
-    """What an engine does in an update that goes as it should; empty if it is in none."""
+def _wait_for_weights(message: str) -> Verdict:
+    return Verdict(EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, message)
+
+
+def _describe_update(engine: EngineView, row: EngineRow) -> str:
+    """Return the engine's part in an update without errors; empty if it takes part in none."""
     if row.state is EngineState.DIRTY and row.reason == _UNDER_WAY:
-        return "a weight update is under way; it serves again when that is committed."
-    if holds_committed(world, row.name) and row.reason.startswith(_OLD_NEWS):
+        return "a weight update is in progress; the engine serves again when it is committed."
+    if engine.holds_committed and row.reason.startswith(_OLD_NEWS):
         return "it holds the version that was just committed; its gate is opening."
     return ""
 
 
-def _asleep(world: World, row: EngineRow) -> str:
-    """Who has an engine's memory, or how far it has woken."""
+def _describe_sleep(fleet: FleetView, row: EngineRow) -> str:
+    """Return why an engine's memory is released, or how far the engine has woken up."""
     if not row.released:
-        return "it has woken, and its weights are being compared with those that it held."
-    if world.record is not None and world.record.state is FleetState.ASLEEP:
-        why = "spec.state is Asleep"
-    elif for_trainer(world):
-        why = "the trainer has its memory" if lent(world) else "the trainer wakes it"
+        return "its memory is restored, and its weights are being compared with those that it held."
+    if fleet.record is not None and fleet.record.state is FleetState.ASLEEP:
+        cause = "spec.state is Asleep"
+    elif holds_trainer_memory(fleet):
+        cause = "the trainer uses its memory"
+    elif is_released_by_trainer(fleet):
+        cause = "the trainer is waking it up"
     else:
-        why = "it serves when it has its memory back"
-    return f"{why}; released: {', '.join(row.released)}."
+        cause = "it serves when its memory is restored"
+    return f"{cause}; released: {', '.join(row.released)}."
 
 
-def _way_back(world: World, name: str) -> str:
-    """How an engine with older weights comes to serve again."""
-    record = world.record
-    if record and record.joined and not any(row.name == name for group in record.joined for row in record.members(group)):
+def _describe_way_back(fleet: FleetView, engine: EngineView) -> str:
+    """Return how an engine with other weights can serve again."""
+    record = fleet.record
+    if record and record.joined and engine.name not in fleet.process_group_members:
         return "it joined after the trainer's group was opened; it needs a new group, or a snapshot on disk (weights.catchUp.disk)."
     return "it waits for the trainer's next weight update."

@@ -1,7 +1,7 @@
-"""Whether the open parts of a spec (``podTemplate`` and ``affinity``, also the router's) are shaped as in a Pod, as far as rendering
-looks into them. Pure.
+"""Check that the open parts of a spec (``podTemplate`` and ``affinity``, also the router's) have the shape of a Pod, as far as
+rendering reads them. Pure.
 
-The API server stores anything there, and judges it when it is applied. What has another shape cannot even be rendered.
+The API server stores any value there and checks it only when a child is applied. Rendering would fail on another shape.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _POD = {
     "topologySpreadConstraints": [{"topologyKey": str, "whenUnsatisfiable": str}],
 }
 
-_WORDS: tuple[tuple[type, str], ...] = (
+_TYPE_NAMES: tuple[tuple[type, str], ...] = (
     (Mapping, "a map of fields"),
     (list, "a list"),
     (str, "a text"),
@@ -53,40 +53,40 @@ _WORDS: tuple[tuple[type, str], ...] = (
 )
 
 
-def misfit(rollout: SGLangRollout) -> str:
-    """Return what has another shape than in a Pod, as a sentence; empty if nothing has."""
+def find_misfit(rollout: SGLangRollout) -> str:
+    """Return the first field whose shape differs from a Pod's, as a sentence; empty if there is none."""
     spec = rollout.spec
     found: list[str] = []
     for at, scheduling, overlay in (
         ("spec", spec.scheduling, spec.pod_template),
         ("spec.router", spec.router.scheduling, spec.router.pod_template),
     ):
-        found += _misfits(scheduling.affinity, _AFFINITY, f"{at}.scheduling.affinity")
+        found += _find_misfits(scheduling.affinity, _AFFINITY, f"{at}.scheduling.affinity")
         if overlay is not None:
             written = overlay.model_dump(mode="json", by_alias=True, exclude_unset=True)
-            found += _misfits(written.get("spec"), _POD, f"{at}.podTemplate.spec")
+            found += _find_misfits(written.get("spec"), _POD, f"{at}.podTemplate.spec")
     return f"{found[0]}. Write it as in a Pod." if found else ""
 
 
-def _misfits(value: Any, shape: Any, path: str) -> Iterator[str]:
-    """A null takes a field away; an item of a list it cannot be."""
+def _find_misfits(value: Any, shape: Any, path: str) -> Iterator[str]:
+    """Yield what does not fit. A null removes a field, but cannot be an item of a list."""
     if value is None and not path.endswith("]"):
         return
-    wanted = next(kind for kind, _ in _WORDS if (shape is kind if isinstance(shape, type) else isinstance(shape, kind)))
+    wanted = next(kind for kind, _ in _TYPE_NAMES if (shape is kind if isinstance(shape, type) else isinstance(shape, kind)))
     other = not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))
     if other:
-        yield f"{path} must be {_words(wanted)}, not {_word_for(value)}"
+        yield f"{path} must be {_name_type(wanted)}, not {_name_type_of(value)}"
     elif isinstance(shape, Mapping):
         for key, below in shape.items():
-            yield from _misfits(value.get(key), below, f"{path}.{key}")
+            yield from _find_misfits(value.get(key), below, f"{path}.{key}")
     elif isinstance(shape, list):
         for index, item in enumerate(value):
-            yield from _misfits(item, shape[0], f"{path}[{index}]")
+            yield from _find_misfits(item, shape[0], f"{path}[{index}]")
 
 
-def _words(wanted: type) -> str:
-    return next(words for kind, words in _WORDS if kind is wanted)
+def _name_type(wanted: type) -> str:
+    return next(name for kind, name in _TYPE_NAMES if kind is wanted)
 
 
-def _word_for(value: Any) -> str:
-    return next((words for kind, words in _WORDS if isinstance(value, kind)), "null")
+def _name_type_of(value: Any) -> str:
+    return next((name for kind, name in _TYPE_NAMES if isinstance(value, kind)), "null")

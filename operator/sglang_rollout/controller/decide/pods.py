@@ -1,10 +1,12 @@
-"""What a pod's status means: pure readings of one pod."""
+"""Typed readings of one pod: its place, its readiness, and why it does not run. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER
@@ -27,187 +29,254 @@ CREATE_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError"
 CRASH_REASON = "CrashLoopBackOff"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_TELLING = re.compile(
+_ERROR_LINE = re.compile(
     r"\b(\w*Error|\w*Exception|error|fatal|panic|Killed|out of memory|No such file|not found|cannot|failed)\b",
     re.IGNORECASE,
 )
-_NOISE = re.compile(
+_NOISE_LINE = re.compile(
     r"sigquit|killed by signal|resource_tracker|FutureWarning|DeprecationWarning"
     r"|^\s*(File \"|\^|~|at 0x|warnings\.warn)",
     re.IGNORECASE,
 )
-_LONGEST_LINE = 400
+_MAX_QUOTED_CHARACTERS = 400
+
+
+class TroubleKind(Enum):
+    """What keeps a container from running."""
+
+    IMAGE = auto()
+    """The image cannot be pulled."""
+    CREATE = auto()
+    """The container cannot be created."""
+    CRASH = auto()
+    """The container ended repeatedly, or the pod failed."""
+    RESTART = auto()
+    """The container ended once and is starting again."""
 
 
 @dataclass(frozen=True)
 class Trouble:
     """Why a container does not run."""
 
-    kind: str
-    """``image``, ``create``, ``crash``, or ``restart``: it ended once and is coming up again."""
-    container: str
+    kind: TroubleKind
     text: str
-    """A sentence that names the container."""
+    """A phrase that names the container, without a full stop."""
+    follows_other_pod: bool = False
+    """True if the container was ended because another pod of its engine failed."""
 
 
-def is_terminating(pod: Object) -> bool:
-    """Whether the pod has been told to go."""
-    return bool(pod["metadata"].get("deletionTimestamp"))
+@dataclass(frozen=True)
+class Pod:
+    """A live pod. Each property reads the object once."""
 
+    raw: Object
+    """The object as the API server returned it."""
 
-def is_ready(pod: Object | None) -> bool:
-    """Whether the kubelet calls the pod ready, and it is not going away."""
-    return pod is not None and not is_terminating(pod) and _condition(pod, "Ready").get("status") == "True"
+    @cached_property
+    def name(self) -> str:
+        """Name of the pod."""
+        return str(self.raw["metadata"]["name"])
 
+    @cached_property
+    def uid(self) -> str:
+        """UID of the pod; empty if unknown."""
+        return str(self.raw["metadata"].get("uid", ""))
 
-def revision_of(pod: Object) -> str:
-    """Return the revision that the pod was made from."""
-    return str((pod["metadata"].get("labels") or {}).get(names.LABEL_REVISION, ""))
+    @cached_property
+    def labels(self) -> Mapping[str, str]:
+        """Labels of the pod."""
+        return self.raw["metadata"].get("labels") or {}
 
+    @cached_property
+    def created(self) -> str | None:
+        """Creation time (RFC 3339)."""
+        created: str | None = self.raw["metadata"].get("creationTimestamp")
+        return created
 
-def group_of(pod: Object) -> str | None:
-    """Return the name of the PodGroup that the pod belongs to."""
-    return (pod["metadata"].get("labels") or {}).get(names.LABEL_POD_GROUP)
+    @cached_property
+    def is_terminating(self) -> bool:
+        """True if the pod is being deleted."""
+        return bool(self.raw["metadata"].get("deletionTimestamp"))
 
+    @cached_property
+    def is_ready(self) -> bool:
+        """True if the kubelet reports the pod as ready and the pod is not being deleted."""
+        return not self.is_terminating and self._condition("Ready").get("status") == "True"
 
-def node_of(pod: Object | None) -> str | None:
-    """Return the node that the pod runs on."""
-    return ((pod or {}).get("spec") or {}).get("nodeName")
+    @cached_property
+    def component(self) -> str:
+        """The part of the fleet that the pod belongs to: engine, router or prefetch."""
+        return self.labels.get(names.LABEL_COMPONENT, "")
 
+    @cached_property
+    def revision(self) -> str:
+        """Revision that the pod was made from; empty if it has no such label."""
+        return self.labels.get(names.LABEL_REVISION, "")
 
-def gate_port_of(pod: Object | None) -> int | None:
-    """Return the port of the pod's gate, as the pod was made; it may be another than is wanted now."""
-    containers = ((pod or {}).get("spec") or {}).get("initContainers") or []
-    found = next((container.get("ports") for container in containers if container.get("name") == GATE_CONTAINER), None)
-    return int(found[0]["containerPort"]) if found else None
+    @cached_property
+    def pod_group(self) -> str | None:
+        """Name of the PodGroup that the pod belongs to."""
+        return self.labels.get(names.LABEL_POD_GROUP)
 
+    @cached_property
+    def spec(self) -> Object:
+        """``spec`` of the pod."""
+        return self.raw.get("spec") or {}
 
-def restarts_of(pod: Object | None, container: str = ENGINE_CONTAINER) -> int:
-    """Return how often a container of the pod was restarted."""
-    return next((int(status.get("restartCount", 0)) for status in _statuses(pod or {}) if status.get("name") == container), 0)
+    @cached_property
+    def status(self) -> Object:
+        """``status`` of the pod."""
+        return self.raw.get("status") or {}
 
+    @cached_property
+    def node(self) -> str | None:
+        """Node that the pod was assigned to."""
+        node: str | None = self.spec.get("nodeName")
+        return node
 
-def made_for(statefulset: Object) -> int:
-    """Return how many pods an engine's StatefulSet was made for, as SGLang is told; what somebody scaled it to does not matter."""
-    containers = statefulset["spec"].get("template", {}).get("spec", {}).get("containers") or []
-    words = next((container.get("args") or [] for container in containers if container["name"] == ENGINE_CONTAINER), [])
-    return int(words[words.index(names.NODES_FLAG) + 1]) if names.NODES_FLAG in words else 1
+    @cached_property
+    def gate_port(self) -> int | None:
+        """Port of the gate in this pod. The current spec may want another port."""
+        found = next((one.get("ports") for one in self.spec.get("initContainers") or [] if one.get("name") == GATE_CONTAINER), None)
+        return int(found[0]["containerPort"]) if found else None
 
+    @cached_property
+    def engine_restarts(self) -> int:
+        """Restart count of the engine container."""
+        return int(self._container_status(ENGINE_CONTAINER).get("restartCount", 0))
 
-def started_with(pod: Object, flag: str) -> bool:
-    """Return whether the pod starts SGLang with this flag."""
-    containers = (pod.get("spec") or {}).get("containers") or []
-    return any(flag in (container.get("args") or []) for container in containers if container.get("name") == ENGINE_CONTAINER)
+    @cached_property
+    def has_started(self) -> bool:
+        """True if the running engine process has passed its startup probe."""
+        return bool(self._container_status(ENGINE_CONTAINER).get("started"))
 
+    @cached_property
+    def label(self) -> str:
+        """Name and node of the pod, for messages about an engine that has several."""
+        return f"pod {self.name}" + (f" on node {self.node}" if self.node else "")
 
-def place(pod: Object) -> str:
-    """Return name and node of a pod, for sentences about an engine that has several."""
-    node = node_of(pod)
-    return f"pod {pod['metadata']['name']}" + (f" on node {node}" if node else "")
+    @cached_property
+    def scheduler_message(self) -> str:
+        """The scheduler's message if it found no node; empty otherwise."""
+        scheduled = self._condition("PodScheduled")
+        if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
+            return str(scheduled.get("message") or "no node fits")
+        return ""
 
+    def has_engine_flag(self, flag: str) -> bool:
+        """Return True if the pod starts SGLang with this flag."""
+        return flag in (_container(self.spec, ENGINE_CONTAINER).get("args") or [])
 
-def unschedulable(pod: Object) -> str:
-    """Return the scheduler's sentence if it found no node; else an empty string."""
-    scheduled = _condition(pod, "PodScheduled")
-    if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable":
-        return str(scheduled.get("message") or "no node fits")
-    return ""
+    def find_trouble(self, *, failed_before: bool = False) -> Trouble | None:
+        """Return why the pod does not come up; None if no problem is known.
 
+        Args:
+            failed_before: True if the engine was Failed in the last status. It stays Failed until it has come up, because
+                each restart of a crash loop would otherwise look like a recovery.
+        """
+        for status in self._container_statuses:
+            name = str(status.get("name"))
+            waiting = (status.get("state") or {}).get("waiting") or {}
+            reason = str(waiting.get("reason") or "")
+            if reason in IMAGE_REASONS:
+                text = f"container {name}: image {status.get('image')!r} cannot be pulled ({_pull_error(waiting)})"
+                return Trouble(TroubleKind.IMAGE, text)
+            if reason in CREATE_REASONS:
+                return Trouble(TroubleKind.CREATE, f"container {name} cannot be created: {waiting.get('message') or reason}")
+            ended = self._failed_end(status)
+            if ended:
+                # The kubelet restarts a container at once the first time, and backs off if it ends again soon after.
+                kind = TroubleKind.CRASH if failed_before or reason == CRASH_REASON else TroubleKind.RESTART
+                text = f"container {name} {describe_end(ended)} ({_restarts(status)})"
+                return Trouble(kind, text, follows_other_pod=_follows_other_pod(ended))
+        return self._pod_failure()
 
-def trouble(pod: Object, *, failed_before: bool = False) -> Trouble | None:
-    """Return why the pod does not come up; None if nothing is known to be wrong.
+    def engine_failures(self) -> list[tuple[str, str]]:
+        """Return time and cause of the engine's failures in this pod that the kubelet still reports.
 
-    ``failed_before``: it was called crashed when it was looked at last. It stays so until it has come up, else a crash
-    loop would look like a recovery at each of its restarts.
-    """
-    for status in _statuses(pod):
+        Deletions, preemptions, evictions and ends caused by another pod of the engine are not failures.
+        """
+        if self.is_terminating or self._condition("DisruptionTarget").get("status") == "True":
+            return []
+        status = self._container_status(ENGINE_CONTAINER)
+        ends = [(status.get(state) or {}).get("terminated") or {} for state in ("lastState", "state")]
+        failed = [end for end in ends if end.get("exitCode") and end.get("finishedAt") and not _follows_other_pod(end)]
+        refusal = self._pod_failure()
+        if self.created and refusal and not failed:
+            # The kubelet refused the pod, for example because a device that the scheduler had counted on is missing.
+            return [(str(self.created), refusal.text)]
+        return [(str(end["finishedAt"]), describe_end(end)) for end in failed]
+
+    def last_failure(self, container: str) -> Object | None:
+        """Return how a container failed last, also while it is being retried."""
+        status = self._container_status(container)
+        ends = [(status.get(state) or {}).get("terminated") or {} for state in ("state", "lastState")]
+        newest = next((end for end in ends if end), {})
+        return newest if newest.get("exitCode") else None
+
+    @cached_property
+    def _container_statuses(self) -> list[Object]:
+        """The engine comes first: if it and a sidecar fail, the engine is the one that the user can repair."""
+        found = [*(self.status.get("containerStatuses") or []), *(self.status.get("initContainerStatuses") or [])]
+        return sorted(found, key=lambda one: one.get("name") != ENGINE_CONTAINER)
+
+    def _container_status(self, name: str) -> Object:
+        return next((one for one in self._container_statuses if one.get("name") == name), {})
+
+    def _condition(self, kind: str) -> Object:
+        return next((one for one in self.status.get("conditions") or [] if one.get("type") == kind), {})
+
+    def _failed_end(self, status: Object) -> Object | None:
+        """Return how a container ended that has not come up since.
+
+        An init container comes up by ending well; the kubelet reports it as started while it runs. Sidecars are init
+        containers with restartPolicy Always.
+        """
         name = str(status.get("name"))
-        waiting = (status.get("state") or {}).get("waiting") or {}
-        reason = str(waiting.get("reason") or "")
-        if reason in IMAGE_REASONS:
-            return Trouble(
-                "image",
-                name,
-                f"container {name}: image {status.get('image')!r} cannot be pulled ({_pull_error(waiting)})",
-            )
-        if reason in CREATE_REASONS:
-            return Trouble("create", name, f"container {name} cannot be created: {waiting.get('message') or reason}")
-        ended = _failed_end(pod, status)
-        if ended:
-            return Trouble(_crash_kind(status, failed_before), name, f"container {name} {describe_end(ended)} ({_times(status)})")
-    return _pod_failure(pod)
+        if any(one.get("name") == name and one.get("restartPolicy") != "Always" for one in self.spec.get("initContainers") or []):
+            return self.last_failure(name)
+        return None if status.get("ready") or status.get("started") else _last_end(status)
+
+    def _pod_failure(self) -> Trouble | None:
+        if self.status.get("phase") != "Failed":
+            return None
+        text = f"its pod failed: {self.status.get('reason') or ''} {self.status.get('message') or ''}".strip()
+        return Trouble(TroubleKind.CRASH, text)
 
 
-def started(pod: Object) -> bool:
-    """Whether the present life of the engine container has come up."""
-    return any(status.get("name") == ENGINE_CONTAINER and status.get("started") for status in _statuses(pod))
-
-
-def failures(pod: Object) -> list[tuple[str, str]]:
-    """Return when and how the engine failed in this pod, as far as the kubelet still tells.
-
-    Not what somebody asked for (deletion, preemption, eviction), nor what another pod of the engine brought about.
-    """
-    if is_terminating(pod) or _condition(pod, "DisruptionTarget").get("status") == "True":
-        return []
-    status = next((one for one in _statuses(pod) if one.get("name") == ENGINE_CONTAINER), {})
-    ends = [(status.get(state) or {}).get("terminated") or {} for state in ("lastState", "state")]
-    failed = [end for end in ends if end.get("exitCode") and end.get("finishedAt") and WITH_THE_OTHERS not in str(end.get("message"))]
-    made, refused = pod["metadata"].get("creationTimestamp"), _pod_failure(pod)
-    if made and refused and not failed:
-        # The kubelet did not take it, for example for want of a device that the scheduler had counted on.
-        return [(str(made), refused.text)]
-    return [(str(end["finishedAt"]), describe_end(end)) for end in failed]
-
-
-def last_failure(pod: Object, container: str) -> Object | None:
-    """Return how a container of the pod failed last, also while it is tried again."""
-    status = next((one for one in _statuses(pod) if one.get("name") == container), {})
-    ends = [(status.get(state) or {}).get("terminated") or {} for state in ("state", "lastState")]
-    newest = next((end for end in ends if end), {})
-    return newest if newest.get("exitCode") else None
+def count_designed_pods(statefulset: Object) -> int:
+    """Return the number of pods that SGLang in this StatefulSet expects. Someone may have scaled the StatefulSet itself."""
+    arguments = _container(statefulset.get("spec", {}).get("template", {}).get("spec", {}), ENGINE_CONTAINER).get("args") or []
+    return int(arguments[arguments.index(names.NODES_FLAG) + 1]) if names.NODES_FLAG in arguments else 1
 
 
 def describe_end(ended: Object) -> str:
-    """Return how a container ended: exit code, and the last telling line of its log."""
+    """Return how a container ended: its exit code and the most informative line of its last output."""
     reason, code = str(ended.get("reason") or ""), ended.get("exitCode")
     how = "was killed for using more memory than its limit (OOMKilled)" if reason == "OOMKilled" else f"exited with code {code}"
-    line = telling_line(str(ended.get("message") or ""))
+    line = find_error_line(str(ended.get("message") or ""))
     return f"{how}: {line}" if line else how
 
 
-def telling_line(text: str) -> str:
-    """Return the last line that says what went wrong; the last line at all if none does."""
+def find_error_line(text: str) -> str:
+    """Return the last line that names an error; if there is none, the last line."""
     lines = [_ANSI.sub("", line).strip() for line in text.splitlines()]
-    lines = [line for line in lines if line and not _NOISE.search(line)]
-    telling = [line for line in lines if _TELLING.search(line)]
-    return (telling or lines or [""])[-1][:_LONGEST_LINE]
+    lines = [line for line in lines if line and not _NOISE_LINE.search(line)]
+    errors = [line for line in lines if _ERROR_LINE.search(line)]
+    return (errors or lines or [""])[-1][:_MAX_QUOTED_CHARACTERS]
 
 
-def _statuses(pod: Object) -> Iterator[Object]:
-    """Engine first: when it and a sidecar are in trouble, it is the one the user can do something about."""
-    status = pod.get("status") or {}
-    found = [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
-    yield from sorted(found, key=lambda one: one.get("name") != ENGINE_CONTAINER)
+def _container(pod_spec: Object, name: str) -> Object:
+    return next((one for one in pod_spec.get("containers") or [] if one.get("name") == name), {})
 
 
-def _condition(pod: Object, kind: str) -> Object:
-    conditions = (pod.get("status") or {}).get("conditions") or []
-    return next((one for one in conditions if one.get("type") == kind), {})
-
-
-def _failed_end(pod: Object, status: Object) -> Object | None:
-    """Return how a container ended that has not come up since. An init container comes up by ending well; the kubelet calls it started
-    while it runs. Sidecars are init containers that stay."""
-    name = str(status.get("name"))
-    init = (pod.get("spec") or {}).get("initContainers") or []
-    if any(one.get("name") == name and one.get("restartPolicy") != "Always" for one in init):
-        return last_failure(pod, name)
-    return None if status.get("ready") or status.get("started") else _last_end(status)
+def _follows_other_pod(ended: Object) -> bool:
+    """The agent writes this marker into the termination message, which is all that the kubelet keeps of a container."""
+    return WITH_THE_OTHERS in str(ended.get("message"))
 
 
 def _last_end(status: Object) -> Object | None:
-    """Return how the container ended last, unless it ended well (an init container that has done its work)."""
+    """Return how the container ended last; None if it ended well (an init container that has completed)."""
     for state in (status.get("state") or {}, status.get("lastState") or {}):
         ended: Object | None = state.get("terminated")
         if ended:
@@ -215,24 +284,11 @@ def _last_end(status: Object) -> Object | None:
     return None
 
 
-def _crash_kind(status: Object, failed_before: bool) -> str:
-    """The kubelet restarts a container at once the first time, and backs off when it ends again soon after."""
-    waiting = (status.get("state") or {}).get("waiting") or {}
-    return "crash" if failed_before or waiting.get("reason") == CRASH_REASON else "restart"
-
-
-def _times(status: Object) -> str:
+def _restarts(status: Object) -> str:
     count = int(status.get("restartCount", 0))
     return "restarted once" if count == 1 else f"restarted {count} times"
 
 
 def _pull_error(waiting: Object) -> str:
-    """The message of a back-off hides the cause behind it; both are bounded."""
-    return str(waiting.get("message") or waiting.get("reason"))[:_LONGEST_LINE]
-
-
-def _pod_failure(pod: Object) -> Trouble | None:
-    status = pod.get("status") or {}
-    if status.get("phase") != "Failed":
-        return None
-    return Trouble("crash", "pod", f"its pod failed: {status.get('reason') or ''} {status.get('message') or ''}".strip())
+    """Return the message if there is one; a back-off's message does not include the first error."""
+    return str(waiting.get("message") or waiting.get("reason"))[:_MAX_QUOTED_CHARACTERS]

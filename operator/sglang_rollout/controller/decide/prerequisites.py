@@ -1,109 +1,161 @@
-"""What a rollout needs of its cluster beyond plain Kubernetes, and what is said when it is not there. Pure."""
+"""What a rollout needs of its cluster beyond plain Kubernetes, and the message if it is missing. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
 
-from sglang_rollout.controller.decide.sentences import sentence
+from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.pod_template import ENGINE_CONTAINER
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.decide.messages import end_sentence
+from sglang_rollout.controller.decide.pods import Object, Pod
 from sglang_rollout.controller.render import quantity
 
-Object = dict[str, Any]
-
-_TRIED = timedelta(seconds=5)
+_RETRIES_BEFORE_ERROR = timedelta(seconds=5)
 _FAILED = " failed error: "
-"""Before it the controller names pod and StatefulSet."""
+"""The StatefulSet controller names pod and StatefulSet before this text."""
+_KUEUE_GATE_PREFIX = "kueue.x-k8s.io/"
+_DEFAULT_SCHEDULER = "default-scheduler"
 
 
 @dataclass(frozen=True)
 class LargestNode:
-    """The node that has most of a resource."""
+    """The node with the largest amount of a resource."""
 
     name: str
-    """Empty: there is no node."""
+    """Empty: the cluster has no node."""
     amount: int
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What was looked up. It is looked up only where it matters: for a rollout whose engines have no node yet."""
+    """Facts about the cluster. They are read only while they matter: for a rollout whose engines have no node yet."""
 
     queue_problem: str = ""
-    """Why the queue that the rollout names does not exist, as a sentence."""
+    """Why the queue named in the spec does not exist, as a sentence."""
     queue_stopped: str = ""
-    """Why the queue admits nobody, in Kueue's words."""
+    """Why the queue admits no workload, quoting Kueue."""
     gang_problem: str = ""
-    """Why PodGroups cannot be made, as a sentence."""
+    """Why PodGroups cannot be created, as a sentence."""
     largest: LargestNode | None = None
-    """The node with most GPUs; None: not known, for example because the operator may not list nodes."""
+    """The node with most GPUs; None if unknown, for example because the operator may not list nodes."""
     uncreated: Mapping[str, str] = field(default_factory=dict)
-    """Why pods of engines cannot be made, in their controller's words, by engine."""
+    """Why pods of engines cannot be created, quoting the StatefulSet controller, by engine."""
 
 
-def queue_problem(name: str, namespace: str, *, installed: bool) -> str:
-    """Return why a queue cannot be waited in."""
+def describe_missing_queue(name: str, namespace: str, *, installed: bool) -> str:
+    """Return why the LocalQueue ``name`` does not exist; ``installed`` is whether the cluster has Kueue."""
     if not installed:
         return (
             f"spec.scheduling.queueName is {name}, and this cluster has no Kueue (no API group kueue.x-k8s.io): install it, or remove"
             " queueName."
         )
     return (
-        f"spec.scheduling.queueName is {name}, and namespace {namespace} has no LocalQueue of that name: make it, or name one of"
+        f"spec.scheduling.queueName is {name}, and namespace {namespace} has no LocalQueue of that name: create it, or name one of"
         " `kubectl get localqueues`."
     )
 
 
-def queue_stopped(local_queue: Object) -> str:
-    """Return why a LocalQueue admits nobody; empty if it does."""
+def find_queue_stop(local_queue: Object) -> str:
+    """Return why a LocalQueue is stopped, quoting Kueue; empty if it is active."""
     conditions = (local_queue.get("status") or {}).get("conditions") or []
     active: Object = next((one for one in conditions if one.get("type") == "Active"), {})
     return str(active.get("message") or active.get("reason") or "") if active.get("status") == "False" else ""
 
 
-def gang_problem(said: str = "") -> str:
-    """Return why PodGroups cannot be made; ``said`` is the API server's refusal, if it knows them."""
-    if said:
-        return sentence(f"spec.scheduling.gang needs PodGroups, and the operator may not use them: {said}")
+def describe_gang_problem(refusal: str = "") -> str:
+    """Return why PodGroups cannot be created; ``refusal`` is the API server's message if it knows the kind."""
+    if refusal:
+        return end_sentence(f"spec.scheduling.gang needs PodGroups, and the operator may not use them: {refusal}")
     return (
         "spec.scheduling.gang needs PodGroups (scheduling.x-k8s.io/v1alpha1), which this cluster does not know: install a scheduler"
-        " with coscheduling and its definitions, or remove gang."
+        " with coscheduling and its CRDs, or remove gang."
     )
 
 
-def uncreated(events: Iterable[Object], engines: Mapping[str, Object]) -> dict[str, str]:
-    """Return why pods of these StatefulSets cannot be made, by their Events of the reason FailedCreate.
+def find_creation_errors(events: Iterable[Object], statefulsets: Iterable[Object]) -> dict[str, str]:
+    """Return why pods of these StatefulSets cannot be created, from Events with the reason FailedCreate.
 
-    Not what ended after some seconds: what a pod needs may become known to the API server a moment after the StatefulSet.
+    Errors that ended within seconds are ignored, because the API server may learn of what a pod needs a moment after it
+    learns of the StatefulSet.
     """
+    uids = {live["metadata"]["name"]: live["metadata"].get("uid") for live in statefulsets}
     found: dict[str, list[tuple[datetime, datetime, str]]] = {}
     for event in events:
-        about, (first, last) = event.get("involvedObject") or {}, _times(event)
-        live = engines.get(str(about.get("name")))
-        if live is not None and about.get("uid") == live["metadata"].get("uid"):
-            found.setdefault(live["metadata"]["name"], []).append((last, first, str(event.get("message"))))
+        about, (first, last) = event.get("involvedObject") or {}, _event_times(event)
+        name = str(about.get("name"))
+        if name in uids and about.get("uid") == uids[name]:
+            found.setdefault(name, []).append((last, first, str(event.get("message"))))
     return {
-        engine: max(told)[2].rpartition(_FAILED)[2]
-        for engine, told in found.items()
-        if max(told)[0] - min(first for _, first, _ in told) >= _TRIED
+        engine: max(errors)[2].rpartition(_FAILED)[2]
+        for engine, errors in found.items()
+        if max(errors)[0] - min(first for _, first, _ in errors) >= _RETRIES_BEFORE_ERROR
     }
 
 
-def _times(event: Object) -> tuple[datetime, datetime]:
-    """When it was told first, and when last; Events of another API have but one time."""
+def _event_times(event: Object) -> tuple[datetime, datetime]:
+    """Return first and last time; Events of events.k8s.io have only one."""
     once = event.get("eventTime") or (event.get("metadata") or {}).get("creationTimestamp")
     first, last = (datetime.fromisoformat(str(event.get(key) or once)) for key in ("firstTimestamp", "lastTimestamp"))
     return first, last
 
 
-def largest_node(nodes: Iterable[Object], resource: str) -> LargestNode:
+def find_largest_node(nodes: Iterable[Object], resource: str) -> LargestNode:
     """Return the node with the largest allocatable amount of ``resource``."""
-    amounts = [(_amount(node, resource), str(node["metadata"]["name"])) for node in nodes]
+    amounts = [(_allocatable(node, resource), str(node["metadata"]["name"])) for node in nodes]
     amount, name = max(amounts, default=(0, ""))
     return LargestNode(name, amount)
 
 
-def _amount(node: Object, resource: str) -> int:
-    allocatable = (node.get("status") or {}).get("allocatable") or {}
-    return int(quantity.parse(allocatable.get(resource)) or 0)
+def explain_missing_node(pod: Pod, cluster: Cluster, rollout: SGLangRollout) -> tuple[Reason, str] | None:
+    """Return why a pod has no node, where the default scheduler does not say it.
+
+    Returns:
+        Reason and message; None if the pod has a node, or if only the default scheduler can tell.
+    """
+    if pod.node:
+        return None
+    if too_large := _describe_oversize(pod, cluster, rollout.spec.engine.gpu_resource):
+        return Reason.INSUFFICIENT_CAPACITY, too_large
+    gates = [str(gate.get("name")) for gate in pod.spec.get("schedulingGates") or []]
+    if any(gate.startswith(_KUEUE_GATE_PREFIX) for gate in gates):
+        return Reason.WAITING_FOR_QUEUE, _describe_queueing(cluster, rollout.spec.scheduling.queue_name)
+    if gates:
+        return Reason.PODS_NOT_READY, f"its pod is held back by the scheduling gate {', '.join(gates)}."
+    scheduler = str(pod.spec.get("schedulerName") or _DEFAULT_SCHEDULER)
+    if scheduler != _DEFAULT_SCHEDULER and not pod.status.get("conditions"):
+        return Reason.PODS_NOT_READY, f"no scheduler has looked at its pod yet; it waits for {scheduler}. Is that scheduler running?"
+    return None
+
+
+def _describe_queueing(cluster: Cluster, name: str | None) -> str:
+    queue = f"queue {name}" if name else "its queue"
+    if cluster.queue_stopped:
+        return end_sentence(f"it waits in {queue}, which is stopped: {cluster.queue_stopped}")
+    return f"it waits in {queue} until there is quota for all of its pods."
+
+
+def _describe_oversize(pod: Pod, cluster: Cluster, gpu_resource: str) -> str:
+    """Return the message for a pod that no node can ever take. Neither scheduler nor queue can tell this."""
+    containers: list[Object] = pod.spec.get("containers") or []
+    engine: Object = next((one for one in containers if one.get("name") == ENGINE_CONTAINER), {})
+    asked = _amount(((engine.get("resources") or {}).get("limits") or {}).get(gpu_resource))
+    largest = cluster.largest
+    if largest is None or asked <= largest.amount:
+        return ""
+    if largest.amount == 0:
+        return f"no node offers {gpu_resource} now. Is its device plugin running?"
+    return (
+        f"its pod asks for {asked} {gpu_resource}, and no node has so many: the largest, {largest.name}, has {largest.amount}."
+        " Ask for fewer GPUs per pod, or add a larger node."
+    )
+
+
+def _allocatable(node: Object, resource: str) -> int:
+    return _amount(((node.get("status") or {}).get("allocatable") or {}).get(resource))
+
+
+def _amount(value: object) -> int:
+    return int(quantity.parse(value) or 0)

@@ -1,4 +1,4 @@
-"""What to report about a fleet: a pure function of what was observed. Says why, as a constant and as a sentence."""
+"""Build the complete status of a rollout from what was observed. Pure."""
 
 from __future__ import annotations
 
@@ -19,94 +19,92 @@ from sglang_rollout.api.status import (
     RolloutStatus,
     WeightsStatus,
 )
-from sglang_rollout.controller.decide.conditions import findings, invalid_findings
-from sglang_rollout.controller.decide.engine_status import EngineView, engine_views, version_text
-from sglang_rollout.controller.decide.facts import Facts, Failure
-from sglang_rollout.controller.decide.node_avoidance import avoidance
-from sglang_rollout.controller.decide.prefetch import prefetch_status
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.conditions import FleetSummary, describe_invalid_spec, evaluate_conditions
+from sglang_rollout.controller.decide.engine_status import EngineReport, format_version, report_engines
+from sglang_rollout.controller.decide.node_avoidance import decide_avoidance
+from sglang_rollout.controller.decide.plan import Failure
+from sglang_rollout.controller.decide.prefetch import build_prefetch_status
+from sglang_rollout.controller.decide.view import FleetView, holds_committed
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.wire.ports import FLEET, FRONT_PORT
-from sglang_rollout.wire.record import EngineRow, Record
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.weights import Version
 
-_LONGEST_MESSAGE = 2000
+_MAX_MESSAGE_CHARACTERS = 2000
 
 
-def build_status(world: World, settings: Settings, now: str, failure: Failure | None = None) -> dict[str, Any]:
+def build_status(fleet: FleetView, now: str, failure: Failure | None = None) -> dict[str, Any]:
     """Return the complete status.
 
-    ``now`` (RFC 3339) is used only for the ``lastTransitionTime`` of conditions whose status changed and for nodes that are
-    avoided, so that an unchanged fleet has an unchanged status. ``failure`` is why the plan could not be carried out.
+    Args:
+        fleet: The view of the rollout.
+        now: Time (RFC 3339) for avoided nodes and for the ``lastTransitionTime`` of conditions whose status changed. The status
+            of an unchanged fleet stays the same.
+        failure: Why the plan could not be carried out.
     """
-    del settings  # nothing the operator was started with is reported; the parameter keeps the signature beside plan()
-    metadata = world.cr["metadata"]
-    previous = (world.cr.get("status") or {}).get("conditions") or []
-    generation = int(metadata.get("generation", 0))
-    if world.rollout is None:
-        found = invalid_findings(world.invalid)
-        made = conditions(found, previous, generation=generation, now=now)
-        return _dump(RolloutStatus(observed_generation=generation, selector=names.selector_string(metadata["name"]), conditions=made))
-    views = engine_views(world)
-    nodes = avoidance(world, now)
-    facts = Facts.of(world, views, failure, nodes.nodes)
+    generation = int(fleet.cr["metadata"].get("generation", 0))
+    rollout, previous = fleet.rollout, fleet.previous.get("conditions") or []
+    if rollout is None:
+        found = conditions(describe_invalid_spec(fleet.invalid), previous, generation=generation, now=now)
+        return _dump(RolloutStatus(observed_generation=generation, selector=names.selector_string(fleet.name), conditions=found))
+    reports, nodes, prefetch = report_engines(fleet), decide_avoidance(fleet, now), build_prefetch_status(fleet)
+    summary = FleetSummary(fleet, reports, failure, nodes.nodes, prefetch)
     return _dump(
         RolloutStatus(
             observed_generation=generation,
-            replicas=len(world.engines()),
-            ready_replicas=facts.serving,
-            updated_replicas=sum(view.row.updated for view in facts.wanted),
-            ready=f"{facts.serving}/{world.rollout.spec.engines}",
-            base=world.rollout.spec.base if world.rollout.spec.elastic else None,
-            selector=names.selector_string(metadata["name"], pods=world.rollout.spec.engine.pods),
-            conditions=conditions(findings(facts), previous, generation=generation, now=now),
-            engines=_rows(views),
-            weights=_weights(world),
-            adapters=_adapters(world),
+            replicas=len(fleet.existing),
+            ready_replicas=summary.serving_count,
+            updated_replicas=sum(report.status.updated for report in summary.wanted),
+            ready=f"{summary.serving_count}/{rollout.spec.engines}",
+            base=rollout.spec.base if rollout.spec.elastic else None,
+            selector=names.selector_string(fleet.name, pods=rollout.spec.engine.pods),
+            conditions=conditions(evaluate_conditions(summary), previous, generation=generation, now=now),
+            engines=_select_rows(reports),
+            weights=_build_weights(fleet),
+            adapters=_build_adapters(fleet),
             avoided_nodes=list(nodes.nodes) or None,
             node_failures=list(nodes.failures) or None,
-            prefetch=prefetch_status(world),
-            endpoints=_endpoints(world),
+            prefetch=prefetch,
+            endpoints=_build_endpoints(fleet),
         )
     )
 
 
 def _dump(status: RolloutStatus) -> dict[str, Any]:
-    made = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-    for condition in made["conditions"]:
-        condition["message"] = condition["message"][:_LONGEST_MESSAGE]
-    return made
+    dumped = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    for condition in dumped["conditions"]:
+        condition["message"] = condition["message"][:_MAX_MESSAGE_CHARACTERS]
+    return dumped
 
 
-def _rows(views: Sequence[EngineView]) -> list[EngineStatus]:
-    """Bounded; in a big fleet those that need attention come first."""
-    rows = [view.row for view in views]
+def _select_rows(reports: Sequence[EngineReport]) -> list[EngineStatus]:
+    """Return at most ``MAX_ENGINE_ROWS`` rows; of a larger fleet, engines that do not serve come first."""
+    rows = [report.status for report in reports]
     if len(rows) > MAX_ENGINE_ROWS:
         rows.sort(key=lambda row: row.phase is EnginePhase.SERVING)
     return rows[:MAX_ENGINE_ROWS]
 
 
-def _weights(world: World) -> WeightsStatus | None:
-    record = world.record
+def _build_weights(fleet: FleetView) -> WeightsStatus | None:
+    record = fleet.record
     if record is None:
         return None
     last = record.last_update
     serving = sorted({(row.version.run, row.version.step): row.version for row in record.engines if row.gate_open and row.version}.items())
     return WeightsStatus(
-        committed_version=version_text(record.committed),
+        committed_version=format_version(record.committed),
         run=record.committed.run,
         step=record.committed.step,
         epoch=record.epoch,
         world_size=record.world_size,
-        oldest_serving=version_text(serving[0][1]) if serving else None,
-        newest_serving=version_text(serving[-1][1]) if serving else None,
-        skew=_behind(record, serving[0][1]) if serving else 0,
-        stale=sum(row.boot_id is not None and not _holds(record, row) for row in record.engines),
+        oldest_serving=format_version(serving[0][1]) if serving else None,
+        newest_serving=format_version(serving[-1][1]) if serving else None,
+        skew=_count_newer(record, serving[0][1]) if serving else 0,
+        stale=sum(row.boot_id is not None and not holds_committed(record, row) for row in record.engines),
         last_update=None
         if last is None
         else LastUpdate(
-            version=version_text(last.version),
+            version=format_version(last.version),
             outcome=last.outcome.value,
             reason=last.reason,
             finished=last.finished,
@@ -116,32 +114,26 @@ def _weights(world: World) -> WeightsStatus | None:
     )
 
 
-def _adapters(world: World) -> list[AdapterStatus]:
-    """Clipped: a record may hold what status has no room for, and each row needs a name of its own."""
-    rows = {row.name[:MAX_ADAPTER_NAME]: row for row in reversed(world.record.adapters)} if world.record is not None else {}
+def _build_adapters(fleet: FleetView) -> list[AdapterStatus]:
+    """Return the adapters, shortened to the limits of the status. Rows have unique names."""
+    rows = {row.name[:MAX_ADAPTER_NAME]: row for row in reversed(fleet.record.adapters)} if fleet.record is not None else {}
     return [
         AdapterStatus(
             name=name,
             path=row.path[:MAX_ADAPTER_PATH],
             loaded=row.loaded,
             wanted=row.wanted,
-            reason=row.reason[:_LONGEST_MESSAGE],
+            reason=row.reason[:_MAX_MESSAGE_CHARACTERS],
         )
         for name, row in list(reversed(rows.items()))[:MAX_ADAPTERS]
     ]
 
 
-def _behind(record: Record, version: Version) -> int:
-    """How many commits of those that may be served came after ``version``."""
+def _count_newer(record: Record, version: Version) -> int:
+    """Return how many servable versions were committed after ``version``."""
     return sum((newer.run, newer.step) > (version.run, version.step) for newer in record.history)
 
 
-def _holds(record: Record, row: EngineRow) -> bool:
-    held = row.version if row.state is EngineState.CLEAN else None
-    return held is not None and (held.run, held.step) == (record.committed.run, record.committed.step)
-
-
-def _endpoints(world: World) -> Endpoints:
-    metadata = world.cr["metadata"]
-    url = names.public_url(metadata["name"], metadata.get("namespace", "default"), FRONT_PORT)
+def _build_endpoints(fleet: FleetView) -> Endpoints:
+    url = names.public_url(fleet.name, fleet.cr["metadata"].get("namespace", "default"), FRONT_PORT)
     return Endpoints(url=url, discovery=url + FLEET)

@@ -1,4 +1,4 @@
-"""Which Kubernetes Events a change of status is worth: what a person wants to read in ``kubectl describe``. Pure."""
+"""Which Kubernetes Events a change of status deserves: what a person reads in ``kubectl describe``. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,33 @@ from typing import Any, Literal
 
 from sglang_rollout.api.conditions import ConditionType, Reason, find
 from sglang_rollout.api.status import EnginePhase
-from sglang_rollout.controller.decide.sentences import LENT, partly, sentence
+from sglang_rollout.controller.decide.messages import describe_partial_commit, end_sentence
 
 Status = Mapping[str, Any]
 
-_HELD: Mapping[str, str] = {
-    Reason.PAUSED: "Paused by spec.state: engines stop generating, weight updates are taken.",
+_HELD_BY_SPEC: Mapping[str, str] = {
+    Reason.PAUSED: "Paused by spec.state: engines stop generating, weight updates are accepted.",
     Reason.ASLEEP: "Asleep by spec.state: engines release their memory.",
 }
-"""Said when it begins; how far it has come is in the condition. A sleep for the trainer is in the condition only: each step of a
-training brings one."""
-_WOULD_SERVE = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
-"""Phases of an engine that serves again by itself; nothing was lost."""
-
-
-_BESIDE_UPDATES = (ConditionType.PROGRESSING, ConditionType.ROUTER_READY, ConditionType.WAITING_FOR_WEIGHTS, ConditionType.DEGRADED)
-"""Aspects that a weight update leaves alone, if nothing else happens."""
+"""Messages for the start of a pause or sleep; the condition shows its progress. A sleep for the trainer gets no Event, because
+every training step brings one."""
+_RETURNS_BY_ITSELF = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
+"""Phases of an engine that serves again without help."""
+_UNCHANGED_BY_STEPS = (ConditionType.PROGRESSING, ConditionType.ROUTER_READY, ConditionType.WAITING_FOR_WEIGHTS, ConditionType.DEGRADED)
+"""Conditions that a training step without incidents does not change."""
+_REPORTED_REASONS = frozenset(
+    {
+        Reason.APPLY_FAILED,
+        Reason.NAME_TAKEN,
+        Reason.INVALID_SPEC,
+        Reason.INSUFFICIENT_CAPACITY,
+        Reason.QUEUE_NOT_FOUND,
+        Reason.GANG_NOT_POSSIBLE,
+        Reason.ROUTER_NOT_READY,
+        Reason.TRAINER_LOST,
+    }
+)
+"""Reasons of a false ``Ready`` that get an Event."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +45,36 @@ class EventToPost:
     reason: str
     message: str
     key: str
-    """Two events with one key are one Event object over time: the newer message replaces the older, and the count
-    grows."""
+    """Events with the same key are one Event object: the newest message replaces the others, and the count grows."""
 
 
-def transitions(old: Status | None, new: Status) -> list[EventToPost]:
-    """Return the Events for the change from ``old`` to ``new``; none if nothing changed that anybody would want to
-    know."""
+def find_events(old: Status | None, new: Status) -> list[EventToPost]:
+    """Return the Events for the change from ``old`` to ``new``; none if the change interests no person."""
     if not old:
-        return [_conditions_first(new)]
-    return [*_engines(old, new), *_weights(old, new), *_rolling(old, new), *_nodes(old, new), *_ready(old, new)]
+        return [_first_event(new)]
+    return [
+        *_engine_events(old, new),
+        *_weight_events(old, new),
+        *_rolling_update_events(old, new),
+        *_node_events(old, new),
+        *_ready_events(old, new),
+    ]
 
 
-def _conditions_first(new: Status) -> EventToPost:
+def _first_event(new: Status) -> EventToPost:
     ready = find(new, ConditionType.READY)
     if ready.get("reason") == Reason.INVALID_SPEC:
         return EventToPost("Warning", "InvalidSpec", str(ready.get("message")), "InvalidSpec")
-    return EventToPost("Normal", "Accepted", f"The fleet is being made; its URL is {new.get('endpoints', {}).get('url')}.", "Accepted")
+    return EventToPost("Normal", "Accepted", f"The fleet is being created; its URL is {new.get('endpoints', {}).get('url')}.", "Accepted")
 
 
-def _engines(old: Status, new: Status) -> Iterator[EventToPost]:
+def _engine_events(old: Status, new: Status) -> Iterator[EventToPost]:
     before = {row["name"]: row for row in old.get("engines", [])}
     for row in new.get("engines", []):
         name, phase = row["name"], row["phase"]
         earlier = before.get(name, {})
-        served = _served(old, earlier)
-        if (phase, _served(new, row)) == (earlier.get("phase"), served):
+        served = _has_served(old, earlier)
+        if (phase, _has_served(new, row)) == (earlier.get("phase"), served):
             continue
         if phase == EnginePhase.SERVING:
             if not served:
@@ -69,27 +84,28 @@ def _engines(old: Status, new: Status) -> Iterator[EventToPost]:
             yield EventToPost("Warning", "EngineFailed", f"Engine {name}: {row.get('reason', '')}", f"EngineFailed/{name}")
         elif served and phase == EnginePhase.STOPPING:
             yield EventToPost("Normal", "EngineStopping", f"Engine {name}: {row.get('reason', '')}", f"EngineStopping/{name}")
-        elif served and phase not in _WOULD_SERVE and not _waits_for_router(new, row):
-            yield EventToPost("Warning", "EngineLost", f"Engine {name} serves no more: {row.get('reason', '')}", f"EngineLost/{name}")
+        elif served and phase not in _RETURNS_BY_ITSELF and not _waits_for_router(new, row):
+            yield EventToPost("Warning", "EngineLost", f"Engine {name} no longer serves: {row.get('reason', '')}", f"EngineLost/{name}")
 
 
 def _waits_for_router(status: Status, row: Mapping[str, Any]) -> bool:
-    """Whether the engine is up and only the router is not, so that nobody can say how it is. One Event tells of the
-    router; one for each engine would call all of them lost."""
+    """Return True if the engine is up and the router is not, so that the engine's state is unknown.
+
+    One Event reports the router; an Event per engine would call all of them lost.
+    """
     return row.get("phase") == EnginePhase.WAITING and find(status, ConditionType.ROUTER_READY).get("status") != "True"
 
 
-def _served(status: Status, row: Mapping[str, Any]) -> bool:
-    """Whether the engine served, or did when the router was last there to say so, or before the update or the pause that is under
-    way: what every step of a training brings is no news."""
-    if row.get("phase") in _WOULD_SERVE:
+def _has_served(status: Status, row: Mapping[str, Any]) -> bool:
+    """Return True if the engine serves, or did before the present interruption: an update, a pause, a sleep, an absent router."""
+    if row.get("phase") in _RETURNS_BY_ITSELF:
         return not row.get("lost")
     if not _waits_for_router(status, row):
         return row.get("phase") == EnginePhase.SERVING
     return row.get("weights") == "clean" and row.get("version") == (status.get("weights") or {}).get("committedVersion")
 
 
-def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
+def _weight_events(old: Status, new: Status) -> Iterator[EventToPost]:
     before, after = old.get("weights") or {}, new.get("weights") or {}
     if not after:
         return
@@ -98,85 +114,72 @@ def _weights(old: Status, new: Status) -> Iterator[EventToPost]:
     if before and moved:
         if before["run"] not in {0, after["run"]}:
             message = (
-                f"A trainer started anew: run {after['run']} begins at version {committed};"
+                f"A trainer began a new run: run {after['run']} begins at version {committed};"
                 f" run {before['run']} ended at {before['committedVersion']}."
             )
             yield EventToPost("Normal", "NewRun", message, "NewRun")
-        yield EventToPost(
-            "Normal",
-            "WeightsCommitted",
-            f"The fleet serves version {committed} (run {after['run']}).",
-            "WeightsCommitted",
-        )
+        message = f"The fleet serves version {committed} (run {after['run']})."
+        yield EventToPost("Normal", "WeightsCommitted", message, "WeightsCommitted")
     last = after.get("lastUpdate")
-    if not last or last == before.get("lastUpdate"):
-        return
+    if last and last != before.get("lastUpdate"):
+        yield from _update_events(last)
+
+
+def _update_events(last: Mapping[str, Any]) -> Iterator[EventToPost]:
+    """Yield a Warning for an update that did not commit on all engines."""
     if last["outcome"] == "Partial":
-        message = partly(last["version"], last.get("engines", 0), last.get("reason", ""))
+        message = describe_partial_commit(last["version"], last.get("engines", 0), last.get("reason", ""))
         yield EventToPost("Warning", "WeightsPartlyCommitted", message, "WeightsPartlyCommitted")
     elif last["outcome"] == "Aborted":
         message = f"The fleet keeps the weights it had: {last.get('reason') or 'no reason given'}"
-        yield EventToPost("Warning", "WeightUpdateAborted", sentence(message), "WeightUpdateAborted")
+        yield EventToPost("Warning", "WeightUpdateAborted", end_sentence(message), "WeightUpdateAborted")
     elif last["outcome"] != "Committed":
         message = f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
-        yield EventToPost("Warning", "WeightUpdateFailed", sentence(message), "WeightUpdateFailed")
+        yield EventToPost("Warning", "WeightUpdateFailed", end_sentence(message), "WeightUpdateFailed")
 
 
-def _rolling(old: Status, new: Status) -> Iterator[EventToPost]:
+def _rolling_update_events(old: Status, new: Status) -> Iterator[EventToPost]:
     before, after = find(old, ConditionType.PROGRESSING), find(new, ConditionType.PROGRESSING)
-    was, now = before.get("reason") == Reason.UPDATING, after.get("reason") == Reason.UPDATING
-    if now and not was:
+    was_updating, is_updating = before.get("reason") == Reason.UPDATING, after.get("reason") == Reason.UPDATING
+    if is_updating and not was_updating:
         yield EventToPost("Normal", "RollingUpdateStarted", str(after.get("message")), "RollingUpdateStarted")
-    if was and not now:
+    if was_updating and not is_updating:
         yield EventToPost("Normal", "RollingUpdateFinished", "All engines are made from the current spec.", "RollingUpdateFinished")
 
 
-def _nodes(old: Status, new: Status) -> Iterator[EventToPost]:
+def _node_events(old: Status, new: Status) -> Iterator[EventToPost]:
     before, after = ({row["node"]: row for row in status.get("avoidedNodes") or []} for status in (old, new))
     for node in sorted(after.keys() - before.keys()):
         message = f"Node {node} is avoided until {after[node]['until']}: {after[node]['reason']}"
         yield EventToPost("Warning", "NodeAvoided", message, f"NodeAvoided/{node}")
     for node in sorted(before.keys() - after.keys()):
-        yield EventToPost("Normal", "NodeAllowedAgain", f"Node {node} may be used by engines again.", f"NodeAllowedAgain/{node}")
+        yield EventToPost("Normal", "NodeAllowedAgain", f"Engines may use node {node} again.", f"NodeAllowedAgain/{node}")
 
 
-def _ready(old: Status, new: Status) -> Iterator[EventToPost]:
+def _ready_events(old: Status, new: Status) -> Iterator[EventToPost]:
     before, after = find(old, ConditionType.READY), find(new, ConditionType.READY)
-    same = (before.get("status"), before.get("reason")) == (after.get("status"), after.get("reason"))
-    if (same and _lent(before) == _lent(after)) or _lent(after):
+    reason = str(after.get("reason"))
+    is_same = (before.get("status"), before.get("reason")) == (after.get("status"), reason)
+    if is_same or reason == Reason.ASLEEP_FOR_TRAINER:
         return
     if after.get("status") == "True":
         if not _only_stepped(old):
             yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
-    elif held := _HELD.get(str(after.get("reason"))):
-        yield EventToPost("Normal", str(after["reason"]), held, str(after["reason"]))
-    elif after.get("reason") in {
-        Reason.APPLY_FAILED,
-        Reason.NAME_TAKEN,
-        Reason.INVALID_SPEC,
-        Reason.INSUFFICIENT_CAPACITY,
-        Reason.QUEUE_NOT_FOUND,
-        Reason.GANG_NOT_POSSIBLE,
-        Reason.ROUTER_NOT_READY,
-        Reason.TRAINER_LOST,
-    }:
-        if before.get("status") is None and after.get("reason") == Reason.ROUTER_NOT_READY:
-            return
-        kind: Literal["Normal", "Warning"] = (
-            "Normal" if after.get("reason") == Reason.ROUTER_NOT_READY and before.get("status") == "False" else "Warning"
-        )
-        yield EventToPost(kind, str(after["reason"]), str(after.get("message")), f"NotReady/{after['reason']}")
-
-
-def _lent(ready: Status) -> bool:
-    """Whether the fleet sleeps for its trainer."""
-    return ready.get("reason") == Reason.ASLEEP and str(ready.get("message")).startswith(LENT)
+    elif reason in _HELD_BY_SPEC:
+        yield EventToPost("Normal", reason, _HELD_BY_SPEC[reason], reason)
+    elif reason == Reason.ROUTER_NOT_READY and before.get("status") is None:
+        return
+    elif reason in _REPORTED_REASONS:
+        is_expected = reason == Reason.ROUTER_NOT_READY and before.get("status") == "False"
+        yield EventToPost("Normal" if is_expected else "Warning", reason, str(after.get("message")), f"NotReady/{reason}")
 
 
 def _only_stepped(status: Status) -> bool:
-    """Whether nothing but what every step of a training brings has kept the fleet from being Ready: a weight update, or a sleep for the
-    trainer. An update also takes in engines that were lost before it: then another aspect has changed since."""
+    """Return True if only a training step kept the fleet from being Ready: a weight update, or a sleep for the trainer.
+
+    An update also recovers engines that were lost before it. Then another condition has changed since.
+    """
     ready = find(status, ConditionType.READY)
-    if ready.get("reason") != Reason.UPDATING_WEIGHTS and not _lent(ready):
+    if ready.get("reason") not in {Reason.UPDATING_WEIGHTS, Reason.ASLEEP_FOR_TRAINER}:
         return False
-    return all(find(status, kind).get("lastTransitionTime", "") < ready["lastTransitionTime"] for kind in _BESIDE_UPDATES)
+    return all(find(status, kind).get("lastTransitionTime", "") < ready["lastTransitionTime"] for kind in _UNCHANGED_BY_STEPS)

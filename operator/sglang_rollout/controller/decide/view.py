@@ -1,8 +1,11 @@
-"""What was observed of one SGLangRollout, as plain data: the input of every decision."""
+"""Join everything observed of one rollout, once, into the view that every decision reads.
+
+``observe`` builds a :class:`FleetView`; plan, status, conditions, node avoidance and elastic read it. Nothing here decides. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -11,150 +14,301 @@ from typing import Any
 import pydantic
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide import pods
-from sglang_rollout.controller.decide.pod_shapes import misfit
+from sglang_rollout.controller.decide.messages import end_sentence
+from sglang_rollout.controller.decide.pod_shapes import find_misfit
+from sglang_rollout.controller.decide.pods import Object, Pod, count_designed_pods
 from sglang_rollout.controller.decide.prerequisites import Cluster
-from sglang_rollout.controller.decide.sentences import sentence
 from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.hashing import revision, revisions
 from sglang_rollout.wire.record import EngineRow, Record
+from sglang_rollout.wire.states import FleetState
+from sglang_rollout.wire.weights import EngineState
 
-Object = dict[str, Any]
 Key = tuple[str, str]
+"""Kind and name of a child."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineView:
+    """One engine that is wanted or still exists: its StatefulSet, pods, and rows of record and status."""
+
+    index: int
+    name: str
+    """Name of the engine and of its StatefulSet."""
+    is_wanted: bool
+    """False if the engine is being removed."""
+    is_surplus: bool
+    """True if the engine is wanted in addition to ``elastic.base``."""
+    revision: str
+    """Revision that the current spec asks for."""
+    statefulset: Object | None
+    """The live StatefulSet."""
+    pods: tuple[Pod, ...]
+    """Live pods, by rank."""
+    row: EngineRow | None
+    """The coordinator's record of the engine."""
+    previous: Mapping[str, Any]
+    """Row of the engine in the last status; empty if there is none."""
+    creation_error: str
+    """Why its pods cannot be created, quoting the StatefulSet controller; empty if no such error is known."""
+    holds_committed: bool
+    """True if the coordinator has recorded that the engine holds all of the committed version."""
+    is_serving: bool
+    """True if the pods are ready, the router runs and the coordinator has recorded an open gate.
+
+    The record alone does not suffice, because it describes the engine at the coordinator's last look. Without a running
+    router, no engine serves.
+    """
+    is_paused_by_spec: bool
+    """True if ``spec.state: Paused`` is the only reason why the engine does not serve."""
+
+    @cached_property
+    def size(self) -> int:
+        """Number of pods that the engine was made for. The current spec may want another number."""
+        return count_designed_pods(self.statefulset) if self.statefulset else 1
+
+    @cached_property
+    def head_pod(self) -> Pod | None:
+        """The pod that answers requests."""
+        head = names.engine_pod(self.name)
+        return next((pod for pod in self.pods if pod.name == head), None)
+
+    @cached_property
+    def is_ready(self) -> bool:
+        """True if all pods exist and are ready."""
+        return _is_ready(self.pods, self.size)
+
+    @cached_property
+    def has_nodes(self) -> bool:
+        """True if all pods exist and have a node."""
+        return len(self.pods) == self.size and all(pod.node for pod in self.pods)
+
+    @cached_property
+    def lacks_pods(self) -> bool:
+        """True if pods are missing although the StatefulSet controller has acted: it reports how many it has created."""
+        created = _status(self.statefulset).get("replicas")
+        return created is not None and max(created, len(self.pods)) < self.size
+
+    @cached_property
+    def is_observed(self) -> bool:
+        """True if the StatefulSet controller has seen the newest template. Before that it would recreate a pod from the old one."""
+        return _is_observed(self.statefulset)
+
+    @cached_property
+    def is_up_to_date(self) -> bool:
+        """True if the engine has pods, all from the current revision."""
+        return bool(self.pods) and all(pod.revision == self.revision for pod in self.pods)
 
 
 @dataclass(frozen=True)
-class World:
-    """Everything that a decision may look at."""
+class FleetView:
+    """Everything that a decision about one rollout may read."""
 
     cr: Object
-    """The custom resource as it is in the API server."""
+    """The custom resource as the API server returned it."""
     rollout: SGLangRollout | None
-    """The same, parsed; None if it cannot be read."""
+    """The parsed custom resource; None if it is invalid."""
     invalid: str = ""
-    """Why it cannot be read, as a sentence."""
+    """Why the custom resource is invalid, as a sentence."""
     children: Mapping[Key, Object] = field(default_factory=dict)
-    """Live objects with the rollout's label, by (kind, name)."""
-    pods: Mapping[str, Object] = field(default_factory=dict)
+    """Live objects with the rollout's label, by kind and name."""
+    pods: Mapping[str, Pod] = field(default_factory=dict)
     """Live pods with the rollout's label, by name."""
     record: Record | None = None
-    """What the coordinator has recorded; None before it has."""
+    """The coordinator's record; None before the coordinator has written one."""
     record_problem: str = ""
-    """Why the coordinator's record cannot be read, as a sentence."""
+    """Why the record cannot be read, as a sentence."""
     cluster: Cluster = field(default_factory=Cluster)
-    """What the cluster has for it beyond plain Kubernetes."""
+    """Facts about the cluster beyond the rollout's own objects."""
+
+    @property
+    def name(self) -> str:
+        """Name of the rollout."""
+        return str(self.cr["metadata"]["name"])
 
     @property
     def uid(self) -> str:
-        """Identity of the custom resource."""
-        return str(self.cr.get("metadata", {}).get("uid", ""))
+        """UID of the custom resource."""
+        return str(self.cr["metadata"].get("uid", ""))
 
     @property
-    def deleting(self) -> bool:
-        """Whether the custom resource is being deleted: its children go by their owner references."""
-        return bool(self.cr.get("metadata", {}).get("deletionTimestamp"))
+    def is_being_deleted(self) -> bool:
+        """True if the custom resource is being deleted. Owner references remove its children."""
+        return bool(self.cr["metadata"].get("deletionTimestamp"))
+
+    @property
+    def previous(self) -> Mapping[str, Any]:
+        """The last status that was written."""
+        return _status(self.cr)
 
     @cached_property
-    def avoided(self) -> tuple[str, ...]:
-        """Nodes that engines are kept off, in order. Of the status nothing but this memory is read back: pods do not tell why they
-        were moved. What was decided is thus acted on only after it was written down."""
-        return tuple(sorted(str(row["node"]) for row in (self.cr.get("status") or {}).get("avoidedNodes") or []))
+    def avoided_nodes(self) -> tuple[str, ...]:
+        """Nodes that engines must not use, sorted.
+
+        Read from the status, because pods do not tell why they were moved. So a decision takes effect only after it was
+        written down.
+        """
+        return tuple(sorted(str(row["node"]) for row in self.previous.get("avoidedNodes") or []))
+
+    @cached_property
+    def engines(self) -> tuple[EngineView, ...]:
+        """Wanted engines by index, then those being removed by index; none if the custom resource is invalid."""
+        return tuple(_join_engines(self, self.rollout)) if self.rollout else ()
+
+    @cached_property
+    def wanted(self) -> tuple[EngineView, ...]:
+        """Wanted engines; the position of each is its index."""
+        return tuple(engine for engine in self.engines if engine.is_wanted)
+
+    @cached_property
+    def existing(self) -> tuple[EngineView, ...]:
+        """Engines whose StatefulSet exists, wanted or not."""
+        return tuple(engine for engine in self.engines if engine.statefulset)
+
+    @cached_property
+    def base(self) -> tuple[EngineView, ...]:
+        """Wanted engines that are not surplus."""
+        return tuple(engine for engine in self.wanted if not engine.is_surplus)
+
+    @cached_property
+    def base_has_nodes(self) -> bool:
+        """True if all pods of the base have a node."""
+        return all(engine.has_nodes for engine in self.base)
+
+    @cached_property
+    def is_router_ready(self) -> bool:
+        """True if the router runs in its current form."""
+        return bool(_status(self._router).get("readyReplicas")) and _is_observed(self._router)
+
+    @cached_property
+    def router_creation_error(self) -> str:
+        """The API server's message that refuses the router's pod; empty if there is none."""
+        conditions = _status(self._router).get("conditions") or []
+        failed: Object = next((one for one in conditions if one.get("type") == "ReplicaFailure" and one.get("status") == "True"), {})
+        return str(failed.get("message") or "")
+
+    @cached_property
+    def router_pods(self) -> tuple[Pod, ...]:
+        """Pods of the router, by name."""
+        return tuple(pod for _, pod in sorted(self.pods.items()) if pod.component == names.COMPONENT_ROUTER)
+
+    @cached_property
+    def gate_ports(self) -> dict[str, int]:
+        """Ports of the existing gates, by engine. During a rolling update to other ports most gates still have the old one."""
+        heads = ((engine.name, engine.head_pod) for engine in self.engines)
+        return {name: head.gate_port for name, head in heads if head is not None and head.gate_port is not None}
+
+    @cached_property
+    def process_group_members(self) -> frozenset[str]:
+        """Engines that are members of an open process group."""
+        record = self.record
+        return frozenset(row.name for group in record.joined for row in record.members(group)) if record else frozenset()
 
     def child(self, kind: str, name: str) -> Object | None:
         """Return a live child."""
         return self.children.get((kind, name))
 
-    def engines(self) -> dict[str, Object]:
-        """Return the live StatefulSets of engines by name, in the order of their indices."""
-        name = self.cr["metadata"]["name"]
-        found = {
-            child_name: child
-            for (kind, child_name), child in self.children.items()
-            if kind == "StatefulSet" and names.engine_index(name, child_name) is not None
-        }
-        return dict(sorted(found.items(), key=lambda item: names.engine_index(name, item[0]) or 0))
-
-    def pod_of(self, engine: str) -> Object | None:
-        """Return the pod of an engine that serves."""
-        return self.pods.get(names.engine_pod(engine))
-
-    def gates(self) -> dict[str, int]:
-        """Return the ports of the gates that are there, by engine. In a rolling update to other ports most are still where they were."""
-        found = {engine: pods.gate_port_of(self.pod_of(engine)) for engine in self._by_engine}
-        return {engine: port for engine, port in found.items() if port is not None}
-
-    def pods_of(self, engine: str) -> list[Object]:
-        """Return the pods of an engine that are there, by their rank."""
-        return self._by_engine.get(engine, [])
-
-    def whole(self, engine: str) -> bool:
-        """Whether all pods of an engine are ready."""
-        found = self.pods_of(engine)
-        return len(found) == self.size_of(engine) and all(pods.is_ready(pod) for pod in found)
-
-    def lacks_pods(self, engine: str) -> bool:
-        """Whether pods of an engine are not there, and its controller has looked: it counts those that it has made."""
-        live = self.child("StatefulSet", engine) or {}
-        counted = (live.get("status") or {}).get("replicas")
-        return counted is not None and max(counted, len(self.pods_of(engine))) < self.size_of(engine)
-
-    def size_of(self, engine: str) -> int:
-        """Return how many pods an engine has, which may be another number than is wanted now."""
-        live = self.child("StatefulSet", engine)
-        return pods.made_for(live) if live else 1
-
-    @cached_property
-    def _by_engine(self) -> dict[str, list[Object]]:
-        found: dict[str, list[tuple[int, Object]]] = {}
-        for name, pod in self.pods.items():
-            engine, _, index = name.rpartition("-")
-            if index.isdecimal() and names.engine_index(self.cr["metadata"]["name"], engine) is not None:
-                found.setdefault(engine, []).append((int(index), pod))
-        return {engine: [pod for _, pod in sorted(ranked, key=itemgetter(0))] for engine, ranked in found.items()}
-
-    def router_pods(self) -> list[Object]:
-        """Return the pods of the router."""
-        return [
-            pod
-            for _, pod in sorted(self.pods.items())
-            if (pod["metadata"].get("labels") or {}).get(names.LABEL_COMPONENT) == names.COMPONENT_ROUTER
-        ]
-
-    def row(self, engine: str) -> EngineRow | None:
-        """Return what the coordinator has recorded about an engine."""
-        rows = self.record.engines if self.record else []
-        return next((row for row in rows if row.name == engine), None)
+    @property
+    def _router(self) -> Object | None:
+        return self.child("Deployment", names.router_name(self.name))
 
 
-def observe_world(cr: Object, children: Iterable[Object], pods: Iterable[Object]) -> World:
-    """Put together what was read from the API server. Never raises: what cannot be read is said in the result."""
+def build_fleet_view(cr: Object, children: Iterable[Object], pods: Iterable[Object]) -> FleetView:
+    """Build the view of one rollout from objects of the API server.
+
+    Never raises: the view says what could not be read.
+    """
     by_key = {(child["kind"], child["metadata"]["name"]): child for child in children}
-    rollout, invalid = _parse(cr)
-    record, problem = _record(by_key.get(("ConfigMap", names.weights_name(cr["metadata"]["name"]))))
-    return World(
+    rollout, invalid = _parse_rollout(cr)
+    record, problem = _parse_record(by_key.get(("ConfigMap", names.weights_name(cr["metadata"]["name"]))))
+    return FleetView(
         cr=cr,
         rollout=rollout,
         invalid=invalid,
         children=by_key,
-        pods={pod["metadata"]["name"]: pod for pod in pods},
+        pods={pod["metadata"]["name"]: Pod(pod) for pod in pods},
         record=record,
         record_problem=problem,
     )
 
 
-def _parse(cr: Object) -> tuple[SGLangRollout | None, str]:
-    """Without the status: that one which we cannot read is written anew, and must not stand in the way of the spec."""
+def _join_engines(fleet: FleetView, rollout: SGLangRollout) -> Iterator[EngineView]:
+    """Join everything about each engine in one pass over children, pods, record and status."""
+    wanted, leaving = revisions(rollout), revision(rollout)
+    live = {name: child for (kind, name), child in fleet.children.items() if kind == "StatefulSet"}
+    indices = {name: index for index, name in enumerate(wanted)}
+    for name in live.keys() - wanted.keys():
+        index = names.engine_index(rollout.name, name)
+        if index is not None:
+            indices[name] = index
+    pods = _pods_by_engine(fleet.pods.values(), indices)
+    rows = {row.name: row for row in fleet.record.engines} if fleet.record else {}
+    previous = {row.get("name"): row for row in fleet.previous.get("engines") or []}
+    is_paused = fleet.record is not None and fleet.record.state is FleetState.PAUSED
+    for name, index in sorted(indices.items(), key=itemgetter(1)):
+        row, statefulset, members = rows.get(name), live.get(name), pods.get(name, ())
+        is_up = fleet.is_router_ready and _is_ready(members, count_designed_pods(statefulset) if statefulset else 1)
+        holds = holds_committed(fleet.record, row)
+        yield EngineView(
+            index=index,
+            name=name,
+            is_wanted=name in wanted,
+            is_surplus=name in wanted and index >= rollout.spec.base,
+            revision=wanted.get(name, leaving),
+            statefulset=statefulset,
+            pods=members,
+            row=row,
+            previous=previous.get(name, {}),
+            creation_error=fleet.cluster.uncreated.get(name, ""),
+            holds_committed=holds,
+            is_serving=is_up and row is not None and row.gate_open,
+            is_paused_by_spec=is_up and is_paused and holds,
+        )
+
+
+def _pods_by_engine(pods: Iterable[Pod], engines: Mapping[str, int]) -> dict[str, tuple[Pod, ...]]:
+    """Return the pods of each engine, by rank."""
+    ranked: dict[str, list[tuple[int, Pod]]] = {}
+    for pod in pods:
+        engine, _, rank = pod.name.rpartition("-")
+        if engine in engines and rank.isdecimal():
+            ranked.setdefault(engine, []).append((int(rank), pod))
+    return {engine: tuple(pod for _, pod in sorted(found, key=itemgetter(0))) for engine, found in ranked.items()}
+
+
+def _is_ready(pods: tuple[Pod, ...], size: int) -> bool:
+    return len(pods) == size and all(pod.is_ready for pod in pods)
+
+
+def holds_committed(record: Record | None, row: EngineRow | None) -> bool:
+    """Return True if the coordinator has recorded that an engine holds all of the committed version."""
+    if record is None or row is None or row.state is not EngineState.CLEAN or row.version is None:
+        return False
+    return (row.version.run, row.version.step) == (record.committed.run, record.committed.step)
+
+
+def _status(live: Object | None) -> Object:
+    return (live or {}).get("status") or {}
+
+
+def _is_observed(live: Object | None) -> bool:
+    return bool(_status(live).get("observedGeneration") == (live or {}).get("metadata", {}).get("generation"))
+
+
+def _parse_rollout(cr: Object) -> tuple[SGLangRollout | None, str]:
+    """Parse the spec without the status: an unreadable status is replaced, and must not block the spec."""
     try:
         rollout = SGLangRollout.model_validate({key: value for key, value in cr.items() if key != "status"})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        said = sentence(f"{where}: {first['msg']}")
-        return None, f"{said} The object was stored under another version of the API: apply it again."
-    problem = misfit(rollout)
+        problem = end_sentence(f"{where}: {first['msg']}")
+        return None, f"{problem} The object was stored under another version of the API: apply it again."
+    problem = find_misfit(rollout)
     return (None, problem) if problem else (rollout, "")
 
 
-def _record(config_map: Object | None) -> tuple[Record | None, str]:
+def _parse_record(config_map: Object | None) -> tuple[Record | None, str]:
     text = ((config_map or {}).get("data") or {}).get(names.WEIGHTS_KEY)
     if not text:
         return None, ""
@@ -162,6 +316,6 @@ def _record(config_map: Object | None) -> tuple[Record | None, str]:
         return Record.model_validate_json(text), ""
     except pydantic.ValidationError as error:
         return None, (
-            f"the coordinator's record ({names.WEIGHTS_KEY} of its ConfigMap) cannot be read:"
-            f" {error.errors()[0]['msg']}. It is rewritten by the coordinator; it should not be edited by hand."
+            f"The coordinator's record ({names.WEIGHTS_KEY} in its ConfigMap) cannot be read: {error.errors()[0]['msg']}."
+            " The coordinator rewrites it; do not edit it by hand."
         )

@@ -155,7 +155,7 @@ async def test_pods_that_a_quota_does_not_let_be_made_are_told_and_come_after_th
     await eventually("the quota", lambda: _counted(api, world))
     await world.kube.create(rollout("demo", world.namespace))
     said = await reason(world, "CreateFailed")
-    assert "its pods cannot be made: pods" in said
+    assert "its pods cannot be created: pods" in said
     assert "exceeded quota: few" in said
     assert (await world.condition("demo", "Degraded"))["reason"] == "CreateFailed"
     # Another size of the pods' group is applied although no pod is there.

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_rollout.controller.decide.plan import Delete, Plan, plan
+from sglang_rollout.controller.decide.plan import Delete, Plan, make_plan
 from sglang_rollout.controller.render import names
 from tests.properties.support.simulated_cluster import SETTINGS, Cluster, rollout
 
@@ -31,7 +31,7 @@ class Room(Cluster):
     """When pods came to their nodes, by uid."""
 
     def plan(self, settings: Any = SETTINGS) -> Plan:
-        return plan(self.observe(), settings, self.now)
+        return make_plan(self.observe(), settings, self.now)
 
     def _kubelet(self) -> None:
         groups: dict[str, list[Object]] = defaultdict(list)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.api.network_spec import BLOCK, NODE_PORTS, UNPRIVILEGED
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide import pods
+from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.engines import engine_statefulsets
 from sglang_rollout.controller.render.ports import engine_ports
@@ -110,4 +110,4 @@ def told(cluster: Cluster) -> dict[str, int]:
 
 def there(cluster: Cluster) -> dict[str, int]:
     """Ports of the gates of pods that run."""
-    return {name.removesuffix("-0"): pods.gate_port_of(pod) or 0 for name, pod in cluster.pods.items()}
+    return {name.removesuffix("-0"): Pod(pod).gate_port or 0 for name, pod in cluster.pods.items()}

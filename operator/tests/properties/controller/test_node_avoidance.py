@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_rollout.controller.decide.plan import Apply, Delete
 from sglang_rollout.controller.decide.status import build_status
-from tests.properties.support.simulated_cluster import SETTINGS, Cluster, rollout
+from tests.properties.support.simulated_cluster import Cluster, rollout
 
 Object = dict[str, Any]
 POLICY = {"avoidNodes": {"failures": 3, "withinSeconds": 600, "forSeconds": 1200}}
@@ -54,7 +54,7 @@ class Nodes(Cluster):
         self._kubelet()
 
     def report(self, minute: int) -> None:
-        self.cr["status"] = build_status(self.observe(), SETTINGS, at(minute))
+        self.cr["status"] = build_status(self.observe(), at(minute))
 
     def go_on(self, minute: int) -> list[str]:
         """Let the operator look until it has nothing to do; the pods that it deleted."""

@@ -7,9 +7,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.controller.decide.plan import Action, Delete, Plan, plan
-from sglang_rollout.controller.decide.serving import serves
-from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.decide.plan import Action, Delete, Plan, make_plan
+from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.policies import with_token
 from sglang_rollout.controller.render.settings import Settings
@@ -29,11 +28,11 @@ class Cluster:
     pods: dict[str, Object] = field(default_factory=dict)
     serial: Any = field(default_factory=lambda: itertools.count(1))
 
-    def observe(self) -> World:
-        return observe_world(copy.deepcopy(self.cr), copy.deepcopy(list(self.objects.values())), copy.deepcopy(list(self.pods.values())))
+    def observe(self) -> FleetView:
+        return build_fleet_view(copy.deepcopy(self.cr), copy.deepcopy(list(self.objects.values())), copy.deepcopy(list(self.pods.values())))
 
     def plan(self, settings: Settings = SETTINGS) -> Plan:
-        return plan(self.observe(), settings)
+        return make_plan(self.observe(), settings)
 
     def execute(self, actions: tuple[Action, ...]) -> None:
         healed = set()
@@ -69,8 +68,7 @@ class Cluster:
         assert self.plan(settings).requeue_after is None
 
     def serving(self) -> set[str]:
-        world = self.observe()
-        return {name for name in world.engines() if serves(world, name)}
+        return {engine.name for engine in self.observe().existing if engine.is_serving}
 
     def edit_spec(self, spec: Object) -> None:
         if spec != self.cr["spec"]:

@@ -21,7 +21,7 @@ from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.all_reduce import SECONDS, all_reduce, node_env
 from sglang_rollout.controller.render.preflight import FAILED
 from sglang_rollout.controller.render.ranks import start_script
-from tests.unit.controller.support.worlds import BASE, NOW, SETTINGS, cr, crashed, pod, record, row, world
+from tests.unit.controller.support.worlds import BASE, NOW, cr, crashed, pod, record, row, world
 
 
 def rollout(**wanted: Any) -> SGLangRollout:
@@ -192,7 +192,7 @@ def test_below_the_floor_sglang_is_not_started_and_the_node_is_named_and_avoided
     status["containerStatuses"][0]["lastState"] = {"terminated": ended}
     slow = pod(1, ready=False, status=status)
     slow["spec"]["nodeName"] = "node-7"
-    told = build_status(world([pod(0), slow], written=record(row(0), row(1), committed=BASE), custom=spec), SETTINGS, NOW)
+    told = build_status(world([pod(0), slow], written=record(row(0), row(1), committed=BASE), custom=spec), NOW)
     (avoided,) = told["avoidedNodes"]
     assert avoided["node"] == "node-7"
     assert avoided["reason"] == f"an engine failed there, demo-engine-1 at {NOW}: exited with code 78: {said}."
@@ -228,5 +228,5 @@ def test_a_pod_that_is_deleted_meanwhile_ends_at_once(played: Path, tmp_path: Pa
 
 def test_status_shows_it_in_the_row_of_the_engine() -> None:
     told = [row(0).model_copy(update={"all_reduce": 0.683}), row(1)]
-    rows = build_status(world([pod(0), pod(1)], written=record(*told, committed=BASE)), SETTINGS, NOW)["engines"]
+    rows = build_status(world([pod(0), pod(1)], written=record(*told, committed=BASE)), NOW)["engines"]
     assert [found.get("allReduceGBps") for found in rows] == [0.683, None]

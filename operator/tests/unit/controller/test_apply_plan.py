@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.conditions import Reason
-from sglang_rollout.controller.apply import Outcome, execute
-from sglang_rollout.controller.decide.facts import Failure
-from sglang_rollout.controller.decide.plan import Apply, Delete, Plan
+from sglang_rollout.controller.apply import Outcome, execute_plan
+from sglang_rollout.controller.decide.plan import Apply, Delete, Failure, Plan
 from sglang_rollout.controller.render.names import LABEL_ROLLOUT
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
 
@@ -64,7 +63,7 @@ def delete(name: str, **more: Any) -> Delete:
 
 
 async def run(kube: Recorder, *actions: Apply | Delete) -> Outcome:
-    return await execute(kube, "n", Plan(actions))  # type: ignore[arg-type]
+    return await execute_plan(kube, "n", Plan(actions))  # type: ignore[arg-type]
 
 
 async def test_actions_run_in_order_and_writes_are_counted() -> None:
@@ -172,5 +171,5 @@ async def test_an_object_that_only_has_the_name_is_left_alone(metadata: dict[str
     assert kube.calls == [("apply", "b")], "others are made; nothing is deleted by half a plan"
     assert outcome.failure
     assert outcome.failure.reason == "NameTaken"
-    assert outcome.failure.sentence.startswith(f"{kind} a exists and does not belong to this rollout")
-    assert f"{LABEL_ROLLOUT}=demo" in outcome.failure.sentence
+    assert outcome.failure.message.startswith(f"{kind} a exists and does not belong to this rollout")
+    assert f"{LABEL_ROLLOUT}=demo" in outcome.failure.message

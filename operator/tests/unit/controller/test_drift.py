@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.drift import difference, stamped
+from sglang_rollout.controller.decide.drift import find_difference, stamp
 from sglang_rollout.controller.render import names, quantity, render_all
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.controller.render.overlay import merge
@@ -74,7 +74,7 @@ def test_overlay(base: Object, overlay: Object, merged: Object | None) -> None:
 
 
 def live_of(rendered: Object) -> Object:
-    return copy.deepcopy(stamped(rendered))
+    return copy.deepcopy(stamp(rendered))
 
 
 CONTAINER: Object = {
@@ -96,7 +96,7 @@ def test_defaults_and_additions_of_others_are_no_drift() -> None:
     container["resources"]["requests"]["cpu"] = "1"
     container["env"].insert(0, {"name": "INJECTED", "value": "y"})
     live["spec"]["containers"].append({"name": "injected"})
-    assert difference(stamped(RENDERED), live) == ""
+    assert find_difference(stamp(RENDERED), live) == ""
 
 
 @pytest.mark.parametrize(
@@ -114,20 +114,20 @@ def test_defaults_and_additions_of_others_are_no_drift() -> None:
 def test_an_edit_is_drift(path: str, edit: Any) -> None:
     live = live_of(RENDERED)
     edit(live["spec"]["containers"][0])
-    assert difference(stamped(RENDERED), live) == path
+    assert find_difference(stamp(RENDERED), live) == path
 
 
 def test_a_field_that_is_no_longer_wanted_is_noticed() -> None:
     live = live_of(RENDERED)
     less = {**RENDERED, "spec": {"containers": [CONTAINER]}}
-    assert difference(stamped(less), live) == "what is wanted changed"
+    assert find_difference(stamp(less), live) == "the wanted object changed"
 
 
 def test_no_hash_of_the_token_in_an_annotation() -> None:
     first, second = (
         next(made for made in render_all(rollout(), SETTINGS, token=token) if made["kind"] == "Secret") for token in ("a", "b")
     )
-    assert stamped(first)["metadata"] == stamped(second)["metadata"]
+    assert stamp(first)["metadata"] == stamp(second)["metadata"]
 
 
 def rollout(**spec: Any) -> SGLangRollout:
@@ -186,10 +186,10 @@ def test_a_key_added_to_a_services_selector_is_drift() -> None:
         "metadata": {"name": "demo-router", "namespace": "default"},
         "spec": {"selector": {"rollout": "demo"}},
     }
-    live = stamped(service)
-    assert difference(stamped(service), live) == ""
+    live = stamp(service)
+    assert find_difference(stamp(service), live) == ""
     added = live | {"spec": {"selector": {"rollout": "demo", "a": "b"}}}
-    assert difference(stamped(service), added) == "spec.selector"
+    assert find_difference(stamp(service), added) == "spec.selector"
 
 
 EMPTIED: Object = {
@@ -211,14 +211,14 @@ def test_what_the_api_server_drops_or_fills_in_is_no_drift() -> None:
     live["spec"] |= {"schedulerName": "default-scheduler", "dnsPolicy": "ClusterFirst"}
     log = {"name": "log", "imagePullPolicy": "IfNotPresent", "resources": {}, "livenessProbe": {"periodSeconds": 10}}
     live["spec"]["containers"] = [log]
-    assert difference(stamped(EMPTIED), live) == ""
+    assert find_difference(stamp(EMPTIED), live) == ""
 
 
 def test_an_empty_map_that_says_something_and_an_empty_variable_are_healed() -> None:
     live = live_of(EMPTIED)
     live["spec"]["volumes"] = [{"name": "x", "hostPath": {"path": "/"}}]
-    assert difference(stamped(EMPTIED), live) == "spec.volumes[x].emptyDir"
+    assert find_difference(stamp(EMPTIED), live) == "spec.volumes[x].emptyDir"
     empty = {**RENDERED, "spec": {"containers": [{"name": "engine", "env": [{"name": "A", "value": ""}]}]}}
     live = live_of(empty)
     live["spec"]["containers"][0]["env"][0]["value"] = "1"
-    assert difference(stamped(empty), live) == "spec.containers[engine].env[A].value"
+    assert find_difference(stamp(empty), live) == "spec.containers[engine].env[A].value"

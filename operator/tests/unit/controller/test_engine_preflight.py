@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide import pods
+from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.render.ports import engine_ports
 from sglang_rollout.controller.render.preflight import FAILED, preflight
 from sglang_rollout.wire.ports import ENGINE_PORT, RENDEZVOUS_PORT
@@ -63,7 +63,7 @@ def test_a_missing_gpu_is_told_and_shown_in_status(root: Path) -> None:
     (root / "dev/nvidia3").unlink()
     code, said = run(root)
     assert (code, "8 nvidia.com/gpu were asked for, and 7 devices" in said) == (FAILED, True)
-    trouble = pods.trouble(pod(0, ready=False, status=crashed(code=code, message=f"some line before\n{said}\n")))
+    trouble = Pod(pod(0, ready=False, status=crashed(code=code, message=f"some line before\n{said}\n"))).find_trouble()
     assert trouble is not None
     assert trouble.text.startswith(f"container engine exited with code 78: {said}")
 

@@ -9,10 +9,10 @@ import pytest
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.facts import Failure
+from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.transitions import transitions
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.transitions import find_events
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
@@ -20,7 +20,6 @@ from sglang_rollout.wire.weights import EngineState, Version
 from tests.unit.controller.support.worlds import (
     BASE,
     NOW,
-    SETTINGS,
     V1,
     V2,
     cr,
@@ -35,17 +34,17 @@ from tests.unit.controller.support.worlds import (
 )
 
 
-def reasons(before: World | None, after: World) -> list[tuple[str, str]]:
-    old = None if before is None else build_status(before, SETTINGS, NOW)
-    return [(event.type, event.reason) for event in transitions(old, build_status(after, SETTINGS, NOW))]
+def reasons(before: FleetView | None, after: FleetView) -> list[tuple[str, str]]:
+    old = None if before is None else build_status(before, NOW)
+    return [(event.type, event.reason) for event in find_events(old, build_status(after, NOW))]
 
 
-def history(*seen: World) -> list[list[str]]:
+def history(*seen: FleetView) -> list[list[str]]:
     """What each step from one world to the next tells, a minute apart, with the status of each written into the next."""
     told, old = [], None
     for minute, one in enumerate(seen):
-        new = build_status(replace(one, cr={**one.cr, "status": old}), SETTINGS, f"2026-11-21T03:{minute:02}:00Z")
-        told.append([event.reason for event in transitions(old, new)])
+        new = build_status(replace(one, cr={**one.cr, "status": old}), f"2026-11-21T03:{minute:02}:00Z")
+        told.append([event.reason for event in find_events(old, new)])
         old = new
     return told[1:]
 
@@ -102,7 +101,7 @@ def test_a_version_is_committed() -> None:
     one = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
     two = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
     assert reasons(HEALTHY, one) == [("Normal", "WeightsCommitted")]
-    (told,) = transitions(build_status(one, SETTINGS, NOW), build_status(two, SETTINGS, NOW))
+    (told,) = find_events(build_status(one, NOW), build_status(two, NOW))
     assert told.message == "The fleet serves version step-2 (run 1)."
     assert told.key == "WeightsCommitted", "one Event object, however many versions"
 
@@ -123,7 +122,7 @@ def test_a_sleep_that_the_trainer_asked_for_is_no_news_and_one_by_the_spec_is(mo
     custom = cr(mode=mode, sharing={"resourceClaimName": "gpus-{engine}"}, engine=engine)
     current = revision(SGLangRollout.model_validate(custom))
 
-    def seen(*released: str, lent: tuple[str, ...] = (), state: FleetState = FleetState.ACTIVE) -> World:
+    def seen(*released: str, lent: tuple[str, ...] = (), state: FleetState = FleetState.ACTIVE) -> FleetView:
         rows = [row(index, gate=not released).model_copy(update={"released": list(released)}) for index in range(2)]
         spec = {**custom["spec"], "state": "Asleep" if state is FleetState.ASLEEP else "Active"}
         written = record(*rows).model_copy(update={"lent": list(lent), "state": state})
@@ -144,7 +143,7 @@ def test_a_lost_trainer_for_whom_the_fleet_pauses_is_told_once_and_loses_no_engi
     assert history(HEALTHY, lost, lost, HEALTHY) == [["TrainerLost"], [], ["Ready"]]
 
 
-def sleeping(*released: str, comparing: bool = False, **written: object) -> World:
+def sleeping(*released: str, comparing: bool = False, **written: object) -> FleetView:
     """Two engines that have released memory, or have it back and are being compared."""
     told = {"released": list(released), "comparing": comparing}
     rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update=told) for index in range(2)]
@@ -187,7 +186,7 @@ def test_an_update_after_which_more_engines_serve_than_before_is_told() -> None:
 def test_a_partial_commit_names_who_was_left_behind() -> None:
     last = partial("engine demo-engine-1 could not end the session: no answer")
     after = world([pod(0), pod(1)], written=record(row(0, V2), row(1, None, gate=False, state=EngineState.DIRTY), committed=V2, last=last))
-    told = {event.reason: event for event in transitions(build_status(HEALTHY, SETTINGS, NOW), build_status(after, SETTINGS, NOW))}
+    told = {event.reason: event for event in find_events(build_status(HEALTHY, NOW), build_status(after, NOW))}
     assert told["WeightsPartlyCommitted"].type == "Warning"
     assert "step-2 is committed on 1 engine;" in told["WeightsPartlyCommitted"].message
     assert "demo-engine-1" in told["WeightsPartlyCommitted"].message
@@ -211,8 +210,8 @@ def test_a_pause_that_was_given_up_is_told_and_needs_nobody() -> None:
     why = "the pause was given up: nothing was heard of the trainer for 120 s (deadlines.idle)"
     last = partial(why).model_copy(update={"outcome": UpdateOutcome.ABORTED, "engines": []})
     after = world([pod(0), pod(1)], written=record(row(0), row(1), last=last))
-    status = build_status(after, SETTINGS, NOW)
-    told = {event.reason: event for event in transitions(build_status(HEALTHY, SETTINGS, NOW), status)}
+    status = build_status(after, NOW)
+    told = {event.reason: event for event in find_events(build_status(HEALTHY, NOW), status)}
     assert set(told) == {"WeightUpdateAborted"}
     assert told["WeightUpdateAborted"].message == f"The fleet keeps the weights it had: {why}."
     degraded = next(condition for condition in status["conditions"] if condition["type"] == "Degraded")
@@ -226,8 +225,8 @@ def test_a_rolling_update_starts_and_finishes() -> None:
 
 
 def test_a_name_that_is_taken_is_told() -> None:
-    taken = build_status(HEALTHY, SETTINGS, NOW, Failure(Reason.NAME_TAKEN, "Service demo-router exists."))
-    (told,) = transitions(build_status(HEALTHY, SETTINGS, NOW), taken)
+    taken = build_status(HEALTHY, NOW, Failure(Reason.NAME_TAKEN, "Service demo-router exists."))
+    (told,) = find_events(build_status(HEALTHY, NOW), taken)
     assert (told.type, told.reason, told.message) == ("Warning", "NameTaken", "Service demo-router exists.")
 
 
@@ -235,8 +234,8 @@ def test_an_object_that_cannot_be_read_is_told_at_once() -> None:
     assert reasons(None, world_of_nonsense()) == [("Warning", "InvalidSpec")]
 
 
-def world_of_nonsense() -> World:
-    from sglang_rollout.controller.decide.view import observe_world
+def world_of_nonsense() -> FleetView:
+    from sglang_rollout.controller.decide.view import build_fleet_view
 
     custom: dict[str, Any] = cr(model={})
-    return observe_world(custom, [], [])
+    return build_fleet_view(custom, [], [])

@@ -95,7 +95,7 @@ async def test_an_event_that_has_expired_is_made_anew() -> None:
 
 
 async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "REMEMBERED", 3)
+    monkeypatch.setattr(events_module, "MAX_REMEMBERED_COUNTS", 3)
     store = Store()
     post = poster(store)
     for number in range(10):

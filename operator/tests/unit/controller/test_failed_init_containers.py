@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.controller.decide.status import build_status
-from tests.unit.controller.support.worlds import NOW, SETTINGS, cr, pod, record, row, world
+from tests.unit.controller.support.worlds import NOW, cr, pod, record, row, world
 
 Object = dict[str, Any]
 FAILED: Object = {"terminated": {"exitCode": 3, "reason": "Error", "message": "error: no such repository\n"}}
@@ -19,7 +19,7 @@ def status_of(name: str, state: Object, before: Object | None = None, *, last: O
     container = {"name": name, "ready": state == ENDED, "started": "running" in state, "restartCount": 2, "state": state, "lastState": last}
     fetching = pod(1, ready=False, status={"initContainerStatuses": [container]})
     fetching["spec"]["initContainers"] = [{"name": one} for one in ("download", "my-own")] + [{"name": "gate", "restartPolicy": "Always"}]
-    return build_status(world([pod(0), fetching], written=record(row(0)), custom=cr(status=before)), SETTINGS, NOW)
+    return build_status(world([pod(0), fetching], written=record(row(0)), custom=cr(status=before)), NOW)
 
 
 @pytest.mark.parametrize("name", ["download", "my-own"])

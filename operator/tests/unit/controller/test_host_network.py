@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.plan import Apply, plan
+from sglang_rollout.controller.decide.plan import Apply, make_plan
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.engines import engine_statefulsets
@@ -85,14 +85,14 @@ def test_a_gate_is_looked_for_where_its_pod_was_made_to_have_it() -> None:
     wanted = custom({"hostNetwork": True, "basePort": 24000})
     wanted["spec"]["replicas"] = 3
     seen = world([with_gate(pod(0), 20000), with_gate(pod(1), 24020)], custom=wanted)
-    applied = [action.object for action in plan(seen, SETTINGS).actions if isinstance(action, Apply)]
+    applied = [action.object for action in make_plan(seen, SETTINGS).actions if isinstance(action, Apply)]
     intent = next(made for made in applied if made["metadata"]["name"] == names.intent_name("demo"))
     told = json.loads(intent["data"][names.INTENT_KEY])["engines"]
     assert [engine["port"] for engine in told] == [20000, 24020, 24040]
-    rows = build_status(seen, SETTINGS, NOW)["engines"]
+    rows = build_status(seen, NOW)["engines"]
     assert [row.get("port") for row in rows] == [20000, 24020, None]
 
 
 def test_status_says_no_port_where_all_are_the_same() -> None:
-    rows = build_status(world([with_gate(pod(0), 30000), pod(1)]), SETTINGS, NOW)["engines"]
+    rows = build_status(world([with_gate(pod(0), 30000), pod(1)]), NOW)["engines"]
     assert ["port" in row for row in rows] == [False, False]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.controller.decide.plan import plan
-from sglang_rollout.controller.decide.view import observe_world
+from sglang_rollout.controller.decide.plan import make_plan
+from sglang_rollout.controller.decide.view import build_fleet_view
 from tests.unit.controller.support.worlds import SETTINGS, condition, cr, status_of
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -48,8 +48,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("spec", "says"), CASES, ids=[says for _, says in CASES])
 def test_what_is_no_part_of_a_pod_is_named(spec: dict[str, Any], says: str) -> None:
-    seen = observe_world(cr(**spec), [], [])
-    assert plan(seen, SETTINGS).actions == ()
+    seen = build_fleet_view(cr(**spec), [], [])
+    assert make_plan(seen, SETTINGS).actions == ()
     found = condition(status_of(seen), "Ready")
     assert (found["status"], found["reason"]) == ("False", "InvalidSpec")
     assert says in found["message"]
@@ -67,6 +67,6 @@ def test_what_is_no_part_of_a_pod_is_named(spec: dict[str, Any], says: str) -> N
     ],
 )
 def test_what_a_pod_may_hold_is_planned_and_the_rest_is_the_servers_to_judge(spec: dict[str, Any]) -> None:
-    seen = observe_world(cr(**spec), [], [])
+    seen = build_fleet_view(cr(**spec), [], [])
     assert seen.invalid == ""
-    assert plan(seen, SETTINGS).actions
+    assert make_plan(seen, SETTINGS).actions

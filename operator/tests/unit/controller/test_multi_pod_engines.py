@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.drift import stamped
-from sglang_rollout.controller.decide.plan import Delete, plan
+from sglang_rollout.controller.decide.drift import stamp
+from sglang_rollout.controller.decide.plan import Delete, make_plan
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.launch import BUDGET_EXHAUSTED, WITH_THE_OTHERS
@@ -32,24 +32,24 @@ def pod(index: int, rank: int, *, ready: bool = True, current: str | None = None
     return {"metadata": metadata, "spec": {"nodeName": f"node-{rank}"}, "status": {**status, **more}}
 
 
-def fleet(*pods: Object, gates: tuple[bool, bool] = (True, True), reason: str = "", custom: Object = CR) -> World:
+def fleet(*pods: Object, gates: tuple[bool, bool] = (True, True), reason: str = "", custom: Object = CR) -> FleetView:
     rows = [row(index, gate=gates[index], reason="" if gates[index] else reason) for index in range(2)]
     return world(list(pods), written=record(*rows), custom=custom)
 
 
-def engines(seen: World) -> list[Object]:
-    found: list[Object] = build_status(seen, SETTINGS, NOW)["engines"]
+def engines(seen: FleetView) -> list[Object]:
+    found: list[Object] = build_status(seen, NOW)["engines"]
     return found
 
 
-def ready(seen: World) -> Object:
-    found: Object = next(one for one in build_status(seen, SETTINGS, NOW)["conditions"] if one["type"] == "Ready")
+def ready(seen: FleetView) -> Object:
+    found: Object = next(one for one in build_status(seen, NOW)["conditions"] if one["type"] == "Ready")
     return found
 
 
 def test_it_serves_when_all_its_pods_are_ready() -> None:
     all_pods = [pod(index, rank, restarts=rank + 1) for index in range(2) for rank in range(2)]
-    status = build_status(fleet(*all_pods), SETTINGS, NOW)
+    status = build_status(fleet(*all_pods), NOW)
     assert status["ready"] == "2/2"
     assert status["replicas"] == 2, "engines, not pods"
     assert status["engines"][0]["nodes"] == ["node-0", "node-1"]
@@ -120,14 +120,14 @@ def test_another_number_of_pods_makes_the_engine_anew_when_its_turn_comes() -> N
     seen = fleet(*old)
     wanted = cr(engine={**ENGINE, "nodes": 1})
     resized = replace(applied(seen), cr=wanted, rollout=SGLangRollout.model_validate(wanted))
-    made = plan(resized, SETTINGS).actions
+    made = make_plan(resized, SETTINGS).actions
     assert [(one.kind, one.name) for one in made if isinstance(one, Delete)] == [("StatefulSet", "demo-engine-1")]
     assert not [one for one in made if not isinstance(one, Delete) and one.object["kind"] == "StatefulSet"], "never resized in place"
 
 
-def applied(seen: World) -> World:
+def applied(seen: FleetView) -> FleetView:
     """The same, with every child as the operator has applied it and its controller has seen it."""
-    rendered = [stamped(one) for one in render_all(SGLangRollout.model_validate(CR), SETTINGS, token="t0ken")]
+    rendered = [stamp(one) for one in render_all(SGLangRollout.model_validate(CR), SETTINGS, token="t0ken")]
     children: dict[tuple[str, str], Object] = {}
     for made in rendered:
         key = (made["kind"], made["metadata"]["name"])
@@ -137,8 +137,8 @@ def applied(seen: World) -> World:
     return replace(seen, children=children)
 
 
-def rolled(seen: World) -> set[str]:
-    return {one.name for one in plan(applied(seen), SETTINGS).actions if isinstance(one, Delete)}
+def rolled(seen: FleetView) -> set[str]:
+    return {one.name for one in make_plan(applied(seen), SETTINGS).actions if isinstance(one, Delete)}
 
 
 def test_status_names_the_pod_that_does_not_find_pod_0() -> None:
@@ -156,7 +156,7 @@ def test_engines_whose_pods_cannot_be_made_are_made_anew_at_once(there: int) -> 
     seen = applied(fleet(*pods, gates=(False, False)))
     wanted = cr(engine={**ENGINE, "nodes": 1})
     resized = replace(seen, cr=wanted, rollout=SGLangRollout.model_validate(wanted))
-    made = plan(resized, SETTINGS)
+    made = make_plan(resized, SETTINGS)
     assert [(one.kind, one.name) for one in made.actions if isinstance(one, Delete)] == [
         ("StatefulSet", "demo-engine-0"),
         ("StatefulSet", "demo-engine-1"),

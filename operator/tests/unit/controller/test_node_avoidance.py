@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.node_avoidance import SHARE, avoidance, expires_in
+from sglang_rollout.controller.decide.node_avoidance import MIN_NODES_PER_AVOIDED, decide_avoidance, seconds_until_expiry
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.transitions import transitions
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.transitions import find_events
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.launch import WITH_THE_OTHERS
-from tests.unit.controller.support.worlds import NOW, SETTINGS, cr, record, row, unschedulable, world
+from tests.unit.controller.support.worlds import NOW, cr, record, row, unschedulable, world
 from tests.unit.controller.support.worlds import pod as plain_pod
 
 Object = dict[str, Any]
@@ -46,15 +46,15 @@ def failure(minutes: int, node: str = "bad", engine: int = 1, of: str = CURRENT)
     return {"node": node, "engine": f"demo-engine-{engine}", "revision": of, "time": at(minutes), "reason": "exited with code 1"}
 
 
-def seen(*pods: Object, failures: tuple[Object, ...] = (), avoided: tuple[Object, ...] = (), policy: Object | None = None) -> World:
+def seen(*pods: Object, failures: tuple[Object, ...] = (), avoided: tuple[Object, ...] = (), policy: Object | None = None) -> FleetView:
     """A fleet with a memory."""
     status = {"nodeFailures": list(failures), "avoidedNodes": list(avoided)}
     scheduling = POLICY if policy is None else policy
     return world(list(pods), written=record(row(0), row(1)), custom=cr(len(pods), status=status, scheduling=scheduling))
 
 
-def avoided(world: World, now: str = NOW) -> list[str]:
-    return [node.node for node in avoidance(world, now).nodes]
+def avoided(world: FleetView, now: str = NOW) -> list[str]:
+    return [node.node for node in decide_avoidance(world, now).nodes]
 
 
 GOOD, BAD = pod(0, "good"), pod(1, "bad", ended(at(55)), ready=False)
@@ -62,7 +62,7 @@ TWICE = (failure(10), failure(30))
 
 
 def test_the_third_failure_within_an_hour_has_the_node_avoided_and_says_why() -> None:
-    (found,) = avoidance(seen(GOOD, BAD, failures=TWICE), NOW).nodes
+    (found,) = decide_avoidance(seen(GOOD, BAD, failures=TWICE), NOW).nodes
     assert (found.node, found.since, found.until) == ("bad", NOW, at(180))
     assert found.reason == (
         "engines failed there 3 times since 2026-11-21T02:10:00Z, demo-engine-1 at 2026-11-21T02:55:00Z: exited with code 1: CUDA error:"
@@ -78,10 +78,10 @@ def test_the_shortest_time_that_is_accepted_can_be_reached() -> None:
 
 def test_a_failure_is_remembered_once_however_often_it_is_seen() -> None:
     fleet = seen(GOOD, BAD)
-    first = build_status(fleet, SETTINGS, NOW)
+    first = build_status(fleet, NOW)
     assert [one["time"] for one in first["nodeFailures"]] == [at(55)]
     fleet.cr["status"] = first
-    assert build_status(fleet, SETTINGS, at(61)) == first
+    assert build_status(fleet, at(61)) == first
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_failure_is_remembered_once_however_often_it_is_seen() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_does_not_have_a_node_avoided(why: str, fleet: World) -> None:
+def test_what_does_not_have_a_node_avoided(why: str, fleet: FleetView) -> None:
     assert avoided(fleet) == [], why
 
 
@@ -126,7 +126,7 @@ def test_a_pod_that_was_preempted_did_not_fail_and_one_that_the_kubelet_refused_
 def test_a_node_that_boots_anew_has_failed_once_however_many_engines_it_ended() -> None:
     rebooted = [pod(index, "bad", ended(f"2026-11-21T02:55:{index:02}Z", code=255)) for index in range(1, 9)]
     assert avoided(seen(GOOD, *rebooted, failures=TWICE[:1])) == []
-    (found,) = avoidance(seen(GOOD, *rebooted, failures=TWICE), NOW).nodes
+    (found,) = decide_avoidance(seen(GOOD, *rebooted, failures=TWICE), NOW).nodes
     assert found.reason.startswith("engines failed there 3 times since 2026-11-21T02:10:00Z, demo-engine-8 at 2026-11-21T02:55:08Z: ")
 
 
@@ -138,7 +138,7 @@ def test_a_node_stays_avoided_until_its_time_is_over_and_its_old_failures_do_not
     quiet = seen(GOOD, pod(1, "third"), failures=TWICE, avoided=(kept("bad", 30),))
     assert avoided(quiet, at(149)) == ["bad"]
     assert avoided(quiet, at(150)) == []
-    assert avoidance(quiet, at(150)).failures == []
+    assert decide_avoidance(quiet, at(150)).failures == []
 
 
 def test_at_most_a_quarter_of_the_nodes_is_avoided_the_worst_first() -> None:
@@ -160,11 +160,11 @@ nodes = st.sampled_from([f"node-{index}" for index in range(9)])
 def test_whatever_fails_the_fleet_keeps_its_room(places: list[tuple[str, bool]], failed: list[tuple[str, int]], before: set[str]) -> None:
     pods = [pod(index, node, ready=ready) for index, (node, ready) in enumerate(places)]
     fleet = seen(*pods, failures=tuple(failure(minute, node) for node, minute in failed), avoided=tuple(map(kept, sorted(before))))
-    found = avoidance(fleet, NOW)
+    found = decide_avoidance(fleet, NOW)
     new = {node.node for node in found.nodes} - before
     assert before <= {node.node for node in found.nodes}
     used = {node for node, _ in places} | before | {node for node, _ in failed}
-    assert not new or len(new | before) <= max(1, len(used) // SHARE)
+    assert not new or len(new | before) <= max(1, len(used) // MIN_NODES_PER_AVOIDED)
     failing = {failure.node for failure in found.failures}
     assert not new or any(ready and node not in failing for node, ready in places), "there must be a better node"
     # What was decided is not decided anew: the same look at the same fleet says the same.
@@ -172,22 +172,22 @@ def test_whatever_fails_the_fleet_keeps_its_room(places: list[tuple[str, bool]],
         "avoidedNodes": [node.model_dump(by_alias=True) for node in found.nodes],
         "nodeFailures": [failure.model_dump(by_alias=True) for failure in found.failures],
     }
-    assert avoidance(fleet, NOW) == found
+    assert decide_avoidance(fleet, NOW) == found
 
 
 def test_people_hear_of_it_when_it_begins_and_when_it_ends() -> None:
     before, after = seen(GOOD, BAD, failures=TWICE[:1]), seen(GOOD, BAD, failures=TWICE)
-    old, new = build_status(before, SETTINGS, NOW), build_status(after, SETTINGS, NOW)
-    told = {event.reason: event for event in transitions(old, new)}
+    old, new = build_status(before, NOW), build_status(after, NOW)
+    told = {event.reason: event for event in find_events(old, new)}
     assert told["NodeAvoided"].type == "Warning"
     assert told["NodeAvoided"].message.startswith("Node bad is avoided until 2026-11-21T05:00:00Z: engines failed there 3 times since")
-    again = {event.reason: event.message for event in transitions(new, old)}
-    assert again["NodeAllowedAgain"] == "Node bad may be used by engines again."
+    again = {event.reason: event.message for event in find_events(new, old)}
+    assert again["NodeAllowedAgain"] == "Engines may use node bad again."
 
 
 def test_a_fleet_that_does_without_a_node_is_ready_and_asks_for_a_person() -> None:
     fine = seen(GOOD, pod(1, "third"), avoided=(kept("bad"),))
-    found = {one["type"]: one for one in build_status(fine, SETTINGS, NOW)["conditions"]}
+    found = {one["type"]: one for one in build_status(fine, NOW)["conditions"]}
     assert found["Ready"]["status"] == "True"
     assert (found["Degraded"]["status"], found["Degraded"]["reason"]) == ("True", "NodesAvoided")
     assert found["Degraded"]["message"] == "Node bad is avoided until 2026-11-21T04:00:00Z: engines failed there."
@@ -198,18 +198,18 @@ def test_an_engine_that_finds_no_other_node_says_which_are_avoided() -> None:
         1, ready=False, status=unschedulable("0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/selector")
     )
     homeless["spec"] = {}
-    status = build_status(seen(GOOD, homeless, avoided=(kept("bad"),)), SETTINGS, NOW)
-    assert status["engines"][1]["reason"].endswith("affinity/selector. Avoided for their failures (status.avoidedNodes): bad.")
+    status = build_status(seen(GOOD, homeless, avoided=(kept("bad"),)), NOW)
+    assert status["engines"][1]["reason"].endswith("affinity/selector. Avoided because engines failed there (status.avoidedNodes): bad.")
 
 
 def test_without_the_field_status_says_nothing_of_nodes() -> None:
-    status = build_status(seen(GOOD, BAD, failures=TWICE, avoided=(kept("bad"),), policy={}), SETTINGS, NOW)
+    status = build_status(seen(GOOD, BAD, failures=TWICE, avoided=(kept("bad"),), policy={}), NOW)
     assert not {"avoidedNodes", "nodeFailures"} & status.keys()
 
 
 def test_the_operator_looks_again_when_the_first_node_may_be_used() -> None:
-    assert expires_in({"avoidedNodes": [kept("bad", 30), kept("worse", 10)]}, at(125)) == 300
-    assert expires_in({}, NOW) is None
+    assert seconds_until_expiry({"avoidedNodes": [kept("bad", 30), kept("worse", 10)]}, at(125)) == 300
+    assert seconds_until_expiry({}, NOW) is None
 
 
 def test_to_ask_for_it_restarts_no_engine() -> None:

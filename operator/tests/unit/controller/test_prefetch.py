@@ -8,7 +8,7 @@ import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.hashing import revision
 from tests.unit.controller.support.worlds import BASE, NOW, SETTINGS, cr, pod, record, row, unschedulable, waiting, world
@@ -45,7 +45,7 @@ def download(state: Object, last: Object | None = None) -> Object:
     return {"initContainerStatuses": [{**container, "lastState": last or {}}]}
 
 
-def seen(*prefetching: Object, wanted: int = 3, observed: int = 1) -> World:
+def seen(*prefetching: Object, wanted: int = 3, observed: int = 1) -> FleetView:
     """Two engines that serve, and the pods of the prefetch."""
     current = revision(SGLangRollout.model_validate(custom()))
     engines = [pod(index, current=current) for index in range(2)]
@@ -54,9 +54,9 @@ def seen(*prefetching: Object, wanted: int = 3, observed: int = 1) -> World:
     return found
 
 
-def told(found: World) -> tuple[Object | None, str]:
+def told(found: FleetView) -> tuple[Object | None, str]:
     """What status says of the prefetch, and the reason of Degraded. The engines serve whatever it is."""
-    status = build_status(found, SETTINGS, NOW)
+    status = build_status(found, NOW)
     conditions = {one["type"]: one for one in status["conditions"]}
     assert conditions["Ready"]["reason"] == "AllServing"
     assert status["replicas"] == 2
@@ -111,7 +111,7 @@ def test_nothing_is_claimed_before_the_nodes_are_counted() -> None:
 
 
 def test_without_the_field_nothing_is_said() -> None:
-    status = build_status(world([pod(0), pod(1)]), SETTINGS, NOW)
+    status = build_status(world([pod(0), pod(1)]), NOW)
     assert "prefetch" not in status
 
 

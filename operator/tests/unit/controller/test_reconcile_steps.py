@@ -9,12 +9,11 @@ import pytest
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.controller import reconcile as module
 from sglang_rollout.controller.apply import Outcome
-from sglang_rollout.controller.decide.facts import Failure
-from sglang_rollout.controller.decide.plan import Plan
+from sglang_rollout.controller.decide.plan import Failure, Plan
 from sglang_rollout.controller.decide.transitions import EventToPost
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.metrics import Metrics
-from sglang_rollout.controller.reconcile import Reconciler, Result, ready_of
+from sglang_rollout.controller.reconcile import Reconciler, Result, ready_status
 from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
 
@@ -22,17 +21,17 @@ KEY = ("n", "demo")
 NEWS = EventToPost("Normal", "Ready", "all is well", "Ready")
 
 
-def world(generation: int, **changes: Any) -> World:
+def world(generation: int, **changes: Any) -> FleetView:
     metadata = {"name": "demo", "namespace": "n", "uid": "u", "generation": generation, **changes.pop("metadata", {})}
     cr = {"apiVersion": "rollout.sglang.io/v1alpha1", "kind": "SGLangRollout", "metadata": metadata, **changes}
-    return World(cr=cr, rollout=None)
+    return FleetView(cr=cr, rollout=None)
 
 
 class Stage:
     """Plays API server and core, and notes what was done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.worlds: list[World | None] = [world(1)]
+        self.worlds: list[FleetView | None] = [world(1)]
         self.outcome = Outcome(0)
         self.plan = Plan()
         self.done: list[str] = []
@@ -40,12 +39,12 @@ class Stage:
         self.error: KubeError | None = None
         self.metrics = Metrics()
         monkeypatch.setattr(module, "observe", self.observe)
-        monkeypatch.setattr(module, "plan", self.make_plan)
-        monkeypatch.setattr(module, "execute", self.execute)
+        monkeypatch.setattr(module, "make_plan", self.make_plan)
+        monkeypatch.setattr(module, "execute_plan", self.execute)
         monkeypatch.setattr(module, "build_status", self.build_status)
-        monkeypatch.setattr(module, "transitions", lambda _old, _new: [NEWS])
+        monkeypatch.setattr(module, "find_events", lambda _old, _new: [NEWS])
 
-    async def observe(self, *_: Any) -> World | None:
+    async def observe(self, *_: Any) -> FleetView | None:
         self.done.append("observe")
         return self.worlds.pop(0)
 
@@ -57,7 +56,7 @@ class Stage:
         self.done.append("execute")
         return self.outcome
 
-    def build_status(self, seen: World, _settings: Settings, now: str, failure: Failure | None = None) -> dict[str, Any]:
+    def build_status(self, seen: FleetView, now: str, failure: Failure | None = None) -> dict[str, Any]:
         generation = seen.cr["metadata"]["generation"]
         conditions = [{"type": "Ready", "status": "True"}]
         return {"observedGeneration": generation, "conditions": conditions, "failure": failure}
@@ -94,7 +93,7 @@ async def test_a_change_goes_through_all_steps_and_status_speaks_of_the_world_af
 
 
 async def test_a_steady_world_is_read_and_left_alone(stage: Stage) -> None:
-    status = stage.build_status(world(1), Settings("f", "r"), "")
+    status = stage.build_status(world(1), "")
     stage.worlds = [world(1, status=status)]
     assert await stage.run() == Result("ok")
     assert stage.done == ["observe", "plan", "execute"]
@@ -105,12 +104,12 @@ async def test_it_looks_again_when_a_node_may_be_used_again(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, planned: float | None, then: float
 ) -> None:
     stage.plan = Plan((), planned)
-    monkeypatch.setattr(module, "expires_in", lambda _status, _now: 7.0)
+    monkeypatch.setattr(module, "seconds_until_expiry", lambda _status, _now: 7.0)
     assert await stage.run() == Result("ok", then)
 
 
 @pytest.mark.parametrize("seen", [None, world(1, metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})])
-async def test_what_is_gone_or_going_is_left_to_the_garbage_collector(stage: Stage, seen: World | None) -> None:
+async def test_what_is_gone_or_going_is_left_to_the_garbage_collector(stage: Stage, seen: FleetView | None) -> None:
     stage.metrics.ready(KEY, "True")
     stage.worlds = [seen]
     assert await stage.run() == Result("gone")
@@ -135,12 +134,12 @@ async def test_a_spec_on_which_planning_fails_is_told_and_tried_again(
     def fail(*_: Any) -> Plan:
         raise TypeError("'int' object is not iterable")
 
-    monkeypatch.setattr(module, "plan", fail)
+    monkeypatch.setattr(module, "make_plan", fail)
     assert await stage.run() == Result("refused", retry=True)
     failure = stage.applied[0][0]["status"]["failure"]
     assert failure.reason is Reason.APPLY_FAILED
-    assert "TypeError: 'int' object is not iterable" in failure.sentence
-    assert "spec.podTemplate" in failure.sentence
+    assert "TypeError: 'int' object is not iterable" in failure.message
+    assert "spec.podTemplate" in failure.message
     assert "Traceback" in caplog.text
     assert "execute" not in stage.done
 
@@ -165,5 +164,5 @@ async def test_a_status_that_the_crd_refuses_names_the_likely_cause(stage: Stage
         await stage.run()
 
 
-def test_ready_of_a_status_without_conditions() -> None:
-    assert ready_of({}) == "Unknown"
+def test_ready_status_of_a_status_without_conditions() -> None:
+    assert ready_status({}) == "Unknown"

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.drift import stamped
-from sglang_rollout.controller.decide.plan import Delete, plan
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.drift import stamp
+from sglang_rollout.controller.decide.plan import Delete, make_plan
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import render_all
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.states import FleetState
@@ -22,12 +22,12 @@ CURRENT = revision(SGLangRollout.model_validate(SAVING))
 RELEASED = ["weights", "kv_cache"]
 
 
-def fleet(pods: list[Object], rows: list[EngineRow], state: FleetState = FleetState.ASLEEP) -> World:
+def fleet(pods: list[Object], rows: list[EngineRow], state: FleetState = FleetState.ASLEEP) -> FleetView:
     seen = world(pods, written=record(*rows).model_copy(update={"state": state}), custom=SAVING)
     children = dict(seen.children)
     for made in render_all(SGLangRollout.model_validate(SAVING), SETTINGS, token="t0ken"):
         key = (made["kind"], made["metadata"]["name"])
-        live = {**seen.children[key], **stamped(made)}
+        live = {**seen.children[key], **stamp(made)}
         live["metadata"] = {**live["metadata"], "generation": 1}
         children[key] = {**live, "status": {"readyReplicas": 1, "observedGeneration": 1}}
     return replace(seen, children=children)
@@ -39,8 +39,8 @@ def old(index: int, *, saving: bool = False, ready: bool = True) -> Object:
     return made
 
 
-def rolled(seen: World) -> list[str]:
-    return [one.name for one in plan(seen, SETTINGS, NOW).actions if isinstance(one, Delete)]
+def rolled(seen: FleetView) -> list[str]:
+    return [one.name for one in make_plan(seen, SETTINGS, NOW).actions if isinstance(one, Delete)]
 
 
 def awake(index: int) -> EngineRow:

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_rollout.api.pod_template import ROUTER_CONTAINERS, ROUTER_VOLUMES
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.prefetch import prefetch
 from sglang_rollout.controller.render.router import router_deployment
@@ -23,7 +23,7 @@ def template(**router: Any) -> Object:
     return made
 
 
-def without_router(said: Object | None, *, failure: str = "") -> World:
+def without_router(said: Object | None, *, failure: str = "") -> FleetView:
     """Two engines that are up, and a router whose pod has the status ``said``; None: no pod."""
     labels = names.labels("demo", names.COMPONENT_ROUTER)
     routers = [] if said is None else [{"metadata": {"name": "demo-router-x", "labels": labels}, "spec": {}, "status": said}]
@@ -44,7 +44,7 @@ def without_router(said: Object | None, *, failure: str = "") -> World:
     ],
     ids=["tainted", "no scheduler", "not created", "starting"],
 )
-def test_status_says_why_the_router_does_not_run(seen: World, says: str, degraded: str) -> None:
+def test_status_says_why_the_router_does_not_run(seen: FleetView, says: str, degraded: str) -> None:
     assert ready(seen) == ("False", "RouterNotReady", says)
     assert condition(status_of(seen), "RouterReady")["message"] == says
     assert condition(status_of(seen), "Degraded")["status"] == degraded

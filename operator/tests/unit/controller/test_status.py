@@ -6,16 +6,15 @@ import pytest
 
 from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.facts import Failure
+from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.record import AdapterRow, GroupRow
 from tests.support.paths import DOCS
 from tests.unit.controller.support.worlds import (
     BASE,
     NOW,
-    SETTINGS,
     V1,
     V2,
     EngineState,
@@ -74,14 +73,14 @@ def test_nothing_yet() -> None:
 def test_an_unchanged_fleet_has_an_unchanged_status() -> None:
     pods, written = [pod(0), pod(1, ready=False)], record(row(0))
     before = status_of(world(pods, written=written))
-    again = build_status(world(pods, written=written, custom=cr(status=before)), SETTINGS, "2026-11-22T00:00:00Z")
+    again = build_status(world(pods, written=written, custom=cr(status=before)), "2026-11-22T00:00:00Z")
     assert again == before
 
 
 def test_only_a_condition_that_changed_has_a_new_time() -> None:
     before = status_of(world([pod(0), pod(1)], written=record(row(0), row(1))))
     later = "2026-11-22T00:00:00Z"
-    after = build_status(world([pod(0), pod(1, ready=False)], written=record(row(0)), custom=cr(status=before)), SETTINGS, later)
+    after = build_status(world([pod(0), pod(1, ready=False)], written=record(row(0)), custom=cr(status=before)), later)
     assert condition(after, "Ready")["lastTransitionTime"] == later
     assert condition(after, "Available")["lastTransitionTime"] == NOW
 
@@ -130,7 +129,7 @@ def test_why_an_engine_does_not_come_up(said: Object, reason: str, parts: list[s
 
 
 def test_a_crash_loop_does_not_look_like_a_recovery_at_each_restart() -> None:
-    def seen(*, waiting: bool, status: Object | None = None) -> World:
+    def seen(*, waiting: bool, status: Object | None = None) -> FleetView:
         broken = pod(1, ready=False, status=crashed(message=TRACEBACK, waiting=waiting))
         return world([pod(0), broken], written=record(row(0)), custom=cr(status=status))
 
@@ -188,7 +187,7 @@ def test_an_update_that_is_under_way_is_no_trouble() -> None:
     updating = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V1))
     status, reason, message = ready(updating)
     assert (status, reason) == ("False", "UpdatingWeights")
-    assert "under way" in message
+    assert "in progress" in message
     said = status_of(updating)
     assert {engine["phase"] for engine in said["engines"]} == {"Updating"}
     assert condition(said, "WeightsConsistent")["reason"] == "UpdatingWeights"
@@ -265,7 +264,7 @@ def test_adapters_are_told_and_change_no_revision() -> None:
 
 def test_an_object_that_cannot_be_read_says_where() -> None:
     custom = cr(engine={"img": "x"})
-    status = build_status(observe_world(custom, [], []), SETTINGS, NOW)
+    status = build_status(build_fleet_view(custom, [], []), NOW)
     found = condition(status, "Ready")
     assert (found["status"], found["reason"]) == ("False", "InvalidSpec")
     assert "spec.engine.image" in found["message"]
@@ -274,7 +273,7 @@ def test_an_object_that_cannot_be_read_says_where() -> None:
 def test_a_record_that_was_edited_by_hand_is_no_crash() -> None:
     seen = world([pod(0), pod(1)])
     seen.children["ConfigMap", "demo-weights"]["data"] = {"weights.json": "{nonsense"}
-    again = observe_world(seen.cr, list(seen.children.values()), list(seen.pods.values()))
+    again = build_fleet_view(seen.cr, list(seen.children.values()), [pod.raw for pod in seen.pods.values()])
     said = condition(status_of(again), "WeightsConsistent")
     assert said["status"] == "Unknown"
     assert "cannot be read" in said["message"]
@@ -330,7 +329,7 @@ def test_the_spread_of_served_versions_is_shown() -> None:
         pytest.param(world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout")), id="update without"),
     ],
 )
-def test_what_is_quoted_ends_with_one_full_stop(seen: World) -> None:
+def test_what_is_quoted_ends_with_one_full_stop(seen: FleetView) -> None:
     status = status_of(seen)
     said = [one["message"] for one in status["conditions"]] + [row["reason"] for row in status["engines"] if row.get("reason")]
     assert [text for text in said if not text.endswith((".", ".)")) or ".." in text or " ." in text] == []

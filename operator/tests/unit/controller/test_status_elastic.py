@@ -9,16 +9,16 @@ import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.transitions import transitions
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.transitions import find_events
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render.hashing import revision
-from tests.unit.controller.support.worlds import NOW, SETTINGS, cr, crashed, partial, pod, record, row, unschedulable, waiting, world
+from tests.unit.controller.support.worlds import NOW, cr, crashed, partial, pod, record, row, unschedulable, waiting, world
 
 Object = dict[str, Any]
 FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"
 
 
-def seen(*pods: Object, replicas: int = 3, rows: int = 3, router: bool = True, last: Any = None, **spec: Any) -> World:
+def seen(*pods: Object, replicas: int = 3, rows: int = 3, router: bool = True, last: Any = None, **spec: Any) -> FleetView:
     """Two engines are the base, unless ``spec`` says otherwise."""
     written = record(*map(row, range(rows)), last=last)
     return world(list(pods), written=written, router=router, custom=cr(replicas, **{"elastic": {"base": 2}, **spec}))
@@ -30,8 +30,8 @@ def homeless(index: int) -> Object:
     return made
 
 
-def said(found: World, kind: str = "Ready") -> tuple[str, str, str]:
-    one = next(one for one in build_status(found, SETTINGS, NOW)["conditions"] if one["type"] == kind)
+def said(found: FleetView, kind: str = "Ready") -> tuple[str, str, str]:
+    one = next(one for one in build_status(found, NOW)["conditions"] if one["type"] == kind)
     return one["status"], one["reason"], one["message"]
 
 
@@ -40,11 +40,11 @@ def test_it_is_ready_with_its_base_and_tells_who_waits() -> None:
     assert said(fleet) == (
         "True",
         "BaseServing",
-        "All 2 engines of the base serve version base, and 0 of 1 beyond it."
+        "All 2 engines of the base serve version base, and 0 of 1 surplus engines."
         " Engine demo-engine-2: no node can take its pod: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
     )
     assert said(fleet, "Degraded")[0] == "False"
-    status = build_status(fleet, SETTINGS, NOW)
+    status = build_status(fleet, NOW)
     assert (status["ready"], status["base"], status["readyReplicas"]) == ("2/3", 2, 2)
     assert [one["phase"] for one in status["engines"]] == ["Serving", "Serving", "Pending"]
 
@@ -104,8 +104,8 @@ def test_several_that_wait_are_counted() -> None:
 def test_an_engine_that_comes_after_the_base_says_so() -> None:
     fleet = seen(pod(0), homeless(1), rows=1)
     children = {key: child for key, child in fleet.children.items() if key != ("StatefulSet", "demo-engine-2")}
-    last = build_status(replace(fleet, children=children), SETTINGS, NOW)["engines"][2]
-    assert (last["phase"], last["reason"]) == ("Pending", "it comes when every engine of the base has a node.")
+    last = build_status(replace(fleet, children=children), NOW)["engines"][2]
+    assert (last["phase"], last["reason"]) == ("Pending", "it is created when every engine of the base has a node.")
     status, reason, message = said(replace(fleet, children=children), "Progressing")
     assert (status, reason) == ("False", "InsufficientCapacity"), "nothing comes before there is room"
     assert message.startswith("Waiting: 2 of 3 engines. Engine demo-engine-1: no node can take its pod")
@@ -115,20 +115,20 @@ def test_suspended_and_scaled_to_zero_have_no_base() -> None:
     assert said(seen(replicas=0)) == ("True", "ScaledToZero", "No engine is wanted (spec.replicas is 0).")
     suspended = seen(state="Suspended")
     assert said(suspended)[:2] == ("False", "Suspended")
-    assert build_status(suspended, SETTINGS, NOW)["base"] == 0
+    assert build_status(suspended, NOW)["base"] == 0
 
 
 def test_without_the_field_all_engines_are_asked_for_and_status_names_no_base() -> None:
     fleet = seen(pod(0), pod(1), homeless(2), elastic=None)
     assert said(fleet)[:2] == ("False", "InsufficientCapacity")
-    assert "base" not in build_status(fleet, SETTINGS, NOW)
+    assert "base" not in build_status(fleet, NOW)
 
 
 def test_people_hear_when_the_base_is_up_and_when_all_are() -> None:
-    starts = build_status(seen(pod(0), rows=1), SETTINGS, NOW)
-    base = build_status(seen(pod(0), pod(1), homeless(2), rows=2), SETTINGS, NOW)
-    whole = build_status(seen(pod(0), pod(1), pod(2)), SETTINGS, NOW)
-    ready = [[event.message for event in transitions(old, new) if event.reason == "Ready"] for old, new in [(starts, base), (base, whole)]]
+    starts = build_status(seen(pod(0), rows=1), NOW)
+    base = build_status(seen(pod(0), pod(1), homeless(2), rows=2), NOW)
+    whole = build_status(seen(pod(0), pod(1), pod(2)), NOW)
+    ready = [[event.message for event in find_events(old, new) if event.reason == "Ready"] for old, new in [(starts, base), (base, whole)]]
     assert [len(messages) for messages in ready] == [1, 1]
     assert ready[0][0].startswith("All 2 engines of the base serve")
 

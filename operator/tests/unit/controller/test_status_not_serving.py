@@ -6,13 +6,12 @@ import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.transitions import transitions
+from sglang_rollout.controller.decide.transitions import find_events
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.states import FleetState
 from tests.unit.controller.support.worlds import (
     BASE,
     NOW,
-    SETTINGS,
     V1,
     EngineState,
     Object,
@@ -36,21 +35,21 @@ def test_suspended_is_not_ready_and_says_what_is_kept() -> None:
     status, reason, message = ready(seen)
     assert (status, reason) == ("False", "Suspended")
     assert message.startswith("Suspended by spec.state: no engine runs. Kept: version ")
-    assert build_status(seen, SETTINGS, NOW)["ready"] == "0/0"
+    assert build_status(seen, NOW)["ready"] == "0/0"
 
 
 def test_a_paused_fleet_says_who_holds_it_and_that_nothing_is_lost() -> None:
     rows = [row(0, V1, gate=False), row(1, V1, gate=False)]
     written = record(*rows, committed=V1).model_copy(update={"state": FleetState.PAUSED})
     seen = world([pod(0), pod(1)], written=written, custom=cr(state="Paused"))
-    message = "Paused by spec.state: 2 of 2 engines are paused and hold version step-1. Weight updates are taken."
+    message = "Paused by spec.state: 2 of 2 engines are paused and hold version step-1. Weight updates are accepted."
     assert ready(seen) == ("False", "Paused", message)
     status = status_of(seen)
     assert [engine["phase"] for engine in status["engines"]] == ["Paused", "Paused"]
     assert condition(status, "WeightsConsistent")["status"] == "True"
     assert condition(status, "Degraded")["status"] == "False"
     letting_go = world([pod(0), pod(1)], written=written)
-    assert ready(letting_go)[1:] == ("Paused", "spec.state is Active again: 2 of 2 engines have not gone on yet.")
+    assert ready(letting_go)[1:] == ("Paused", "spec.state is Active again: 2 of 2 engines have not resumed yet.")
 
 
 def test_a_fleet_that_is_paused_because_its_trainer_is_lost_says_so_and_what_ends_it() -> None:
@@ -60,7 +59,7 @@ def test_a_fleet_that_is_paused_because_its_trainer_is_lost_says_so_and_what_end
     status, reason, message = ready(seen)
     assert (status, reason) == ("False", "TrainerLost")
     assert message.startswith(
-        "The trainer is gone, and weights.trainerLease.onLoss is Pause: 2 of 2 engines are paused and hold version step-1."
+        "The trainer is lost, and weights.trainerLease.onLoss is Pause: 2 of 2 engines are paused and hold version step-1."
     )
     assert "POST /continue_generation" in message
     found = status_of(seen)
@@ -110,15 +109,15 @@ def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble(mode:
     current = revision(SGLangRollout.model_validate(custom))
     pods = [pod(0, current=current), pod(1, current=current)]
     seen = world(pods, written=written, custom=custom)
-    message = "Asleep: the trainer has the memory of 2 of 2 engines. It wakes them by resume_memory_occupation."
-    assert ready(seen) == ("False", "Asleep", message)
+    message = "Asleep: the trainer uses the memory of 2 of 2 engines. It wakes them by resume_memory_occupation."
+    assert ready(seen) == ("False", "AsleepForTrainer", message)
     status = status_of(seen)
     assert [(one["phase"], one["reason"]) for one in status["engines"]] == [
-        ("Asleep", "the trainer has its memory; released: kv_cache, weights.")
+        ("Asleep", "the trainer uses its memory; released: kv_cache, weights.")
     ] * 2
     assert condition(status, "Degraded")["status"] == "False"
     before = status_of(world(pods, written=record(row(0), row(1)), custom=custom))
-    assert transitions(before, status) == []
+    assert find_events(before, status) == []
 
 
 def test_engines_with_other_claims_are_made_anew() -> None:

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.plan import Apply, Delete, plan
+from sglang_rollout.controller.decide.plan import Apply, Delete, make_plan
 from sglang_rollout.controller.decide.prerequisites import (
     Cluster,
     LargestNode,
-    gang_problem,
-    largest_node,
-    queue_problem,
-    queue_stopped,
-    uncreated,
+    describe_gang_problem,
+    describe_missing_queue,
+    find_creation_errors,
+    find_largest_node,
+    find_queue_stop,
 )
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.view import World
+from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.hashing import revision
 from tests.unit.controller.support.worlds import NOW, SETTINGS, cr, pod, record, row, unschedulable, world
@@ -37,7 +37,7 @@ def homeless(index: int, *, gpus: int = 8, gate: str = "", status: Object | None
     return made
 
 
-def seen(*pods: Object, cluster: Cluster | None = None, **scheduling: Any) -> World:
+def seen(*pods: Object, cluster: Cluster | None = None, **scheduling: Any) -> FleetView:
     """A fleet on GPUs whose pods are all made from its spec."""
     engine = {"image": "example.org/engine:1", "parallelism": {"tensor": 8}}
     custom = cr(replicas=2, engine=engine, scheduling=scheduling)
@@ -47,8 +47,8 @@ def seen(*pods: Object, cluster: Cluster | None = None, **scheduling: Any) -> Wo
     return replace(made, cluster=cluster or Cluster())
 
 
-def said(seen: World, kind: str = "Ready") -> tuple[str, str, str]:
-    found = next(one for one in build_status(seen, SETTINGS, NOW)["conditions"] if one["type"] == kind)
+def said(seen: FleetView, kind: str = "Ready") -> tuple[str, str, str]:
+    found = next(one for one in build_status(seen, NOW)["conditions"] if one["type"] == kind)
     return found["status"], found["reason"], found["message"]
 
 
@@ -60,7 +60,7 @@ def test_an_engine_in_a_queue_is_waited_for_and_nothing_is_wrong() -> None:
         "Engine demo-engine-1: it waits in queue rollouts until there is quota for all of its pods.",
     )
     assert said(gated, "Degraded")[0] == "False"
-    assert build_status(gated, SETTINGS, NOW)["engines"][1]["phase"] == "Pending"
+    assert build_status(gated, NOW)["engines"][1]["phase"] == "Pending"
 
 
 def test_a_fleet_that_only_waits_for_room_or_quota_does_not_progress() -> None:
@@ -80,18 +80,18 @@ def test_a_fleet_that_only_waits_for_room_or_quota_does_not_progress() -> None:
     assert said(seen(pod(0, ready=False), gated[1], queueName="rollouts"), "Progressing") == (
         "True",
         "Scaling",
-        "1 of 2 engines are on their way up; 1 waiting.",
+        "1 of 2 engines are starting; 1 waiting.",
     )
     assert said(seen(pod(0), homeless(1)), "Progressing")[:2] == ("True", "Scaling"), "the scheduler has not looked at it yet"
 
 
 def test_a_queue_that_admits_nobody_is_told_in_kueues_words() -> None:
     local = {"status": {"conditions": [{"type": "Active", "status": "False", "message": "ClusterQueue team doesn't exist"}]}}
-    cluster = Cluster(queue_stopped=queue_stopped(local))
+    cluster = Cluster(queue_stopped=find_queue_stop(local))
     gated = seen(pod(0), homeless(1, gate="kueue.x-k8s.io/admission"), cluster=cluster, queueName="rollouts")
-    assert said(gated)[2].endswith("it waits in queue rollouts, which admits nobody: ClusterQueue team doesn't exist.")
-    assert queue_stopped({"status": {"conditions": [{"type": "Active", "status": "True", "message": "Can submit"}]}}) == ""
-    assert queue_stopped({}) == "", "Kueue has not looked at it yet"
+    assert said(gated)[2].endswith("it waits in queue rollouts, which is stopped: ClusterQueue team doesn't exist.")
+    assert find_queue_stop({"status": {"conditions": [{"type": "Active", "status": "True", "message": "Can submit"}]}}) == ""
+    assert find_queue_stop({}) == "", "Kueue has not looked at it yet"
 
 
 def test_another_gate_is_named() -> None:
@@ -100,28 +100,30 @@ def test_another_gate_is_named() -> None:
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_queue_that_is_none_needs_a_person(installed: bool) -> None:
-    problem = queue_problem("rollouts", "rl", installed=installed)
+    problem = describe_missing_queue("rollouts", "rl", installed=installed)
     waiting = seen(pod(0), homeless(1), cluster=Cluster(queue_problem=problem), queueName="rollouts")
     assert said(waiting) == ("False", "QueueNotFound", problem)
     assert said(waiting, "Degraded") == ("True", "QueueNotFound", problem)
     assert said(waiting, "Progressing") == ("False", "QueueNotFound", problem)
-    assert plan(waiting, SETTINGS).requeue_after is not None, "nothing else tells when the queue is made"
+    assert make_plan(waiting, SETTINGS).requeue_after is not None, "nothing else tells when the queue is made"
 
 
 def test_a_fleet_that_runs_is_not_disturbed_by_a_lost_queue() -> None:
-    running = seen(pod(0), pod(1), cluster=Cluster(queue_problem=queue_problem("rollouts", "rl", installed=True)), queueName="rollouts")
+    running = seen(
+        pod(0), pod(1), cluster=Cluster(queue_problem=describe_missing_queue("rollouts", "rl", installed=True)), queueName="rollouts"
+    )
     assert said(running)[:2] == ("True", "AllServing")
 
 
 def test_without_pod_groups_everything_else_is_made_and_the_way_out_is_told() -> None:
-    lacking = seen(cluster=Cluster(gang_problem=gang_problem()), gang={})
+    lacking = seen(cluster=Cluster(gang_problem=describe_gang_problem()), gang={})
     empty = replace(lacking, children={})
-    kinds = {action.object["kind"] for action in plan(empty, SETTINGS).actions if isinstance(action, Apply)}
+    kinds = {action.object["kind"] for action in make_plan(empty, SETTINGS).actions if isinstance(action, Apply)}
     assert "StatefulSet" in kinds
     assert "PodGroup" not in kinds
     assert said(lacking)[1] == "GangNotPossible"
     assert "remove gang" in said(lacking)[2]
-    assert plan(lacking, SETTINGS).requeue_after is not None
+    assert make_plan(lacking, SETTINGS).requeue_after is not None
 
 
 def test_pod_groups_go_with_the_gang() -> None:
@@ -131,7 +133,9 @@ def test_pod_groups_go_with_the_gang() -> None:
     plain = seen(pod(0), pod(1))
     left = replace(plain, children={**plain.children, **{key: ganged.children[key] for key in groups}})
     gone = [
-        (action.kind, action.name) for action in plan(left, SETTINGS).actions if isinstance(action, Delete) and action.kind == "PodGroup"
+        (action.kind, action.name)
+        for action in make_plan(left, SETTINGS).actions
+        if isinstance(action, Delete) and action.kind == "PodGroup"
     ]
     assert gone == groups[::-1]
 
@@ -140,7 +144,7 @@ def test_a_scheduler_that_never_looks_is_named() -> None:
     ignored = homeless(1)
     ignored["spec"]["schedulerName"] = "coscheduling"
     ignored["status"] = {"phase": "Pending"}
-    assert said(seen(pod(0), ignored, gang={}))[2].endswith("it waits for coscheduling. Does that run?")
+    assert said(seen(pod(0), ignored, gang={}))[2].endswith("it waits for coscheduling. Is that scheduler running?")
     ignored["status"] = unschedulable("pod group demo-engine-1 has no room")
     assert said(seen(pod(0), ignored, gang={}))[2].endswith("no node can take its pod: pod group demo-engine-1 has no room.")
 
@@ -154,7 +158,7 @@ NODES = [
 
 @pytest.mark.parametrize("gate", ["", "kueue.x-k8s.io/admission"])
 def test_a_pod_that_no_node_can_ever_take_is_told_apart(gate: str) -> None:
-    cluster = Cluster(largest=largest_node(NODES, "nvidia.com/gpu"))
+    cluster = Cluster(largest=find_largest_node(NODES, "nvidia.com/gpu"))
     status, reason, message = said(seen(pod(0), homeless(1, gate=gate), cluster=cluster))
     assert (status, reason) == ("False", "InsufficientCapacity")
     assert "asks for 8 nvidia.com/gpu, and no node has so many: the largest, large, has 6" in message
@@ -169,7 +173,7 @@ def test_a_node_that_is_merely_full_is_the_schedulers_to_tell() -> None:
 
 
 def test_a_cluster_without_gpus_is_asked_for_its_device_plugin() -> None:
-    cluster = Cluster(largest=largest_node([], "nvidia.com/gpu"))
+    cluster = Cluster(largest=find_largest_node([], "nvidia.com/gpu"))
     assert "no node offers nvidia.com/gpu now" in said(seen(pod(0), homeless(1), cluster=cluster))[2]
 
 
@@ -186,23 +190,26 @@ def failed_create(engine: str, words: str, *, first: str = "02:58:00", last: str
     return {"involvedObject": {"kind": "StatefulSet", "name": engine, "uid": uid}, "message": message, **times}
 
 
-def unmade(*events: Object, made: int = 0, **spec: Any) -> World:
+def unmade(*events: Object, made: int = 0, **spec: Any) -> FleetView:
     """The controller has looked at the second engine, and made so many pods of it."""
     found = seen(pod(0), **spec)
     live = found.children["StatefulSet", "demo-engine-1"]
     live["metadata"]["uid"] = "now"
     live["status"] = {"observedGeneration": 1, "replicas": made}
-    return replace(found, cluster=Cluster(uncreated=uncreated(events, found.engines())))
+    return replace(
+        found,
+        cluster=Cluster(uncreated=find_creation_errors(events, [live])),
+    )
 
 
 def test_pods_that_cannot_be_made_are_told_in_their_controllers_words() -> None:
     refused = unmade(failed_create("demo-engine-1", "an old story", last="02:58:30"), failed_create("demo-engine-1", QUOTA, uid="now"))
-    says = ("CreateFailed", f"Engine demo-engine-1: its pods cannot be made: {QUOTA}.")
+    says = ("CreateFailed", f"Engine demo-engine-1: its pods cannot be created: {QUOTA}.")
     assert said(refused) == ("False", *says)
     assert said(refused, "Degraded") == ("True", *says)
     assert said(refused, "Progressing")[0] == "False"
-    assert build_status(refused, SETTINGS, NOW)["engines"][1]["phase"] == "Failed"
-    assert plan(refused, SETTINGS, NOW).requeue_after is not None, "no event of ours tells when it changes"
+    assert build_status(refused, NOW)["engines"][1]["phase"] == "Failed"
+    assert make_plan(refused, SETTINGS, NOW).requeue_after is not None, "no event of ours tells when it changes"
 
 
 @pytest.mark.parametrize(
@@ -223,5 +230,5 @@ def test_quota_that_engines_beyond_the_base_do_not_get_is_room_that_they_wait_fo
     wanted = {**found.cr, "spec": {**found.cr["spec"], "elastic": {"base": 1}}}
     elastic = replace(found, cr=wanted, rollout=SGLangRollout.model_validate(wanted))
     assert said(elastic)[1] == "BaseServing"
-    row_of = build_status(elastic, SETTINGS, NOW)["engines"][1]
-    assert (row_of["phase"], row_of["reason"]) == ("Pending", f"its pods cannot be made: {QUOTA}.")
+    row_of = build_status(elastic, NOW)["engines"][1]
+    assert (row_of["phase"], row_of["reason"]) == ("Pending", f"its pods cannot be created: {QUOTA}.")

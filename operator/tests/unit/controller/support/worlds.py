@@ -6,9 +6,9 @@ from typing import Any
 
 from sglang_rollout.agent.state import Memory, State, closed_reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.facts import Failure
+from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.status import build_status
-from sglang_rollout.controller.decide.view import World, observe_world
+from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.controller.render.settings import Settings
@@ -111,7 +111,7 @@ def world(
     router: bool = True,
     custom: Object | None = None,
     extra: tuple[Object, ...] = (),
-) -> World:
+) -> FleetView:
     """Everything applied; ``written`` is the coordinator's record, ``router`` whether its pod runs."""
     custom = custom or cr()
     children = render_all(SGLangRollout.model_validate({**custom, "status": None}), SETTINGS, token="t0ken")
@@ -121,17 +121,17 @@ def world(
             child["status"] = {"observedGeneration": 1, "readyReplicas": int(router)}
         if written and child["metadata"]["name"] == "demo-weights":
             child["data"] = {names.WEIGHTS_KEY: written.model_dump_json()}
-    return observe_world(custom, [*children, *extra], pods)
+    return build_fleet_view(custom, [*children, *extra], pods)
 
 
-def status_of(seen: World, failure: Failure | None = None) -> Object:
-    return build_status(seen, SETTINGS, NOW, failure)
+def status_of(seen: FleetView, failure: Failure | None = None) -> Object:
+    return build_status(seen, NOW, failure)
 
 
 def condition(status: Object, kind: str) -> Object:
     return next(one for one in status["conditions"] if one["type"] == kind)
 
 
-def ready(seen: World, failure: Failure | None = None) -> tuple[str, str, str]:
+def ready(seen: FleetView, failure: Failure | None = None) -> tuple[str, str, str]:
     found = condition(status_of(seen, failure), "Ready")
     return found["status"], found["reason"], found["message"]

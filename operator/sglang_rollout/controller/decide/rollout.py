@@ -1,0 +1,122 @@
+"""The rolling update: which pods to delete now, so that engines come back at the current revision. Pure.
+
+At most one engine is taken out of service per pass, in the order of these questions:
+
+    StatefulSet not applied yet, or its controller lags     -> wait; a pod deleted now would return unchanged
+    outdated engine that is not ready, or lacks pods        -> delete its pods: it serves no request
+    another engine does not serve (and is not paused)       -> wait; surplus engines without room are ignored
+    outdated engine                                         -> delete its pods; an engine that does not serve comes first
+    fleet Asleep by spec.state, so that no engine serves    -> delete the pods of one engine that was made without memorySaver
+
+An engine on an avoided node that does not come up is moved at the same time: its StatefulSet gets the affinity first, then
+its pods are deleted. So are the remaining pods of a surplus engine that was partly preempted: its pod group returns when there
+is room for all pods.
+
+If the number of pods per engine changes, the engine is recreated with its StatefulSet when its turn comes. SGLang cannot add
+ranks, and pods that are removed one by one would stop the engine before its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from sglang_rollout.api.engine_knobs import FLAGS
+from sglang_rollout.controller.decide.elastic import find_stranded_pods, waits_for_room
+from sglang_rollout.controller.decide.pods import Pod
+from sglang_rollout.controller.decide.view import EngineView, FleetView
+from sglang_rollout.wire.states import FleetState
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A pod to delete, or the StatefulSet of an engine that changes its number of pods."""
+
+    engine: EngineView
+    pod: Pod | None
+    """None: the whole engine."""
+    reason: str
+
+
+def plan_restarts(fleet: FleetView, unapplied: Set[str], now: str) -> tuple[list[Restart], bool]:
+    """Return what to delete now, and whether outdated engines wait for their turn.
+
+    Args:
+        fleet: The view of the rollout.
+        unapplied: Names of children that this pass applies because the wanted object changed.
+        now: Time (RFC 3339) for surplus engines that wait for room; empty if unknown.
+    """
+    outdated = {engine.index: found for engine in fleet.wanted if (found := _find_outdated(fleet, engine))}
+    moves = list(_plan_moves(fleet, unapplied, outdated.keys(), now))
+    if not outdated:
+        return moves, False
+    settled = [fleet.wanted[index] for index in outdated if _is_settled(fleet.wanted[index], unapplied)]
+    # Includes engines without pods, for example because a quota rejects them.
+    broken = [engine for engine in settled if not engine.is_ready]
+    if broken:
+        return [*_restart_all(broken, outdated, "outdated, and not ready"), *moves], True
+    considered = [engine for engine in fleet.wanted if not waits_for_room(engine, now)]
+    return [*_plan_next_engine(fleet, considered, settled, outdated), *moves], True
+
+
+Outdated = Mapping[int, Sequence[Pod | None]]
+"""What to delete of each outdated engine, by its index."""
+
+
+def _plan_next_engine(
+    fleet: FleetView, considered: Sequence[EngineView], settled: Sequence[EngineView], outdated: Outdated
+) -> list[Restart]:
+    away = {engine.index for engine in considered if not (engine.is_serving or engine.is_paused_by_spec)}
+    # An outdated engine that does not serve comes first; then the highest index, as everywhere in Kubernetes.
+    for engine in sorted(settled, key=lambda one: (one.index not in away, -one.index)):
+        if away <= {engine.index}:
+            return _restart_all([engine], outdated, "outdated, and all other engines serve")
+    # No engine of a sleeping fleet serves, so an engine that cannot sleep has to be recreated anyway, one at a time.
+    awake = [engine for engine in settled if _cannot_sleep(fleet, engine)]
+    if awake and all(engine.is_ready for engine in considered):
+        return _restart_all([max(awake, key=lambda one: one.index)], outdated, "outdated, and cannot sleep")
+    return []
+
+
+def _restart_all(engines: Sequence[EngineView], outdated: Outdated, reason: str) -> list[Restart]:
+    return [Restart(engine, pod, reason) for engine in engines for pod in outdated[engine.index]]
+
+
+def _find_outdated(fleet: FleetView, engine: EngineView) -> list[Pod | None]:
+    """Return what to delete of an engine to renew it: no pod, pods, or (``None``) all of the engine."""
+    if fleet.rollout is not None and engine.statefulset is not None and engine.size != fleet.rollout.spec.engine.pods:
+        return [] if engine.statefulset["metadata"].get("deletionTimestamp") else [None]
+    return [pod for pod in engine.pods if pod.revision != engine.revision and not pod.is_terminating]
+
+
+def _plan_moves(fleet: FleetView, unapplied: Set[str], outdated: Set[int], now: str) -> Iterator[Restart]:
+    """Yield pods to move off avoided nodes, and pods that hold room which their engine cannot use.
+
+    All pods of a moved engine are restarted, as in every restart. Engines that run on an avoided node stay there.
+    """
+    for engine in fleet.wanted:
+        if engine.index in outdated or not _is_settled(engine, unapplied):
+            continue
+        remaining = [pod for pod in engine.pods if not pod.is_terminating]
+        failing = next((pod.node for pod in remaining if pod.node in fleet.avoided_nodes and not pod.has_started), None)
+        if failing:
+            yield from (Restart(engine, pod, f"node {failing} is avoided") for pod in remaining)
+            continue
+        for pod in find_stranded_pods(fleet, engine, now):
+            yield Restart(engine, pod, "other pods of its engine were preempted")
+
+
+def _is_settled(engine: EngineView, unapplied: Set[str]) -> bool:
+    """Return True if a deleted pod would come back from the wanted template."""
+    return engine.name not in unapplied and engine.is_observed
+
+
+def _cannot_sleep(fleet: FleetView, engine: EngineView) -> bool:
+    """Return True if the fleet sleeps by ``spec.state`` but this engine was made without what sleeping needs.
+
+    Such an engine keeps its memory and serves no request until it is recreated.
+    """
+    is_asleep, row = fleet.record is not None and fleet.record.state is FleetState.ASLEEP, engine.row
+    if not is_asleep or row is None or row.gate_open or row.released:
+        return False
+    return not any(pod.has_engine_flag(FLAGS["memory_saver"]) for pod in engine.pods)
