@@ -16,7 +16,7 @@ from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
-from sglang_rollout.coordinator.update.steps import Results, Script, Turn, failures, same, send, told
+from sglang_rollout.coordinator.update.steps import Results, failures, same, send, told, turn
 from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.record import AdapterRow
 from sglang_rollout.wire.states import FleetState
@@ -89,9 +89,9 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
     return (LOAD, load) if load else None
 
 
-def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Script[Answer]:
+async def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Answer:
     """Make the call; what fails is said in the adapter's row and tried again later."""
-    results = yield from _tell(fleet, path, bodies)
+    results = await _tell(fleet, path, bodies)
     for name, result in results.items():
         adapter = str(bodies[name]["lora_name"])
         fleet.engines[name].adapter_trouble.pop(adapter, None)
@@ -100,20 +100,20 @@ def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Script[Ans
     return Answer(200, f"{path} on {len(results)} engines, {len(failures(results))} refused.")
 
 
-def load(fleet: Fleet, ask: LoadAdapter) -> Script[Answer]:
+async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
     """Load on every engine, or on none. What engines hold under the name goes first: while it is gone gates refuse requests for it."""
-    yield Turn()
+    await turn()
     _refuse(fleet, ask.name, "loaded")
     adapter = Adapter(name=ask.name, path=ask.path, pinned=ask.pinned)
     _refuse_too_many(fleet, adapter)
     names = fleet.up()
     held = [name for name in names if ask.name in _loaded(fleet.engines[name])]
-    unloaded = yield from _tell(fleet, UNLOAD, same(held, {"lora_name": ask.name}))
+    unloaded = await _tell(fleet, UNLOAD, same(held, {"lora_name": ask.name}))
     if failures(unloaded):
-        return (yield from _give_up(fleet, ask, unloaded, unloaded, {}))
-    results = yield from _tell(fleet, LOAD, same(names, _body(adapter)))
+        return await _give_up(fleet, ask, unloaded, unloaded, {})
+    results = await _tell(fleet, LOAD, same(names, _body(adapter)))
     if failures(results):
-        return (yield from _give_up(fleet, ask, results, unloaded, results))
+        return await _give_up(fleet, ask, results, unloaded, results)
     for name, engine in fleet.engines.items():
         engine.adapter_trouble.pop(ask.name, None)
         if name not in names:  # should it come back with what it holds, that is no longer what the path holds
@@ -122,17 +122,17 @@ def load(fleet: Fleet, ask: LoadAdapter) -> Script[Answer]:
     return Answer(200, "", {"engines": told(results)})
 
 
-def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results, loaded: Results) -> Script[Answer]:
+async def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results, loaded: Results) -> Answer:
     """End a load that failed on an engine with what there was before; or with none, when that lay under the same path."""
     before = fleet.called.get(ask.name)
     what = "load" if loaded else "unload"
-    undone = yield from _tell(fleet, UNLOAD, same(_done(loaded), {"lora_name": ask.name}))
+    undone = await _tell(fleet, UNLOAD, same(_done(loaded), {"lora_name": ask.name}))
     if before is None or before.path == ask.path:
         fleet.called.pop(ask.name, None)
         stuck = ", ".join(failures(undone if loaded else unloaded))
         return _failed(failed, what, ask.name, f"Still loaded on: {stuck}." if stuck else "It is loaded on no engine.")
     empty = [name for name in _done(unloaded) if name not in failures(undone)]
-    back = failures((yield from _tell(fleet, LOAD, same(empty, _body(before)))))
+    back = failures(await _tell(fleet, LOAD, same(empty, _body(before))))
     for name, result in back.items():
         _put_off(fleet, name, ask.name, result)
     lack = ", ".join({**back, **failures(undone)})
@@ -140,15 +140,15 @@ def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results,
     return _failed(failed, what, ask.name, after)
 
 
-def unload(fleet: Fleet, ask: UnloadAdapter) -> Script[Answer]:
+async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
     """Unload on every engine. One that does not is tried again: nobody wants the adapter any more."""
-    yield Turn()
+    await turn()
     _refuse(fleet, ask.name, "unloaded")
     names = [name for name in fleet.up() if ask.name in _loaded(fleet.engines[name])]
     if not names and ask.name not in fleet.called:
         raise Refusal(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted(fleet)) or 'none'}.")
     fleet.called.pop(ask.name, None)
-    results = yield from _tell(fleet, UNLOAD, same(names, {"lora_name": ask.name}))
+    results = await _tell(fleet, UNLOAD, same(names, {"lora_name": ask.name}))
     if failures(results):
         return _failed(results, "unload", ask.name, "It is tried again.")
     return Answer(200, "", {"engines": told(results)})
@@ -184,9 +184,9 @@ def _body(adapter: Adapter) -> Body:
     return {"lora_name": adapter.name, "lora_path": adapter.path, "pinned": adapter.pinned}
 
 
-def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Script[Results]:
+async def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Results:
     """Make the call, and know already what agents will say of the adapters that their engines hold."""
-    results = yield from send(path, bodies, fleet.policy.deadlines.update)
+    results = await send(path, bodies, fleet.policy.deadlines.update)
     for name in _done(results):
         adapter, engine = str(bodies[name]["lora_name"]), fleet.engines.get(name)
         if engine is not None:

@@ -1,7 +1,7 @@
 """How an engine that does not hold the committed version gets it without the trainer. Pure.
 
 *Where from* (:func:`source`), *who and when* (:func:`next_joiner`) and *how* (:func:`catch_up`) are kept apart. An engine
-that catches up is no member meanwhile: the trainer's pushes go on without it. It runs beside other scripts and takes the
+that catches up is no member meanwhile: the trainer's pushes go on without it. It runs beside other operations and takes the
 turn only for its last step, so that its gate opens in a fleet that is at rest.
 """
 
@@ -13,7 +13,7 @@ from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
-from sglang_rollout.coordinator.update.steps import FLUSH, PAUSE, UPDATE_DISK, Script, Turn, same, send, soil, sync
+from sglang_rollout.coordinator.update.steps import FLUSH, PAUSE, UPDATE_DISK, same, send, soil, sync, turn
 from sglang_rollout.coordinator.update.verify import CHECKER, CHECKSUM, Checksums, vouched
 from sglang_rollout.coordinator.update.versions import key
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
@@ -79,16 +79,16 @@ def _wants(fleet: Fleet, name: str) -> bool:
     return held is None or key(held) not in {key(version) for version in served if version is not None}
 
 
-def catch_up(fleet: Fleet, name: str, found: Source) -> Script[Answer]:
+async def catch_up(fleet: Fleet, name: str, found: Source) -> Answer:
     """Bring one engine to the version that is committed now. The engine is marked ``catching`` by whoever starts this."""
     engine, version = fleet.engines[name], fleet.committed
     if version is None:
         raise RuntimeError("nobody can catch up before the committed version is proved")
     engine.note = f"it loads version {version.label} from {found.request.path}."
     try:
-        yield from _load(fleet, engine, found, version)
-        yield Turn()
-        yield from _open(fleet, engine, version)
+        await _load(fleet, engine, found, version)
+        await turn()
+        await _open(fleet, engine, version)
     except _FailedError as error:
         pause = min(FIRST_PAUSE * 2**engine.tries, LONGEST_PAUSE)
         engine.tries += 1
@@ -104,11 +104,11 @@ def catch_up(fleet: Fleet, name: str, found: Source) -> Script[Answer]:
     return Answer(200, f"engine {name} has caught up with version {version}")
 
 
-def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -> Script[None]:
+async def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -> None:
     name, limit = engine.wanted.name, fleet.policy.deadlines.update
     boot = engine.boot
     request = found.request.model_copy(update={"names": True})
-    reply = yield from _one(name, AGENT_CHECKPOINT, request.model_dump(mode="json"), limit + MARGIN)
+    reply = await _one(name, AGENT_CHECKPOINT, request.model_dump(mode="json"), limit + MARGIN)
     if not reply.ok:
         raise _FailedError(reply.message.rstrip("."))
     if found.digest is not None and reply.digest != found.digest:
@@ -118,31 +118,31 @@ def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -> Scri
     body = {"model_path": reply.path or found.request.path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
     # The folder may hold something else than it should: until the engine vouches for the version, it needs these from whoever comes next.
     engine.wrote |= reply.names or frozenset()
-    loaded = (yield from soil(fleet, UPDATE_DISK, same([name], body), limit))[name]
+    loaded = (await soil(fleet, UPDATE_DISK, same([name], body), limit))[name]
     if not loaded.ok:
         raise _FailedError(f"the engine did not load {reply.path or found.request.path}: {loaded.message.rstrip('.')}")
-    yield from _compare(fleet, engine, version)
-    yield from _one(name, FLUSH, {}, fleet.policy.deadlines.pause)
+    await _compare(fleet, engine, version)
+    await _one(name, FLUSH, {}, fleet.policy.deadlines.pause)
 
 
-def _compare(fleet: Fleet, joiner: Engine, version: Version) -> Script[None]:
+async def _compare(fleet: Fleet, joiner: Engine, version: Version) -> None:
     """With an engine of its shape that holds the version, if there is one: a folder may hold something else than its name says."""
     name, size = joiner.wanted.name, joiner.tensor_size
     peer = next((other for other, engine in fleet.engines.items() if engine.tensor_size == size and engine.holds(version)), None)
     right = fleet.checksums.get(size)
     if right is None and peer is not None and fleet.policy.verify is not Verify.OFF:
-        yield Turn()  # one asks for all: an engine takes one control call at a time
-        right = fleet.checksums.get(size) or (yield from _ask_peer(fleet, peer, size, version))
+        await turn()  # one asks for all: an engine takes one control call at a time
+        right = fleet.checksums.get(size) or await _ask_peer(fleet, peer, size, version)
     if right is None:
         return
-    mine = yield from _one(name, CHECKER, CHECKSUM, fleet.policy.deadlines.update)
+    mine = await _one(name, CHECKER, CHECKSUM, fleet.policy.deadlines.update)
     if mine.checksums != right:
         raise _FailedError("it then held other weights than the engines that got them from the trainer")
 
 
-def _ask_peer(fleet: Fleet, peer: str, size: int, version: Version) -> Script[Checksums]:
+async def _ask_peer(fleet: Fleet, peer: str, size: int, version: Version) -> Checksums:
     """What an engine holds that has the version."""
-    said = (yield from vouched(fleet, [peer], version))[peer]
+    said = (await vouched(fleet, [peer], version))[peer]
     if said.checksums is None:
         raise _FailedError(f"engine {peer}, with which it was to be compared, did not say what it holds: {said.message.rstrip('.')}")
     if fleet.committed == version:
@@ -150,25 +150,25 @@ def _ask_peer(fleet: Fleet, peer: str, size: int, version: Version) -> Script[Ch
     return said.checksums
 
 
-def _open(fleet: Fleet, engine: Engine, version: Version) -> Script[None]:
+async def _open(fleet: Fleet, engine: Engine, version: Version) -> None:
     """The engine vouches for the version and, if that is still served, its gate opens. In a paused fleet it pauses, too."""
     name = engine.wanted.name
     if fleet.engines.get(name) is not engine or engine.boot is None:
         raise _FailedError("the engine is gone")
     if fleet.hold is not None or fleet.kept is FleetState.PAUSED:
         mode = fleet.hold.mode if fleet.hold is not None else fleet.policy.pause_mode.value
-        paused = yield from _one(name, PAUSE, {"mode": mode} if mode else {}, fleet.policy.deadlines.pause)
+        paused = await _one(name, PAUSE, {"mode": mode} if mode else {}, fleet.policy.deadlines.pause)
         if not paused.ok:
             raise _FailedError(f"it could not be paused like the rest of the fleet: {paused.message.rstrip('.')}")
     if fleet.hold is not None:
         fleet.hold.engines = (*fleet.hold.engines, name)
     body = AckRequest(version=version, boot_id=engine.boot, cohort=[name]).model_dump(mode="json")
-    reply = yield from _one(name, AGENT_ACK, body, fleet.policy.deadlines.pause)
+    reply = await _one(name, AGENT_ACK, body, fleet.policy.deadlines.pause)
     if not reply.ok:
         raise _FailedError(reply.message.rstrip("."))
-    yield from sync(fleet, [name])
+    await sync(fleet, [name])
 
 
-def _one(name: str, path: str, body: Body, deadline: float) -> Script[Result]:
-    results = yield from send(path, same([name], body), deadline, idempotent=path == AGENT_CHECKPOINT)
+async def _one(name: str, path: str, body: Body, deadline: float) -> Result:
+    results = await send(path, same([name], body), deadline, idempotent=path == AGENT_CHECKPOINT)
     return results[name]

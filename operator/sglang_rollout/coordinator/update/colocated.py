@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from sglang_rollout.coordinator.update import hybrid, memory
 from sglang_rollout.coordinator.update.engine import Engine
-from sglang_rollout.coordinator.update.events import Write
 from sglang_rollout.coordinator.update.memory import WEIGHTS
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon
@@ -17,6 +16,7 @@ from sglang_rollout.coordinator.update.requests import (
     Answer,
     AtEngine,
     Begin,
+    Call,
     CloseGroup,
     End,
     Flush,
@@ -30,61 +30,65 @@ from sglang_rollout.coordinator.update.requests import (
     Tensors,
     Update,
 )
-from sglang_rollout.coordinator.update.steps import Script, Turn, failures, send, sync
+from sglang_rollout.coordinator.update.steps import Operation, failures, send, sync, turn, write
 from sglang_rollout.coordinator.update.transaction import flush
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode, FleetState
 
 AGAIN = 10.0
 """Seconds after which an engine that did not give its memory back is asked again."""
+NOT_AT_ENGINES = "this call is for the fleet's URL, which is one for all engines."
 OWN_GPUS = "An engine of this fleet takes no calls of its own (spec.mode: Standalone): call the fleet's URL, which is one for all engines."
 
 
-def script(fleet: Fleet, request: Request) -> Script[Answer] | None:
-    """What becomes of a request that means something else to such a fleet; None: nothing does."""
+def operation(fleet: Fleet, request: Request) -> Operation[Answer] | None:
+    """Return the operation of a request that means something else on such a fleet; None if the request means what it always means."""
     at, call = (request.engine, request.call) if isinstance(request, AtEngine) else (None, request)
     if fleet.mode is None:
         return None if at is None else _refused(OWN_GPUS)
     if at is not None and at not in fleet.engines:
         return _refused(_unknown(fleet, at), 404)
+    if fleet.mode is FleetMode.COLOCATED and isinstance(call, _ABOUT_WEIGHTS):
+        return _refused(KEEPS_WEIGHTS)
+    return _operation(fleet, call, None) if at is None else _at_engine(fleet, call, at)
+
+
+_ABOUT_WEIGHTS = (OpenGroup, CloseGroup, Begin, Update, Tensors, End, SetLabel, NewRun, FromDisk)
+
+
+def _operation(fleet: Fleet, call: Call, at: str | None) -> Operation[Answer] | None:
     match call:
         case ReleaseMemory():
-            found: Script[Answer] | None = _release(fleet, call, at)
+            return _release(fleet, call, at)
         case ResumeMemory():
-            found = _resume(fleet, call, at)
+            return _resume(fleet, call, at)
         case Flush() if at is not None:
-            found = hybrid.flush_one(fleet, at, call) if fleet.mode is FleetMode.HYBRID else flush(fleet, call, [at])
-        case _ if fleet.mode is FleetMode.HYBRID:
-            found = hybrid.script(fleet, call, at)
-        case OpenGroup() | CloseGroup() | Begin() | Update() | Tensors() | End() | SetLabel() | NewRun() | FromDisk():
-            return _refused(KEEPS_WEIGHTS)
-        case _:
-            return None
-    return found if at is None or found is None else _if_still_there(fleet, at, found)
+            return hybrid.flush_one(fleet, at, call) if fleet.mode is FleetMode.HYBRID else flush(fleet, call, [at])
+    return hybrid.operation(fleet, call, at) if fleet.mode is FleetMode.HYBRID else None
 
 
-def _if_still_there(fleet: Fleet, at: str, script: Script[Answer]) -> Script[Answer]:
-    """Engines leave between two scripts: the one that was called may be gone when the turn of its call comes."""
-    yield Turn()
+async def _at_engine(fleet: Fleet, call: Call, at: str) -> Answer:
+    """Answer a call at one engine's URL. The engine may have left the fleet by the time the operation gets its turn."""
+    await turn()
     if at not in fleet.engines:
         raise Refusal(_unknown(fleet, at), status=404)
-    return (yield from script)
+    found = _operation(fleet, call, at)
+    return await (found if found is not None else _refused(NOT_AT_ENGINES))
 
 
 def _unknown(fleet: Fleet, at: str) -> str:
     return f"engine {at} is not in this fleet; its engines: {', '.join(fleet.engines)}."
 
 
-def _refused(why: str, status: int = 400) -> Script[Answer]:
-    yield from ()
+async def _refused(why: str, status: int = 400) -> Answer:
     raise Refusal(why, status=status)
 
 
-def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Script[Answer]:
+async def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Answer:
     """What the weights are is asked before they are gone: afterwards only a comparison tells whether they came back."""
-    yield Turn()
+    await turn()
     if fleet.mode is FleetMode.HYBRID and fleet.update is not None:
-        yield from abandon(fleet, "the trainer released memory before all engines had got all of their tensors")
-    yield from memory.note_checksums(fleet)
+        await abandon(fleet, "the trainer released memory before all engines had got all of their tensors")
+    await memory.note_checksums(fleet)
     silent = memory.unnoted(fleet)
     if silent:
         raise Refusal(
@@ -94,28 +98,28 @@ def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Script[Answer]
         )
     if fleet.update is None:  # else it is refused
         more = ask.tags or memory.TAGS
-        yield from _keep(fleet, at, {name: (*fleet.lent_of(name), *more) for name in fleet.engines}, (*fleet.lent, *more))
-    return (yield from memory.release(fleet, ask, at))
+        await _keep(fleet, at, {name: (*fleet.lent_of(name), *more) for name in fleet.engines}, (*fleet.lent, *more))
+    return await memory.release(fleet, ask, at)
 
 
-def _resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Script[Answer]:
+async def _resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
     """Answers only when the engines that have all of their memory serve."""
-    yield Turn()
+    await turn()
     if fleet.kept is not FleetState.ASLEEP:
 
         def left(tags: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(tag for tag in tags if ask.tags and tag not in ask.tags)
 
-        yield from _keep(fleet, at, {name: left(fleet.lent_of(name)) for name in fleet.engines}, left(fleet.lent))
+        await _keep(fleet, at, {name: left(fleet.lent_of(name)) for name in fleet.engines}, left(fleet.lent))
     if fleet.mode is FleetMode.HYBRID:
-        return (yield from hybrid.resume(fleet, ask, at))
+        return await hybrid.resume(fleet, ask, at)
     without = [name for name in fleet.up() if WEIGHTS in _released(fleet.engines[name])]
-    answer = yield from memory.resume(fleet, ask, at)
+    answer = await memory.resume(fleet, ask, at)
     back = [name for name in without if WEIGHTS not in _released(fleet.engines[name])]
     if not back:
-        yield from sync(fleet)
+        await sync(fleet)
         return answer
-    yield from memory.prove(fleet, back)
+    await memory.prove(fleet, back)
     committed = fleet.committed
     wrong = [name for name in back if committed is None or not fleet.engines[name].holds(committed)]
     if answer.success and wrong:
@@ -133,14 +137,14 @@ def due(fleet: Fleet) -> list[str]:
     return [name for name in found if fleet.now >= fleet.engines[name].release_at]
 
 
-def put_to_sleep(fleet: Fleet, names: list[str]) -> Script[Answer]:
+async def put_to_sleep(fleet: Fleet, names: list[str]) -> Answer:
     """Have these engines give back what the trainer has."""
     for name in names:
         fleet.engines[name].release_at = fleet.now + AGAIN
-    yield from memory.note_checksums(fleet)
+    await memory.note_checksums(fleet)
     silent = memory.unnoted(fleet)
     bodies = {name: {"tags": _missing(fleet, name)} for name in names if name not in silent}
-    results = yield from send(memory.RELEASE, bodies, fleet.policy.deadlines.pause)
+    results = await send(memory.RELEASE, bodies, fleet.policy.deadlines.pause)
     failed = failures(results)
     for name in bodies.keys() - failed.keys():
         memory.note_released(fleet.engines[name], [*_released(fleet.engines[name]), *bodies[name]["tags"]])
@@ -156,7 +160,7 @@ def _missing(fleet: Fleet, name: str) -> list[str]:
     return [tag for tag in fleet.lent_of(name) if tag not in _released(fleet.engines[name])]
 
 
-def _keep(fleet: Fleet, at: str | None, of_each: dict[str, tuple[str, ...]], of_all: tuple[str, ...]) -> Script[None]:
+async def _keep(fleet: Fleet, at: str | None, of_each: dict[str, tuple[str, ...]], of_all: tuple[str, ...]) -> None:
     """Written before any engine hears of it: a coordinator that starts a moment later would undo the call. When the store is away it is
     written later, as every record."""
     if at is not None:
@@ -166,4 +170,4 @@ def _keep(fleet: Fleet, at: str | None, of_each: dict[str, tuple[str, ...]], of_
         fleet.lent_apart = {name: tuple(dict.fromkeys(of_each[name])) for name in fleet.lent_apart if name in of_each}
     record = fleet.record()
     if record is not None:
-        yield Write(record)
+        await write(record)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.progress import Update
 from sglang_rollout.coordinator.update.requests import Body
-from sglang_rollout.coordinator.update.steps import PATIENCE, Results, Script, same, send
+from sglang_rollout.coordinator.update.steps import PATIENCE, Results, same, send
 from sglang_rollout.coordinator.update.tensors import Brought, mark
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
@@ -77,13 +77,13 @@ def incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
     return found
 
 
-def look_up(fleet: Fleet, update: Update) -> Script[None]:
+async def look_up(fleet: Fleet, update: Update) -> None:
     """Ask for the tensors of the model, if engines that hold none of them may commit: what a trainer never brings they lack, too."""
     blank = sorted(update.blank & set(update.standing()))
     if blank and not update.opaque:
         limit = fleet.policy.deadlines.pause
         body = CheckpointRequest(path="", names=True, deadline=limit).model_dump(mode="json")
-        results = yield from send(AGENT_CHECKPOINT, same(blank[:1], body), limit + MARGIN, patience=PATIENCE, idempotent=True)
+        results = await send(AGENT_CHECKPOINT, same(blank[:1], body), limit + MARGIN, patience=PATIENCE, idempotent=True)
         update.model = results[blank[0]].names or frozenset()
 
 

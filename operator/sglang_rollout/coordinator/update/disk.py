@@ -18,7 +18,7 @@ from sglang_rollout.coordinator.update.outcome import close, leave_behind
 from sglang_rollout.coordinator.update.progress import By, Phase, Update
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk
-from sglang_rollout.coordinator.update.steps import UPDATE_DISK, Script, Turn, failures, same, send, soil, told
+from sglang_rollout.coordinator.update.steps import UPDATE_DISK, failures, same, send, soil, told, turn
 from sglang_rollout.coordinator.update.transaction import hold_all, hold_late
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
@@ -30,12 +30,12 @@ MARGIN = 5.0
 """What the answer to a check may take longer than the check."""
 
 
-def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
+async def from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
     """Check the checkpoint from every pod, then load it on every engine and commit."""
     boots = present(fleet)
-    checked = yield from _check(fleet, ask.path, boots)
+    checked = await _check(fleet, ask.path, boots)
     names = checked.names
-    yield Turn()
+    await turn()
     if fleet.update is not None:
         raise Refusal("a weight update is open: end it before one from disk.", status=409, fleet=fleet.advice())
     if present(fleet) != boots:
@@ -45,9 +45,9 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
         raise Refusal(f"engine {released[0]} has released memory: call resume_memory_occupation first.", status=409, fleet=fleet.advice())
     if fleet.hold is None:
         mode = fleet.policy.pause_mode.value
-        failed = yield from hold_all(fleet, By.FLEET, mode, {"mode": mode})
+        failed = await hold_all(fleet, By.FLEET, mode, {"mode": mode})
     else:
-        failed = yield from hold_late(fleet, boots)
+        failed = await hold_late(fleet, boots)
     if failed is not None:
         return failed
     fleet.enter(Phase.TRANSFER)
@@ -59,17 +59,17 @@ def from_disk(fleet: Fleet, ask: FromDisk) -> Script[Answer]:
         note_trust(fleet, update, boots)
         update.tensors[tuple(boots)] = set(names)
     fleet.tried |= names or frozenset()
-    results = yield from soil(fleet, UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
+    results = await soil(fleet, UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
     broken = failures(results)
     update.fed.update(name for name in boots if name not in broken)
     for name, result in broken.items():
         update.dropped[name] = f"did not load {ask.path}: {result.message}"
     fleet.enter(Phase.VERIFY)
-    answer = yield from close(fleet, update, results, tell=False)
+    answer = await close(fleet, update, results, tell=False)
     if answer.success and fleet.committed is not None:
         fleet.disk = OnDisk(version=fleet.committed, path=ask.path, digest=checked.digest)
         answer = _with_unchecked(answer, checked.by_engine)
-    return (yield from leave_behind(fleet, answer))
+    return await leave_behind(fleet, answer)
 
 
 def _with_unchecked(answer: Answer, by_engine: Mapping[str, Result]) -> Answer:
@@ -109,13 +109,13 @@ class _Checked:
         return all(result.compared for result in self.by_engine.values())
 
 
-def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> Script[_Checked]:
+async def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> _Checked:
     """Have every pod look at the checkpoint; refuse it if one cannot load it, or if they see different ones."""
     limit = fleet.policy.deadlines.update
     body = CheckpointRequest(path=path, deadline=limit).model_dump(mode="json")
     bodies, first = same(boots, body), next(iter(boots))
     bodies[first] = {**body, "names": True}
-    results = yield from send(AGENT_CHECKPOINT, bodies, limit + MARGIN, idempotent=True)
+    results = await send(AGENT_CHECKPOINT, bodies, limit + MARGIN, idempotent=True)
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))

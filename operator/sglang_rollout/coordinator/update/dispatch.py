@@ -1,4 +1,4 @@
-"""Which script answers which request."""
+"""Which operation answers which request."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from sglang_rollout.coordinator.update.requests import (
     UnloadAdapter,
     Update,
 )
-from sglang_rollout.coordinator.update.steps import Script
+from sglang_rollout.coordinator.update.steps import Operation
 
 
-def script(fleet: Fleet, request: Request) -> Script[Answer]:
-    """The script of a request: on a fleet that shares its GPUs some requests mean something else."""
-    return sharing.script(fleet, request) or _SCRIPTS[type(request)](fleet, request)
+def operation(fleet: Fleet, request: Request) -> Operation[Answer]:
+    """Return the operation of a request. On a fleet that shares its GPUs some requests mean something else."""
+    return sharing.operation(fleet, request) or _OPERATIONS[type(request)](fleet, request)
 
 
-_SCRIPTS: dict[type[Request], Callable[..., Script[Answer]]] = {
+_OPERATIONS: dict[type[Request], Callable[..., Operation[Answer]]] = {
     OpenGroup: groups.open_group,
     CloseGroup: groups.close_group,
     Pause: transaction.pause,

@@ -29,7 +29,7 @@ from sglang_rollout.coordinator.update.requests import (
     Tensors,
 )
 from sglang_rollout.coordinator.update.requests import Update as Distributed
-from sglang_rollout.coordinator.update.steps import END, PATIENCE, SLOWER, UPDATE_TENSOR, Script, Turn, failures, same, send, sync
+from sglang_rollout.coordinator.update.steps import END, PATIENCE, SLOWER, UPDATE_TENSOR, Operation, failures, same, send, sync, turn
 from sglang_rollout.coordinator.update.transaction import flush, set_label, tell
 from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import BY_HANDLES
@@ -39,8 +39,8 @@ _CACHE = "kv_cache"
 AT_ENGINES = "weights come to each engine of this fleet at that engine's own URL (spec.mode: Hybrid), and so does this call."
 
 
-def script(fleet: Fleet, call: Call, at: str | None) -> Script[Answer] | None:  # noqa: PLR0911 - one line per case
-    """What becomes of a call, at one engine's URL or at the fleet's; None: what becomes of it in every fleet."""
+def operation(fleet: Fleet, call: Call, at: str | None) -> Operation[Answer] | None:  # noqa: PLR0911 - one line per case
+    """Return the operation of a call at one engine's URL or at the fleet's; None if the call means what it means on every fleet."""
     match call:
         case OpenGroup() | CloseGroup() | Distributed():
             return _refused(BY_HANDLES)
@@ -54,45 +54,44 @@ def script(fleet: Fleet, call: Call, at: str | None) -> Script[Answer] | None:  
             return set_label(fleet, call)
         case Begin() | Tensors():
             return _refused(AT_ENGINES)
-    return None if at is None else _refused("this call is for the fleet's URL, which is one for all engines.")
+    return None
 
 
-def _refused(why: str) -> Script[Answer]:
-    yield from ()
+async def _refused(why: str) -> Answer:
     raise Refusal(why)
 
 
-def _begin(fleet: Fleet, name: str, ask: Begin) -> Script[Answer]:
+async def _begin(fleet: Fleet, name: str, ask: Begin) -> Answer:
     """A trainer that knows sessions opens one on this engine."""
-    yield Turn()
+    await turn()
     if fleet.update is not None and name in fleet.update.boots:
-        yield from abandon(fleet, f"the trainer began again at engine {name} without ending its update")
-    failed = yield from _tell(fleet, name, By.TRAINER, ask.body)
+        await abandon(fleet, f"the trainer began again at engine {name} without ending its update")
+    failed = await _tell(fleet, name, By.TRAINER, ask.body)
     return failed or Answer(200, "Success", {"version": str(fleet.target())})
 
 
-def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Script[Answer]:
+async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
     """One engine gets tensors, or the update fails as a whole."""
-    yield Turn()
+    await turn()
     size, given = fleet.engines[name].tensor_size, len(ask.body["serialized_named_tensors"])
     if given != size:
         raise Refusal(f"serialized_named_tensors has {given} entries, and engine {name} has {size} ranks: send one for each.")
     if fleet.update is not None and name in fleet.update.ended:
-        yield from abandon(fleet, f"engine {name} was sent new tensors before {some(untold(fleet))} had got all of theirs")
-    failed = yield from _tell(fleet, name, By.FLEET, {key: ask.body[key] for key in ("selector",) if key in ask.body})
+        await abandon(fleet, f"engine {name} was sent new tensors before {some(untold(fleet))} had got all of theirs")
+    failed = await _tell(fleet, name, By.FLEET, {key: ask.body[key] for key in ("selector",) if key in ask.body})
     if failed is not None:
         return failed
     update = _open(fleet)
     if ask.label and update.label and ask.label != update.label:
-        return (yield from fail(fleet, f"engine {name} was sent version {ask.label}, and others version {update.label}", engine=name))
+        return await fail(fleet, f"engine {name} was sent version {ask.label}, and others version {update.label}", engine=name)
     update.label = ask.label or update.label
     body = dict(ask.body)
     if fleet.hold is not None and fleet.hold.mode == PauseMode.IN_PLACE:
         body["flush_cache"] = False  # SGLang would write the tensors and then answer 400 for the flush
-    results = yield from send(UPDATE_TENSOR, {name: body}, fleet.policy.deadlines.update)
+    results = await send(UPDATE_TENSOR, {name: body}, fleet.policy.deadlines.update)
     result = results[name]
     if not result.ok:
-        return (yield from fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name))
+        return await fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name)
     update.fed.add(name)
     update.opaque = True
     status = fleet.engines[name].status
@@ -104,51 +103,51 @@ def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Script[Answer]:
     return Answer(200, result.message or "Success", {"version": str(fleet.target())})
 
 
-def _end(fleet: Fleet, name: str, ask: End) -> Script[Answer]:
+async def _end(fleet: Fleet, name: str, ask: End) -> Answer:
     """The trainer ends the session that it began on this engine."""
-    yield Turn()
-    lost = yield from _lost(fleet, name)
+    await turn()
+    lost = await _lost(fleet, name)
     if lost is not None:
         return lost
     update = fleet.update
     if update is None or name not in update.boots:
         raise Refusal(f"no weight update is open on engine {name}: it was never begun, or has ended.")
     update.checksums = {**update.checksums, **ask.checksums}
-    return (yield from _delivered(fleet, name)) or (yield from _commit_if_all(fleet, "Success"))
+    return await _delivered(fleet, name) or await _commit_if_all(fleet, "Success")
 
 
-def flush_one(fleet: Fleet, name: str, ask: Flush) -> Script[Answer]:
+async def flush_one(fleet: Fleet, name: str, ask: Flush) -> Answer:
     """Flush one engine's cache: for a trainer without sessions it has all of its tensors then. The commit flushes."""
-    yield Turn()
-    lost = yield from _lost(fleet, name)
+    await turn()
+    lost = await _lost(fleet, name)
     if lost is not None:
         return lost
     update = fleet.update
     if update is None or name not in update.boots:
-        return (yield from flush(fleet, ask, [name]))
+        return await flush(fleet, ask, [name])
     if name not in update.ended:
         if not _is_last_word(fleet, name):
-            return (yield from flush(fleet, ask, [name]))
-        failed = yield from _delivered(fleet, name)
+            return await flush(fleet, ask, [name])
+        failed = await _delivered(fleet, name)
         if failed is not None:
             return failed
-    return (yield from _commit_if_all(fleet, "Cache flushed."))
+    return await _commit_if_all(fleet, "Cache flushed.")
 
 
-def resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Script[Answer]:
+async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
     """Memory is taken back; memory for the cache after the tensors, which is a trainer's last word about them in verl."""
     if at is not None and _begun_anew(fleet, at, ask):
-        yield from abandon(fleet, f"the trainer began anew at engine {at} before {some(untold(fleet))} had got all of their tensors")
+        await abandon(fleet, f"the trainer began anew at engine {at} before {some(untold(fleet))} had got all of their tensors")
     if at is not None and (not ask.tags or _CACHE in ask.tags):
-        failed = yield from _lost(fleet, at)
+        failed = await _lost(fleet, at)
         if failed is None and _is_last_word(fleet, at):
-            failed = yield from _delivered(fleet, at)
+            failed = await _delivered(fleet, at)
         if failed is not None:
             return failed
-    answer = yield from memory.resume(fleet, ask, at)
+    answer = await memory.resume(fleet, ask, at)
     if answer.success and fleet.update is not None and at in fleet.update.ended:
-        return (yield from _commit_if_all(fleet, answer.message))
-    yield from sync(fleet)
+        return await _commit_if_all(fleet, answer.message)
+    await sync(fleet)
     return answer
 
 
@@ -158,7 +157,7 @@ def _begun_anew(fleet: Fleet, name: str, ask: ResumeMemory) -> bool:
     return fleet.update is not None and name in fleet.update.fed and memory.WEIGHTS in ask.tags
 
 
-def _lost(fleet: Fleet, name: str) -> Script[Answer | None]:
+async def _lost(fleet: Fleet, name: str) -> Answer | None:
     """A trainer takes an engine for fed whose part was given up. It hears so now; what others have got of the same push goes with it,
     because it will send all of them again."""
     status, update, last = fleet.engines[name].status, fleet.update, fleet.last_update
@@ -166,16 +165,16 @@ def _lost(fleet: Fleet, name: str) -> Script[Answer | None]:
         return None
     why = f": {last.reason.rstrip('.')}" if last is not None and last.reason else ""
     if update is not None:
-        yield from abandon(fleet, f"engine {name} has lost its part of the push")
+        await abandon(fleet, f"engine {name} has lost its part of the push")
     message = f"engine {name} holds part of an update that was given up{why}. Send all tensors again, to every engine."
     return Answer(409, message, {"engine": name})
 
 
-def _tell(fleet: Fleet, name: str, by: By, body: Body) -> Script[Answer | None]:
+async def _tell(fleet: Fleet, name: str, by: By, body: Body) -> Answer | None:
     boot = fleet.boot(name)
     if boot is None:
         raise Refusal(f"engine {name} cannot take an update now: {fleet.engines[name].why_absent().rstrip('.')}.", status=503)
-    failed = yield from tell(fleet, {name: boot}, by, body)
+    failed = await tell(fleet, {name: boot}, by, body)
     if failed is None:
         fleet.enter(Phase.TRANSFER)
     return failed
@@ -193,11 +192,11 @@ def _is_last_word(fleet: Fleet, name: str) -> bool:
     return update is not None and update.session is By.FLEET and name in update.fed and name not in update.ended
 
 
-def _delivered(fleet: Fleet, name: str) -> Script[Answer | None]:
+async def _delivered(fleet: Fleet, name: str) -> Answer | None:
     """This engine has all of its tensors: end its session. Returns what went wrong."""
     update = _open(fleet)
     began = fleet.now
-    results = yield from send(END, same([name]), _limit(fleet, update))
+    results = await send(END, same([name]), _limit(fleet, update))
     broken = failures(results)
     if not broken:
         update.slowest_end = max(update.slowest_end, fleet.now - began)
@@ -208,7 +207,7 @@ def _delivered(fleet: Fleet, name: str) -> Script[Answer | None]:
     update.ended.add(name)
     if suffice(fleet, update):
         return None
-    return (yield from fail(fleet, f"engine {name} {update.dropped[name]}", results, engine=name))
+    return await fail(fleet, f"engine {name} {update.dropped[name]}", results, engine=name)
 
 
 def _limit(fleet: Fleet, update: Update) -> float:
@@ -217,7 +216,7 @@ def _limit(fleet: Fleet, update: Update) -> float:
     return limit if 2 * len(update.ended) < len(fleet.engines) else min(limit, max(PATIENCE, SLOWER * update.slowest_end))
 
 
-def _commit_if_all(fleet: Fleet, done: str) -> Script[Answer]:
+async def _commit_if_all(fleet: Fleet, done: str) -> Answer:
     """The last engine's trainer hears what became of the version; the others hear whom it waits for."""
     update = _open(fleet)
     if untold(fleet):
@@ -225,7 +224,7 @@ def _commit_if_all(fleet: Fleet, done: str) -> Script[Answer]:
     fleet.enter(Phase.VERIFY)
     for name in fleet.changed(update.boots):
         update.dropped[name] = "was restarted or lost in the middle of the update"
-    committed = yield from close(fleet, update, {})
+    committed = await close(fleet, update, {})
     return Answer(200, done, committed.fleet) if committed.status == 200 and committed.message == "Success" else committed
 
 

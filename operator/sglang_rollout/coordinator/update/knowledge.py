@@ -99,7 +99,7 @@ class Knowledge:
         self._fresh = True
 
     def conclude(self) -> None:
-        """Draw the conclusions that the facts allow: called whenever no script holds the turn."""
+        """Draw the conclusions that the facts allow: called whenever no operation holds the turn."""
         if not self._fresh and self._fleet.committed is not None:
             return
         self._fresh = False

@@ -1,7 +1,7 @@
 """The state machine: events in, effects out.
 
-Scripts (``groups``, ``transaction``, ``outcome``) say what happens in which order, and ``dispatch`` which of them answers
-a request; this module runs them. One script at a time holds the *turn* and may change the fleet; the others wait in the
+Operations (``process_groups``, ``transaction``, ``outcome``) say what happens in which order, and ``dispatch`` which of them answers
+a request; this module runs them. One operation at a time holds the *turn* and may change the fleet; the others wait in the
 order in which they came. That is also the one global order in which groups are opened on all engines, without which
 several groups deadlock.
 
@@ -39,7 +39,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.progress import Phase
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.steps import COLLECTIVE, Results, Say, Script, Turn
+from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, masters, unreached
 from sglang_rollout.coordinator.update.upkeep import Upkeep
 from sglang_rollout.wire.record import Record
@@ -47,9 +47,9 @@ from sglang_rollout.wire.record import Record
 
 @dataclass(eq=False)
 class _Running:
-    """One script that has not ended."""
+    """One operation that has not ended."""
 
-    script: Script[Answer]
+    operation: Operation[Answer]
     call: int | None
     """The request it answers; None: started by the machine itself."""
     waiting_for: int | None = None
@@ -66,9 +66,9 @@ class Machine:
         self._knowledge = Knowledge(self.fleet, record, at)
         self._ids = itertools.count(1)
         self._running: dict[int, _Running] = {}
-        """Scripts by the effect they wait for."""
+        """Operations by the effect they wait for."""
         self._queue: deque[_Running] = deque()
-        """Scripts that wait for their turn."""
+        """Operations that wait for their turn."""
         self._turn: _Running | None = None
         self._trainer = Trainer(heard=at)
         self._upkeep = Upkeep(self.fleet, self._knowledge, self._trainer)
@@ -82,12 +82,12 @@ class Machine:
     @property
     def phase(self) -> Phase:
         """Phase of the update that runs now."""
-        preparing = any(script is not self._turn for script in self._running.values())
+        preparing = any(running is not self._turn for running in self._running.values())
         return Phase.PREPARE if self.fleet.phase is Phase.IDLE and preparing else self.fleet.phase
 
     @property
     def changing(self) -> bool:
-        """Whether a script is changing the fleet at this moment."""
+        """Whether an operation is changing the fleet at this moment."""
         return self._turn is not None
 
     def handle(self, event: Event) -> list[Effect]:
@@ -115,7 +115,7 @@ class Machine:
             case Tick():
                 self._knowledge.doubt()
         self._settle()
-        # A status that comes in the middle of a script is recorded with the script's next step, or at the next tick.
+        # A status that comes in the middle of an operation is recorded with the operation's next step, or at the next tick.
         if self._turn is None or not isinstance(event, Seen):
             self._save()
         done, self._out = self._out, []
@@ -131,13 +131,13 @@ class Machine:
             )
             self._out.append(Reply(event.call, Answer(503, message)))
             return
-        self._start(_Running(dispatch.script(self.fleet, event.request), event.call))
+        self._start(_Running(dispatch.operation(self.fleet, event.request), event.call))
 
     def _left(self, call: int) -> None:
         """Drop what has not begun; what has begun goes on to its end: engines cannot be called back."""
         for running in [*self._queue, *self._running.values()]:
             if running.call == call and running is not self._turn:
-                running.script.close()
+                running.operation.close()
                 if running in self._queue:
                     self._queue.remove(running)
                 self._running = {effect: other for effect, other in self._running.items() if other is not running}
@@ -154,20 +154,20 @@ class Machine:
             self._advance(running, results)
 
     def _advance(self, running: _Running, results: Results | None) -> None:
-        """Run a script until it waits for something or ends."""
+        """Run an operation until it waits for something or ends."""
         running.waiting_for = None
         try:
-            step = next(running.script) if results is None else running.script.send(results)
+            step = running.operation.send(results)
             while True:
                 if isinstance(step, Turn):
                     if self._turn is not None and self._turn is not running:
                         self._queue.append(running)
                         return
                     self._turn = running
-                    step = next(running.script)
+                    step = running.operation.send(None)
                 elif isinstance(step, Say):
                     self._reply(running, step.answer)
-                    step = next(running.script)
+                    step = running.operation.send(None)
                 else:
                     effect = next(self._ids)
                     running.waiting_for = effect
@@ -205,7 +205,7 @@ class Machine:
             self.fleet.enter(rest)
 
     def _settle(self) -> None:
-        """What follows from the facts after every event: own scripts, the next in the queue, the record."""
+        """What follows from the facts after every event: own operations, the next in the queue, the record."""
         while self._turn is None:
             if self.fleet.update is None and self._postponed is not None:
                 # Members never change under an open update: its idle deadline bounds how long this waits.
@@ -218,7 +218,7 @@ class Machine:
                 running = _Running(_with_turn(own), None)
             elif self._queue:
                 running = self._queue.popleft()
-                # Its Turn was yielded already: it owns it now.
+                # It has asked for its turn already: it owns it now.
                 self._turn = running
             else:
                 break
@@ -253,10 +253,10 @@ class Machine:
             self._cut = waiting
             self._out.append(Cut(waiting, f"{trainer.gone}."))
 
-    def _probe(self) -> Script[Answer]:
-        """Runs beside the script that holds the turn."""
+    async def _probe(self) -> Answer:
+        """Runs beside the operation that holds the turn."""
         trainer, before = self._trainer, self._trainer.proofs
-        reasons = yield from unreached(self.fleet, trainer.stores(self.fleet))
+        reasons = await unreached(self.fleet, trainer.stores(self.fleet))
         trainer.probing = False
         if not reasons or trainer.proofs > before:
             trainer.proved(self.fleet.now)
@@ -264,9 +264,9 @@ class Machine:
             trainer.gone = list(reasons.values())[-1]
         return Answer(200, trainer.gone)
 
-    def _tell_apart(self) -> Script[Answer]:
-        """Runs beside the script that holds the turn: the trainer has just paused, so stores that are silent now are not its own."""
-        others = yield from unreached(self.fleet, masters(self.fleet))
+    async def _tell_apart(self) -> Answer:
+        """Runs beside the operation that holds the turn: the trainer has just paused, so stores that are silent now are not its own."""
+        others = await unreached(self.fleet, masters(self.fleet))
         self._trainer.probing = False
         if not self._trainer.left:  # else it has gone meanwhile, and its store with it
             self._trainer.others = frozenset(others)
@@ -274,8 +274,8 @@ class Machine:
 
     def _somebody_waits(self) -> bool:
         """Whether the client of a call is there and has not been answered."""
-        scripts = [*self._running.values(), *self._queue]
-        return any(script.call is not None and not script.answered and not script.left for script in scripts)
+        operations = [*self._running.values(), *self._queue]
+        return any(running.call is not None and not running.answered and not running.left for running in operations)
 
     def _save(self) -> None:
         record = self.fleet.record()
@@ -303,6 +303,6 @@ class Machine:
         self.fleet.term = max(self.fleet.term, term)
 
 
-def _with_turn(script: Script[Answer]) -> Script[Answer]:
-    yield Turn()
-    return (yield from script)
+async def _with_turn(operation: Operation[Answer]) -> Answer:
+    await turn()
+    return await operation

@@ -11,7 +11,7 @@ from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, ReleaseMemory, ResumeMemory
-from sglang_rollout.coordinator.update.steps import Results, Script, Turn, failures, same, send, sync, told
+from sglang_rollout.coordinator.update.steps import Results, failures, same, send, sync, told, turn
 from sglang_rollout.coordinator.update.verify import CHECKER, CHECKSUM, vouched
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
@@ -25,13 +25,13 @@ TAGS = ("kv_cache", WEIGHTS, "cuda_graph")
 """What SGLang can release."""
 
 
-def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> Script[Answer]:
+async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> Answer:
     """Every engine gives back these kinds of memory, or the one ``at`` whose own URL this was asked.
 
     What an engine has released is not brought back because another refused: its weights would be lost all the same. Calling again goes
     on where it stopped.
     """
-    yield Turn()
+    await turn()
     if fleet.kept is FleetState.ASLEEP:
         return Answer(200, f"Memory is released already. {held_sentence(fleet.kept)}")
     if fleet.update is not None:
@@ -40,16 +40,16 @@ def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> Script[A
     if not names:
         raise Refusal(_nobody(fleet, at, "release"), status=503)
     tags = ask.tags or TAGS
-    results = yield from send(RELEASE, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
+    results = await send(RELEASE, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
     for name in names:
         if results[name].ok:
             note_released(fleet.engines[name], [*_released(fleet.engines[name]), *tags])
     return _reported(results, "release its memory", "Memory released on all engines.")
 
 
-def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Script[Answer]:
+async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answer:
     """Every engine, or the one ``at``, takes back what it has released of these. SGLang ends when told to take back anything else."""
-    yield Turn()
+    await turn()
     if fleet.kept is FleetState.ASLEEP:
         raise Refusal(f"Memory stays released. {held_sentence(fleet.kept)}", status=409)
     bodies = {}
@@ -62,7 +62,7 @@ def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Script[Ans
             bodies[name] = {"tags": tags}
     if not bodies:
         return Answer(200, "No engine has released such memory: there was nothing to do.")
-    results = yield from send(RESUME, bodies, fleet.policy.deadlines.pause)
+    results = await send(RESUME, bodies, fleet.policy.deadlines.pause)
     for name, body in bodies.items():
         if results[name].ok:
             note_released(fleet.engines[name], [tag for tag in _released(fleet.engines[name]) if tag not in body["tags"]])
@@ -103,12 +103,12 @@ def _reported(results: Results, what: str, done: str) -> Answer:
     return Answer(409 if result.status == 409 else 502, message, {"engine": name, "engines": told(results)})
 
 
-def note_checksums(fleet: Fleet) -> Script[None]:
+async def note_checksums(fleet: Fleet) -> None:
     """Ask what the committed version is, as long as there are engines that hold it."""
     boots = {name: fleet.boot(name) or "" for name in unnoted(fleet)}
     if fleet.committed is None:
         return
-    results = yield from vouched(fleet, boots, fleet.committed)
+    results = await vouched(fleet, boots, fleet.committed)
     for name, boot in boots.items():
         found = results[name].checksums
         if found is None:
@@ -151,7 +151,7 @@ def woken(fleet: Fleet) -> list[str]:
     return found if fleet.update is None and fleet.kept is not FleetState.ASLEEP else []
 
 
-def prove(fleet: Fleet, names: list[str]) -> Script[Answer]:
+async def prove(fleet: Fleet, names: list[str]) -> Answer:
     """Compare the engines that woke with what the committed version is known to be; those that hold it may serve again.
 
     The others hold whatever was left in their memory: they catch up, or wait for the next push.
@@ -160,17 +160,17 @@ def prove(fleet: Fleet, names: list[str]) -> Script[Answer]:
     if committed is None:
         raise RuntimeError("nobody can be compared before the committed version is proved")
     boots = {name: fleet.boot(name) for name in names}
-    yield from note_checksums(fleet)
+    await note_checksums(fleet)
     right = {name: _own(fleet, name) or fleet.checksums.get(fleet.engines[name].tensor_size) for name in names}
     known = [name for name in names if right[name] is not None]
-    results = yield from send(CHECKER, same(known, CHECKSUM), fleet.policy.deadlines.update)
+    results = await send(CHECKER, same(known, CHECKSUM), fleet.policy.deadlines.update)
     same_bytes = [name for name in known if results[name].checksums == right[name]]
     acks = {
         name: AckRequest(version=committed, boot_id=fleet.engines[name].boot or "", cohort=[name], verified=True).model_dump(mode="json")
         for name in same_bytes
     }
-    yield from send(AGENT_ACK, acks, fleet.policy.deadlines.pause, idempotent=True)
-    yield from sync(fleet)
+    await send(AGENT_ACK, acks, fleet.policy.deadlines.pause, idempotent=True)
+    await sync(fleet)
     for name, boot in boots.items():
         fleet.engines[name].compared = boot
     return Answer(200, f"{len(same_bytes)} of {len(names)} engines that woke hold version {committed}.")

@@ -1,4 +1,4 @@
-"""What the coordinator knows of its fleet. Facts only; scripts change them."""
+"""What the coordinator knows of its fleet. Facts only; operations change them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Fleet:
     since: float = 0.0
     """When the phase began."""
     rested: float = 0.0
-    """When the last script that changed the fleet ended: answers from before tell of the time before."""
+    """When the last operation that changed the fleet ended: answers from before tell of the time before."""
     marks: dict[Phase, float] = field(default_factory=dict)
     """Seconds spent in each phase since the fleet was last idle."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sglang_rollout.coordinator.update.completeness import committed, incomplete, look_up
-from sglang_rollout.coordinator.update.events import Write
 from sglang_rollout.coordinator.update.membership import enough, untold
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.progress import By, Phase, Update
@@ -15,15 +14,15 @@ from sglang_rollout.coordinator.update.steps import (
     FLUSH,
     PATIENCE,
     Results,
-    Say,
-    Script,
     failures,
     fence,
+    reply,
     run,
     same,
     send,
     sync,
     told,
+    write,
 )
 from sglang_rollout.coordinator.update.verify import due, verify
 from sglang_rollout.wire.agent import AckRequest
@@ -37,7 +36,7 @@ FENCED = "fenced"
 """In an answer: the engines that a commit left behind, each with the reason."""
 
 
-def finish(fleet: Fleet, *, tell: bool = True) -> Script[Answer]:
+async def finish(fleet: Fleet, *, tell: bool = True) -> Answer:
     """End the session on every engine and commit. Answers only after the gates are open.
 
     An engine that fails here is fenced alone if ``weights.minCommitted`` lets the others commit; else the whole update
@@ -48,16 +47,16 @@ def finish(fleet: Fleet, *, tell: bool = True) -> Script[Answer]:
         raise RuntimeError("finish needs an open update")
     rest = [name for name in untold(fleet) if name not in update.fed]
     if rest:
-        return (yield from fail(fleet, f"engine {rest[0]} had got no tensors of the update when it ended", engine=rest[0]))
+        return await fail(fleet, f"engine {rest[0]} had got no tensors of the update when it ended", engine=rest[0])
     missing = _missing_stages(fleet, update)
     if missing:
         reason = f"group {missing[0]} brought no tensors, although it belonged to the update before"
-        return (yield from fail(fleet, reason))
+        return await fail(fleet, reason)
     fleet.enter(Phase.VERIFY)
     for name in fleet.changed(update.boots):
         update.dropped[name] = "was restarted or lost in the middle of the update"
-    results = dict((yield from _end_session(fleet, update)))
-    return (yield from close(fleet, update, results, tell=tell))
+    results = dict(await _end_session(fleet, update))
+    return await close(fleet, update, results, tell=tell)
 
 
 def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
@@ -67,29 +66,29 @@ def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
     return [name for name in sorted(fleet.sources - update.data) if name in fleet.groups and fleet.is_live(fleet.groups[name])]
 
 
-def close(fleet: Fleet, update: Update, results: Results, *, tell: bool = True) -> Script[Answer]:
+async def close(fleet: Fleet, update: Update, results: Results, *, tell: bool = True) -> Answer:
     """All tensors are where they should be: verify and commit on those that still stand, if they suffice."""
-    yield from look_up(fleet, update)
+    await look_up(fleet, update)
     update.dropped |= incomplete(fleet, update)
     if suffice(fleet, update) and due(fleet):
-        update.dropped |= yield from verify(fleet, update.standing())
+        update.dropped |= await verify(fleet, update.standing())
     if not suffice(fleet, update):
-        return (yield from _fail_for(fleet, update, results))
+        return await _fail_for(fleet, update, results)
     # One whose memory is released has no cache, and computed nothing since.
     stale = [name for name in update.standing() if name not in update.flushed and not fleet.engines[name].released]
-    unflushed = yield from _flush(fleet, update, stale)
+    unflushed = await _flush(fleet, update, stale)
     if not suffice(fleet, update):
-        return (yield from _fail_for(fleet, update, results))
-    answer = yield from _commit(fleet, [name for name in unflushed if name not in update.dropped])
-    return (yield from leave_behind(fleet, answer)) if tell else answer
+        return await _fail_for(fleet, update, results)
+    answer = await _commit(fleet, [name for name in unflushed if name not in update.dropped])
+    return (await leave_behind(fleet, answer)) if tell else answer
 
 
-def _end_session(fleet: Fleet, update: Update) -> Script[Results]:
+async def _end_session(fleet: Fleet, update: Update) -> Results:
     """End the session on those that still stand, and drop those that cannot, or that got no tensors."""
     if not suffice(fleet, update):
         return {}
     inside = [name for name in update.standing() if name not in update.ended]
-    results = yield from send(END, same(inside), fleet.policy.deadlines.update, patience=PATIENCE)
+    results = await send(END, same(inside), fleet.policy.deadlines.update, patience=PATIENCE)
     for name, result in failures(results).items():
         update.dropped[name] = f"could not end the session: {result.message}"
     for name in update.standing():
@@ -104,12 +103,12 @@ def suffice(fleet: Fleet, update: Update) -> bool:
     return not update.dropped or enough(fleet, len(update.standing()) + coming, len(update.boots) + coming)
 
 
-def _fail_for(fleet: Fleet, update: Update, results: Results) -> Script[Answer]:
+async def _fail_for(fleet: Fleet, update: Update, results: Results) -> Answer:
     name, why = next(iter(update.dropped.items()))
-    return (yield from fail(fleet, f"engine {name} {why}", results, engine=name))
+    return await fail(fleet, f"engine {name} {why}", results, engine=name)
 
 
-def _flush(fleet: Fleet, update: Update, names: list[str]) -> Script[list[str]]:
+async def _flush(fleet: Fleet, update: Update, names: list[str]) -> list[str]:
     """Drop what was computed with the old weights; returns the engines that could not. One that is silent commits nothing.
 
     Several trainers send ``flush_cache: false`` with every bucket. A prompt that was seen before would then be continued
@@ -118,24 +117,24 @@ def _flush(fleet: Fleet, update: Update, names: list[str]) -> Script[list[str]]:
     """
     if not names:
         return []
-    results = yield from send(FLUSH, same(names), fleet.policy.deadlines.pause, patience=PATIENCE)
+    results = await send(FLUSH, same(names), fleet.policy.deadlines.pause, patience=PATIENCE)
     failed = failures(results)
     update.dropped |= {name: f"did not flush its cache: {result.message}" for name, result in failed.items() if result.status == 0}
     return list(failed)
 
 
-def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
+async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
     """Every engine acknowledges, then the record is written, then the gates open and the fleet runs."""
     update = fleet.update
     if update is None:
         raise RuntimeError("commit needs an open update")
     fleet.enter(Phase.COMMIT)
     version = fleet.target()
-    results = yield from _acknowledge(fleet, update, version)
+    results = await _acknowledge(fleet, update, version)
     if not suffice(fleet, update):
         # Some engine may hold this version now and say so later: the pair (run, step) must never name other weights.
         fleet.burn([version])
-        return (yield from _fail_for(fleet, update, results))
+        return await _fail_for(fleet, update, results)
     cohort, dropped = update.standing(), dict(update.dropped)
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
     reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
@@ -149,13 +148,13 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     record = fleet.record()
     if record is not None:
         # Not written: the acknowledgements are the commit, and the record follows when the store can be reached again.
-        yield Write(record)
+        await write(record)
     if fleet.hold is not None and fleet.hold.by is By.FLEET:
         fleet.enter(Phase.RESUME)
-        synced = yield from run(fleet, [name for name in fleet.hold.engines if name not in dropped])
+        synced = await run(fleet, [name for name in fleet.hold.engines if name not in dropped])
         fleet.hold = None
     else:
-        synced = yield from sync(fleet)
+        synced = await sync(fleet)
     fleet.last_update = _last(fleet, version, outcome, reason, cohort)
     particulars = _particulars(fleet, version, {**results, **synced}) | {"outcome": outcome.value}
     if unflushed:
@@ -167,21 +166,21 @@ def _commit(fleet: Fleet, unflushed: list[str]) -> Script[Answer]:
     return Answer(200, message, {**particulars, FENCED: dropped})
 
 
-def leave_behind(fleet: Fleet, answer: Answer) -> Script[Answer]:
+async def leave_behind(fleet: Fleet, answer: Answer) -> Answer:
     """Tell the trainer, then fence the engines that its commit left behind, if any: one that hangs must not hold the answer up."""
     dropped = answer.fleet.get(FENCED, {})
     if dropped:
-        yield Say(answer)
+        await reply(answer)
         reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
-        yield from fence(fleet, [name for name in dropped if _callable(fleet, name)], reason)
+        await fence(fleet, [name for name in dropped if _callable(fleet, name)], reason)
     return answer
 
 
-def _acknowledge(fleet: Fleet, update: Update, version: Version) -> Script[Results]:
+async def _acknowledge(fleet: Fleet, update: Update, version: Version) -> Results:
     """Every engine that still stands records that it holds the version; drop those that do not say so."""
     cohort = update.standing()
     bodies = {name: AckRequest(version=version, boot_id=update.boots[name], cohort=cohort).model_dump(mode="json") for name in cohort}
-    results = yield from send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, patience=PATIENCE, idempotent=True)
+    results = await send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, patience=PATIENCE, idempotent=True)
     for name in cohort:
         if not _acknowledged(results, name, version):
             said = results[name].message if name in results else "no answer"
@@ -201,11 +200,11 @@ def _acknowledged(results: Results, name: str, version: Version) -> bool:
     )
 
 
-def fail(fleet: Fleet, reason: str, results: Results | None = None, *, engine: str | None = None, tell: bool = True) -> Script[Answer]:
+async def fail(fleet: Fleet, reason: str, results: Results | None = None, *, engine: str | None = None, tell: bool = True) -> Answer:
     """Give up the open update: tell the trainer, then fence every engine that was told or is paused.
 
     The trainer is told first: an engine that is blocked in a collective with it comes free only when the trainer goes.
-    Not ``tell``: the caller of this script asked for something else and gets its own answer.
+    Not ``tell``: the caller of this operation asked for something else and gets its own answer.
     """
     phase, update, hold = fleet.phase, fleet.update, fleet.hold
     names = list(dict.fromkeys([*(update.boots if update else ()), *(hold.engines if hold else ())]))
@@ -223,29 +222,29 @@ def fail(fleet: Fleet, reason: str, results: Results | None = None, *, engine: s
     blamed = {"engine": engine} if engine is not None else {}
     answer = Answer(400, sentence, {**fleet.advice(), **blamed, "phase": phase.value, "engines": told(results or {})})
     if tell:
-        yield Say(answer)
-    yield from fence(fleet, [name for name in names if _callable(fleet, name)], reason)
-    # What comes next, in this script or another, is a new transaction with times of its own.
+        await reply(answer)
+    await fence(fleet, [name for name in names if _callable(fleet, name)], reason)
+    # What comes next, in this operation or another, is a new transaction with times of its own.
     fleet.enter(Phase.IDLE)
     return answer
 
 
-def abandon(fleet: Fleet, reason: str, *, close_groups: bool = False) -> Script[Answer]:
+async def abandon(fleet: Fleet, reason: str, *, close_groups: bool = False) -> Answer:
     """Give up whatever is open, because its trainer is gone or has begun anew."""
     groups = [group for name, group in fleet.groups.items() if fleet.update is not None and name in fleet.update.data]
-    answer = yield from fail(fleet, reason, tell=False)
+    answer = await fail(fleet, reason, tell=False)
     if close_groups:
         for group in groups:
             fleet.groups.pop(group.name, None)
             members = [name for name in group.boots if _callable(fleet, name)]
-            yield from send(DESTROY, same(members, {"group_name": group.name}), FENCE_DEADLINE)
+            await send(DESTROY, same(members, {"group_name": group.name}), FENCE_DEADLINE)
     return answer
 
 
-def tidy(fleet: Fleet, names: list[str]) -> Script[Answer]:
+async def tidy(fleet: Fleet, names: list[str]) -> Answer:
     """End pauses and sessions that nobody of this coordinator's life opened."""
     reason = "nobody leads the update that this engine is in: the coordinator was restarted, or the update was given up"
-    yield from fence(fleet, [name for name in names if _callable(fleet, name)], reason)
+    await fence(fleet, [name for name in names if _callable(fleet, name)], reason)
     return Answer(200, "Success")
 
 

@@ -17,13 +17,12 @@ from sglang_rollout.coordinator.update.steps import (
     GRACE,
     INIT,
     Results,
-    Say,
-    Script,
-    Turn,
     failures,
+    reply,
     same,
     send,
     told,
+    turn,
 )
 from sglang_rollout.coordinator.update.trainer import knock
 from sglang_rollout.wire.agent import PreflightRequest
@@ -45,7 +44,7 @@ DISK_ONLY = (
 UNKNOWN = "The group to be destroyed does not exist."
 
 
-def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
+async def open_group(fleet: Fleet, ask: OpenGroup) -> Answer:
     """Check, ask every pod whether it reaches the trainer, then let all engines join at once."""
     if fleet.policy.transport is Transport.DISK:
         raise Refusal(DISK_ONLY)
@@ -55,22 +54,22 @@ def open_group(fleet: Fleet, ask: OpenGroup) -> Script[Answer]:
     limit = fleet.policy.deadlines.group
     backend = spec.backend or fleet.policy.backend
     nccl.check(fleet, boots, backend, ask.body)
-    yield from _preflight(fleet, spec, boots, limit)
-    yield Turn()
+    await _preflight(fleet, spec, boots, limit)
+    await turn()
     # The preflight may have taken minutes and ran beside other calls, and so may closing: the fleet may be another one now.
     _refuse_changed(fleet, boots)
-    yield from _close_same_name(fleet, spec.name)
-    yield from _close_dead(fleet)
+    await _close_same_name(fleet, spec.name)
+    await _close_dead(fleet)
     _refuse_changed(fleet, boots)
     if len(fleet.groups) >= MOST_GROUPS:
         raise Refusal(f"{MOST_GROUPS} groups are open: close some with {DESTROY} first.")
     remaining = max(LEAST, limit - (fleet.now - started))
     fleet.enter(Phase.OPEN)
     fleet.opening = master = f"{spec.host}:{spec.port}"
-    results = yield from send(INIT, _bodies(fleet, boots, spec, backend), remaining, grace=GRACE)
+    results = await send(INIT, _bodies(fleet, boots, spec, backend), remaining, grace=GRACE)
     fleet.opening = None
     if failures(results):
-        return (yield from _undo(fleet, spec, results))
+        return await _undo(fleet, spec, results)
     fleet.groups[spec.name] = Group(spec.name, fleet.epoch, spec.world_size, master, backend, boots)
     return Answer(200, "Succeeded to initialize custom process group.", {**fleet.advice(), "engines": told(results)})
 
@@ -94,10 +93,10 @@ def _spec(fleet: Fleet, body: Body) -> GroupSpec:
         raise Refusal(f"{refusal} {away}" if away else str(refusal), status=refusal.status, fleet=fleet.advice()) from None
 
 
-def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: float) -> Script[None]:
+async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: float) -> None:
     """Several trainers call before they listen, so the agents keep trying until the limit."""
     body = PreflightRequest(host=spec.host, port=spec.port, deadline=limit).model_dump(mode="json")
-    results = yield from send(AGENT_PREFLIGHT, same(names, body), limit + MARGIN, grace=GRACE, idempotent=True)
+    results = await send(AGENT_PREFLIGHT, same(names, body), limit + MARGIN, grace=GRACE, idempotent=True)
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))
@@ -108,10 +107,10 @@ def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: f
         )
 
 
-def _close_same_name(fleet: Fleet, name: str) -> Script[None]:
+async def _close_same_name(fleet: Fleet, name: str) -> None:
     """A trainer that opens its group again gets a new one; also when this coordinator never knew the old one."""
     if fleet.update is not None and name in fleet.groups:
-        yield from abandon(fleet, f"the trainer opened group {name} again in the middle of an update")
+        await abandon(fleet, f"the trainer opened group {name} again in the middle of an update")
     old = fleet.groups.pop(name, None)
     up = [engine for engine in fleet.engines.values() if engine.up]
     joined = [
@@ -120,7 +119,7 @@ def _close_same_name(fleet: Fleet, name: str) -> Script[None]:
         if (old is not None and old.boots.get(engine.wanted.name) == engine.boot)
         or (engine.status is not None and name in engine.status.groups)
     ]
-    results = yield from send(DESTROY, same(joined, {"group_name": name}), FENCE_DEADLINE)
+    results = await send(DESTROY, same(joined, {"group_name": name}), FENCE_DEADLINE)
     for engine_name, result in failures(results).items():
         if UNKNOWN not in result.message:
             raise Refusal(
@@ -130,7 +129,7 @@ def _close_same_name(fleet: Fleet, name: str) -> Script[None]:
             )
 
 
-def _close_dead(fleet: Fleet) -> Script[None]:
+async def _close_dead(fleet: Fleet) -> None:
     """Close groups that trainers before this one left behind: their stores take no connection any more.
 
     Not while the fleet is idle: leaving a group whose peer is gone may block an engine that serves. Now all engines are about to
@@ -139,9 +138,9 @@ def _close_dead(fleet: Fleet) -> Script[None]:
     if fleet.update is not None:
         return
     for group in list(fleet.groups.values()):
-        if (yield from knock(group.master, list(fleet.members())[:1], GONE)):
+        if await knock(group.master, list(fleet.members())[:1], GONE):
             fleet.groups.pop(group.name, None)
-            yield from _leave(fleet, group)
+            await _leave(fleet, group)
 
 
 def _bodies(fleet: Fleet, boots: Mapping[str, str], spec: GroupSpec, backend: str) -> dict[str, Body]:
@@ -160,7 +159,7 @@ def _bodies(fleet: Fleet, boots: Mapping[str, str], spec: GroupSpec, backend: st
     }
 
 
-def _undo(fleet: Fleet, spec: GroupSpec, results: Results) -> Script[Answer]:
+async def _undo(fleet: Fleet, spec: GroupSpec, results: Results) -> Answer:
     """One engine could not join: the trainer first, whose end releases those that wait in the rendezvous."""
     name, result = next(iter(failures(results).items()))
     answer = Answer(
@@ -169,14 +168,14 @@ def _undo(fleet: Fleet, spec: GroupSpec, results: Results) -> Script[Answer]:
         " Open a new group with another port and name.",
         {**fleet.advice(), "engine": name, "phase": Phase.OPEN.value, "engines": told(results)},
     )
-    yield Say(answer)
-    yield from send(DESTROY, same(results, {"group_name": spec.name}), FENCE_DEADLINE)
+    await reply(answer)
+    await send(DESTROY, same(results, {"group_name": spec.name}), FENCE_DEADLINE)
     return answer
 
 
-def close_group(fleet: Fleet, ask: CloseGroup) -> Script[Answer]:
+async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
     """Close a group everywhere. Commits the update of a trainer that has no session and has not paused."""
-    yield Turn()
+    await turn()
     name = ask.name
     if name is None and len(fleet.groups) == 1:
         name = next(iter(fleet.groups))
@@ -186,15 +185,15 @@ def close_group(fleet: Fleet, ask: CloseGroup) -> Script[Answer]:
     update, commit = fleet.update, Answer(200, "Nothing to commit.")
     if update is not None and group.name in update.data:
         if update.session is By.FLEET:
-            commit = yield from finish(fleet)
+            commit = await finish(fleet)
         else:
-            commit = yield from abandon(fleet, f"group {group.name} was closed inside an open session")
+            commit = await abandon(fleet, f"group {group.name} was closed inside an open session")
         if not commit.success:
             fleet.groups.pop(group.name, None)
-            yield from _leave(fleet, group)
+            await _leave(fleet, group)
             return commit
     fleet.groups.pop(group.name, None)
-    results = yield from _leave(fleet, group)
+    results = await _leave(fleet, group)
     failed = {engine: result for engine, result in failures(results).items() if UNKNOWN not in result.message}
     if failed:
         engine, result = next(iter(failed.items()))
@@ -203,8 +202,8 @@ def close_group(fleet: Fleet, ask: CloseGroup) -> Script[Answer]:
     return Answer(200, "Succeeded to destroy custom process group.", {"engines": told(results), **commit.fleet})
 
 
-def _leave(fleet: Fleet, group: Group) -> Script[Results]:
+async def _leave(fleet: Fleet, group: Group) -> Results:
     """Those members that are still the processes that joined leave the group."""
     gone = set(fleet.changed(group.boots))
     names = [name for name in group.boots if name not in gone and fleet.engines[name].up]
-    return (yield from send(DESTROY, same(names, {"group_name": group.name}), fleet.policy.deadlines.pause))
+    return await send(DESTROY, same(names, {"group_name": group.name}), fleet.policy.deadlines.pause)

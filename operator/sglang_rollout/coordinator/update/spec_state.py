@@ -12,43 +12,43 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.progress import By, Phase
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.steps import PAUSE, Script, failures, resume, same, send, sync
+from sglang_rollout.coordinator.update.steps import PAUSE, failures, resume, same, send, sync
 from sglang_rollout.wire.states import FleetState, held_sentence
 
 AGAIN = 10.0
 """Seconds after which an engine that could not be paused is tried again. Its gate is closed, and trainers' calls come in between."""
 
 
-def change(fleet: Fleet) -> Script[Answer]:
+async def change(fleet: Fleet) -> Answer:
     """Put into effect what the spec asks for now."""
     before = fleet.kept
     if fleet.wish is FleetState.ASLEEP:
-        yield from _before_sleep(fleet)
+        await _before_sleep(fleet)
     fleet.kept = fleet.wish
     if fleet.kept is FleetState.PAUSED:
         if fleet.hold is not None and fleet.hold.by is By.LOSS:
             fleet.hold = None  # one pause is enough
-        yield from sync(fleet)  # gates first: what comes now is answered, and does not wait in an engine
-        return (yield from keep_paused(fleet, _to_pause(fleet)))
+        await sync(fleet)  # gates first: what comes now is answered, and does not wait in an engine
+        return await keep_paused(fleet, _to_pause(fleet))
     if before is FleetState.PAUSED and fleet.kept is FleetState.ACTIVE and fleet.hold is None:  # else the trainer's own pause goes on
         fleet.enter(Phase.RESUME)
-        yield from resume(fleet, [name for name in fleet.up() if _says_paused(fleet.engines[name])])
-    yield from sync(fleet)
+        await resume(fleet, [name for name in fleet.up() if _says_paused(fleet.engines[name])])
+    await sync(fleet)
     return Answer(200, f"The fleet is {fleet.kept.value}, as its spec says.")
 
 
-def _before_sleep(fleet: Fleet) -> Script[None]:
+async def _before_sleep(fleet: Fleet) -> None:
     """Engines fall asleep by themselves when they hear of it, so all that must be known of them is asked before."""
     if fleet.hold is not None and fleet.hold.by is not By.LOSS:
-        yield from abandon(fleet, held_sentence(FleetState.ASLEEP))
+        await abandon(fleet, held_sentence(FleetState.ASLEEP))
     fleet.hold = None
-    yield from note_checksums(fleet)
+    await note_checksums(fleet)
 
 
-def keep_paused(fleet: Fleet, names: list[str]) -> Script[Answer]:
+async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
     """Pause these engines: the spec holds the fleet, and they came up since, or could not be paused before."""
     body = {"mode": fleet.policy.pause_mode.value}
-    failed = failures((yield from send(PAUSE, same(names, body), fleet.policy.deadlines.pause)))
+    failed = failures(await send(PAUSE, same(names, body), fleet.policy.deadlines.pause))
     for name in failed:
         fleet.engines[name].pause_at = fleet.now + AGAIN
     return Answer(500 if failed else 200, f"{len(names) - len(failed)} of {len(names)} engines were paused, as the spec says.")

@@ -1,12 +1,13 @@
-"""Building blocks of scripts: call engines, fence them, let them run again.
+"""Building blocks of operations: call engines, fence them, resume them.
 
-A script is a generator: it yields effects, gets their results and returns the answer for the trainer. It does no I/O
-and knows no clock, so the same events always make the same effects.
+An operation is a coroutine that awaits effects and returns the answer for the trainer. The machine drives it without asyncio: an
+operation does no I/O and reads no clock, so the same events always produce the same effects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+import types
+from collections.abc import Coroutine, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
 from sglang_rollout.wire.agent import FenceRequest
 from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_RUN, AGENT_SYNC
+from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 
@@ -48,23 +50,45 @@ SLOWER = 10
 
 @dataclass(frozen=True)
 class Turn:
-    """Yielded by a script to wait until it is the only one that changes the fleet."""
+    """Step of an operation that waits until it is the only one that changes the fleet."""
 
 
 @dataclass(frozen=True)
 class Say:
-    """Yielded by a script to answer its caller now and go on working."""
+    """Step of an operation that answers its caller now and continues."""
 
     answer: Answer
 
 
 Results = Mapping[str, Result]
 Step = Send | Write | Turn | Say
+"""What an operation hands to the machine and waits for."""
 _T = TypeVar("_T")
-Script = Generator[Step, Results, _T]
+Operation = Coroutine[Any, Any, _T]
+"""Code of one control call, or of one task of the coordinator's own. It awaits only the functions below."""
 
 
-def send(
+@types.coroutine
+def _perform(step: Step) -> Generator[Step, Results, Results]:
+    return (yield step)
+
+
+async def turn() -> None:
+    """Wait until this operation is the only one that changes the fleet. It keeps its turn until it ends."""
+    await _perform(Turn())
+
+
+async def reply(answer: Answer) -> None:
+    """Answer the caller now and continue. Later answers of the same operation are dropped."""
+    await _perform(Say(answer))
+
+
+async def write(record: Record) -> Results:
+    """Persist a record before the operation continues."""
+    return await _perform(Write(record))
+
+
+async def send(
     path: str,
     bodies: Mapping[str, Body],
     deadline: float,
@@ -72,21 +96,21 @@ def send(
     grace: float | None = None,
     patience: float | None = None,
     idempotent: bool = False,
-) -> Script[Results]:
+) -> Results:
     """Call engines, all at once. No engines: no call."""
     if not bodies:
         return {}
-    return (yield Send(path, bodies, deadline, grace=grace, patience=patience, idempotent=idempotent))
+    return await _perform(Send(path, bodies, deadline, grace=grace, patience=patience, idempotent=idempotent))
 
 
-def soil(
+async def soil(
     fleet: Fleet, path: str, bodies: Mapping[str, Body], deadline: float, *, grace: float | None = None, patience: float | None = None
-) -> Script[Results]:
+) -> Results:
     """The call that crosses the boundary. An engine that was told, and whose answer is lost, is dirty too."""
     told_now = [fleet.engines[name] for name in bodies]
     for engine in told_now:
         engine.soil()
-    results = yield from send(path, bodies, deadline, grace=grace, patience=patience)
+    results = await send(path, bodies, deadline, grace=grace, patience=patience)
     for engine in told_now:
         engine.told_at = fleet.now
     return results
@@ -108,41 +132,41 @@ def told(results: Results) -> dict[str, Any]:
     return {name: {"success": result.ok, "message": result.message} for name, result in results.items()}
 
 
-def fence(fleet: Fleet, names: Iterable[str], reason: str) -> Script[Results]:
+async def fence(fleet: Fleet, names: Iterable[str], reason: str) -> Results:
     """Give up on these engines: sessions end, what is clean runs on, what is dirty stays closed."""
     body = FenceRequest(reason=reason, stuck_after=fleet.policy.deadlines.stuck).model_dump(mode="json")
-    return (yield from send(AGENT_FENCE, same(names, body), FENCE_DEADLINE, idempotent=True))
+    return await send(AGENT_FENCE, same(names, body), FENCE_DEADLINE, idempotent=True)
 
 
-def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Script[Results]:
+async def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Results:
     """Tell agents (all, or ``only`` these) what is committed: this opens and closes gates."""
     body = fleet.sync_request().model_dump(mode="json")
     names = [name for name, engine in fleet.engines.items() if engine.reachable and (only is None or name in only)]
-    return (yield from send(AGENT_SYNC, same(names, body), SYNC_DEADLINE, idempotent=True))
+    return await send(AGENT_SYNC, same(names, body), SYNC_DEADLINE, idempotent=True)
 
 
-def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Script[Results]:
+async def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Results:
     """Let engines generate again: continue what is clean, fence what is not or does not answer."""
     clean, dirty = _apart(fleet, names)
-    results = dict((yield from send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE)))
+    results = dict(await send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE))
     for name, result in results.items():
         if result.ok and name in fleet.engines:
             fleet.engines[name].know(fleet.now, paused=False)
-    results |= yield from _leave_behind(fleet, [*dirty, *failures(results)])
+    results |= await _leave_behind(fleet, [*dirty, *failures(results)])
     return results
 
 
-def run(fleet: Fleet, names: Iterable[str]) -> Script[Results]:
+async def run(fleet: Fleet, names: Iterable[str]) -> Results:
     """Tell all agents what is committed, and let these engines generate again: :func:`sync` and :func:`resume`, in one call to each."""
     clean, dirty = _apart(fleet, names)
     body = fleet.sync_request().model_dump(mode="json")
-    results = dict((yield from send(AGENT_RUN, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE)))
+    results = dict(await send(AGENT_RUN, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE))
     failed = failures(results)
     # While the operator is upgraded an agent may be of the release before: it knows the two calls, not the one.
     older = [name for name, result in failed.items() if result.status == NOT_FOUND]
-    results |= yield from sync(fleet, [name for name in fleet.engines if name not in clean or name in older])
-    yield from resume(fleet, older)
-    yield from _leave_behind(fleet, [*dirty, *(name for name in failed if name not in older)])
+    results |= await sync(fleet, [name for name in fleet.engines if name not in clean or name in older])
+    await resume(fleet, older)
+    await _leave_behind(fleet, [*dirty, *(name for name in failed if name not in older)])
     return results
 
 
@@ -163,5 +187,5 @@ def _apart(fleet: Fleet, names: Iterable[str]) -> tuple[list[str], list[str]]:
     return (clean if fleet.kept is FleetState.ACTIVE else []), dirty
 
 
-def _leave_behind(fleet: Fleet, names: list[str]) -> Script[Results]:
-    return (yield from fence(fleet, names, "the fleet resumed and this engine did not or must not"))
+async def _leave_behind(fleet: Fleet, names: list[str]) -> Results:
+    return await fence(fleet, names, "the fleet resumed and this engine did not or must not")

@@ -1,4 +1,4 @@
-"""Whether the trainer is still there. Pure: what is known, and the script that asks.
+"""Whether the trainer is still there. Pure: what is known, and the operation that asks.
 
 Its calls and heartbeats prove that it lives. An unmodified trainer sends no heartbeats: after a silence the store that it
 hosts is asked for, from engine pods. A store that takes no connection means that the process is gone. One that does
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.progress import By, Hold
-from sglang_rollout.coordinator.update.steps import Script, same, send
+from sglang_rollout.coordinator.update.steps import same, send
 from sglang_rollout.wire.agent import PreflightRequest
 from sglang_rollout.wire.policy import OnLoss
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
@@ -105,21 +105,21 @@ def masters(fleet: Fleet) -> list[str]:
     return []
 
 
-def unreached(fleet: Fleet, stores: Iterable[str]) -> Script[dict[str, str]]:
+async def unreached(fleet: Fleet, stores: Iterable[str]) -> dict[str, str]:
     """Ask engine pods for stores. Empty if any is reached, or if nobody could be asked; else why each is not."""
     reasons = {}
     for master in stores:
-        reasons[master] = yield from knock(master, fleet.up()[:WITNESSES], PROBE)
+        reasons[master] = await knock(master, fleet.up()[:WITNESSES], PROBE)
         if not reasons[master]:
             return {}
     return reasons
 
 
-def knock(master: str, witnesses: Iterable[str], seconds: float) -> Script[str]:
+async def knock(master: str, witnesses: Iterable[str], seconds: float) -> str:
     """Ask the pods of these engines for one store. Empty if it is reached, or if none of them could be asked; else why not."""
     host, _, port = master.rpartition(":")
     body = PreflightRequest(host=host, port=int(port), deadline=seconds).model_dump(mode="json")
-    results = yield from send(AGENT_PREFLIGHT, same(witnesses, body), seconds + MARGIN)
+    results = await send(AGENT_PREFLIGHT, same(witnesses, body), seconds + MARGIN)
     asked = [result for result in results.values() if result.status]
     if not asked or any(result.ok for result in asked):
         return ""

@@ -1,4 +1,4 @@
-"""The calls of a weight update, from pause to resume, as scripts over a set of groups."""
+"""The calls of a weight update, from pause to resume, as operations over a set of groups."""
 
 from __future__ import annotations
 
@@ -19,60 +19,59 @@ from sglang_rollout.coordinator.update.steps import (
     GRACE,
     PAUSE,
     UPDATE,
-    Script,
-    Turn,
     failures,
     resume,
     same,
     send,
     soil,
     told,
+    turn,
 )
 from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.wire.policy import PauseMode
 from sglang_rollout.wire.states import held_sentence
 
 
-def pause(fleet: Fleet, ask: Pause) -> Script[Answer]:
+async def pause(fleet: Fleet, ask: Pause) -> Answer:
     """Pause every engine that runs, or none."""
-    yield Turn()
+    await turn()
     if fleet.update is not None and fleet.hold is not None and fleet.hold.by is By.TRAINER:
         # No trainer pauses twice in one update: this one is new, or has begun anew after an error.
-        yield from abandon(fleet, "the trainer paused again without ending its update")
-    failed = yield from hold_all(fleet, By.TRAINER, ask.mode, ask.body)
+        await abandon(fleet, "the trainer paused again without ending its update")
+    failed = await hold_all(fleet, By.TRAINER, ask.mode, ask.body)
     return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
 
 
-def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Script[Answer | None]:
+async def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Answer | None:
     """Pause all engines that are up, or none of them."""
     refuse_asleep(fleet)
     names = fleet.up()
     if not names:
         raise Refusal("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
     # Those whose memory is released are paused already.
-    failed = yield from _halt(fleet, [name for name in names if not fleet.engines[name].released], names, body)
+    failed = await _halt(fleet, [name for name in names if not fleet.engines[name].released], names, body)
     if failed is None:
         fleet.hold = Hold(by, mode, tuple(names), fleet.now)
     return failed
 
 
-def hold_late(fleet: Fleet, names: Collection[str]) -> Script[Answer | None]:
+async def hold_late(fleet: Fleet, names: Collection[str]) -> Answer | None:
     """Pause those of these engines that the fleet's pause has missed: they came up since, or their agents ended it by their own lease."""
     hold = fleet.hold
     late = [name for name in names if not fleet.engines[name].released and not fleet.engines[name].paused]
     if hold is None or not late:
         return None
     both = tuple(dict.fromkeys([*hold.engines, *late]))
-    failed = yield from _halt(fleet, late, [name for name in both if name in fleet.up()], {"mode": hold.mode} if hold.mode else {})
+    failed = await _halt(fleet, late, [name for name in both if name in fleet.up()], {"mode": hold.mode} if hold.mode else {})
     if failed is None:
         hold.engines = both
     return failed
 
 
-def _halt(fleet: Fleet, running: Collection[str], names: Collection[str], body: Body) -> Script[Answer | None]:
+async def _halt(fleet: Fleet, running: Collection[str], names: Collection[str], body: Body) -> Answer | None:
     """Pause the engines that are running. If one fails, all of ``names`` go on."""
     fleet.enter(Phase.PAUSE)
-    results = yield from send(PAUSE, same(running, body), fleet.policy.deadlines.pause)
+    results = await send(PAUSE, same(running, body), fleet.policy.deadlines.pause)
     for name in running:
         if results[name].ok:
             fleet.engines[name].know(fleet.now, paused=True)
@@ -82,23 +81,23 @@ def _halt(fleet: Fleet, running: Collection[str], names: Collection[str], body: 
     name, result = next(iter(failed.items()))
     reason = f"engine {name} could not be paused: {result.message}"
     if fleet.update is not None:
-        return (yield from fail(fleet, reason, results, engine=name))
+        return await fail(fleet, reason, results, engine=name)
     # Also those that failed: a call without an answer may have paused its engine.
-    yield from resume(fleet, names)
+    await resume(fleet, names)
     fleet.hold = None
     now = held_sentence(fleet.kept) or "All engines generate again."
     return Answer(400, f"{reason.rstrip('.')}. {now}", {"engine": name, "phase": "pause", "engines": told(results)})
 
 
-def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
+async def resume_all(fleet: Fleet, ask: Continue) -> Answer:
     """Let the fleet run; for a trainer without a session this is the commit."""
-    yield Turn()
+    await turn()
     update, committed = fleet.update, None
     if update is not None:
         if update.session is By.TRAINER:
             reason = "continue_generation came before end_weight_update"
-            return (yield from fail(fleet, reason))
-        committed = yield from finish(fleet, tell=False)
+            return await fail(fleet, reason)
+        committed = await finish(fleet, tell=False)
         if not committed.success:
             return committed
     fleet.enter(Phase.RESUME)
@@ -109,32 +108,32 @@ def resume_all(fleet: Fleet, ask: Continue) -> Script[Answer]:
         raise Refusal("No engine of this fleet is up, so nothing generates. Try again.", status=503)
     particulars = dict(committed.fleet) if committed is not None else {}
     behind = particulars.get(FENCED, {})
-    results = yield from resume(fleet, [name for name in names if name not in behind], ask.body)
+    results = await resume(fleet, [name for name in names if name not in behind], ask.body)
     # Success all the same: the trainer's own pause has ended, and unmodified trainers take anything else for a failed update.
     held = held_sentence(fleet.kept)
     message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
     if committed is not None and behind:
         message = f"{message} {committed.message.removeprefix('Success: ')}"
     answer = Answer(200, message, {**particulars, "resumed": told(results), "state": fleet.kept.value})
-    return (yield from leave_behind(fleet, answer))
+    return await leave_behind(fleet, answer)
 
 
-def begin(fleet: Fleet, ask: Begin) -> Script[Answer]:
+async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open a session on every member of the open groups. From here on they are dirty until a complete update."""
-    yield Turn()
+    await turn()
     if fleet.update is not None:
-        yield from abandon(fleet, "the trainer began again without ending its update")
-    failed = yield from tell(fleet, _members(fleet), By.TRAINER, ask.body)
+        await abandon(fleet, "the trainer began again without ending its update")
+    failed = await tell(fleet, _members(fleet), By.TRAINER, ask.body)
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 
 
-def update(fleet: Fleet, ask: Update) -> Script[Answer]:
+async def update(fleet: Fleet, ask: Update) -> Answer:
     """Every member of the group receives these tensors, or the update fails as a whole."""
-    yield Turn()
+    await turn()
     group = _group(fleet, ask.group)
     _check_live(fleet, group)
     session = {key: ask.body[key] for key in ("selector",) if key in ask.body}
-    failed = yield from tell(fleet, group.boots, By.FLEET, session)
+    failed = await tell(fleet, group.boots, By.FLEET, session)
     if failed is not None:
         return failed
     fleet.enter(Phase.TRANSFER)
@@ -146,13 +145,13 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
         body["flush_cache"] = False
     names = names_of(ask.body)
     new = note_names(fleet, names)
-    results = yield from send(UPDATE, same(group.boots, body), fleet.policy.deadlines.update, grace=GRACE)
+    results = await send(UPDATE, same(group.boots, body), fleet.policy.deadlines.update, grace=GRACE)
     if fleet.update is not None:
         note_call(fleet, fleet.update, names, new, results)
     broken = failures(results)
     if broken:
         name, result = next(iter(broken.items()))
-        return (yield from fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name))
+        return await fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name)
     state = fleet.update
     if state is None:
         raise RuntimeError("an update cannot end while its tensors are on their way")
@@ -164,7 +163,7 @@ def update(fleet: Fleet, ask: Update) -> Script[Answer]:
     return Answer(200, message, {"engines": told(results), "version": str(fleet.target())})
 
 
-def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[Answer | None]:
+async def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Answer | None:
     """Cross the boundary on these engines, pausing first: SGLang would wait for every running request otherwise."""
     open_update = fleet.update
     missing = {name: boot for name, boot in boots.items() if open_update is None or name not in open_update.boots}
@@ -181,9 +180,9 @@ def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[A
             raise Refusal(reason, status=503, fleet=fleet.advice())
     if fleet.hold is None:
         mode = fleet.policy.pause_mode.value
-        failed = yield from hold_all(fleet, By.FLEET, mode, {"mode": mode})
+        failed = await hold_all(fleet, By.FLEET, mode, {"mode": mode})
     else:
-        failed = yield from hold_late(fleet, missing)
+        failed = await hold_late(fleet, missing)
     if failed is not None:
         return failed
     fleet.enter(Phase.OPEN)
@@ -192,18 +191,18 @@ def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Script[A
     # Noted before the call: an engine that was told and whose answer is lost takes part.
     fleet.update.boots.update(missing)
     note_trust(fleet, fleet.update, missing)
-    results = yield from soil(fleet, BEGIN, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
+    results = await soil(fleet, BEGIN, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
     failed_calls = failures(results)
     if failed_calls:
         name, result = next(iter(failed_calls.items()))
-        return (yield from fail(fleet, f"engine {name} could not begin: {result.message}", results, engine=name))
+        return await fail(fleet, f"engine {name} could not begin: {result.message}", results, engine=name)
     fleet.enter(Phase.TRANSFER)
     return None
 
 
-def end(fleet: Fleet, ask: End) -> Script[Answer]:
+async def end(fleet: Fleet, ask: End) -> Answer:
     """Commit the session's update."""
-    yield Turn()
+    await turn()
     if fleet.update is None:
         raise Refusal(
             "no weight update is open: it was never begun, has ended, or was given up"
@@ -211,15 +210,15 @@ def end(fleet: Fleet, ask: End) -> Script[Answer]:
             fleet=fleet.advice(),
         )
     fleet.update.checksums = ask.checksums
-    return (yield from finish(fleet))
+    return await finish(fleet)
 
 
-def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -> Script[Answer]:
+async def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -> Answer:
     """Flush every engine's cache, or those of ``only`` these; for a trainer that neither pauses nor opens a session this is the commit."""
-    yield Turn()
+    await turn()
     state, hold = fleet.update, fleet.hold
     if only is None and state is not None and state.session is By.FLEET and hold is not None and hold.by is By.FLEET:
-        committed = yield from finish(fleet)
+        committed = await finish(fleet)
         if not committed.success:
             return committed
         # The commit has flushed, while nothing ran. Held requests run now, and an engine that runs any refuses to flush.
@@ -228,7 +227,7 @@ def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -> Scri
     if not names:
         raise Refusal("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
     path = FLUSH if ask.timeout is None else f"{FLUSH}?timeout={ask.timeout:g}"
-    results = yield from send(path, same(names), fleet.policy.deadlines.pause + (ask.timeout or 0))
+    results = await send(path, same(names), fleet.policy.deadlines.pause + (ask.timeout or 0))
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))
@@ -236,9 +235,9 @@ def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -> Scri
     return Answer(200, "Cache flushed on all engines.", {"engines": told(results)})
 
 
-def set_label(fleet: Fleet, ask: SetLabel) -> Script[Answer]:
+async def set_label(fleet: Fleet, ask: SetLabel) -> Answer:
     """The trainer's name for the version that its update becomes; engines report it after the commit."""
-    yield Turn()
+    await turn()
     if fleet.update is not None:
         fleet.update.label = ask.label
     elif fleet.hold is not None:
@@ -252,9 +251,9 @@ def set_label(fleet: Fleet, ask: SetLabel) -> Script[Answer]:
     return Answer(200, f"Weight version updated to {ask.label}")
 
 
-def new_run(fleet: Fleet, ask: NewRun) -> Script[Answer]:
+async def new_run(fleet: Fleet, ask: NewRun) -> Answer:
     """The next update begins a new run: its numbers are not compared with those before."""
-    yield Turn()
+    await turn()
     if fleet.update is not None:
         raise Refusal("a weight update is open: end it, then open a new run.", status=409, fleet=fleet.advice())
     last = newest(fleet.committed, fleet.burned)

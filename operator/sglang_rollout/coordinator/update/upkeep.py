@@ -12,7 +12,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, tidy
 from sglang_rollout.coordinator.update.progress import By, Phase
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.steps import Script, resume
+from sglang_rollout.coordinator.update.steps import Operation, resume
 from sglang_rollout.coordinator.update.trainer import Trainer
 from sglang_rollout.coordinator.update.transaction import hold_all
 from sglang_rollout.wire.policy import OnLoss
@@ -24,7 +24,7 @@ Longer than a sync may take, because an answer that was under way tells of the t
 
 
 class Upkeep:
-    """Chooses the next script of the machine's own."""
+    """Chooses the next operation of the machine's own."""
 
     def __init__(self, fleet: Fleet, knowledge: Knowledge, trainer: Trainer) -> None:
         self._fleet = fleet
@@ -32,7 +32,7 @@ class Upkeep:
         self._trainer = trainer
         self._stray_since: dict[str, float] = {}
 
-    def due(self) -> Script[Answer] | None:
+    def due(self) -> Operation[Answer] | None:
         """What is to be done now; None: nothing."""
         fleet, trainer = self._fleet, self._trainer
         if fleet.update is not None:
@@ -55,7 +55,7 @@ class Upkeep:
                 return _hold_for_loss(fleet)
         return self._tidy()
 
-    def _tidy(self) -> Script[Answer] | None:
+    def _tidy(self) -> Operation[Answer] | None:
         """Engines that are not as the rest of the fleet."""
         strays = self._strays()
         if strays:
@@ -96,18 +96,18 @@ class Upkeep:
         return (released or self._fleet.kept is not FleetState.ACTIVE) and not session
 
 
-def _hold_for_loss(fleet: Fleet) -> Script[Answer]:
+async def _hold_for_loss(fleet: Fleet) -> Answer:
     """Pause an idle fleet whose trainer is lost. Its groups are of no use to anybody else."""
     fleet.groups = {}
     mode = fleet.policy.pause_mode.value
-    failed = yield from hold_all(fleet, By.LOSS, mode, {"mode": mode})
+    failed = await hold_all(fleet, By.LOSS, mode, {"mode": mode})
     return failed or Answer(200, "The fleet pauses until a trainer calls.")
 
 
-def _go_on(fleet: Fleet) -> Script[Answer]:
+async def _go_on(fleet: Fleet) -> Answer:
     """A trainer is there again."""
     names = fleet.hold.engines if fleet.hold is not None else ()
     fleet.enter(Phase.RESUME)
     fleet.hold = None
-    yield from resume(fleet, [name for name in names if name in fleet.engines and fleet.engines[name].up])
+    await resume(fleet, [name for name in names if name in fleet.engines and fleet.engines[name].up])
     return Answer(200, "A trainer is there again.")

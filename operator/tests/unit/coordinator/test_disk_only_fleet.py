@@ -15,4 +15,4 @@ from sglang_rollout.wire.policy import Transport, WeightsPolicy
 def test_a_group_is_refused_with_the_way_out(transport: Transport | None, said: str) -> None:
     fleet = Fleet(name="fleet", term=1, policy=WeightsPolicy(transport=transport))
     with pytest.raises(Refusal, match=said):
-        next(open_group(fleet, OpenGroup({"group_name": "g"})))
+        open_group(fleet, OpenGroup({"group_name": "g"})).send(None)
