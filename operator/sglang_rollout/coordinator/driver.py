@@ -35,7 +35,7 @@ from sglang_rollout.coordinator.update.events import (
     Written,
 )
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.progress import Phase
+from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.wire.intent import Intent
 from sglang_rollout.wire.record import UpdateOutcome

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_rollout.coordinator.update.memory import TAGS
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
+    MEMORY_TAGS,
     Answer,
     AtEngine,
     Begin,
@@ -249,8 +249,8 @@ def _tags(body: Fields) -> tuple[str, ...]:
     tags = body.get("tags")
     if tags is None or tags == []:
         return ()
-    if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
-        raise Refusal(f"tags {_clip(tags)} are no kinds of memory: use a list of {', '.join(TAGS)}.")
+    if not isinstance(tags, list) or any(tag not in MEMORY_TAGS for tag in tags):
+        raise Refusal(f"tags {_clip(tags)} are no kinds of memory: use a list of {', '.join(MEMORY_TAGS)}.")
     return tuple(tags)
 
 

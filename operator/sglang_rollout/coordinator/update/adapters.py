@@ -16,7 +16,8 @@ from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
-from sglang_rollout.coordinator.update.steps import Results, failures, same, send, told, turn
+from sglang_rollout.coordinator.update.rules import take_turn
+from sglang_rollout.coordinator.update.steps import Results, failures, same, send, told
 from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.record import AdapterRow
 from sglang_rollout.wire.states import FleetState
@@ -102,7 +103,7 @@ async def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Answ
 
 async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
     """Load on every engine, or on none. What engines hold under the name goes first: while it is gone gates refuse requests for it."""
-    await turn()
+    await take_turn(fleet, ask)
     _refuse(fleet, ask.name, "loaded")
     adapter = Adapter(name=ask.name, path=ask.path, pinned=ask.pinned)
     _refuse_too_many(fleet, adapter)
@@ -142,7 +143,7 @@ async def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Re
 
 async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
     """Unload on every engine. One that does not is tried again: nobody wants the adapter any more."""
-    await turn()
+    await take_turn(fleet, ask)
     _refuse(fleet, ask.name, "unloaded")
     names = [name for name in fleet.up() if ask.name in _loaded(fleet.engines[name])]
     if not names and ask.name not in fleet.called:
@@ -156,8 +157,6 @@ async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
 
 def _refuse(fleet: Fleet, name: str, what: str) -> None:
     refuse_asleep(fleet)
-    if fleet.update is not None:
-        raise Refusal("a weight update is open: end it before adapters change.", status=409, fleet=fleet.advice())
     if name in (fleet.adapters or {}):
         raise Refusal(
             f"LoRA adapter {name} belongs to the spec (engine.lora.adapters) and is {what} by it alone: change it there, or use"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from sglang_rollout.coordinator.update import hybrid, memory
 from sglang_rollout.coordinator.update.engine import Engine
-from sglang_rollout.coordinator.update.memory import WEIGHTS
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
+    MEMORY_TAGS,
+    WEIGHTS,
     Answer,
     AtEngine,
     Begin,
@@ -30,6 +30,7 @@ from sglang_rollout.coordinator.update.requests import (
     Tensors,
     Update,
 )
+from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Operation, failures, send, sync, turn, write
 from sglang_rollout.coordinator.update.transaction import flush
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode, FleetState
@@ -85,9 +86,7 @@ async def _refused(why: str, status: int = 400) -> Answer:
 
 async def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Answer:
     """What the weights are is asked before they are gone: afterwards only a comparison tells whether they came back."""
-    await turn()
-    if fleet.mode is FleetMode.HYBRID and fleet.update is not None:
-        await abandon(fleet, "the trainer released memory before all engines had got all of their tensors")
+    await take_turn(fleet, ask, at)
     await memory.note_checksums(fleet)
     silent = memory.unnoted(fleet)
     if silent:
@@ -97,7 +96,7 @@ async def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Answer:
             status=502,
         )
     if fleet.update is None:  # else it is refused
-        more = ask.tags or memory.TAGS
+        more = ask.tags or MEMORY_TAGS
         await _keep(fleet, at, {name: (*fleet.lent_of(name), *more) for name in fleet.engines}, (*fleet.lent, *more))
     return await memory.release(fleet, ask, at)
 

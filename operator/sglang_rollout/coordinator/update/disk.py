@@ -15,10 +15,12 @@ from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.membership import present
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import close, leave_behind
-from sglang_rollout.coordinator.update.progress import By, Phase, Update
+from sglang_rollout.coordinator.update.phases import Phase
+from sglang_rollout.coordinator.update.progress import By, Update
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk
-from sglang_rollout.coordinator.update.steps import UPDATE_DISK, failures, same, send, soil, told, turn
+from sglang_rollout.coordinator.update.rules import take_turn
+from sglang_rollout.coordinator.update.steps import UPDATE_DISK, failures, same, send, soil, told
 from sglang_rollout.coordinator.update.transaction import hold_all, hold_late
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
@@ -35,9 +37,7 @@ async def from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
     boots = present(fleet)
     checked = await _check(fleet, ask.path, boots)
     names = checked.names
-    await turn()
-    if fleet.update is not None:
-        raise Refusal("a weight update is open: end it before one from disk.", status=409, fleet=fleet.advice())
+    await take_turn(fleet, ask)
     if present(fleet) != boots:
         raise Refusal("The engines of this fleet changed while the checkpoint was read; nothing was loaded. Try again.", status=503)
     released = [name for name in boots if fleet.engines[name].released]

@@ -13,7 +13,8 @@ from sglang_rollout.coordinator.update import memory
 from sglang_rollout.coordinator.update.membership import some, untold
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, close, fail, suffice
-from sglang_rollout.coordinator.update.progress import By, Phase, Update
+from sglang_rollout.coordinator.update.phases import Phase
+from sglang_rollout.coordinator.update.progress import By, Update
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
     Answer,
@@ -29,6 +30,7 @@ from sglang_rollout.coordinator.update.requests import (
     Tensors,
 )
 from sglang_rollout.coordinator.update.requests import Update as Distributed
+from sglang_rollout.coordinator.update.rules import apply_rule, take_turn
 from sglang_rollout.coordinator.update.steps import END, PATIENCE, SLOWER, UPDATE_TENSOR, Operation, failures, same, send, sync, turn
 from sglang_rollout.coordinator.update.transaction import flush, set_label, tell
 from sglang_rollout.wire.policy import PauseMode
@@ -63,9 +65,7 @@ async def _refused(why: str) -> Answer:
 
 async def _begin(fleet: Fleet, name: str, ask: Begin) -> Answer:
     """A trainer that knows sessions opens one on this engine."""
-    await turn()
-    if fleet.update is not None and name in fleet.update.boots:
-        await abandon(fleet, f"the trainer began again at engine {name} without ending its update")
+    await take_turn(fleet, ask, name)
     failed = await _tell(fleet, name, By.TRAINER, ask.body)
     return failed or Answer(200, "Success", {"version": str(fleet.target())})
 
@@ -76,12 +76,11 @@ async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
     size, given = fleet.engines[name].tensor_size, len(ask.body["serialized_named_tensors"])
     if given != size:
         raise Refusal(f"serialized_named_tensors has {given} entries, and engine {name} has {size} ranks: send one for each.")
-    if fleet.update is not None and name in fleet.update.ended:
-        await abandon(fleet, f"engine {name} was sent new tensors before {some(untold(fleet))} had got all of theirs")
+    await apply_rule(fleet, ask, name)
     failed = await _tell(fleet, name, By.FLEET, {key: ask.body[key] for key in ("selector",) if key in ask.body})
     if failed is not None:
         return failed
-    update = _open(fleet)
+    update = fleet.require_update()
     if ask.label and update.label and ask.label != update.label:
         return await fail(fleet, f"engine {name} was sent version {ask.label}, and others version {update.label}", engine=name)
     update.label = ask.label or update.label
@@ -136,8 +135,7 @@ async def flush_one(fleet: Fleet, name: str, ask: Flush) -> Answer:
 
 async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
     """Memory is taken back; memory for the cache after the tensors, which is a trainer's last word about them in verl."""
-    if at is not None and _begun_anew(fleet, at, ask):
-        await abandon(fleet, f"the trainer began anew at engine {at} before {some(untold(fleet))} had got all of their tensors")
+    await apply_rule(fleet, ask, at)
     if at is not None and (not ask.tags or _CACHE in ask.tags):
         failed = await _lost(fleet, at)
         if failed is None and _is_last_word(fleet, at):
@@ -149,12 +147,6 @@ async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
         return await _commit_if_all(fleet, answer.message)
     await sync(fleet)
     return answer
-
-
-def _begun_anew(fleet: Fleet, name: str, ask: ResumeMemory) -> bool:
-    """A trainer wakes an engine's weights before it sends any. If it does so after, it is another one, or has lost count: what it sends
-    now must not be mixed with what others got before."""
-    return fleet.update is not None and name in fleet.update.fed and memory.WEIGHTS in ask.tags
 
 
 async def _lost(fleet: Fleet, name: str) -> Answer | None:
@@ -180,12 +172,6 @@ async def _tell(fleet: Fleet, name: str, by: By, body: Body) -> Answer | None:
     return failed
 
 
-def _open(fleet: Fleet) -> Update:
-    if fleet.update is None:
-        raise RuntimeError("an update cannot end while its tensors are on their way")
-    return fleet.update
-
-
 def _is_last_word(fleet: Fleet, name: str) -> bool:
     """Whether a call that is about something else says as well that this engine has all of its tensors."""
     update = fleet.update
@@ -194,7 +180,7 @@ def _is_last_word(fleet: Fleet, name: str) -> bool:
 
 async def _delivered(fleet: Fleet, name: str) -> Answer | None:
     """This engine has all of its tensors: end its session. Returns what went wrong."""
-    update = _open(fleet)
+    update = fleet.require_update()
     began = fleet.now
     results = await send(END, same([name]), _limit(fleet, update))
     broken = failures(results)
@@ -218,7 +204,7 @@ def _limit(fleet: Fleet, update: Update) -> float:
 
 async def _commit_if_all(fleet: Fleet, done: str) -> Answer:
     """The last engine's trainer hears what became of the version; the others hear whom it waits for."""
-    update = _open(fleet)
+    update = fleet.require_update()
     if untold(fleet):
         return Answer(200, f"{done} {_waits(fleet)}", {"version": str(fleet.target()), "waits_for": untold(fleet)})
     fleet.enter(Phase.VERIFY)

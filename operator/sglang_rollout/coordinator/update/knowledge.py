@@ -9,6 +9,7 @@ from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Seen, Wanted
 from sglang_rollout.coordinator.update.membership import at_first, enough
 from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.progress import By, Hold
 from sglang_rollout.coordinator.update.recovery import complete, in_the_middle, prove, rebuild
 from sglang_rollout.coordinator.update.steps import Results
@@ -188,6 +189,7 @@ class Knowledge:
         paused = tuple(status.name for status in statuses if status.paused and not status.session)
         if paused:
             self._fleet.hold = Hold(By.LOSS, None, paused, self._fleet.now)
+            self._fleet.enter(Phase.PAUSE)
             self.give_up = [name for name in self.give_up if name not in paused]
 
     def _adopt(self) -> None:

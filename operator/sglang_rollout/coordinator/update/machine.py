@@ -36,7 +36,7 @@ from sglang_rollout.coordinator.update.events import (
 )
 from sglang_rollout.coordinator.update.knowledge import Knowledge
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.progress import Phase
+from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Turn, turn

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.ranks import Refusal
-from sglang_rollout.coordinator.update.requests import Answer, ReleaseMemory, ResumeMemory
+from sglang_rollout.coordinator.update.requests import MEMORY_TAGS, WEIGHTS, Answer, ReleaseMemory, ResumeMemory
+from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Results, failures, same, send, sync, told, turn
 from sglang_rollout.coordinator.update.verify import CHECKER, CHECKSUM, vouched
 from sglang_rollout.wire.agent import AckRequest
@@ -20,9 +21,6 @@ from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
 
 RELEASE = "/release_memory_occupation"
 RESUME = "/resume_memory_occupation"
-WEIGHTS = "weights"
-TAGS = ("kv_cache", WEIGHTS, "cuda_graph")
-"""What SGLang can release."""
 
 
 async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> Answer:
@@ -31,15 +29,13 @@ async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> An
     What an engine has released is not brought back because another refused: its weights would be lost all the same. Calling again goes
     on where it stopped.
     """
-    await turn()
+    await take_turn(fleet, ask, at)
     if fleet.kept is FleetState.ASLEEP:
         return Answer(200, f"Memory is released already. {held_sentence(fleet.kept)}")
-    if fleet.update is not None:
-        raise Refusal("a weight update is open: end it before memory is released.", status=409, fleet=fleet.advice())
     names = _called(fleet, at)
     if not names:
         raise Refusal(_nobody(fleet, at, "release"), status=503)
-    tags = ask.tags or TAGS
+    tags = ask.tags or MEMORY_TAGS
     results = await send(RELEASE, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
     for name in names:
         if results[name].ok:

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sglang_rollout.coordinator.update.engine import Engine
-from sglang_rollout.coordinator.update.progress import By, Group, Hold, Phase, Update
+from sglang_rollout.coordinator.update.phases import Phase, PhaseClock
+from sglang_rollout.coordinator.update.progress import By, Group, Hold, Update
 from sglang_rollout.coordinator.update.ranks import RankTable, rank_table
 from sglang_rollout.coordinator.update.tensors import Brought, packed
 from sglang_rollout.coordinator.update.versions import history, newest, next_version
@@ -90,7 +91,7 @@ class Fleet:
     """Updates that this coordinator has committed."""
     label: str | None = None
     """Label that the trainer gave before its first tensors."""
-    phase: Phase = Phase.IDLE
+    clock: PhaseClock = field(default_factory=PhaseClock)
     last_update: LastUpdate | None = None
     ended: Counter[UpdateOutcome] = field(default_factory=Counter)
     """Weight updates that ended while this coordinator led, by outcome. A last update that was read from the record is not among them."""
@@ -98,12 +99,13 @@ class Fleet:
     """Time of the newest event."""
     wall_offset: float = 0.0
     """What to add to ``now`` to get seconds since 1970: only ever shown."""
-    since: float = 0.0
-    """When the phase began."""
     rested: float = 0.0
     """When the last operation that changed the fleet ended: answers from before tell of the time before."""
-    marks: dict[Phase, float] = field(default_factory=dict)
-    """Seconds spent in each phase since the fleet was last idle."""
+
+    @property
+    def phase(self) -> Phase:
+        """Where the weight update stands."""
+        return self.clock.phase
 
     @property
     def held(self) -> str:
@@ -154,6 +156,12 @@ class Fleet:
             raise RuntimeError("no update can be open before the committed version is proved")
         return next_version(committed, label or self.label, self.burned, self.next_run)
 
+    def require_update(self) -> Update:
+        """Return the open update. Raises RuntimeError if none is open: a bug."""
+        if self.update is None:
+            raise RuntimeError("no update is open")
+        return self.update
+
     def commit(self, version: Version) -> None:
         """From now on this is the version."""
         before = self.history or ([self.committed] if self.committed is not None else [])
@@ -190,20 +198,12 @@ class Fleet:
         }
 
     def enter(self, phase: Phase) -> None:
-        """Go on to a phase, and note how long the one before took."""
-        if self.phase is not Phase.IDLE:
-            self.marks[self.phase] = self.marks.get(self.phase, 0.0) + self.now - self.since
-        if phase is Phase.IDLE:
-            self.marks = {}
-        self.phase, self.since = phase, self.now
+        """Advance to a phase; raises IllegalTransitionError if it cannot follow the current one."""
+        self.clock.enter(phase, self.now)
 
     def phases_ms(self) -> dict[str, int]:
         """Milliseconds spent in each phase since the fleet was last idle, and their sum."""
-        marks = dict(self.marks)
-        if self.phase is not Phase.IDLE:
-            marks[self.phase] = marks.get(self.phase, 0.0) + self.now - self.since
-        shown = {phase.value: round(seconds * 1000) for phase, seconds in marks.items()}
-        return {**shown, "total": round(sum(marks.values()) * 1000)}
+        return self.clock.milliseconds(self.now)
 
     def finished(self) -> str:
         """Wall-clock time of the newest event, RFC 3339 in UTC."""

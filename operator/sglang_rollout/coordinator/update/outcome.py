@@ -5,7 +5,8 @@ from __future__ import annotations
 from sglang_rollout.coordinator.update.completeness import committed, incomplete, look_up
 from sglang_rollout.coordinator.update.membership import enough, untold
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.progress import By, Phase, Update
+from sglang_rollout.coordinator.update.phases import Phase
+from sglang_rollout.coordinator.update.progress import By, Update
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import (
     DESTROY,
@@ -42,9 +43,7 @@ async def finish(fleet: Fleet, *, tell: bool = True) -> Answer:
     An engine that fails here is fenced alone if ``weights.minCommitted`` lets the others commit; else the whole update
     is given up. Not ``tell``: the caller has more to do before the trainer may hear of a commit, and then calls :func:`leave_behind`.
     """
-    update = fleet.update
-    if update is None:
-        raise RuntimeError("finish needs an open update")
+    update = fleet.require_update()
     rest = [name for name in untold(fleet) if name not in update.fed]
     if rest:
         return await fail(fleet, f"engine {rest[0]} had got no tensors of the update when it ended", engine=rest[0])
@@ -125,9 +124,7 @@ async def _flush(fleet: Fleet, update: Update, names: list[str]) -> list[str]:
 
 async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
     """Every engine acknowledges, then the record is written, then the gates open and the fleet runs."""
-    update = fleet.update
-    if update is None:
-        raise RuntimeError("commit needs an open update")
+    update = fleet.require_update()
     fleet.enter(Phase.COMMIT)
     version = fleet.target()
     results = await _acknowledge(fleet, update, version)

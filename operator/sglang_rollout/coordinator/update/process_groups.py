@@ -8,9 +8,11 @@ from sglang_rollout.coordinator.update import nccl
 from sglang_rollout.coordinator.update.membership import absent_sentence, present
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, finish
-from sglang_rollout.coordinator.update.progress import By, Group, Phase
+from sglang_rollout.coordinator.update.phases import Phase
+from sglang_rollout.coordinator.update.progress import By, Group
 from sglang_rollout.coordinator.update.ranks import GroupSpec, Refusal, check_group
 from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup, OpenGroup
+from sglang_rollout.coordinator.update.rules import apply_rule, take_turn
 from sglang_rollout.coordinator.update.steps import (
     DESTROY,
     FENCE_DEADLINE,
@@ -58,6 +60,7 @@ async def open_group(fleet: Fleet, ask: OpenGroup) -> Answer:
     await turn()
     # The preflight may have taken minutes and ran beside other calls, and so may closing: the fleet may be another one now.
     _refuse_changed(fleet, boots)
+    await apply_rule(fleet, ask)
     await _close_same_name(fleet, spec.name)
     await _close_dead(fleet)
     _refuse_changed(fleet, boots)
@@ -109,8 +112,6 @@ async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], li
 
 async def _close_same_name(fleet: Fleet, name: str) -> None:
     """A trainer that opens its group again gets a new one; also when this coordinator never knew the old one."""
-    if fleet.update is not None and name in fleet.groups:
-        await abandon(fleet, f"the trainer opened group {name} again in the middle of an update")
     old = fleet.groups.pop(name, None)
     up = [engine for engine in fleet.engines.values() if engine.up]
     joined = [
@@ -175,7 +176,7 @@ async def _undo(fleet: Fleet, spec: GroupSpec, results: Results) -> Answer:
 
 async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
     """Close a group everywhere. Commits the update of a trainer that has no session and has not paused."""
-    await turn()
+    await take_turn(fleet, ask)
     name = ask.name
     if name is None and len(fleet.groups) == 1:
         name = next(iter(fleet.groups))

@@ -10,20 +10,6 @@ from typing import Any
 from sglang_rollout.wire.record import FleetGroup, GroupRow
 
 
-class Phase(StrEnum):
-    """Where the transaction stands."""
-
-    IDLE = "idle"
-    PREPARE = "prepare"
-    """A group is being opened: everything is checked before any engine hears of it."""
-    PAUSE = "pause"
-    OPEN = "open"
-    TRANSFER = "transfer"
-    VERIFY = "verify"
-    COMMIT = "commit"
-    RESUME = "resume"
-
-
 class By(StrEnum):
     """Who asked for a pause or a session: what the trainer opened, only the trainer closes."""
 

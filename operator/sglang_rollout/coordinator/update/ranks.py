@@ -12,6 +12,8 @@ from typing import Any
 
 TRAINER_RANKS = 1
 """The trainer's own ranks: it is rank 0, alone."""
+DEFAULT_GROUP_NAME = "weight_update_group"
+"""SGLang's own default."""
 LONGEST_GROUP_NAME = 200
 HIGHEST_PORT = 65535
 
@@ -121,8 +123,8 @@ def _count(number: int, word: str) -> str:
 
 
 def _group_name(body: Mapping[str, Any]) -> str:
-    # SGLang's default; an empty name is an assertion that ends its process.
-    name = body.get("group_name", "weight_update_group")
+    # An empty name fails an assertion in SGLang and ends its process.
+    name = body.get("group_name", DEFAULT_GROUP_NAME)
     if not isinstance(name, str) or not name.strip():
         raise Refusal(f"group_name {name!r} is no name: use a non-empty string, a new one for each group.")
     if len(name) > LONGEST_GROUP_NAME:

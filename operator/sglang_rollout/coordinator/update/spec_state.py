@@ -10,7 +10,8 @@ from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.memory import note_checksums
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon
-from sglang_rollout.coordinator.update.progress import By, Phase
+from sglang_rollout.coordinator.update.phases import Phase
+from sglang_rollout.coordinator.update.progress import By
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import PAUSE, failures, resume, same, send, sync
 from sglang_rollout.wire.states import FleetState, held_sentence

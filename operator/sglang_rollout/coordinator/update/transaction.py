@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping
 
 from sglang_rollout.coordinator.update.completeness import names_of, note_call, note_names, note_trust
 from sglang_rollout.coordinator.update.membership import refuse_asleep
-from sglang_rollout.coordinator.update.memory import WEIGHTS
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.outcome import FENCED, abandon, fail, finish, leave_behind
-from sglang_rollout.coordinator.update.progress import By, Group, Hold, Phase
+from sglang_rollout.coordinator.update.outcome import FENCED, fail, finish, leave_behind
+from sglang_rollout.coordinator.update.phases import Phase
+from sglang_rollout.coordinator.update.progress import By, Group, Hold
 from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
 from sglang_rollout.coordinator.update.ranks import Refusal
-from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
+from sglang_rollout.coordinator.update.requests import WEIGHTS, Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
+from sglang_rollout.coordinator.update.rules import last_reason, take_turn
 from sglang_rollout.coordinator.update.steps import (
     BEGIN,
     FLUSH,
@@ -25,7 +26,6 @@ from sglang_rollout.coordinator.update.steps import (
     send,
     soil,
     told,
-    turn,
 )
 from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.wire.policy import PauseMode
@@ -34,10 +34,7 @@ from sglang_rollout.wire.states import held_sentence
 
 async def pause(fleet: Fleet, ask: Pause) -> Answer:
     """Pause every engine that runs, or none."""
-    await turn()
-    if fleet.update is not None and fleet.hold is not None and fleet.hold.by is By.TRAINER:
-        # No trainer pauses twice in one update: this one is new, or has begun anew after an error.
-        await abandon(fleet, "the trainer paused again without ending its update")
+    await take_turn(fleet, ask)
     failed = await hold_all(fleet, By.TRAINER, ask.mode, ask.body)
     return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
 
@@ -91,7 +88,7 @@ async def _halt(fleet: Fleet, running: Collection[str], names: Collection[str], 
 
 async def resume_all(fleet: Fleet, ask: Continue) -> Answer:
     """Let the fleet run; for a trainer without a session this is the commit."""
-    await turn()
+    await take_turn(fleet, ask)
     update, committed = fleet.update, None
     if update is not None:
         if update.session is By.TRAINER:
@@ -120,16 +117,14 @@ async def resume_all(fleet: Fleet, ask: Continue) -> Answer:
 
 async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open a session on every member of the open groups. From here on they are dirty until a complete update."""
-    await turn()
-    if fleet.update is not None:
-        await abandon(fleet, "the trainer began again without ending its update")
+    await take_turn(fleet, ask)
     failed = await tell(fleet, _members(fleet), By.TRAINER, ask.body)
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 
 
 async def update(fleet: Fleet, ask: Update) -> Answer:
     """Every member of the group receives these tensors, or the update fails as a whole."""
-    await turn()
+    await take_turn(fleet, ask)
     group = _group(fleet, ask.group)
     _check_live(fleet, group)
     session = {key: ask.body[key] for key in ("selector",) if key in ask.body}
@@ -152,9 +147,7 @@ async def update(fleet: Fleet, ask: Update) -> Answer:
     if broken:
         name, result = next(iter(broken.items()))
         return await fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name)
-    state = fleet.update
-    if state is None:
-        raise RuntimeError("an update cannot end while its tensors are on their way")
+    state = fleet.require_update()
     state.data.add(group.name)
     state.fed.update(group.boots)
     # SGLang flushes unless it is told not to.
@@ -202,20 +195,14 @@ async def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> An
 
 async def end(fleet: Fleet, ask: End) -> Answer:
     """Commit the session's update."""
-    await turn()
-    if fleet.update is None:
-        raise Refusal(
-            "no weight update is open: it was never begun, has ended, or was given up"
-            f"{_last_reason(fleet)}. Call begin_weight_update first.",
-            fleet=fleet.advice(),
-        )
-    fleet.update.checksums = ask.checksums
+    await take_turn(fleet, ask)
+    fleet.require_update().checksums = ask.checksums
     return await finish(fleet)
 
 
 async def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -> Answer:
     """Flush every engine's cache, or those of ``only`` these; for a trainer that neither pauses nor opens a session this is the commit."""
-    await turn()
+    await take_turn(fleet, ask)
     state, hold = fleet.update, fleet.hold
     if only is None and state is not None and state.session is By.FLEET and hold is not None and hold.by is By.FLEET:
         committed = await finish(fleet)
@@ -237,25 +224,17 @@ async def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -
 
 async def set_label(fleet: Fleet, ask: SetLabel) -> Answer:
     """The trainer's name for the version that its update becomes; engines report it after the commit."""
-    await turn()
+    await take_turn(fleet, ask)
     if fleet.update is not None:
         fleet.update.label = ask.label
     elif fleet.hold is not None:
         fleet.label = ask.label
-    elif fleet.committed is None or fleet.committed.label != ask.label:
-        raise Refusal(
-            "no weight update is open, and committed weights keep their version: send new_version before"
-            " end_weight_update, or weight_version with the tensors.",
-            status=409,
-        )
     return Answer(200, f"Weight version updated to {ask.label}")
 
 
 async def new_run(fleet: Fleet, ask: NewRun) -> Answer:
     """The next update begins a new run: its numbers are not compared with those before."""
-    await turn()
-    if fleet.update is not None:
-        raise Refusal("a weight update is open: end it, then open a new run.", status=409, fleet=fleet.advice())
+    await take_turn(fleet, ask)
     last = newest(fleet.committed, fleet.burned)
     fleet.next_run = (last.run if last is not None else 0) + 1
     return Answer(200, f"The next update opens run {fleet.next_run}.", {"next_run": fleet.next_run})
@@ -271,7 +250,7 @@ def _group(fleet: Fleet, name: str | None) -> Group:
         raise Refusal(f"group_name is missing, and {len(fleet.groups)} groups are open: name one of {names}.")
     if name not in fleet.groups:
         raise Refusal(
-            f"group {name} is not open on this fleet{_last_reason(fleet)}. Call init_weights_update_group with"
+            f"group {name} is not open on this fleet{last_reason(fleet)}. Call init_weights_update_group with"
             f" world_size={fleet.table.world_size}.",
             fleet=fleet.advice(),
         )
@@ -300,11 +279,6 @@ def _members(fleet: Fleet) -> dict[str, str]:
 
 def _no_group(fleet: Fleet) -> str:
     return (
-        f"no weight-update group is open{_last_reason(fleet)}: call init_weights_update_group with"
+        f"no weight-update group is open{last_reason(fleet)}: call init_weights_update_group with"
         f" world_size={fleet.table.world_size} first."
     )
-
-
-def _last_reason(fleet: Fleet) -> str:
-    last = fleet.last_update
-    return f" ({last.reason})" if last is not None and last.reason else ""

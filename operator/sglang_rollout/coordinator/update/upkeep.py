@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import colocated as sharing
-from sglang_rollout.coordinator.update import memory
-from sglang_rollout.coordinator.update import spec_state as held
+from sglang_rollout.coordinator.update import memory, spec_state
 from sglang_rollout.coordinator.update.knowledge import Knowledge
 from sglang_rollout.coordinator.update.membership import some, untold
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, tidy
-from sglang_rollout.coordinator.update.progress import By, Phase
+from sglang_rollout.coordinator.update.phases import Phase
+from sglang_rollout.coordinator.update.progress import By, Hold
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import Operation, resume
 from sglang_rollout.coordinator.update.trainer import Trainer
@@ -23,54 +28,89 @@ STRAY_AFTER = 3.0
 Longer than a sync may take, because an answer that was under way tells of the time before."""
 
 
+@dataclass(frozen=True)
+class Task:
+    """One thing that may have to be done."""
+
+    name: str
+    condition: Callable[[], Any]
+    """Returns what ``operation`` works on; None if there is nothing to do."""
+    operation: Callable[[Any], Operation[Answer]] | None
+    """None: do nothing, and look at no later task."""
+
+
 class Upkeep:
-    """Chooses the next operation of the machine's own."""
+    """Chooses the next operation of the coordinator's own: the first task of an ordered chain whose condition holds."""
 
     def __init__(self, fleet: Fleet, knowledge: Knowledge, trainer: Trainer) -> None:
         self._fleet = fleet
         self._knowledge = knowledge
         self._trainer = trainer
         self._stray_since: dict[str, float] = {}
+        self.chain: tuple[Task, ...] = (
+            Task("abandon an update that lost an engine", self._lost_engine, partial(abandon, fleet)),
+            Task("apply spec.state", self._changed_state, lambda _: spec_state.change(fleet)),
+            Task("abandon what has no trainer", self._abandoned, lambda reason: abandon(fleet, reason, close_groups=True)),
+            Task("resume for a trainer that is back", self._returned_trainer, lambda _: _resume_for_trainer(fleet)),
+            Task("wait for a trainer", self._awaited_trainer, None),
+            Task("pause for a lost trainer", self._lost_trainer, lambda _: _pause_for_loss(fleet)),
+            Task("fence stray engines", lambda: self._strays() or None, partial(tidy, fleet)),
+            Task("release memory that the trainer has", lambda: sharing.due(fleet) or None, partial(sharing.put_to_sleep, fleet)),
+            Task("compare engines that woke", lambda: memory.woken(fleet) or None, partial(memory.prove, fleet)),
+            Task("load and unload adapters", lambda: lora.due(fleet), lambda call: lora.reconcile(fleet, *call)),
+            Task("pause as spec.state says", self._unpaused, partial(spec_state.keep_paused, fleet)),
+        )
 
     def due(self) -> Operation[Answer] | None:
-        """What is to be done now; None: nothing."""
-        fleet, trainer = self._fleet, self._trainer
-        if fleet.update is not None:
-            lost = fleet.changed(fleet.update.boots)
-            if lost:
-                return abandon(fleet, f"engine {lost[0]} was restarted or lost in the middle of the update")
-        elif fleet.wish is not fleet.kept:
-            return held.change(fleet)
-        if fleet.update is not None or (fleet.hold is not None and fleet.hold.by is not By.LOSS):
-            reason = trainer.gone or trainer.overdue(fleet)
-            if reason:
-                trainer.gone = ""
-                rest = untold(fleet)
-                return abandon(fleet, f"{reason}, and {some(rest)} had not got all of their tensors" if rest else reason, close_groups=True)
-        elif fleet.hold is not None:
-            return _go_on(fleet) if trainer.heard > fleet.hold.since else None
-        elif trainer.gone:
-            trainer.gone = ""  # what it had open has ended by itself meanwhile
-            if fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.kept is FleetState.ACTIVE and fleet.up():
-                return _hold_for_loss(fleet)
-        return self._tidy()
+        """Return the operation to run now; None if there is nothing to do."""
+        for task in self.chain:
+            found = task.condition()
+            if found is not None:
+                return task.operation(found) if task.operation is not None else None
+        return None
 
-    def _tidy(self) -> Operation[Answer] | None:
-        """Engines that are not as the rest of the fleet."""
-        strays = self._strays()
-        if strays:
-            return tidy(self._fleet, strays)
-        sleepless = sharing.due(self._fleet)
-        if sleepless:
-            return sharing.put_to_sleep(self._fleet, sleepless)
-        awake = memory.woken(self._fleet)
-        if awake:
-            return memory.prove(self._fleet, awake)
-        adapters = lora.due(self._fleet)
-        if adapters is not None:
-            return lora.reconcile(self._fleet, *adapters)
-        unpaused = held.unpaused(self._fleet) if self._fleet.update is None else []
-        return held.keep_paused(self._fleet, unpaused) if unpaused else None
+    def _lost_engine(self) -> str | None:
+        update = self._fleet.update
+        lost = self._fleet.changed(update.boots) if update is not None else []
+        return f"engine {lost[0]} was restarted or lost in the middle of the update" if lost else None
+
+    def _changed_state(self) -> bool | None:
+        fleet = self._fleet
+        return True if fleet.update is None and fleet.wish is not fleet.kept else None
+
+    def _abandoned(self) -> str | None:
+        """Why an update, or a pause that somebody must end, is given up."""
+        fleet, trainer = self._fleet, self._trainer
+        if fleet.update is None and (fleet.hold is None or fleet.hold.by is By.LOSS):
+            return None
+        reason = trainer.gone or trainer.overdue(fleet)
+        if not reason:
+            return None
+        trainer.gone = ""
+        rest = untold(fleet)
+        return f"{reason}, and {some(rest)} had not got all of their tensors" if rest else reason
+
+    def _returned_trainer(self) -> bool | None:
+        hold = self._paused_for_loss()
+        return True if hold is not None and self._trainer.heard > hold.since else None
+
+    def _awaited_trainer(self) -> bool | None:
+        return True if self._paused_for_loss() is not None else None
+
+    def _paused_for_loss(self) -> Hold | None:
+        fleet = self._fleet
+        return fleet.hold if fleet.update is None and fleet.hold is not None and fleet.hold.by is By.LOSS else None
+
+    def _lost_trainer(self) -> bool | None:
+        fleet, trainer = self._fleet, self._trainer
+        if fleet.update is not None or fleet.hold is not None or not trainer.gone:
+            return None
+        trainer.gone = ""  # whatever this trainer had open has ended
+        pauses = fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.kept is FleetState.ACTIVE and fleet.up()
+        return True if pauses else None
+
+    def _unpaused(self) -> list[str] | None:
+        return (spec_state.unpaused(self._fleet) or None) if self._fleet.update is None else None
 
     def _strays(self) -> list[str]:
         """Engines that are paused or in a session although nothing is open."""
@@ -96,7 +136,7 @@ class Upkeep:
         return (released or self._fleet.kept is not FleetState.ACTIVE) and not session
 
 
-async def _hold_for_loss(fleet: Fleet) -> Answer:
+async def _pause_for_loss(fleet: Fleet) -> Answer:
     """Pause an idle fleet whose trainer is lost. Its groups are of no use to anybody else."""
     fleet.groups = {}
     mode = fleet.policy.pause_mode.value
@@ -104,7 +144,7 @@ async def _hold_for_loss(fleet: Fleet) -> Answer:
     return failed or Answer(200, "The fleet pauses until a trainer calls.")
 
 
-async def _go_on(fleet: Fleet) -> Answer:
+async def _resume_for_trainer(fleet: Fleet) -> Answer:
     """A trainer is there again."""
     names = fleet.hold.engines if fleet.hold is not None else ()
     fleet.enter(Phase.RESUME)

@@ -14,7 +14,7 @@ from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
-from sglang_rollout.coordinator.update.progress import Phase
+from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.steps import UPDATE
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState
