@@ -178,8 +178,8 @@ class Driver:
                         future.set_result(answer)
         self._log_phase(self._machine.phase)
         self._report(self._machine.fleet)
-        if self._machine.fleet.kept is not self._kept:
-            self._kept = self._machine.fleet.kept
+        if self._machine.fleet.applied_state is not self._kept:
+            self._kept = self._machine.fleet.applied_state
             log.info("%s", held_sentence(self._kept) or "The fleet is active, as its spec says.")
 
     def _cut(self, effect: Cut) -> None:
@@ -196,8 +196,8 @@ class Driver:
 
     def _report(self, fleet: Fleet) -> None:
         """Count an update that has just ended, and log one line about it."""
-        self._metrics.count(fleet.ended)
-        last, ended = fleet.last_update, fleet.ended.total()
+        self._metrics.count(fleet.transaction.outcomes)
+        last, ended = fleet.last_update, fleet.transaction.outcomes.total()
         if last is None or ended == self._reported:
             return
         self._reported = ended

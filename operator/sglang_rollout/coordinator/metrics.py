@@ -83,7 +83,7 @@ class Metrics:
         self._serving.set(sum(engine.serving for engine in fleet.engines.values()))
         self._epoch.set(fleet.epoch)
         self._term.set(fleet.term)
-        self._paused.set(fleet.hold is not None or fleet.kept is FleetState.PAUSED)
+        self._paused.set(fleet.pause is not None or fleet.applied_state is FleetState.PAUSED)
         if fleet.committed is not None:
             self._run.set(fleet.committed.run)
             self._step.set(fleet.committed.step)

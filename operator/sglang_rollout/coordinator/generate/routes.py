@@ -61,7 +61,7 @@ def _told(handler: Handler) -> Handler:
 
     async def handle(request: web.Request) -> web.StreamResponse:
         machine = request.app[PARTS].driver.machine
-        if held := machine.fleet.held if machine is not None else "":
+        if held := machine.fleet.why_not_generating if machine is not None else "":
             return _refused(503, held)
         try:
             return await handler(request)

@@ -62,11 +62,11 @@ class Routable:
             return None
         fleet = machine.fleet
         names = {name for name, engine in fleet.engines.items() if engine.serving}
-        if fleet.kept is not FleetState.ACTIVE:
+        if fleet.applied_state is not FleetState.ACTIVE:
             names = set()  # no gate opens at the end of an update either
         elif fleet.update is not None:
             names |= set(fleet.update.boots)
-        if machine.changing and fleet.kept is FleetState.ACTIVE:
+        if machine.changing and fleet.applied_state is FleetState.ACTIVE:
             names |= {name for name in self._before if name in fleet.engines}
         self._before = frozenset(names)
         return frozenset(url for url in map(self._url, names) if url is not None)

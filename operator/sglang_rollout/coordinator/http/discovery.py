@@ -42,7 +42,7 @@ def document(parts: Parts) -> FleetDocument:
         epoch=fleet.epoch,
         world_size=fleet.table.world_size,
         backend=fleet.policy.backend,
-        fleet_id=fleet.id,
+        fleet_id=fleet.weights.fleet_id,
         lease=fleet.policy.trainer_lease.ttl,
         committed=fleet.committed,
         serving=sum(engine.serving for engine in fleet.engines.values()),
@@ -51,8 +51,8 @@ def document(parts: Parts) -> FleetDocument:
         phase=machine.phase.value,
         last_update=fleet.last_update,
         adapters=lora.rows(fleet),
-        state=fleet.kept,
-        held=fleet.held,
+        state=fleet.applied_state,
+        held=fleet.why_not_generating,
         urls={"control": parts.public_url, "data": parts.public_url},
     )
 

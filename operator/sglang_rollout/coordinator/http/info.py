@@ -38,7 +38,7 @@ async def health(request: web.Request) -> web.Response:
 
 async def get_held(request: web.Request) -> web.Response:
     """Asked by the front: does the coordinator answer requests for tokens now, because something holds the fleet?"""
-    sentence = request.app[PARTS].machine.fleet.held
+    sentence = request.app[PARTS].machine.fleet.why_not_generating
     return web.json_response({"held": sentence}) if sentence else refuse(404, "Nothing holds the fleet.")
 
 
@@ -116,8 +116,8 @@ async def get_model(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """Data health: an engine serves."""
     fleet = request.app[PARTS].machine.fleet
-    if fleet.held:
-        return refuse(503, fleet.held)
+    if fleet.why_not_generating:
+        return refuse(503, fleet.why_not_generating)
     if not any(engine.serving for engine in fleet.engines.values()):
         return refuse(503, "No engine serves now: none holds the weights that the fleet has committed. GET /fleet tells the state of each.")
     return web.Response()

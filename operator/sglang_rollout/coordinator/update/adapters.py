@@ -36,7 +36,7 @@ AGAIN = 30.0
 
 def wanted(fleet: Fleet) -> dict[str, Adapter]:
     """Return by name the adapters that trainers have loaded and those of the spec, which win."""
-    return {**fleet.called, **(fleet.adapters or {})}
+    return {**fleet.adapters.of_trainers, **(fleet.adapters.of_spec or {})}
 
 
 def adapter_of(row: Adapter) -> Adapter:
@@ -51,7 +51,7 @@ def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
     engines = [engine for engine in fleet.engines.values() if engine.up]
     return [
         AdapterRow(
-            name=name, path=adapter.path, pinned=adapter.pinned, by_spec=name in (fleet.adapters or {}), wanted=len(fleet.engines),
+            name=name, path=adapter.path, pinned=adapter.pinned, by_spec=name in (fleet.adapters.of_spec or {}), wanted=len(fleet.engines),
             loaded=sum(_loaded(engine).get(name) == adapter.path for engine in engines),
             reason=next((engine.adapter_trouble[name] for engine in engines if name in engine.adapter_trouble), "")[:each],
         )
@@ -67,7 +67,7 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
     fresh = {name: engine for name, engine in fleet.engines.items() if engine.asked > fleet.rested}
     for engine in fresh.values():
         _forget_troubles(engine, goal)
-    if fleet.update is not None or fleet.kept is FleetState.ASLEEP:
+    if fleet.update is not None or fleet.applied_state is FleetState.ASLEEP:
         return None
     unload: dict[str, Body] = {}
     load: dict[str, Body] = {}
@@ -77,7 +77,8 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
         there = _loaded(engine)
         later = {other for other, at in engine.adapters_at.items() if fleet.now < at}
         # Without a list in the spec, adapters that no trainer loaded through the fleet are left alone.
-        ours = {other: path for other, path in there.items() if other in goal or fleet.adapters is not None or engine.outdated(other)}
+        by_spec = fleet.adapters.of_spec is not None
+        ours = {other: path for other, path in there.items() if other in goal or by_spec or engine.outdated(other)}
         wrong = [other for other, path in ours.items() if goal.get(other) != path or engine.outdated(other)]
         extra = next((other for other in wrong if other not in later), None)
         missing = next((other for other in goal if other not in there and other not in later), None)
@@ -119,17 +120,17 @@ async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
         engine.adapter_trouble.pop(ask.name, None)
         if name not in names:  # should it come back with what it holds, that is no longer what the path holds
             engine.overwritten[ask.name] = engine.boot
-    fleet.called[ask.name] = adapter
+    fleet.adapters.of_trainers[ask.name] = adapter
     return Answer(200, "", {"engines": told(results)})
 
 
 async def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results, loaded: Results) -> Answer:
     """End a load that failed on an engine with what there was before; or with none, when that lay under the same path."""
-    before = fleet.called.get(ask.name)
+    before = fleet.adapters.of_trainers.get(ask.name)
     what = "load" if loaded else "unload"
     undone = await _tell(fleet, UNLOAD, same(_done(loaded), {"lora_name": ask.name}))
     if before is None or before.path == ask.path:
-        fleet.called.pop(ask.name, None)
+        fleet.adapters.of_trainers.pop(ask.name, None)
         stuck = ", ".join(failures(undone if loaded else unloaded))
         return _failed(failed, what, ask.name, f"Still loaded on: {stuck}." if stuck else "It is loaded on no engine.")
     empty = [name for name in _done(unloaded) if name not in failures(undone)]
@@ -146,9 +147,9 @@ async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
     await take_turn(fleet, ask)
     _refuse(fleet, ask.name, "unloaded")
     names = [name for name in fleet.up() if ask.name in _loaded(fleet.engines[name])]
-    if not names and ask.name not in fleet.called:
+    if not names and ask.name not in fleet.adapters.of_trainers:
         raise Refusal(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted(fleet)) or 'none'}.")
-    fleet.called.pop(ask.name, None)
+    fleet.adapters.of_trainers.pop(ask.name, None)
     results = await _tell(fleet, UNLOAD, same(names, {"lora_name": ask.name}))
     if failures(results):
         return _failed(results, "unload", ask.name, "It is tried again.")
@@ -157,7 +158,7 @@ async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
 
 def _refuse(fleet: Fleet, name: str, what: str) -> None:
     refuse_asleep(fleet)
-    if name in (fleet.adapters or {}):
+    if name in (fleet.adapters.of_spec or {}):
         raise Refusal(
             f"LoRA adapter {name} belongs to the spec (engine.lora.adapters) and is {what} by it alone: change it there, or use"
             " another name.",
@@ -169,7 +170,7 @@ def _refuse(fleet: Fleet, name: str, what: str) -> None:
 
 def _refuse_too_many(fleet: Fleet, adapter: Adapter) -> None:
     """The record keeps every adapter that trainers have loaded, and has to fit into a ConfigMap."""
-    kept = {**fleet.called, adapter.name: adapter}
+    kept = {**fleet.adapters.of_trainers, adapter.name: adapter}
     characters = sum(len(json.dumps([one.name, one.path])) + ROW_CHARACTERS for one in kept.values())
     if characters > MAX_ADAPTERS_CHARACTERS:
         raise Refusal(

@@ -48,19 +48,19 @@ def source(fleet: Fleet) -> Source | None:
     version, limit = fleet.committed, fleet.policy.deadlines.update
     if version is None or version.is_base:
         return None
-    if fleet.disk is not None and fleet.disk.version == version:
-        return Source(CheckpointRequest(path=fleet.disk.path, deadline=limit), fleet.disk.digest)
+    if fleet.weights.disk is not None and fleet.weights.disk.version == version:
+        return Source(CheckpointRequest(path=fleet.weights.disk.path, deadline=limit), fleet.weights.disk.digest)
     place = fleet.policy.catch_up.disk
     if place is None:
         return None
     if PLACE in place:
         return Source(CheckpointRequest(path=place.replace(PLACE, version.label), deadline=limit))
-    return Source(CheckpointRequest(path=place, snapshot=version, fleet_id=fleet.id, deadline=limit))
+    return Source(CheckpointRequest(path=place, snapshot=version, fleet_id=fleet.weights.fleet_id, deadline=limit))
 
 
 def next_joiner(fleet: Fleet) -> str | None:
     """The engine that begins to catch up now: the longest waiting first, so many at a time as the policy allows."""
-    if fleet.update is not None or fleet.hold is not None or fleet.kept is FleetState.ASLEEP or source(fleet) is None:
+    if fleet.update is not None or fleet.pause is not None or fleet.applied_state is FleetState.ASLEEP or source(fleet) is None:
         return None
     if sum(engine.catching for engine in fleet.engines.values()) >= fleet.policy.catch_up.parallel:
         return None
@@ -72,7 +72,7 @@ def _wants(fleet: Fleet, name: str) -> bool:
     engine = fleet.engines[name]
     if not engine.member or engine.status is None or engine.released or fleet.now < engine.again_at:
         return False
-    if engine.status.session or (engine.status.paused and fleet.kept is FleetState.ACTIVE):
+    if engine.status.session or (engine.status.paused and fleet.applied_state is FleetState.ACTIVE):
         return False  # somebody must end that first
     held = engine.status.version if engine.status.state is EngineState.CLEAN else None
     served = [fleet.committed, *fleet.tolerated()]
@@ -129,10 +129,10 @@ async def _compare(fleet: Fleet, joiner: Engine, version: Version) -> None:
     """With an engine of its shape that holds the version, if there is one: a folder may hold something else than its name says."""
     name, size = joiner.wanted.name, joiner.tensor_size
     peer = next((other for other, engine in fleet.engines.items() if engine.tensor_size == size and engine.holds(version)), None)
-    right = fleet.checksums.get(size)
+    right = fleet.weights.checksums.get(size)
     if right is None and peer is not None and fleet.policy.verify is not Verify.OFF:
         await turn()  # one asks for all: an engine takes one control call at a time
-        right = fleet.checksums.get(size) or await _ask_peer(fleet, peer, size, version)
+        right = fleet.weights.checksums.get(size) or await _ask_peer(fleet, peer, size, version)
     if right is None:
         return
     mine = await _one(name, CHECKER, CHECKSUM, fleet.policy.deadlines.update)
@@ -146,7 +146,7 @@ async def _ask_peer(fleet: Fleet, peer: str, size: int, version: Version) -> Che
     if said.checksums is None:
         raise _FailedError(f"engine {peer}, with which it was to be compared, did not say what it holds: {said.message.rstrip('.')}")
     if fleet.committed == version:
-        fleet.checksums[size] = said.checksums
+        fleet.weights.checksums[size] = said.checksums
     return said.checksums
 
 
@@ -155,13 +155,13 @@ async def _open(fleet: Fleet, engine: Engine, version: Version) -> None:
     name = engine.wanted.name
     if fleet.engines.get(name) is not engine or engine.boot is None:
         raise _FailedError("the engine is gone")
-    if fleet.hold is not None or fleet.kept is FleetState.PAUSED:
-        mode = fleet.hold.mode if fleet.hold is not None else fleet.policy.pause_mode.value
+    if fleet.pause is not None or fleet.applied_state is FleetState.PAUSED:
+        mode = fleet.pause.mode if fleet.pause is not None else fleet.policy.pause_mode.value
         paused = await _one(name, PAUSE, {"mode": mode} if mode else {}, fleet.policy.deadlines.pause)
         if not paused.ok:
             raise _FailedError(f"it could not be paused like the rest of the fleet: {paused.message.rstrip('.')}")
-    if fleet.hold is not None:
-        fleet.hold.engines = (*fleet.hold.engines, name)
+    if fleet.pause is not None:
+        fleet.pause.engines = (*fleet.pause.engines, name)
     body = AckRequest(version=version, boot_id=engine.boot, cohort=[name]).model_dump(mode="json")
     reply = await _one(name, AGENT_ACK, body, fleet.policy.deadlines.pause)
     if not reply.ok:

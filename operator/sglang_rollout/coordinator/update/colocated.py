@@ -6,6 +6,8 @@ engines and coordinators that start later know nothing of that call. How a hybri
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from sglang_rollout.coordinator.update import hybrid, memory
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
@@ -97,19 +99,15 @@ async def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Answer:
         )
     if fleet.update is None:  # else it is refused
         more = ask.tags or MEMORY_TAGS
-        await _keep(fleet, at, {name: (*fleet.lent_of(name), *more) for name in fleet.engines}, (*fleet.lent, *more))
+        await _note_trainer_memory(fleet, at, lambda tags: {*tags, *more})
     return await memory.release(fleet, ask, at)
 
 
 async def _resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
     """Answers only when the engines that have all of their memory serve."""
     await turn()
-    if fleet.kept is not FleetState.ASLEEP:
-
-        def left(tags: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(tag for tag in tags if ask.tags and tag not in ask.tags)
-
-        await _keep(fleet, at, {name: left(fleet.lent_of(name)) for name in fleet.engines}, left(fleet.lent))
+    if fleet.applied_state is not FleetState.ASLEEP:
+        await _note_trainer_memory(fleet, at, lambda tags: {tag for tag in tags if ask.tags and tag not in ask.tags})
     if fleet.mode is FleetMode.HYBRID:
         return await hybrid.resume(fleet, ask, at)
     without = [name for name in fleet.up() if WEIGHTS in _released(fleet.engines[name])]
@@ -129,7 +127,7 @@ async def _resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
 
 def due(fleet: Fleet) -> list[str]:
     """Engines that hold memory which the trainer has: they started since, or refused before."""
-    if fleet.mode is None or fleet.kept is FleetState.ASLEEP:
+    if fleet.mode is None or fleet.applied_state is FleetState.ASLEEP:
         return []
     told = fleet.update.boots if fleet.update is not None else {}
     found = [name for name, engine in fleet.members().items() if _missing(fleet, name) and engine.heard > fleet.rested and name not in told]
@@ -156,17 +154,21 @@ def _released(engine: Engine) -> list[str]:
 
 
 def _missing(fleet: Fleet, name: str) -> list[str]:
-    return [tag for tag in fleet.lent_of(name) if tag not in _released(fleet.engines[name])]
+    return [tag for tag in fleet.interruptions.trainer_memory(name) if tag not in _released(fleet.engines[name])]
 
 
-async def _keep(fleet: Fleet, at: str | None, of_each: dict[str, tuple[str, ...]], of_all: tuple[str, ...]) -> None:
-    """Written before any engine hears of it: a coordinator that starts a moment later would undo the call. When the store is away it is
-    written later, as every record."""
+async def _note_trainer_memory(fleet: Fleet, at: str | None, change: Callable[[Iterable[str]], set[str]]) -> None:
+    """Change what the trainer has of one engine's memory, or of all engines', and write the record before any engine receives the call.
+
+    Otherwise a coordinator that starts a moment later would undo the call. While the store is away the record is written later.
+    """
+    interruptions = fleet.interruptions
     if at is not None:
-        fleet.lent_apart[at] = tuple(dict.fromkeys(of_each[at]))
+        interruptions.at_engines[at] = frozenset(change(interruptions.trainer_memory(at)))
     else:
-        fleet.lent = tuple(dict.fromkeys(of_all))
-        fleet.lent_apart = {name: tuple(dict.fromkeys(of_each[name])) for name in fleet.lent_apart if name in of_each}
+        interruptions.release_to_trainer(change(interruptions.released_to_trainer))
+        one_by_one = [name for name in interruptions.at_engines if name in fleet.engines]
+        interruptions.at_engines = {name: frozenset(change(interruptions.trainer_memory(name))) for name in one_by_one}
     record = fleet.record()
     if record is not None:
         await write(record)

@@ -44,8 +44,8 @@ def note_trust(fleet: Fleet, update: Update, names: Iterable[str]) -> None:
 
 def note_names(fleet: Fleet, names: frozenset[str]) -> frozenset[str]:
     """Before an update call: engines may hold these even if nobody is left to hear of it. Returns those that are new."""
-    new = names - fleet.tried
-    fleet.tried |= new
+    new = names - fleet.weights.attempted
+    fleet.weights.attempted |= new
     return new
 
 
@@ -53,7 +53,7 @@ def note_call(fleet: Fleet, update: Update, names: frozenset[str], new: frozense
     """After an update call. What some engine may have written counts also if the update fails. Not if all refused it: a tensor that
     the model does not have must not be asked for afterwards."""
     if all(not result.ok and result.status for result in results.values()):
-        fleet.tried -= new
+        fleet.weights.attempted -= new
         return
     update.tensors.setdefault(tuple(results), set()).update(names)
 
@@ -64,7 +64,7 @@ def incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
         return {}
     got = {name: received(update, name) for name in update.standing()}
     sent = frozenset[str]().union(*update.tensors.values())
-    whole = Brought() if anew(fleet, update) else fleet.brought
+    whole = Brought() if anew(fleet, update) else fleet.weights.tensors
     found: dict[str, str] = {}
     for name, names in got.items():
         missing = sorted(sent - names)
@@ -93,7 +93,7 @@ def _needed(fleet: Fleet, update: Update, whole: Brought, name: str) -> Brought:
     if name in update.from_base:
         return whole
     lost = update.model if name in update.blank else frozenset()
-    return replace(whole, names=whole.names | fleet.tried | fleet.engines[name].wrote | lost)
+    return replace(whole, names=whole.names | fleet.weights.attempted | fleet.engines[name].wrote | lost)
 
 
 def _left(fleet: Fleet, got: frozenset[str]) -> str:
@@ -101,7 +101,7 @@ def _left(fleet: Fleet, got: frozenset[str]) -> str:
 
     An engine may hold it; or the update was committed after all, while the store was away, and one with the weights of its start lacks it.
     """
-    left = fleet.tried_before - {mark(one) for one in got}
+    left = fleet.weights.attempted_before - {mark(one) for one in got}
     return f"{len(left)} tensors of an update that was open or had failed when the coordinator was restarted" if left else ""
 
 
@@ -121,12 +121,12 @@ def anew(fleet: Fleet, update: Update) -> bool:
 def committed(fleet: Fleet, update: Update, version: Version) -> None:
     """Make it the committed version, and note what makes it."""
     if update.checkpoint is not None:
-        fleet.brought = Brought(update.checkpoint)
+        fleet.weights.tensors = Brought(update.checkpoint)
     elif not update.opaque:
-        before = Brought() if anew(fleet, update) else fleet.brought
-        fleet.brought = before.plus(frozenset[str]().union(*update.tensors.values()))
+        before = Brought() if anew(fleet, update) else fleet.weights.tensors
+        fleet.weights.tensors = before.plus(frozenset[str]().union(*update.tensors.values()))
     for name in update.standing():
         fleet.engines[name].wrote = frozenset()
     if set(update.standing()) >= set(fleet.engines):
-        fleet.tried, fleet.tried_before = frozenset(), frozenset()
+        fleet.weights.attempted, fleet.weights.attempted_before = frozenset(), frozenset()
     fleet.commit(version)

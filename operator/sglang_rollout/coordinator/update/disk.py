@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from sglang_rollout.coordinator.update.completeness import note_trust
 from sglang_rollout.coordinator.update.events import Result
+from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import present
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import close, leave_behind
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import By, Update
+from sglang_rollout.coordinator.update.progress import Update
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk
 from sglang_rollout.coordinator.update.rules import take_turn
@@ -43,22 +44,22 @@ async def from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
     released = [name for name in boots if fleet.engines[name].released]
     if released:
         raise Refusal(f"engine {released[0]} has released memory: call resume_memory_occupation first.", status=409, fleet=fleet.advice())
-    if fleet.hold is None:
+    if fleet.pause is None:
         mode = fleet.policy.pause_mode.value
-        failed = await hold_all(fleet, By.FLEET, mode, {"mode": mode})
+        failed = await hold_all(fleet, Cause.UPDATE, mode, {"mode": mode})
     else:
         failed = await hold_late(fleet, boots)
     if failed is not None:
         return failed
     fleet.enter(Phase.TRANSFER)
-    update = fleet.update = Update(boots=dict(boots), session=By.FLEET, started=fleet.now, label=ask.label or fleet.label)
+    update = fleet.transaction.update = Update(dict(boots), fleet.now, ask.label or fleet.transaction.label)
     if checked.is_compared or names is None:
         update.opaque, update.checkpoint = True, names
     else:
         # Nobody could say that it has all tensors of the model: it brings those that it has, as a trainer would.
         note_trust(fleet, update, boots)
         update.tensors[tuple(boots)] = set(names)
-    fleet.tried |= names or frozenset()
+    fleet.weights.attempted |= names or frozenset()
     results = await soil(fleet, UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
     broken = failures(results)
     update.fed.update(name for name in boots if name not in broken)
@@ -67,7 +68,7 @@ async def from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
     fleet.enter(Phase.VERIFY)
     answer = await close(fleet, update, results, tell=False)
     if answer.success and fleet.committed is not None:
-        fleet.disk = OnDisk(version=fleet.committed, path=ask.path, digest=checked.digest)
+        fleet.weights.disk = OnDisk(version=fleet.committed, path=ask.path, digest=checked.digest)
         answer = _with_unchecked(answer, checked.by_engine)
     return await leave_behind(fleet, answer)
 

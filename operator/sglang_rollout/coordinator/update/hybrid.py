@@ -14,7 +14,7 @@ from sglang_rollout.coordinator.update.membership import some, untold
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, close, fail, suffice
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import By, Update
+from sglang_rollout.coordinator.update.progress import Update
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
     Answer,
@@ -66,7 +66,7 @@ async def _refused(why: str) -> Answer:
 async def _begin(fleet: Fleet, name: str, ask: Begin) -> Answer:
     """A trainer that knows sessions opens one on this engine."""
     await take_turn(fleet, ask, name)
-    failed = await _tell(fleet, name, By.TRAINER, ask.body)
+    failed = await _tell(fleet, name, ask.body, trainer_session=True)
     return failed or Answer(200, "Success", {"version": str(fleet.target())})
 
 
@@ -77,7 +77,7 @@ async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
     if given != size:
         raise Refusal(f"serialized_named_tensors has {given} entries, and engine {name} has {size} ranks: send one for each.")
     await apply_rule(fleet, ask, name)
-    failed = await _tell(fleet, name, By.FLEET, {key: ask.body[key] for key in ("selector",) if key in ask.body})
+    failed = await _tell(fleet, name, {key: ask.body[key] for key in ("selector",) if key in ask.body})
     if failed is not None:
         return failed
     update = fleet.require_update()
@@ -85,7 +85,7 @@ async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
         return await fail(fleet, f"engine {name} was sent version {ask.label}, and others version {update.label}", engine=name)
     update.label = ask.label or update.label
     body = dict(ask.body)
-    if fleet.hold is not None and fleet.hold.mode == PauseMode.IN_PLACE:
+    if fleet.pause is not None and fleet.pause.mode == PauseMode.IN_PLACE:
         body["flush_cache"] = False  # SGLang would write the tensors and then answer 400 for the flush
     results = await send(UPDATE_TENSOR, {name: body}, fleet.policy.deadlines.update)
     result = results[name]
@@ -95,7 +95,8 @@ async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
     update.opaque = True
     status = fleet.engines[name].status
     # What it has not released by now its trainer does not have, whatever was said or refused before.
-    fleet.lent_apart[name] = tuple(tag for tag in fleet.lent_of(name) if status is not None and tag in status.released)
+    released = status.released if status is not None else ()
+    fleet.interruptions.at_engines[name] = frozenset(fleet.interruptions.trainer_memory(name)) & frozenset(released)
     update.flushed.discard(name)
     if body.get("flush_cache", True):  # SGLang flushes unless it is told not to
         update.flushed.add(name)
@@ -162,11 +163,11 @@ async def _lost(fleet: Fleet, name: str) -> Answer | None:
     return Answer(409, message, {"engine": name})
 
 
-async def _tell(fleet: Fleet, name: str, by: By, body: Body) -> Answer | None:
+async def _tell(fleet: Fleet, name: str, body: Body, *, trainer_session: bool = False) -> Answer | None:
     boot = fleet.boot(name)
     if boot is None:
         raise Refusal(f"engine {name} cannot take an update now: {fleet.engines[name].why_absent().rstrip('.')}.", status=503)
-    failed = await tell(fleet, {name: boot}, by, body)
+    failed = await tell(fleet, {name: boot}, body, trainer_session=trainer_session)
     if failed is None:
         fleet.enter(Phase.TRANSFER)
     return failed
@@ -175,7 +176,7 @@ async def _tell(fleet: Fleet, name: str, by: By, body: Body) -> Answer | None:
 def _is_last_word(fleet: Fleet, name: str) -> bool:
     """Whether a call that is about something else says as well that this engine has all of its tensors."""
     update = fleet.update
-    return update is not None and update.session is By.FLEET and name in update.fed and name not in update.ended
+    return update is not None and not update.trainer_session and name in update.fed and name not in update.ended
 
 
 async def _delivered(fleet: Fleet, name: str) -> Answer | None:

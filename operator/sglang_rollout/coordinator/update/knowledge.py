@@ -7,10 +7,10 @@ import math
 from sglang_rollout.coordinator.update.adapters import adapter_of
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Seen, Wanted
+from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import at_first, enough
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import By, Hold
 from sglang_rollout.coordinator.update.recovery import complete, in_the_middle, prove, rebuild
 from sglang_rollout.coordinator.update.steps import Results
 from sglang_rollout.coordinator.update.tensors import recalled, unpacked
@@ -78,24 +78,24 @@ class Knowledge:
         outside = fleet.update is None or status.name not in fleet.update.boots
         claims = [status.committed, status.version if outside and status.state is EngineState.CLEAN else None]
         if fleet.committed is not None:
-            fleet.burn(version for version in claims if version is not None and key(version) > key(fleet.committed))
+            fleet.weights.reserve(version for version in claims if version is not None and key(version) > key(fleet.committed))
 
     def wanted(self, event: Wanted) -> None:
         """Take in the members and the policy."""
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
-        fleet.generation, fleet.base = event.intent.generation, event.intent.base
+        fleet.generation, fleet.membership.base = event.intent.generation, event.intent.base
         adapters = event.intent.adapters
-        fleet.adapters = None if adapters is None else {adapter.name: adapter for adapter in adapters}
-        fleet.wish, fleet.drain = event.intent.state, event.intent.drain
-        fleet.mode = event.intent.mode
-        fleet.engines = {}
+        fleet.adapters.of_spec = None if adapters is None else {adapter.name: adapter for adapter in adapters}
+        fleet.interruptions.desired_state, fleet.interruptions.drain_seconds = event.intent.state, event.intent.drain
+        fleet.interruptions.mode = event.intent.mode
+        fleet.membership.engines = {}
         for wanted in event.intent.engines:
             engine = known.get(wanted.name) or Engine(wanted)
             engine.wanted = wanted
             fleet.engines[wanted.name] = engine
         # A group loses nothing when an engine joins; one that left takes its groups with it.
-        fleet.groups = {name: group for name, group in fleet.groups.items() if set(group.boots) <= set(fleet.engines)}
+        fleet.membership.groups = {name: group for name, group in fleet.groups.items() if set(group.boots) <= set(fleet.engines)}
         self._addressed = event.addressed & set(fleet.engines)
         self._fresh = True
 
@@ -143,31 +143,32 @@ class Knowledge:
         fleet = self._fleet
         proved = rebuild(self._record, self._statuses())
         self.give_up = list(proved.give_up)
-        fleet.burned, fleet.groups = proved.burned, dict(proved.groups)
+        fleet.weights.reserved, fleet.membership.groups = proved.burned, dict(proved.groups)
         # Without a record what the spec asks for counts as in effect: no gate opens for a moment in between.
-        fleet.kept = self._record.state if self._record is not None else fleet.wish
+        fleet.interruptions.apply_state(self._record.state if self._record is not None else fleet.interruptions.desired_state)
         if self._record is not None:
-            fleet.last_update, fleet.epoch = self._record.last_update, self._record.epoch
-            fleet.next_run = self._record.next_run
+            fleet.transaction.last, fleet.membership.epoch = self._record.last_update, self._record.epoch
+            fleet.weights.next_run = self._record.next_run
             # Whoever is not heard, or was made anew, may have committed what was under way: the store may have been away by then.
             knows = everybody and not self._made_anew(self._record)
-            fleet.burn([self._record.burned, None if knows else self._record.under_way])
+            fleet.weights.reserve([self._record.burned, None if knows else self._record.under_way])
             self._end_interrupted(self._record, proved.committed)
-            fleet.called = {row.name: adapter_of(row) for row in self._record.adapters if not row.by_spec}
-            fleet.id = self._record.fleet_id or fleet.id
-            fleet.noted = dict(self._record.noted)
-            fleet.brought, fleet.tried_before = recalled(self._record.tensors), unpacked(self._record.tried)
-            fleet.sources = frozenset(self._record.sources)
-            fleet.lent = fleet.lent if self._record.lent is None else tuple(self._record.lent)
-            fleet.lent_apart = {name: tuple(tags) for name, tags in self._record.lent_apart.items()}
-            fleet.history = [version for version in self._record.history if key(version) < key(proved.committed)]
+            fleet.adapters.of_trainers = {row.name: adapter_of(row) for row in self._record.adapters if not row.by_spec}
+            fleet.weights.fleet_id = self._record.fleet_id or fleet.weights.fleet_id
+            fleet.weights.engine_checksums = dict(self._record.noted)
+            fleet.weights.tensors, fleet.weights.attempted_before = recalled(self._record.tensors), unpacked(self._record.tried)
+            fleet.weights.groups = frozenset(self._record.sources)
+            if self._record.lent is not None:
+                fleet.interruptions.release_to_trainer(self._record.lent)
+            fleet.interruptions.at_engines = {name: frozenset(tags) for name, tags in self._record.lent_apart.items()}
+            fleet.weights.history = [version for version in self._record.history if key(version) < key(proved.committed)]
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
             self._wait_for_trainer(self._record)
         fleet.commit(proved.committed)
         if self._record is not None and self._record.committed == proved.committed:
-            fleet.checksums, fleet.disk = dict(self._record.checksums), self._record.disk
+            fleet.weights.checksums, fleet.weights.disk = dict(self._record.checksums), self._record.disk
 
     def _end_interrupted(self, record: Record, committed: Version) -> None:
         """Note that the update which was open when the coordinator before ended has failed, unless it is proved to be committed."""
@@ -176,7 +177,7 @@ class Knowledge:
             return
         reason = "the coordinator was restarted in the middle of the update"
         finished = self._fleet.finished()
-        self._fleet.end_update(LastUpdate(version=version, outcome=UpdateOutcome.FAILED, reason=reason, finished=finished))
+        self._fleet.transaction.end(LastUpdate(version=version, outcome=UpdateOutcome.FAILED, reason=reason, finished=finished))
 
     def _made_anew(self, record: Record) -> bool:
         """Whether an engine that the record knows has another life and an agent that was told nothing: what it held, nobody can say."""
@@ -188,7 +189,7 @@ class Knowledge:
         statuses = self._statuses() if record.waits_for_trainer else []
         paused = tuple(status.name for status in statuses if status.paused and not status.session)
         if paused:
-            self._fleet.hold = Hold(By.LOSS, None, paused, self._fleet.now)
+            self._fleet.interruptions.begin(Interruption(Cause.TRAINER_LOST, engines=paused, since=self._fleet.now))
             self._fleet.enter(Phase.PAUSE)
             self.give_up = [name for name in self.give_up if name not in paused]
 
@@ -200,7 +201,7 @@ class Knowledge:
         proved = prove(None, self._statuses())
         if key(proved) > key(fleet.committed):
             fleet.commit(proved)
-            fleet.end_update(LastUpdate(
+            fleet.transaction.end(LastUpdate(
                 version=proved, outcome=UpdateOutcome.COMMITTED, finished=fleet.finished(),
                 reason="proved afterwards: every engine of the update says that it holds this version",
                 engines=[name for name, engine in fleet.engines.items() if engine.holds(proved)],
@@ -214,9 +215,9 @@ class Knowledge:
 
     def _note_formed(self) -> None:
         fleet = self._fleet
-        if not fleet.formed:
+        if not fleet.membership.formed:
             there = len(fleet.members())
-            fleet.formed = (
+            fleet.membership.formed = (
                 (fleet.committed is not None and not fleet.committed.is_base)
                 or bool(fleet.groups)
                 or (there > 0 and enough(fleet, there, at_first(fleet)))
@@ -226,9 +227,11 @@ class Knowledge:
         members = self._members()
         if members != self._signature:
             self._signature = members
-            self._fleet.epoch += 1
+            self._fleet.membership.epoch += 1
 
     def _drop_lost_groups(self) -> None:
         """A group of which no member is left needs no name: its trainer gets the same refusal without it."""
         fleet = self._fleet
-        fleet.groups = {name: group for name, group in fleet.groups.items() if len(fleet.changed(group.boots)) < len(group.boots)}
+        fleet.membership.groups = {
+            name: group for name, group in fleet.groups.items() if len(fleet.changed(group.boots)) < len(group.boots)
+        }

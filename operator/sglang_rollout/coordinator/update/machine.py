@@ -35,7 +35,7 @@ from sglang_rollout.coordinator.update.events import (
     Written,
 )
 from sglang_rollout.coordinator.update.knowledge import Knowledge
-from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.model import Committed, Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer
@@ -62,7 +62,7 @@ class Machine:
     """The coordinator's decisions. Feed it events with :meth:`handle`; ``fleet`` is for reading."""
 
     def __init__(self, *, name: str, term: int, record: Record | None, at: float, wall_offset: float = 0.0, new_id: str = "") -> None:
-        self.fleet = Fleet(name=name, term=term, now=at, wall_offset=wall_offset, id=new_id, life=new_id)
+        self.fleet = Fleet(name, term, coordinator_id=new_id, weights=Committed(fleet_id=new_id), now=at, wall_offset=wall_offset)
         self._knowledge = Knowledge(self.fleet, record, at)
         self._ids = itertools.count(1)
         self._running: dict[int, _Running] = {}
@@ -198,7 +198,7 @@ class Machine:
             return
         self._turn = None
         self.fleet.rested = self.fleet.now
-        rest = Phase.IDLE if self.fleet.hold is None else Phase.PAUSE
+        rest = Phase.IDLE if self.fleet.pause is None else Phase.PAUSE
         if self.fleet.update is not None:
             rest = Phase.TRANSFER
         if rest is not self.fleet.phase:
@@ -240,10 +240,10 @@ class Machine:
         """Ask for the trainer's store when it is silent; if it is gone, end the call that waits for it."""
         trainer = self._trainer
         trainer.waiting = self._somebody_waits()
-        if self.fleet.opening is not None:
+        if self.fleet.transaction.joining is not None:
             trainer.others = frozenset()  # dead groups are closed by then, and the new one may have the address of one of them
         if self.fleet.committed is not None and trainer.unsure(self.fleet):
-            trainer.probing, trainer.looked, trainer.others = True, self.fleet.hold, frozenset()
+            trainer.probing, trainer.looked, trainer.others = True, self.fleet.pause, frozenset()
             self._advance(_Running(self._tell_apart(), None), None)
         elif self.fleet.committed is not None and trainer.suspicious(self.fleet):
             trainer.probing = True

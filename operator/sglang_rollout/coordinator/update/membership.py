@@ -43,7 +43,7 @@ def enough(fleet: Fleet, holding: int, taking_part: int) -> bool:
 def at_first(fleet: Fleet) -> int:
     """With how many engines a fleet that has never taken weights begins, if ``weights.minCommitted`` says nothing."""
     wanted = len(fleet.engines)
-    return wanted if fleet.base is None else min(fleet.base, wanted)
+    return wanted if fleet.membership.base is None else min(fleet.membership.base, wanted)
 
 
 def present(fleet: Fleet) -> Mapping[str, str]:
@@ -62,8 +62,8 @@ def present(fleet: Fleet) -> Mapping[str, str]:
 
 def refuse_asleep(fleet: Fleet) -> None:
     """Engines whose memory is released by the spec take part in nothing."""
-    if fleet.kept is FleetState.ASLEEP:
-        raise Refusal(held_sentence(fleet.kept), status=409, fleet=fleet.advice())
+    if fleet.applied_state is FleetState.ASLEEP:
+        raise Refusal(held_sentence(fleet.applied_state), status=409, fleet=fleet.advice())
 
 
 def _wavers(engine: Engine, now: float) -> str:
@@ -77,16 +77,17 @@ def _wavers(engine: Engine, now: float) -> str:
 
 def why_incomplete(fleet: Fleet) -> str:
     """Why no group can be opened now, as a sentence; empty if it can."""
-    if fleet.kept is FleetState.ASLEEP:
-        return held_sentence(fleet.kept)
+    if fleet.applied_state is FleetState.ASLEEP:
+        return held_sentence(fleet.applied_state)
     there, wanted = len(fleet.members()), len(fleet.engines)
-    taking_part = there if fleet.formed else at_first(fleet)
+    taking_part = there if fleet.membership.formed else at_first(fleet)
     if there and enough(fleet, there, taking_part):
         return ""
     if not wanted:
         return "This fleet has no engines."
     least = required(fleet.policy.min_committed, wanted, taking_part)
-    first = "" if fleet.formed else " A fleet that has never taken weights waits for them; weights.minCommitted lets it begin with fewer."
+    waits = " A fleet that has never taken weights waits for them; weights.minCommitted lets it begin with fewer."
+    first = "" if fleet.membership.formed else waits
     return f"{there} of {wanted} engines are up, and at least {least} must be. {absent_sentence(fleet)}{first}"
 
 

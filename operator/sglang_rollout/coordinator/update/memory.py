@@ -30,8 +30,8 @@ async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> An
     on where it stopped.
     """
     await take_turn(fleet, ask, at)
-    if fleet.kept is FleetState.ASLEEP:
-        return Answer(200, f"Memory is released already. {held_sentence(fleet.kept)}")
+    if fleet.applied_state is FleetState.ASLEEP:
+        return Answer(200, f"Memory is released already. {held_sentence(fleet.applied_state)}")
     names = _called(fleet, at)
     if not names:
         raise Refusal(_nobody(fleet, at, "release"), status=503)
@@ -46,8 +46,8 @@ async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> An
 async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answer:
     """Every engine, or the one ``at``, takes back what it has released of these. SGLang ends when told to take back anything else."""
     await turn()
-    if fleet.kept is FleetState.ASLEEP:
-        raise Refusal(f"Memory stays released. {held_sentence(fleet.kept)}", status=409)
+    if fleet.applied_state is FleetState.ASLEEP:
+        raise Refusal(f"Memory stays released. {held_sentence(fleet.applied_state)}", status=409)
     bodies = {}
     names = _called(fleet, at)
     if at is not None and not names:
@@ -109,9 +109,9 @@ async def note_checksums(fleet: Fleet) -> None:
         found = results[name].checksums
         if found is None:
             continue
-        fleet.checksums[fleet.engines[name].tensor_size] = found
+        fleet.weights.checksums[fleet.engines[name].tensor_size] = found
         if fleet.keeps_weights:
-            fleet.noted[name] = Noted(boot_id=boot, checksums=found)
+            fleet.weights.engine_checksums[name] = Noted(boot_id=boot, checksums=found)
 
 
 def unnoted(fleet: Fleet) -> list[str]:
@@ -125,11 +125,11 @@ def unnoted(fleet: Fleet) -> list[str]:
     if fleet.keeps_weights:
         return [name for name in asked if _own(fleet, name) is None]
     peers = {fleet.engines[name].tensor_size: name for name in reversed(asked)}
-    return [name for size, name in peers.items() if size not in fleet.checksums]
+    return [name for size, name in peers.items() if size not in fleet.weights.checksums]
 
 
 def _own(fleet: Fleet, name: str) -> tuple[str, ...] | None:
-    noted = fleet.noted.get(name)
+    noted = fleet.weights.engine_checksums.get(name)
     return noted.checksums if noted is not None and noted.boot_id == fleet.boot(name) else None
 
 
@@ -144,7 +144,7 @@ def woken(fleet: Fleet) -> list[str]:
             continue  # its trainer sends weights before it gives the rest of the memory back
         elif engine.member and engine.comparing:
             found.append(name)
-    return found if fleet.update is None and fleet.kept is not FleetState.ASLEEP else []
+    return found if fleet.update is None and fleet.applied_state is not FleetState.ASLEEP else []
 
 
 async def prove(fleet: Fleet, names: list[str]) -> Answer:
@@ -157,7 +157,7 @@ async def prove(fleet: Fleet, names: list[str]) -> Answer:
         raise RuntimeError("nobody can be compared before the committed version is proved")
     boots = {name: fleet.boot(name) for name in names}
     await note_checksums(fleet)
-    right = {name: _own(fleet, name) or fleet.checksums.get(fleet.engines[name].tensor_size) for name in names}
+    right = {name: _own(fleet, name) or fleet.weights.checksums.get(fleet.engines[name].tensor_size) for name in names}
     known = [name for name in names if right[name] is not None]
     results = await send(CHECKER, same(known, CHECKSUM), fleet.policy.deadlines.update)
     same_bytes = [name for name in known if results[name].checksums == right[name]]

@@ -1,4 +1,7 @@
-"""What the coordinator knows of its fleet. Facts only; operations change them."""
+"""What the coordinator knows about its fleet. Facts only: operations and :mod:`.knowledge` change them.
+
+:class:`Fleet` is composed of five parts with few mutators each. Everything else reads them; the record persists them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sglang_rollout.coordinator.update.engine import Engine
+from sglang_rollout.coordinator.update.interruption import Cause, Interruption, Interruptions, in_order
 from sglang_rollout.coordinator.update.phases import Phase, PhaseClock
-from sglang_rollout.coordinator.update.progress import By, Group, Hold, Update
+from sglang_rollout.coordinator.update.progress import Group, Update
 from sglang_rollout.coordinator.update.ranks import RankTable, rank_table
 from sglang_rollout.coordinator.update.tensors import Brought, packed
 from sglang_rollout.coordinator.update.versions import history, newest, next_version
@@ -18,11 +22,137 @@ from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.record import LastUpdate, Noted, OnDisk, Record, UpdateOutcome
-from sglang_rollout.wire.states import LENT, FleetMode, FleetState, held_sentence
+from sglang_rollout.wire.states import FleetMode, FleetState
 from sglang_rollout.wire.weights import Version
 
-ROOM = 100_000
-"""Characters of engines' reasons in the record, which has to fit into a ConfigMap (1 MiB): 200 for each of 500 engines."""
+MAX_REASONS_CHARACTERS = 100_000
+"""Room for the reasons of all engines in the record, which must fit into a ConfigMap (1 MiB): 200 characters each for 500 engines."""
+
+
+@dataclass
+class Committed:
+    """The committed version, what makes it, and which versions may follow."""
+
+    version: Version | None = None
+    """None until a restarted coordinator has proved what is committed."""
+    history: list[Version] = field(default_factory=list)
+    """Versions that may be served, oldest first; the committed one is the last."""
+    checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Checksums of the committed version by the number of an engine's ranks, as far as they are known."""
+    engine_checksums: dict[str, Noted] = field(default_factory=dict)
+    """Checksums of each engine, on a fleet that keeps the weights it was started with."""
+    disk: OnDisk | None = None
+    """Where the committed version was loaded from; None: it came from a trainer."""
+    tensors: Brought = field(default_factory=Brought)
+    """Tensors that make the committed version, over what ``model.path`` holds."""
+    attempted: frozenset[str] = frozenset()
+    """Tensors that engines may hold from updates that failed."""
+    attempted_before: frozenset[bytes] = frozenset()
+    """The same of updates that an earlier coordinator led, as hashes of their names."""
+    groups: frozenset[str] = frozenset()
+    """Process groups that brought the last committed tensors: the stages of one trainer, if there are several."""
+    reserved: Version | None = None
+    """Highest version that an engine acknowledged and that was not committed. Its number never names other weights."""
+    next_run: int = 0
+    """The run that the next update opens, if a trainer asked for a new one."""
+    fleet_id: str = ""
+    """Distinguishes the versions of this fleet from those of a fleet that had the same name."""
+    commits: int = 0
+    """Updates that this coordinator has committed."""
+
+    def commit(self, version: Version, max_staleness: int) -> None:
+        """Make this the committed version, and tolerate as many older ones as the policy allows."""
+        before = self.history or ([self.version] if self.version is not None else [])
+        if version != self.version:
+            self.checksums, self.disk = {}, None
+        self.history = history(before, version, max_staleness)
+        self.version = version
+
+    def reserve(self, versions: Iterable[Version | None]) -> None:
+        """Never use these versions for other weights."""
+        self.reserved = newest(self.reserved, *versions)
+
+    def next_version(self, label: str | None) -> Version:
+        """Return the version that an update with this label becomes if it commits."""
+        if self.version is None:
+            raise RuntimeError("no update can be open before the committed version is proved")
+        return next_version(self.version, label, self.reserved, self.next_run)
+
+
+@dataclass
+class Membership:
+    """The wanted engines, those of them that take part in updates, and the process groups that they have joined."""
+
+    engines: dict[str, Engine] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    """Open process groups by name."""
+    epoch: int = 0
+    """Grows when the set of members or the boot ID of any member changes."""
+    formed: bool = False
+    """True once the fleet was complete or has taken weights. From then on it continues with the engines that are there."""
+    base: int | None = None
+    """Engines that make the fleet complete; None: all that are wanted."""
+
+    @property
+    def table(self) -> RankTable:
+        """Ranks of a process group opened now."""
+        return rank_table((name, engine.tensor_size) for name, engine in self.members().items())
+
+    def members(self) -> dict[str, Engine]:
+        """Return the engines that take part in a process group opened now, in rank order."""
+        return {name: engine for name, engine in self.engines.items() if engine.member}
+
+    def up(self) -> list[str]:
+        """Return the engines that can be called now."""
+        return [name for name, engine in self.engines.items() if engine.up and not engine.catching]
+
+    def boot(self, name: str) -> str | None:
+        """Return the boot ID of an engine that was last seen; None if the engine is gone or down."""
+        engine = self.engines.get(name)
+        return engine.boot if engine is not None else None
+
+    def changed(self, boots: Mapping[str, str]) -> list[str]:
+        """Return those engines whose boot ID is not the given one any more."""
+        return [name for name, boot in boots.items() if self.boot(name) != boot]
+
+    def is_live(self, group: Group) -> bool:
+        """Return True if every member of the process group still runs in the boot that joined."""
+        return not self.changed(group.boots)
+
+
+@dataclass
+class Adapters:
+    """LoRA adapters that every engine should hold, by name."""
+
+    of_spec: dict[str, Adapter] | None = None
+    """None: the spec does not list adapters."""
+    of_trainers: dict[str, Adapter] = field(default_factory=dict)
+    """Adapters that trainers have loaded."""
+
+
+@dataclass
+class Transaction:
+    """The weight update: its phase, the open update if there is one, and how updates ended."""
+
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    update: Update | None = None
+    label: str | None = None
+    """Label that the trainer gave before its first tensors."""
+    joining: str | None = None
+    """Store (HOST:PORT) of the process group that engines are joining now."""
+    last: LastUpdate | None = None
+    """How the last update ended."""
+    outcomes: Counter[UpdateOutcome] = field(default_factory=Counter)
+    """Updates that ended while this coordinator led. A last update that was read from the record is not among them."""
+
+    def close(self) -> None:
+        """Close the open update, if there is one. :meth:`end` notes how it ended."""
+        self.update, self.label = None, None
+
+    def end(self, last: LastUpdate) -> None:
+        """Note how an update ended. Call this once per update; later figures of the same update are assigned to ``last``."""
+        self.last = last
+        self.outcomes[last.outcome] += 1
 
 
 @dataclass
@@ -31,130 +161,112 @@ class Fleet:
 
     name: str
     term: int
+    coordinator_id: str = ""
+    """Identifies this coordinator process."""
     policy: WeightsPolicy = field(default_factory=WeightsPolicy)
     generation: int = 0
-    epoch: int = 0
-    formed: bool = False
-    """The fleet was complete once, or has taken weights: from then on it goes on with the engines that are there."""
-    base: int | None = None
-    """It is complete with so many engines; None: with all that are wanted."""
-    committed: Version | None = None
-    """None while a restarted coordinator has not yet proved what is committed."""
-    history: list[Version] = field(default_factory=list)
-    """Versions that may be served, oldest first; the committed one is the last."""
-    id: str = ""
-    """Tells this fleet's versions from those of another that had the same name."""
-    life: str = ""
-    """Of this coordinator."""
-    disk: OnDisk | None = None
-    """Where the committed version was loaded from, if it was."""
-    checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Of the committed version, by the number of an engine's ranks; as far as they are known."""
-    next_run: int = 0
-    """The run that the next update opens, if somebody asked for a new one."""
-    burned: Version | None = None
-    """Highest version that some engine acknowledged and that was not committed."""
-    engines: dict[str, Engine] = field(default_factory=dict)
-    groups: dict[str, Group] = field(default_factory=dict)
-    opening: str | None = None
-    """Store (HOST:PORT) of the group that engines are joining now."""
-    hold: Hold | None = None
-    wish: FleetState = FleetState.ACTIVE
-    """What the spec asks for."""
-    drain: float = 300.0
-    """Seconds that requests have to end before engines fall asleep."""
-    adapters: dict[str, Adapter] | None = None
-    """Adapters of the spec by name. None: it says nothing about any."""
-    called: dict[str, Adapter] = field(default_factory=dict)
-    """Adapters that trainers have loaded, by name."""
-    kept: FleetState = FleetState.ACTIVE
-    """What of it is in effect. No trainer's call and no lease ends it."""
-    mode: FleetMode | None = None
-    """Whose GPUs it uses; None: its own."""
-    lent: tuple[str, ...] = ("kv_cache", "weights")
-    """Memory that a trainer has who shares its GPUs with the fleet. Before its first call, what verl's own sleep releases: asleep until
-    woken."""
-    lent_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The same of engines at whose own URL it has said something else since."""
-    noted: dict[str, Noted] = field(default_factory=dict)
-    """What each engine holds of a fleet that keeps its weights."""
-    update: Update | None = None
-    sources: frozenset[str] = frozenset()
-    """Groups that brought the last committed tensors: the stages of one trainer, if there are several."""
-    brought: Brought = field(default_factory=Brought)
-    """The tensors that make the committed version, over what ``model.path`` holds."""
-    tried: frozenset[str] = frozenset()
-    """Tensors that engines may hold from updates that failed."""
-    tried_before: frozenset[bytes] = frozenset()
-    """The same of updates that a coordinator before this one led, as marks of their names."""
-    commits: int = 0
-    """Updates that this coordinator has committed."""
-    label: str | None = None
-    """Label that the trainer gave before its first tensors."""
-    clock: PhaseClock = field(default_factory=PhaseClock)
-    last_update: LastUpdate | None = None
-    ended: Counter[UpdateOutcome] = field(default_factory=Counter)
-    """Weight updates that ended while this coordinator led, by outcome. A last update that was read from the record is not among them."""
+    """Generation of the intent that was acted on."""
+    weights: Committed = field(default_factory=Committed)
+    membership: Membership = field(default_factory=Membership)
+    interruptions: Interruptions = field(default_factory=Interruptions)
+    adapters: Adapters = field(default_factory=Adapters)
+    transaction: Transaction = field(default_factory=Transaction)
     now: float = 0.0
     """Time of the newest event."""
     wall_offset: float = 0.0
-    """What to add to ``now`` to get seconds since 1970: only ever shown."""
+    """Added to ``now`` this gives seconds since 1970. For display only."""
     rested: float = 0.0
-    """When the last operation that changed the fleet ended: answers from before tell of the time before."""
+    """When the last operation that changed the fleet ended: answers from before describe an earlier state."""
+
+    @property
+    def committed(self) -> Version | None:
+        """The committed version; None until it is proved."""
+        return self.weights.version
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """The wanted engines by name."""
+        return self.membership.engines
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """Open process groups by name."""
+        return self.membership.groups
+
+    @property
+    def epoch(self) -> int:
+        """Grows when the set of members or the boot ID of any member changes."""
+        return self.membership.epoch
+
+    @property
+    def table(self) -> RankTable:
+        """Ranks of a process group opened now."""
+        return self.membership.table
+
+    @property
+    def update(self) -> Update | None:
+        """The open update."""
+        return self.transaction.update
 
     @property
     def phase(self) -> Phase:
         """Where the weight update stands."""
-        return self.clock.phase
+        return self.transaction.clock.phase
 
     @property
-    def held(self) -> str:
-        """What keeps all engines from generating until somebody lets them, as a sentence; empty if nothing does."""
-        asleep = self.mode is not None and all(self.lent_of(name) for name in self.engines)
-        return held_sentence(self.kept) or (LENT if asleep else "")
+    def last_update(self) -> LastUpdate | None:
+        """How the last update ended."""
+        return self.transaction.last
+
+    @property
+    def pause(self) -> Interruption | None:
+        """The pause by a trainer, for an update or for a lost trainer."""
+        return self.interruptions.pause
+
+    @property
+    def applied_state(self) -> FleetState:
+        """The ``spec.state`` that is in effect."""
+        return self.interruptions.applied_state
+
+    @property
+    def mode(self) -> FleetMode | None:
+        """Whose GPUs the fleet uses; None: its own."""
+        return self.interruptions.mode
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether it serves what it was started with, and nobody sends it weights."""
+        """True if the fleet never receives weights."""
         return self.mode is FleetMode.COLOCATED
 
-    def lent_of(self, name: str) -> tuple[str, ...]:
-        """Memory of this engine that the trainer has."""
-        return self.lent_apart.get(name, self.lent) if self.mode is not None else ()
-
     @property
-    def table(self) -> RankTable:
-        """Ranks of a group opened now."""
-        return rank_table((name, engine.tensor_size) for name, engine in self.members().items())
+    def why_not_generating(self) -> str:
+        """Why no engine generates until the spec or a co-located trainer changes that; empty if nothing does."""
+        return self.interruptions.why_not_generating(self.engines)
 
     def members(self) -> dict[str, Engine]:
-        """Engines that take part in a group opened now, in rank order."""
-        return {name: engine for name, engine in self.engines.items() if engine.member}
+        """Return the engines that take part in a process group opened now, in rank order."""
+        return self.membership.members()
 
     def up(self) -> list[str]:
-        """Engines that can be called now."""
-        return [name for name, engine in self.engines.items() if engine.up and not engine.catching]
+        """Return the engines that can be called now."""
+        return self.membership.up()
 
     def boot(self, name: str) -> str | None:
-        """The life of an engine that was last seen; None when it is gone or down."""
-        engine = self.engines.get(name)
-        return engine.boot if engine is not None else None
+        """Return the boot ID of an engine that was last seen."""
+        return self.membership.boot(name)
 
     def changed(self, boots: Mapping[str, str]) -> list[str]:
-        """Of the engines that ran in these lives, those that do not any more."""
-        return [name for name, boot in boots.items() if self.boot(name) != boot]
+        """Return those engines whose boot ID is not the given one any more."""
+        return self.membership.changed(boots)
 
     def is_live(self, group: Group) -> bool:
-        """Whether every member that joined is still the same process. A joiner outside does not make a group stale."""
-        return not self.changed(group.boots)
+        """Return True if every member of the process group still runs in the boot that joined."""
+        return self.membership.is_live(group)
 
     def target(self) -> Version:
-        """The version that the open update becomes if it commits."""
+        """Return the version that the open update becomes if it commits."""
         label = self.update.label if self.update is not None else None
-        committed = self.committed
-        if committed is None:
-            raise RuntimeError("no update can be open before the committed version is proved")
-        return next_version(committed, label or self.label, self.burned, self.next_run)
+        return self.weights.next_version(label or self.transaction.label)
 
     def require_update(self) -> Update:
         """Return the open update. Raises RuntimeError if none is open: a bug."""
@@ -163,29 +275,16 @@ class Fleet:
         return self.update
 
     def commit(self, version: Version) -> None:
-        """From now on this is the version."""
-        before = self.history or ([self.committed] if self.committed is not None else [])
-        if version != self.committed:
-            self.checksums, self.disk = {}, None
-        self.history = history(before, version, self.policy.max_staleness)
-        self.committed = version
-
-    def end_update(self, last: LastUpdate) -> None:
-        """Note how an update ended. Call this once per update; later figures of the same update are assigned to ``last_update``."""
-        self.last_update = last
-        self.ended[last.outcome] += 1
+        """Make this the committed version."""
+        self.weights.commit(version, self.policy.max_staleness)
 
     def tolerated(self) -> list[Version]:
-        """Older versions that may be served."""
+        """Return the older versions that may be served."""
         keep = self.policy.max_staleness
-        return self.history[:-1][-keep:] if keep else []
-
-    def burn(self, versions: Iterable[Version | None]) -> None:
-        """Never use these versions for other weights."""
-        self.burned = newest(self.burned, *versions)
+        return self.weights.history[:-1][-keep:] if keep else []
 
     def advice(self) -> dict[str, Any]:
-        """What a refusal tells: with what a trainer would be right."""
+        """Return the numbers that a refused trainer needs: epoch, world size, ranks."""
         table = self.table
         return {
             "epoch": self.epoch,
@@ -199,20 +298,24 @@ class Fleet:
 
     def enter(self, phase: Phase) -> None:
         """Advance to a phase; raises IllegalTransitionError if it cannot follow the current one."""
-        self.clock.enter(phase, self.now)
+        self.transaction.clock.enter(phase, self.now)
 
     def phases_ms(self) -> dict[str, int]:
-        """Milliseconds spent in each phase since the fleet was last idle, and their sum."""
-        return self.clock.milliseconds(self.now)
+        """Return the milliseconds spent in each phase since the fleet was last idle, and their sum."""
+        return self.transaction.clock.milliseconds(self.now)
 
     def finished(self) -> str:
-        """Wall-clock time of the newest event, RFC 3339 in UTC."""
+        """Return the wall-clock time of the newest event, RFC 3339 in UTC."""
         moment = datetime.fromtimestamp(self.now + self.wall_offset, UTC)
         return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def sync_request(self, name: str | None = None) -> SyncRequest:
-        """What every agent is told again and again. One that was never heard (``name``) is asked first: what it was told before
-        may prove a newer version, and it forgets that with the first word of another one."""
+        """Return what agents receive about twice a second.
+
+        Args:
+            name: The engine that receives it. An agent that was never heard is asked first: what an earlier coordinator told it may prove
+                a newer version, and the agent forgets that with the first committed version it receives.
+        """
         engine = self.engines.get(name) if name is not None else None
         proved = self.committed is not None and (engine is None or engine.status is not None)
         return SyncRequest(
@@ -220,44 +323,46 @@ class Fleet:
             tolerated=self.tolerated() if proved else [],
             lease=self.policy.trainer_lease.ttl,
             silent=self.policy.deadlines.silent,
-            hold=self.kept if proved else None,
-            drain=self.drain,
+            hold=self.applied_state if proved else None,
+            drain=self.interruptions.drain_seconds,
             at=self.now,
-            life=self.life,
+            life=self.coordinator_id,
         )
 
     def _may_hold(self) -> frozenset[str]:
-        """The tensors that some engine may hold otherwise than they were committed."""
+        """Return the tensors that some engine may hold otherwise than they were committed."""
         wrote = [engine.wrote for engine in self.engines.values() if engine.wrote]
-        return self.tried.union(*wrote) if wrote else self.tried
+        return self.weights.attempted.union(*wrote) if wrote else self.weights.attempted
 
     def record(self) -> Record | None:
-        """What is persisted; None before the rebuild has ended: nothing unproved is ever written."""
-        if self.committed is None:
+        """Return what is persisted; None before the committed version is proved, because nothing unproved is ever written."""
+        weights, interruptions = self.weights, self.interruptions
+        if weights.version is None:
             return None
         places = {name: place for place, name in enumerate(self.engines)}
+        room = MAX_REASONS_CHARACTERS // max(1, len(self.engines))
         return Record(
             term=self.term,
             epoch=self.epoch,
-            committed=self.committed,
+            committed=weights.version,
             intent_generation=self.generation,
-            engines=[engine.row(ROOM // max(1, len(self.engines))) for engine in self.engines.values()],
+            engines=[engine.row(room) for engine in self.engines.values()],
             joined=[group.row(places) for group in self.groups.values()],
             last_update=self.last_update,
-            history=self.history,
-            burned=self.burned,
+            history=weights.history,
+            burned=weights.reserved,
             under_way=self.target() if self.update is not None else None,
-            next_run=self.next_run,
-            fleet_id=self.id,
+            next_run=weights.next_run,
+            fleet_id=weights.fleet_id,
             world_size=self.table.world_size,
-            state=self.kept,
-            waits_for_trainer=self.hold is not None and self.hold.by is By.LOSS,
-            checksums=self.checksums,
-            disk=self.disk,
-            tensors=self.brought.row,
-            sources=sorted(self.sources),
-            tried=packed(self._may_hold(), self.brought.names, self.tried_before),
-            lent=list(self.lent) if self.mode is not None else None,
-            lent_apart={name: list(tags) for name, tags in self.lent_apart.items() if name in self.engines},
-            noted={name: noted for name, noted in self.noted.items() if name in self.engines},
+            state=self.applied_state,
+            waits_for_trainer=self.pause is not None and self.pause.cause is Cause.TRAINER_LOST,
+            checksums=weights.checksums,
+            disk=weights.disk,
+            tensors=weights.tensors.row,
+            sources=sorted(weights.groups),
+            tried=packed(self._may_hold(), weights.tensors.names, weights.attempted_before),
+            lent=list(interruptions.released_to_trainer) if self.mode is not None else None,
+            lent_apart={name: list(in_order(tags)) for name, tags in interruptions.at_engines.items() if name in self.engines},
+            noted={name: noted for name, noted in weights.engine_checksums.items() if name in self.engines},
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from sglang_rollout.coordinator.update.completeness import committed, incomplete, look_up
+from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import enough, untold
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import By, Update
+from sglang_rollout.coordinator.update.progress import Update
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import (
     DESTROY,
@@ -60,9 +61,9 @@ async def finish(fleet: Fleet, *, tell: bool = True) -> Answer:
 
 def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
     """Open groups of this trainer that have brought nothing. Which groups are one trainer's, the last update has shown."""
-    if not update.data or not update.data < fleet.sources:
+    if not update.data or not update.data < fleet.weights.groups:
         return []
-    return [name for name in sorted(fleet.sources - update.data) if name in fleet.groups and fleet.is_live(fleet.groups[name])]
+    return [name for name in sorted(fleet.weights.groups - update.data) if name in fleet.groups and fleet.is_live(fleet.groups[name])]
 
 
 async def close(fleet: Fleet, update: Update, results: Results, *, tell: bool = True) -> Answer:
@@ -130,29 +131,29 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
     results = await _acknowledge(fleet, update, version)
     if not suffice(fleet, update):
         # Some engine may hold this version now and say so later: the pair (run, step) must never name other weights.
-        fleet.burn([version])
+        fleet.weights.reserve([version])
         return await _fail_for(fleet, update, results)
     cohort, dropped = update.standing(), dict(update.dropped)
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
     reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
     committed(fleet, update, version)
-    fleet.sources = frozenset(update.data) or fleet.sources
-    fleet.update, fleet.label = None, None
-    fleet.commits += 1
+    fleet.weights.groups = frozenset(update.data) or fleet.weights.groups
+    fleet.transaction.close()
+    fleet.weights.commits += 1
     for name in cohort:
         fleet.engines[name].tries, fleet.engines[name].note = 0, ""
-    fleet.end_update(_last(fleet, version, outcome, reason, cohort))
+    fleet.transaction.end(_last(fleet, version, outcome, reason, cohort))
     record = fleet.record()
     if record is not None:
         # Not written: the acknowledgements are the commit, and the record follows when the store can be reached again.
         await write(record)
-    if fleet.hold is not None and fleet.hold.by is By.FLEET:
+    if fleet.pause is not None and fleet.pause.cause is Cause.UPDATE:
         fleet.enter(Phase.RESUME)
-        synced = await run(fleet, [name for name in fleet.hold.engines if name not in dropped])
-        fleet.hold = None
+        synced = await run(fleet, [name for name in fleet.pause.engines if name not in dropped])
+        fleet.interruptions.end_pause()
     else:
         synced = await sync(fleet)
-    fleet.last_update = _last(fleet, version, outcome, reason, cohort)
+    fleet.transaction.last = _last(fleet, version, outcome, reason, cohort)
     particulars = _particulars(fleet, version, {**results, **synced}) | {"outcome": outcome.value}
     if unflushed:
         particulars["cache_not_flushed"] = unflushed
@@ -203,19 +204,20 @@ async def fail(fleet: Fleet, reason: str, results: Results | None = None, *, eng
     The trainer is told first: an engine that is blocked in a collective with it comes free only when the trainer goes.
     Not ``tell``: the caller of this operation asked for something else and gets its own answer.
     """
-    phase, update, hold = fleet.phase, fleet.update, fleet.hold
+    phase, update, hold = fleet.phase, fleet.update, fleet.pause
     names = list(dict.fromkeys([*(update.boots if update else ()), *(hold.engines if hold else ())]))
     sentence = reason
     if update is not None:
-        fleet.end_update(_last(fleet, fleet.target(), UpdateOutcome.FAILED, reason, []))
+        fleet.transaction.end(_last(fleet, fleet.target(), UpdateOutcome.FAILED, reason, []))
         sentence = (
             f"{reason.rstrip('.')} (phase {phase.value}). The update was given up: version {fleet.committed} stays committed, and"
             f" {', '.join(list(update.boots)[:8])} serve nobody until a complete update."
             f" Open a new group with world_size={fleet.table.world_size} and push again."
         )
     elif hold is not None:
-        fleet.end_update(_last(fleet, fleet.target(), UpdateOutcome.ABORTED, f"the pause was given up: {reason}", []))
-    fleet.update, fleet.hold, fleet.label = None, None, None
+        fleet.transaction.end(_last(fleet, fleet.target(), UpdateOutcome.ABORTED, f"the pause was given up: {reason}", []))
+    fleet.transaction.close()
+    fleet.interruptions.end_pause()
     blamed = {"engine": engine} if engine is not None else {}
     answer = Answer(400, sentence, {**fleet.advice(), **blamed, "phase": phase.value, "engines": told(results or {})})
     if tell:
@@ -260,7 +262,7 @@ def _last(fleet: Fleet, version: Version, outcome: UpdateOutcome, reason: str, e
 def _particulars(fleet: Fleet, version: Version, results: Results) -> dict[str, object]:
     return {
         "epoch": fleet.epoch,
-        "state": fleet.kept.value,
+        "state": fleet.applied_state.value,
         "committed": version.model_dump(mode="json"),
         "phases_ms": fleet.phases_ms(),
         "engines": told(results),

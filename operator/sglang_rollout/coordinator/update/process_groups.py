@@ -9,7 +9,7 @@ from sglang_rollout.coordinator.update.membership import absent_sentence, presen
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, finish
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import By, Group
+from sglang_rollout.coordinator.update.progress import Group
 from sglang_rollout.coordinator.update.ranks import GroupSpec, Refusal, check_group
 from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup, OpenGroup
 from sglang_rollout.coordinator.update.rules import apply_rule, take_turn
@@ -68,9 +68,9 @@ async def open_group(fleet: Fleet, ask: OpenGroup) -> Answer:
         raise Refusal(f"{MOST_GROUPS} groups are open: close some with {DESTROY} first.")
     remaining = max(LEAST, limit - (fleet.now - started))
     fleet.enter(Phase.OPEN)
-    fleet.opening = master = f"{spec.host}:{spec.port}"
+    fleet.transaction.joining = master = f"{spec.host}:{spec.port}"
     results = await send(INIT, _bodies(fleet, boots, spec, backend), remaining, grace=GRACE)
-    fleet.opening = None
+    fleet.transaction.joining = None
     if failures(results):
         return await _undo(fleet, spec, results)
     fleet.groups[spec.name] = Group(spec.name, fleet.epoch, spec.world_size, master, backend, boots)
@@ -185,7 +185,7 @@ async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
         return Answer(400, UNKNOWN, {"groups": list(fleet.groups)})
     update, commit = fleet.update, Answer(200, "Nothing to commit.")
     if update is not None and group.name in update.data:
-        if update.session is By.FLEET:
+        if not update.trainer_session:
             commit = await finish(fleet)
         else:
             commit = await abandon(fleet, f"group {group.name} was closed inside an open session")

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from sglang_rollout.wire.record import FleetGroup, GroupRow
-
-
-class By(StrEnum):
-    """Who asked for a pause or a session: what the trainer opened, only the trainer closes."""
-
-    TRAINER = "trainer"
-    FLEET = "fleet"
-    LOSS = "loss"
-    """The policy: the trainer was lost (weights.trainerLease.onLoss). Ends when a trainer calls."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +34,15 @@ class Group:
 
 
 @dataclass
-class Hold:
-    """A pause of the fleet."""
-
-    by: By
-    mode: str | None
-    engines: tuple[str, ...]
-    since: float = 0.0
-    """When it began."""
-
-
-@dataclass
 class Update:
     """An update whose boundary has been crossed: engines have been told and are dirty until it is complete."""
 
     boots: dict[str, str]
     """The engines that were told, and in which life."""
-    session: By
     started: float
+    label: str | None = None
+    trainer_session: bool = False
+    """True if the trainer opened the session, and ends it; False if the coordinator did for a trainer that knows no sessions."""
     data: set[str] = field(default_factory=set)
     """Groups that have brought tensors."""
     fed: set[str] = field(default_factory=set)
@@ -72,7 +53,6 @@ class Update:
     """Engines whose session has ended before those of the others: their trainer has brought all that it has for them."""
     slowest_end: float = 0.0
     """Seconds that the longest of those took."""
-    label: str | None = None
     checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """What the trainer says that its weights are, if it does: by the number of an engine's ranks."""
     trusted: set[str] = field(default_factory=set)

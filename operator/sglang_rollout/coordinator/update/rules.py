@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import some, untold
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import By
 from sglang_rollout.coordinator.update.ranks import DEFAULT_GROUP_NAME, Refusal
 from sglang_rollout.coordinator.update.requests import (
     WEIGHTS,
@@ -71,7 +71,7 @@ class Rule:
 
 
 def _coordinator_paused(fleet: Fleet, _call: Call, _at: str | None) -> bool:
-    return fleet.hold is None or fleet.hold.by is not By.TRAINER
+    return fleet.pause is None or fleet.pause.cause is not Cause.TRAINER
 
 
 def _opens_another_group(fleet: Fleet, call: Call, _at: str | None) -> bool:

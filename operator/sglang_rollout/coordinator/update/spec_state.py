@@ -7,11 +7,11 @@ time; engines generate when neither is.
 from __future__ import annotations
 
 from sglang_rollout.coordinator.update.engine import Engine
+from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.memory import note_checksums
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import By
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import PAUSE, failures, resume, same, send, sync
 from sglang_rollout.wire.states import FleetState, held_sentence
@@ -22,27 +22,29 @@ AGAIN = 10.0
 
 async def change(fleet: Fleet) -> Answer:
     """Put into effect what the spec asks for now."""
-    before = fleet.kept
-    if fleet.wish is FleetState.ASLEEP:
+    before = fleet.applied_state
+    if fleet.interruptions.desired_state is FleetState.ASLEEP:
         await _before_sleep(fleet)
-    fleet.kept = fleet.wish
-    if fleet.kept is FleetState.PAUSED:
-        if fleet.hold is not None and fleet.hold.by is By.LOSS:
-            fleet.hold = None  # one pause is enough
+    fleet.interruptions.apply_state(fleet.interruptions.desired_state)
+    if fleet.applied_state is FleetState.PAUSED:
+        if fleet.pause is not None and fleet.pause.cause is Cause.TRAINER_LOST:
+            fleet.interruptions.end_pause()  # one pause is enough
         await sync(fleet)  # gates first: what comes now is answered, and does not wait in an engine
         return await keep_paused(fleet, _to_pause(fleet))
-    if before is FleetState.PAUSED and fleet.kept is FleetState.ACTIVE and fleet.hold is None:  # else the trainer's own pause goes on
+    if (
+        before is FleetState.PAUSED and fleet.applied_state is FleetState.ACTIVE and fleet.pause is None
+    ):  # else the trainer's own pause goes on
         fleet.enter(Phase.RESUME)
         await resume(fleet, [name for name in fleet.up() if _says_paused(fleet.engines[name])])
     await sync(fleet)
-    return Answer(200, f"The fleet is {fleet.kept.value}, as its spec says.")
+    return Answer(200, f"The fleet is {fleet.applied_state.value}, as its spec says.")
 
 
 async def _before_sleep(fleet: Fleet) -> None:
     """Engines fall asleep by themselves when they hear of it, so all that must be known of them is asked before."""
-    if fleet.hold is not None and fleet.hold.by is not By.LOSS:
+    if fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST:
         await abandon(fleet, held_sentence(FleetState.ASLEEP))
-    fleet.hold = None
+    fleet.interruptions.end_pause()
     await note_checksums(fleet)
 
 
@@ -57,7 +59,7 @@ async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
 
 def unpaused(fleet: Fleet) -> list[str]:
     """Engines that have said since the fleet was last at rest that they are not paused although they should be."""
-    if fleet.kept is not FleetState.PAUSED:
+    if fleet.applied_state is not FleetState.PAUSED:
         return []
     return [name for name in _to_pause(fleet) if fleet.engines[name].heard > fleet.rested]
 

@@ -184,7 +184,7 @@ def _apart(fleet: Fleet, names: Iterable[str]) -> tuple[list[str], list[str]]:
         if status is not None and status.released:
             continue  # nothing can run on it; it goes on when it has its memory back
         (dirty if status is not None and status.state is EngineState.DIRTY else clean).append(name)
-    return (clean if fleet.kept is FleetState.ACTIVE else []), dirty
+    return (clean if fleet.applied_state is FleetState.ACTIVE else []), dirty
 
 
 async def _leave_behind(fleet: Fleet, names: list[str]) -> Results:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.progress import By, Hold
 from sglang_rollout.coordinator.update.steps import same, send
 from sglang_rollout.wire.agent import PreflightRequest
 from sglang_rollout.wire.policy import OnLoss
@@ -44,7 +44,7 @@ class Trainer:
     """It closed the connection of a call that was under way."""
     waiting: bool = False
     """It waits for the answer to a call."""
-    looked: Hold | None = None
+    looked: Interruption | None = None
     """The last pause for which it was asked which stores are another trainer's."""
     others: frozenset[str] = frozenset()
     """These, until a group is opened: they took no connection while the trainer of that pause was there."""
@@ -66,25 +66,25 @@ class Trainer:
     def suspicious(self, fleet: Fleet) -> bool:
         """Whether its store should be asked for now."""
         silent = fleet.now - self.alive >= fleet.policy.trainer_lease.ttl
-        if self.waiting and fleet.update is None and fleet.opening is None:
+        if self.waiting and fleet.update is None and fleet.transaction.joining is None:
             return False  # nothing waits for it in a collective, and its call is proof enough
         return not self.probing and not self.gone and (self.left or silent) and bool(self.stores(fleet))
 
     def stores(self, fleet: Fleet) -> list[str]:
         """Stores (HOST:PORT) that tell whether it is there."""
-        paused = fleet.hold is self.looked and fleet.update is None
+        paused = fleet.pause is self.looked and fleet.update is None
         return [master for master in masters(fleet) if not (paused and master in self.others)]
 
     def unsure(self, fleet: Fleet) -> bool:
         """Whether it has just paused, and it should be asked now which stores are another trainer's."""
-        hold = fleet.hold
-        begun = hold is not None and hold.by is By.TRAINER and hold is not self.looked and fleet.update is None
+        hold = fleet.pause
+        begun = hold is not None and hold.cause is Cause.TRAINER and hold is not self.looked and fleet.update is None
         there = not self.left and fleet.now - self.heard < JUST
         return begun and there and not self.probing and bool(masters(fleet))
 
     def overdue(self, fleet: Fleet) -> str:
         """Why a pause or an update is given up, whether or not anybody is there; empty if it is not."""
-        since = [fleet.hold.since if fleet.hold is not None else None, fleet.update.started if fleet.update is not None else None]
+        since = [fleet.pause.since if fleet.pause is not None else None, fleet.update.started if fleet.update is not None else None]
         started = min((moment for moment in since if moment is not None), default=fleet.now)
         limits = fleet.policy.deadlines
         if fleet.now - started > limits.total:
@@ -97,10 +97,10 @@ class Trainer:
 
 def masters(fleet: Fleet) -> list[str]:
     """Stores (HOST:PORT) of the trainer that something depends on now."""
-    if fleet.opening is not None:
-        return [fleet.opening]
-    held = fleet.hold is not None and fleet.hold.by is not By.LOSS
-    if fleet.update is not None or held or (fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.hold is None):
+    if fleet.transaction.joining is not None:
+        return [fleet.transaction.joining]
+    held = fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST
+    if fleet.update is not None or held or (fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.pause is None):
         return list(dict.fromkeys(group.master for group in fleet.groups.values()))
     return []
 

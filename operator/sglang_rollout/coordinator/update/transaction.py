@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from sglang_rollout.coordinator.update.completeness import names_of, note_call, note_names, note_trust
+from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import FENCED, fail, finish, leave_behind
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import By, Group, Hold
+from sglang_rollout.coordinator.update.progress import Group
 from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import WEIGHTS, Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
@@ -35,11 +36,11 @@ from sglang_rollout.wire.states import held_sentence
 async def pause(fleet: Fleet, ask: Pause) -> Answer:
     """Pause every engine that runs, or none."""
     await take_turn(fleet, ask)
-    failed = await hold_all(fleet, By.TRAINER, ask.mode, ask.body)
+    failed = await hold_all(fleet, Cause.TRAINER, ask.mode, ask.body)
     return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
 
 
-async def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Answer | None:
+async def hold_all(fleet: Fleet, cause: Cause, mode: str | None, body: Body) -> Answer | None:
     """Pause all engines that are up, or none of them."""
     refuse_asleep(fleet)
     names = fleet.up()
@@ -48,13 +49,13 @@ async def hold_all(fleet: Fleet, by: By, mode: str | None, body: Body) -> Answer
     # Those whose memory is released are paused already.
     failed = await _halt(fleet, [name for name in names if not fleet.engines[name].released], names, body)
     if failed is None:
-        fleet.hold = Hold(by, mode, tuple(names), fleet.now)
+        fleet.interruptions.begin(Interruption(cause, mode=mode, engines=tuple(names), since=fleet.now))
     return failed
 
 
 async def hold_late(fleet: Fleet, names: Collection[str]) -> Answer | None:
     """Pause those of these engines that the fleet's pause has missed: they came up since, or their agents ended it by their own lease."""
-    hold = fleet.hold
+    hold = fleet.pause
     late = [name for name in names if not fleet.engines[name].released and not fleet.engines[name].paused]
     if hold is None or not late:
         return None
@@ -81,8 +82,8 @@ async def _halt(fleet: Fleet, running: Collection[str], names: Collection[str], 
         return await fail(fleet, reason, results, engine=name)
     # Also those that failed: a call without an answer may have paused its engine.
     await resume(fleet, names)
-    fleet.hold = None
-    now = held_sentence(fleet.kept) or "All engines generate again."
+    fleet.interruptions.end_pause()
+    now = held_sentence(fleet.applied_state) or "All engines generate again."
     return Answer(400, f"{reason.rstrip('.')}. {now}", {"engine": name, "phase": "pause", "engines": told(results)})
 
 
@@ -91,7 +92,7 @@ async def resume_all(fleet: Fleet, ask: Continue) -> Answer:
     await take_turn(fleet, ask)
     update, committed = fleet.update, None
     if update is not None:
-        if update.session is By.TRAINER:
+        if update.trainer_session:
             reason = "continue_generation came before end_weight_update"
             return await fail(fleet, reason)
         committed = await finish(fleet, tell=False)
@@ -99,7 +100,8 @@ async def resume_all(fleet: Fleet, ask: Continue) -> Answer:
             return committed
     fleet.enter(Phase.RESUME)
     # Cleared before the call: whatever it brings, every engine ends resumed or fenced.
-    fleet.hold, fleet.label = None, None
+    fleet.interruptions.end_pause()
+    fleet.transaction.label = None
     names = fleet.up()
     if not names:
         raise Refusal("No engine of this fleet is up, so nothing generates. Try again.", status=503)
@@ -107,18 +109,18 @@ async def resume_all(fleet: Fleet, ask: Continue) -> Answer:
     behind = particulars.get(FENCED, {})
     results = await resume(fleet, [name for name in names if name not in behind], ask.body)
     # Success all the same: the trainer's own pause has ended, and unmodified trainers take anything else for a failed update.
-    held = held_sentence(fleet.kept)
+    held = held_sentence(fleet.applied_state)
     message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
     if committed is not None and behind:
         message = f"{message} {committed.message.removeprefix('Success: ')}"
-    answer = Answer(200, message, {**particulars, "resumed": told(results), "state": fleet.kept.value})
+    answer = Answer(200, message, {**particulars, "resumed": told(results), "state": fleet.applied_state.value})
     return await leave_behind(fleet, answer)
 
 
 async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open a session on every member of the open groups. From here on they are dirty until a complete update."""
     await take_turn(fleet, ask)
-    failed = await tell(fleet, _members(fleet), By.TRAINER, ask.body)
+    failed = await tell(fleet, _members(fleet), ask.body, trainer_session=True)
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 
 
@@ -128,14 +130,14 @@ async def update(fleet: Fleet, ask: Update) -> Answer:
     group = _group(fleet, ask.group)
     _check_live(fleet, group)
     session = {key: ask.body[key] for key in ("selector",) if key in ask.body}
-    failed = await tell(fleet, group.boots, By.FLEET, session)
+    failed = await tell(fleet, group.boots, session)
     if failed is not None:
         return failed
     fleet.enter(Phase.TRANSFER)
     if fleet.update is not None:
         fleet.update.label = ask.label or fleet.update.label  # also a failure is told by the trainer's name for it
     body = {**ask.body, "group_name": group.name}
-    if fleet.hold is not None and fleet.hold.mode == PauseMode.IN_PLACE:
+    if fleet.pause is not None and fleet.pause.mode == PauseMode.IN_PLACE:
         # In this mode requests keep their cache: SGLang would write the tensors and then answer 400 for the flush.
         body["flush_cache"] = False
     names = names_of(ask.body)
@@ -156,7 +158,7 @@ async def update(fleet: Fleet, ask: Update) -> Answer:
     return Answer(200, message, {"engines": told(results), "version": str(fleet.target())})
 
 
-async def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> Answer | None:
+async def tell(fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_session: bool = False) -> Answer | None:
     """Cross the boundary on these engines, pausing first: SGLang would wait for every running request otherwise."""
     open_update = fleet.update
     missing = {name: boot for name, boot in boots.items() if open_update is None or name not in open_update.boots}
@@ -171,16 +173,16 @@ async def tell(fleet: Fleet, boots: Mapping[str, str], by: By, body: Body) -> An
         if not engine.member:
             reason = f"engine {name} cannot take an update now: {engine.why_absent().rstrip('.')}."
             raise Refusal(reason, status=503, fleet=fleet.advice())
-    if fleet.hold is None:
+    if fleet.pause is None:
         mode = fleet.policy.pause_mode.value
-        failed = await hold_all(fleet, By.FLEET, mode, {"mode": mode})
+        failed = await hold_all(fleet, Cause.UPDATE, mode, {"mode": mode})
     else:
         failed = await hold_late(fleet, missing)
     if failed is not None:
         return failed
     fleet.enter(Phase.OPEN)
     if fleet.update is None:
-        fleet.update = OpenUpdate(boots={}, session=by, started=fleet.now, label=fleet.label)
+        fleet.transaction.update = OpenUpdate({}, fleet.now, fleet.transaction.label, trainer_session=trainer_session)
     # Noted before the call: an engine that was told and whose answer is lost takes part.
     fleet.update.boots.update(missing)
     note_trust(fleet, fleet.update, missing)
@@ -203,8 +205,8 @@ async def end(fleet: Fleet, ask: End) -> Answer:
 async def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -> Answer:
     """Flush every engine's cache, or those of ``only`` these; for a trainer that neither pauses nor opens a session this is the commit."""
     await take_turn(fleet, ask)
-    state, hold = fleet.update, fleet.hold
-    if only is None and state is not None and state.session is By.FLEET and hold is not None and hold.by is By.FLEET:
+    state, hold = fleet.update, fleet.pause
+    if only is None and state is not None and not state.trainer_session and hold is not None and hold.cause is Cause.UPDATE:
         committed = await finish(fleet)
         if not committed.success:
             return committed
@@ -227,17 +229,17 @@ async def set_label(fleet: Fleet, ask: SetLabel) -> Answer:
     await take_turn(fleet, ask)
     if fleet.update is not None:
         fleet.update.label = ask.label
-    elif fleet.hold is not None:
-        fleet.label = ask.label
+    elif fleet.pause is not None:
+        fleet.transaction.label = ask.label
     return Answer(200, f"Weight version updated to {ask.label}")
 
 
 async def new_run(fleet: Fleet, ask: NewRun) -> Answer:
     """The next update begins a new run: its numbers are not compared with those before."""
     await take_turn(fleet, ask)
-    last = newest(fleet.committed, fleet.burned)
-    fleet.next_run = (last.run if last is not None else 0) + 1
-    return Answer(200, f"The next update opens run {fleet.next_run}.", {"next_run": fleet.next_run})
+    last = newest(fleet.committed, fleet.weights.reserved)
+    fleet.weights.next_run = (last.run if last is not None else 0) + 1
+    return Answer(200, f"The next update opens run {fleet.weights.next_run}.", {"next_run": fleet.weights.next_run})
 
 
 def _group(fleet: Fleet, name: str | None) -> Group:

@@ -10,12 +10,12 @@ from typing import Any
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import colocated as sharing
 from sglang_rollout.coordinator.update import memory, spec_state
+from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.knowledge import Knowledge
 from sglang_rollout.coordinator.update.membership import some, untold
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, tidy
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import By, Hold
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import Operation, resume
 from sglang_rollout.coordinator.update.trainer import Trainer
@@ -76,12 +76,12 @@ class Upkeep:
 
     def _changed_state(self) -> bool | None:
         fleet = self._fleet
-        return True if fleet.update is None and fleet.wish is not fleet.kept else None
+        return True if fleet.update is None and fleet.interruptions.desired_state is not fleet.applied_state else None
 
     def _abandoned(self) -> str | None:
         """Why an update, or a pause that somebody must end, is given up."""
         fleet, trainer = self._fleet, self._trainer
-        if fleet.update is None and (fleet.hold is None or fleet.hold.by is By.LOSS):
+        if fleet.update is None and (fleet.pause is None or fleet.pause.cause is Cause.TRAINER_LOST):
             return None
         reason = trainer.gone or trainer.overdue(fleet)
         if not reason:
@@ -97,16 +97,16 @@ class Upkeep:
     def _awaited_trainer(self) -> bool | None:
         return True if self._paused_for_loss() is not None else None
 
-    def _paused_for_loss(self) -> Hold | None:
+    def _paused_for_loss(self) -> Interruption | None:
         fleet = self._fleet
-        return fleet.hold if fleet.update is None and fleet.hold is not None and fleet.hold.by is By.LOSS else None
+        return fleet.pause if fleet.update is None and fleet.pause is not None and fleet.pause.cause is Cause.TRAINER_LOST else None
 
     def _lost_trainer(self) -> bool | None:
         fleet, trainer = self._fleet, self._trainer
-        if fleet.update is not None or fleet.hold is not None or not trainer.gone:
+        if fleet.update is not None or fleet.pause is not None or not trainer.gone:
             return None
         trainer.gone = ""  # whatever this trainer had open has ended
-        pauses = fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.kept is FleetState.ACTIVE and fleet.up()
+        pauses = fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.applied_state is FleetState.ACTIVE and fleet.up()
         return True if pauses else None
 
     def _unpaused(self) -> list[str] | None:
@@ -117,7 +117,7 @@ class Upkeep:
         fleet = self._fleet
         left = [name for name in self._knowledge.give_up if not self._as_the_spec_says(name)]
         self._knowledge.give_up = []
-        if fleet.update is not None or fleet.hold is not None:
+        if fleet.update is not None or fleet.pause is not None:
             self._stray_since = {}
             return left
         now = fleet.now
@@ -133,21 +133,21 @@ class Upkeep:
         engine = self._fleet.engines.get(name)
         session = engine is not None and engine.status is not None and engine.status.session
         released = engine is not None and engine.released
-        return (released or self._fleet.kept is not FleetState.ACTIVE) and not session
+        return (released or self._fleet.applied_state is not FleetState.ACTIVE) and not session
 
 
 async def _pause_for_loss(fleet: Fleet) -> Answer:
     """Pause an idle fleet whose trainer is lost. Its groups are of no use to anybody else."""
-    fleet.groups = {}
+    fleet.membership.groups = {}
     mode = fleet.policy.pause_mode.value
-    failed = await hold_all(fleet, By.LOSS, mode, {"mode": mode})
+    failed = await hold_all(fleet, Cause.TRAINER_LOST, mode, {"mode": mode})
     return failed or Answer(200, "The fleet pauses until a trainer calls.")
 
 
 async def _resume_for_trainer(fleet: Fleet) -> Answer:
     """A trainer is there again."""
-    names = fleet.hold.engines if fleet.hold is not None else ()
+    names = fleet.pause.engines if fleet.pause is not None else ()
     fleet.enter(Phase.RESUME)
-    fleet.hold = None
+    fleet.interruptions.end_pause()
     await resume(fleet, [name for name in names if name in fleet.engines and fleet.engines[name].up])
     return Answer(200, "A trainer is there again.")

@@ -30,7 +30,7 @@ def due(fleet: Fleet) -> bool:
     if update is not None and (update.checksums or (fleet.mode is FleetMode.HYBRID and update.label is None)):
         return True
     if policy.verify is Verify.EVERY_N:
-        return fleet.commits % policy.verify_every == 0
+        return fleet.weights.commits % policy.verify_every == 0
     return policy.verify is Verify.ALWAYS
 
 

@@ -347,7 +347,7 @@ def test_the_record_of_a_commit_names_the_adapters() -> None:
 def test_more_adapters_than_the_record_holds_are_refused_before_any_engine_is_called() -> None:
     world = make()
     fleet = world.machine.fleet
-    fleet.called = {str(n): Adapter(name=str(n), path="/" * 4000) for n in range(19)}
+    fleet.adapters.of_trainers = {str(n): Adapter(name=str(n), path="/" * 4000) for n in range(19)}
     settled(world)
     refused = world.do(rq.LoadAdapter("one-more", "/" * 4000))
     assert refused.status == 400

@@ -139,7 +139,7 @@ def test_the_stages_of_a_pipeline_make_one_set() -> None:
         for stage in ("a", "b"):
             assert world.do(rq.CloseGroup(stage + label)).success
         restart(world, "e1")
-    assert world.machine.fleet.brought.names == set(NAMES)
+    assert world.machine.fleet.weights.tensors.names == set(NAMES)
     assert list(update(world, "3", "u", "v").fleet["fenced"]) == ["e1"]
 
 
@@ -181,12 +181,12 @@ def test_after_a_restart_of_the_coordinator_equal_names_prove_it_and_others_do_n
         world = served(min_committed=1)
         world.start()
         restart(world, "e1")
-        assert world.machine.fleet.brought == Brought(rest=digest(NAMES))
+        assert world.machine.fleet.weights.tensors == Brought(rest=digest(NAMES))
         answer = update(world, "2", *names)
         assert answer.fleet["outcome"] == outcome, answer.message
         assert world.record is not None
         assert world.record.tensors == digest(NAMES)
-    assert world.machine.fleet.brought == Brought(frozenset(NAMES)), "the names are known again"
+    assert world.machine.fleet.weights.tensors == Brought(frozenset(NAMES)), "the names are known again"
 
 
 def test_a_part_after_a_restart_of_the_coordinator_forgets_nothing() -> None:
@@ -230,4 +230,4 @@ def test_a_new_run_on_engines_that_all_restarted_begins_anew_and_otherwise_it_do
         restart(world, name)
     assert world.do(rq.NewRun()).success
     assert update(world, "1", "w").message == "Success"
-    assert world.machine.fleet.brought.names == {"w"}
+    assert world.machine.fleet.weights.tensors.names == {"w"}

@@ -89,7 +89,7 @@ class Fence(RuleBasedStateMachine):
 
     def remembers(self) -> bool:
         """A coordinator that finds no record of what was brought takes the next update for complete: then it must be."""
-        brought = self.world.machine.fleet.brought.row
+        brought = self.world.machine.fleet.weights.tensors.row
         return not self.restarted or brought == digest(NAMES) or (brought is None and not self.forgot)
 
     @rule(label=labels)
@@ -308,7 +308,7 @@ class Fence(RuleBasedStateMachine):
             self.world.drain()
             self.world.sync_all()
             self.world.drain()
-        assert self.world.machine.fleet.hold is None
+        assert self.world.machine.fleet.pause is None
         assert self.world.machine.fleet.update is None
 
     def held_to_the_end(self, members: list[FakeAgent]) -> None:

@@ -109,7 +109,7 @@ def test_one_engine_sleeps_while_the_other_serves() -> None:
     assert at(world, "e0", rq.ReleaseMemory(CACHE)).success
     settle(world)
     assert gates(world) == [False, True]
-    assert world.machine.fleet.held == ""
+    assert world.machine.fleet.why_not_generating == ""
     assert at(world, "e0", rq.ResumeMemory(CACHE)).success
     assert gates(world) == [True, True], "its weights were never gone"
 

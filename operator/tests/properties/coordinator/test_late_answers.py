@@ -100,4 +100,4 @@ def test_a_call_whose_engine_leaves_before_its_turn_is_refused_as_one_at_an_unkn
     assert world.answers[first].success
     assert world.answers[waiting].status == 404
     assert world.answers[waiting] == at(world, "e2", call)
-    assert "e2" not in world.machine.fleet.lent_apart
+    assert "e2" not in world.machine.fleet.interruptions.at_engines

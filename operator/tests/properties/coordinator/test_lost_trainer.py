@@ -45,7 +45,7 @@ def probing(world: World) -> bool:
 
 def given_up(world: World) -> str:
     """Why the pause or the update has ended."""
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
     assert world.machine.fleet.last_update is not None
     return world.machine.fleet.last_update.reason
 
@@ -109,7 +109,7 @@ def test_a_call_during_the_question_speaks_for_the_trainer() -> None:
     world.complete(index, broken=EVERYBODY)
     world.drain()
     assert world.answers[call].success
-    assert world.machine.fleet.hold is not None, "it lives: its pause is its own"
+    assert world.machine.fleet.pause is not None, "it lives: its pause is its own"
 
 
 def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> None:
@@ -118,10 +118,10 @@ def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> 
     for _ in range(11):
         world.tick(10)
         world.drain()
-    assert world.machine.fleet.hold is not None
+    assert world.machine.fleet.pause is not None
     world.tick(11)
     world.drain()
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
     last = world.machine.fleet.last_update
     assert last is not None
@@ -135,10 +135,10 @@ def test_heartbeats_do_not_hold_a_pause_for_ever() -> None:
     for _ in range(179):
         world.tick(10)
         world.feed(ev.Beat(world.now))
-    assert world.machine.fleet.hold is not None
+    assert world.machine.fleet.pause is not None
     world.tick(20)
     world.drain()
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
 
 
 def test_nobody_asks_for_an_idle_trainer_of_a_fleet_that_keeps_serving() -> None:
@@ -200,7 +200,7 @@ def test_a_trainer_that_dies_after_its_last_call_costs_nothing() -> None:
     world.tick(1)
     world.drain()
     assert world.machine.fleet.committed == Version(run=1, step=2, label="2")
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
 
 
@@ -238,7 +238,7 @@ def test_the_store_of_a_dead_trainer_ends_no_pause_of_the_next_one() -> None:
     for _ in range(5):
         world.tick(21)
         assert not world.pending
-    assert world.machine.fleet.hold is not None
+    assert world.machine.fleet.pause is not None
     world.tick(21)
     world.drain()
     assert "nothing was heard of the trainer" in given_up(world)
@@ -251,7 +251,7 @@ def test_who_is_gone_while_its_stores_are_asked_for_is_not_taken_for_another() -
     world.complete()
     world.complete(probe(world), broken=EVERYBODY)
     world.drain()
-    assert world.machine.fleet.hold is None, "its connection broke, and its store is dead"
+    assert world.machine.fleet.pause is None, "its connection broke, and its store is dead"
     world = make()
     call = world.ask(rq.Pause("retract", {}))
     world.complete()
@@ -260,7 +260,7 @@ def test_who_is_gone_while_its_stores_are_asked_for_is_not_taken_for_another() -
     world.complete(probe(world), broken=EVERYBODY)
     world.complete(probe(world), broken=EVERYBODY)  # asked again at once: its connection broke since it paused
     world.drain()
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
 
 
 SLOW = {"a checkpoint is read": rq.FromDisk("/ckpt", "2", {}), "a store is waited for": None}
@@ -283,12 +283,12 @@ def test_a_trainer_whose_call_is_under_way_is_not_idle(what: str) -> None:
     for _ in range(13):
         world.tick(21)
         assert len(world.pending) == 1, "nobody asks for a store: its call speaks for the trainer"
-        assert world.machine.fleet.hold is not None
+        assert world.machine.fleet.pause is not None
     world.drain()
     assert world.answers[call].success
     world.tick(119)
     world.drain()
-    assert world.machine.fleet.hold is not None, "it has just been answered"
+    assert world.machine.fleet.pause is not None, "it has just been answered"
 
 
 def test_a_trainer_whose_call_is_refused_after_long_has_its_pause_still() -> None:
@@ -298,7 +298,7 @@ def test_a_trainer_whose_call_is_refused_after_long_has_its_pause_still() -> Non
     world.complete(broken=EVERYBODY)
     assert not world.answers[call].success
     world.drain()
-    assert world.machine.fleet.hold is not None
+    assert world.machine.fleet.pause is not None
 
 
 def test_a_call_that_is_under_way_does_not_hold_a_pause_for_ever() -> None:
@@ -306,7 +306,7 @@ def test_a_call_that_is_under_way_does_not_hold_a_pause_for_ever() -> None:
     slow(world, "a checkpoint is read")
     world.tick(1801)
     world.complete(1)
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
     assert world.machine.fleet.last_update is not None
     assert "deadlines.total" in world.machine.fleet.last_update.reason
 
@@ -317,7 +317,7 @@ def test_a_call_that_its_trainer_has_left_speaks_for_nobody() -> None:
     world.tick(21)
     world.complete(probe(world), broken=EVERYBODY)
     world.drain()
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
 
 
 def test_a_trainer_that_opens_its_group_at_the_address_of_a_dead_one_is_noticed_when_it_dies() -> None:
@@ -332,4 +332,4 @@ def test_a_trainer_that_opens_its_group_at_the_address_of_a_dead_one_is_noticed_
     world.tick(21)
     world.complete(probe(world), broken=EVERYBODY)
     world.drain()
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None

@@ -29,7 +29,7 @@ class Mixture(RuleBasedStateMachine):
 
     def remembers(self) -> bool:
         """A coordinator that finds no record of what was brought takes the next update for complete: then it must be."""
-        return not self.restarted or self.world.machine.fleet.brought.row == digest(NAMES)
+        return not self.restarted or self.world.machine.fleet.weights.tensors.row == digest(NAMES)
 
     @rule(part=parts, label=labels)
     def push(self, part: tuple[str, ...], label: str | None) -> None:

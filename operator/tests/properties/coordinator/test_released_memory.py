@@ -118,7 +118,7 @@ def test_falling_asleep_ends_a_trainers_pause() -> None:
     world.set_state(FleetState.ASLEEP)
     world.drain()
     settled(world)
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
     wake(world)
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
 

@@ -159,7 +159,7 @@ def test_a_trainer_that_dies_in_a_held_fleet_loses_its_pause_and_the_fleet_stays
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.tick(world.policy.deadlines.idle + 1)
     world.drain()
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
     tell(world)
     assert everybody(world) == [(True, False)] * 2
 
@@ -200,8 +200,8 @@ def test_an_engine_that_is_not_paused_in_a_trainers_pause_is_paused_before_its_s
         (calls.BEGIN, {"e0": {}, "e1": {}}),
     ]
     assert all(agent.paused for agent in world.agents.values())
-    assert world.machine.fleet.hold is not None
-    assert set(world.machine.fleet.hold.engines) == {"e0", "e1"}
+    assert world.machine.fleet.pause is not None
+    assert set(world.machine.fleet.pause.engines) == {"e0", "e1"}
 
 
 def test_an_engine_that_came_up_in_a_pause_and_is_no_part_of_it_yet_is_paused_too() -> None:
@@ -215,8 +215,8 @@ def test_an_engine_that_came_up_in_a_pause_and_is_no_part_of_it_yet_is_paused_to
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
     assert everybody(world) == [(True, False)] * 2
-    assert world.machine.fleet.hold is not None
-    assert world.machine.fleet.hold.engines == ("e0", "e1")
+    assert world.machine.fleet.pause is not None
+    assert world.machine.fleet.pause.engines == ("e0", "e1")
 
 
 def test_nobody_is_paused_twice() -> None:
@@ -245,7 +245,7 @@ def test_an_engine_that_cannot_be_paused_late_fails_the_update_as_any_other() ->
     answer = world.answers[call]
     assert answer.status == 400
     assert answer.message == "engine e1 could not be paused: the engine failed. All engines generate again."
-    assert world.machine.fleet.hold is None
+    assert world.machine.fleet.pause is None
     assert world.machine.fleet.update is None
     tell(world)
     assert everybody(world) == [(False, True)] * 2

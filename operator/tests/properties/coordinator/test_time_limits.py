@@ -10,7 +10,7 @@ from hypothesis.stateful import rule
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update import steps as calls
-from sglang_rollout.coordinator.update.progress import By
+from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.requests import AtEngine
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
@@ -55,9 +55,9 @@ class Silence(Fence):
             world.drain()
         fleet = world.machine.fleet
         assert fleet.update is None, "an update is open for ever"
-        assert fleet.hold is None or fleet.hold.by is By.LOSS, "a pause lasts for ever"
+        assert fleet.pause is None or fleet.pause.cause is Cause.TRAINER_LOST, "a pause lasts forever"
         assert not world.machine.changing
-        if fleet.committed is not None and fleet.kept is FleetState.ACTIVE:
+        if fleet.committed is not None and fleet.applied_state is FleetState.ACTIVE:
             waiting = [agent for agent in world.agents.values() if agent.up and agent.answers and not agent.released]
             assert not any(agent.paused or agent.session for agent in waiting if agent.state is EngineState.CLEAN), (
                 "an engine is left paused"

@@ -133,7 +133,7 @@ def test_a_checkpoint_of_some_tensors_forgets_none_of_the_others() -> None:
     world = folder(SOME, readable=False)
     assert world.do(rq.FromDisk("/ckpt", "2", {})).success
     world.agents["e1"].restart()
-    world.machine.fleet.disk = None
+    world.machine.fleet.weights.disk = None
     settle(world)
     assert "e1" in update(world, *SOME).fleet["fenced"]
     assert served(world) == [True, False]

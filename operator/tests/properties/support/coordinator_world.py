@@ -156,7 +156,7 @@ class World:
         if effect.path == AGENT_RUN:
             told = [self.agents[name] for name in effect.bodies if name in self.agents]
             assert not any(agent.state is EngineState.DIRTY for agent in told), "a dirty engine was told to go on"
-        kept = self.machine.fleet.kept
+        kept = self.machine.fleet.applied_state
         if kept is not FleetState.ACTIVE:
             assert effect.path not in (calls.CONTINUE, AGENT_RUN), "a held fleet was told to generate"
             assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
@@ -213,7 +213,7 @@ class World:
         status = None
         if agent.answers:
             if fleet.committed is not None:
-                agent.committed, agent.tolerated, agent.hold = fleet.committed, fleet.tolerated(), fleet.kept
+                agent.committed, agent.tolerated, agent.hold = fleet.committed, fleet.tolerated(), fleet.applied_state
                 agent.follow_the_spec()
             status = agent.status()
         self.on_its_way[name] = Seen(name, status, self.now, self.now)

@@ -7,7 +7,7 @@ import json
 from sglang_rollout.coordinator.agents import LONGEST_MESSAGE
 from sglang_rollout.coordinator.update.adapters import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
 from sglang_rollout.coordinator.update.engine import Engine
-from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.model import Committed, Fleet
 from sglang_rollout.coordinator.update.outcome import _last
 from sglang_rollout.coordinator.update.process_groups import MOST_GROUPS
 from sglang_rollout.coordinator.update.progress import Group
@@ -59,8 +59,9 @@ def test_five_hundred_engines_take_less_than_a_third_of_what_the_configmap_may_h
 
 
 def test_as_many_groups_and_adapters_as_may_be_there_and_the_worst_that_engines_may_say_have_room() -> None:
-    fleet = Fleet("demo", 7, committed=STEP, tried=frozenset(f"model.layers.{number}.weight" for number in range(100_000)))
-    fleet.last_update = _last(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
+    attempted = frozenset(f"model.layers.{number}.weight" for number in range(100_000))
+    fleet = Fleet("demo", 7, weights=Committed(version=STEP, attempted=attempted))
+    fleet.transaction.last = _last(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
     oldest = STEP.model_copy(update={"label": "s" * LONGEST_LABEL})
     for name in NAMES:
         found = fleet.engines[name.ljust(63, "x")] = Engine(WantedEngine(name=name.ljust(63, "x")), note="x" * LONGEST_MESSAGE, misses=0)
@@ -70,9 +71,10 @@ def test_as_many_groups_and_adapters_as_may_be_there_and_the_worst_that_engines_
     boots = dict.fromkeys(fleet.engines, BOOT)
     for number in range(MOST_GROUPS):
         fleet.groups[str(number)] = Group("g" * LONGEST_GROUP_NAME, 99, 4001, "h" * 253 + ":54321", "nccl", boots)
-    fleet.called = {adapter: Adapter(name=adapter, path="/lora/x", pinned=True) for adapter in map(str, range(640))}
-    assert sum(len(json.dumps([a.name, a.path])) + ROW_CHARACTERS for a in fleet.called.values()) > 0.99 * MAX_ADAPTERS_CHARACTERS
-    fleet.engines[NAMES[0].ljust(63, "x")].adapter_trouble = dict.fromkeys(fleet.called, "x" * LONGEST_MESSAGE)
+    fleet.adapters.of_trainers = {adapter: Adapter(name=adapter, path="/lora/x", pinned=True) for adapter in map(str, range(640))}
+    loaded = fleet.adapters.of_trainers.values()
+    assert sum(len(json.dumps([a.name, a.path])) + ROW_CHARACTERS for a in loaded) > 0.99 * MAX_ADAPTERS_CHARACTERS
+    fleet.engines[NAMES[0].ljust(63, "x")].adapter_trouble = dict.fromkeys(fleet.adapters.of_trainers, "x" * LONGEST_MESSAGE)
     record = fleet.record()
     assert record is not None
     record = record.model_copy(update={"adapters": rows(fleet, MAX_REASONS_CHARACTERS)})
