@@ -184,8 +184,9 @@ async def tell(fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_se
     if fleet.update is None:
         fleet.transaction.update = OpenUpdate({}, fleet.now, fleet.transaction.label, trainer_session=trainer_session)
     # Noted before the call: an engine that was told and whose answer is lost takes part.
-    fleet.update.boots.update(missing)
-    note_trust(fleet, fleet.update, missing)
+    update = fleet.require_update()
+    update.boots.update(missing)
+    note_trust(fleet, update, missing)
     results = await soil(fleet, BEGIN, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
     failed_calls = failures(results)
     if failed_calls:
