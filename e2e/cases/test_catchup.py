@@ -17,7 +17,7 @@ def test_an_engine_comes_back_with_the_version_from_disk_and_says_from_where(sta
     boot = stand.row(2)["boot_id"]
 
     def said() -> str:
-        return str(next(row for row in stand.status()["engines"] if row["name"] == stand.engine(2)).get("reason"))
+        return str(next(row for row in stand.status()["engines"] if row["name"] == stand.engine(2)).get("message"))
 
     with stand.policy(catchUp={"disk": "/ckpt/elsewhere"}):
         stand.kubectl("delete", "pod", f"{stand.engine(2)}-0", "--grace-period=1", "--wait=false")

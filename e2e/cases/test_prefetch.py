@@ -47,7 +47,7 @@ def test_a_model_is_on_the_nodes_before_an_engine_comes(kubectl: Kubectl, near: 
     def change(**spec: object) -> None:
         kubectl("patch", "sglr", near, "--type=merge", "-p", json.dumps({"spec": spec}))
 
-    eventually("the failure is told", lambda: "the download exited with code 4" in str(told().get("reason")), within=120)
+    eventually("the failure is told", lambda: "the download exited with code 4" in str(told().get("message")), within=120)
     assert condition(kubectl.get("sglr", near), "Degraded")["reason"] == "PrefetchFailed"
 
     # The folder outlives the case, so what is in it names this run.

@@ -64,6 +64,7 @@ class Reason(StrEnum):
     ROUTER_NOT_READY = "RouterNotReady"
     UPDATING = "Updating"
     SCALING = "Scaling"
+    SCALED_DOWN = "ScaledDown"
     WAITING_FOR_WEIGHTS = "WaitingForWeights"
     WEIGHTS_DIVERGED = "WeightsDiverged"
     UPDATING_WEIGHTS = "UpdatingWeights"
@@ -72,6 +73,10 @@ class Reason(StrEnum):
     PARTLY_COMMITTED = "PartlyCommitted"
     NODES_AVOIDED = "NodesAvoided"
     PREFETCH_FAILED = "PrefetchFailed"
+    ADAPTER_FAILED = "AdapterFailed"
+    ENGINES_FAILED = "EnginesFailed"
+    UNSCHEDULABLE = "Unschedulable"
+    DOWNLOAD_FAILED = "DownloadFailed"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``status`` of an SGLangRollout: what the operator reports."""
+"""``status`` of an SGLangRollout. The operator writes it; ``reason`` is a code for programs, ``message`` a sentence for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from sglang_rollout.api.schema import ApiModel
 
 MAX_ENGINE_ROWS = 64
-"""Engines listed one by one; a bigger fleet shows all of its members at ``GET /fleet``."""
+"""Engines that status lists. ``GET /fleet`` lists all of them."""
 
 MAX_ADAPTERS = 128
 MAX_ADAPTER_NAME = 256
@@ -18,28 +18,30 @@ MAX_ADAPTER_PATH = 4096
 MAX_AVOIDED_NODES = 64
 MAX_NODE_FAILURES = 128
 
+Code = Annotated[str, Field(max_length=64)]
+"""A constant in CamelCase that programs may compare."""
 Text = Annotated[str, Field(max_length=32768)]
 
 
 class Condition(ApiModel):
-    """One aspect of the fleet's state, in the usual Kubernetes form."""
+    """One aspect of the fleet's state, as a Kubernetes condition."""
 
     type: str = Field(max_length=64)
-    """Which aspect."""
+    """The aspect."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
-    reason: str = Field(max_length=64)
-    """Why, as a constant for programs."""
+    """`True`, `False` or `Unknown`."""
+    reason: Code
+    """Why, as a CamelCase code."""
     message: Text = ""
-    """Why, as a sentence for people."""
+    """Why, as a sentence."""
     observed_generation: int | None = None
-    """`metadata.generation` that this was said about."""
+    """`metadata.generation` that the condition describes."""
     last_transition_time: str = Field(json_schema_extra={"format": "date-time"})
     """When `status` last changed."""
 
 
 class EnginePhase(StrEnum):
-    """Where an engine is in its life."""
+    """Phase of an engine."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -58,69 +60,73 @@ class EngineStatus(ApiModel):
     name: str = Field(max_length=63)
     """Its StatefulSet."""
     phase: EnginePhase
-    """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the
-    committed weights, so it serves nobody), `Updating` (a weight update is under way on it), `Serving`, `Paused` (by
-    `spec.state`), `Asleep` (by `spec.state`, or because its trainer has the memory), `Stopping`."""
+    """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the committed
+    weights, so it does not serve), `Updating` (in a weight update), `Serving`, `Paused` (by `spec.state`), `Asleep` (by
+    `spec.state`, or because its trainer uses the memory), `Stopping`."""
     updated: bool
-    """Whether its pods were made from the current spec."""
+    """True if its pods were created from the current spec."""
     version: str | None = Field(default=None, max_length=256)
-    """Weight version that all of its tensors belong to; absent while that is not known."""
+    """Weight version of all its tensors; absent while the version is not known."""
     weights: str | None = Field(default=None, max_length=16)
     """`clean`, `dirty` or `unknown`."""
     restarts: int = 0
-    """How often the engine containers of its pods were restarted."""
+    """Restarts of the engine containers of its pods."""
     node: str | None = Field(default=None, max_length=253)
-    """The node it runs on; of an engine with several pods, the one of pod 0."""
+    """Node of its pod; for an engine with several pods, node of pod 0."""
     port: int | None = None
     """Port of its gate on the node, with `engine.network.hostNetwork`."""
     nodes: list[Annotated[str, Field(max_length=253)]] | None = Field(default=None, max_length=64)
-    """The nodes of all its pods by rank, if it has several; empty for a pod without one."""
+    """Nodes of its pods in rank order, if it has several pods; an empty string for a pod without a node."""
     all_reduce: float | None = Field(default=None, alias="allReduceGBps")
-    """GB/s that the ranks of its pod reached before the start (`engine.preflight`); of pod 0 if it has several."""
+    """All-reduce bandwidth in GB/s that the ranks of its pod measured before the start (`engine.preflight`); for an engine with
+    several pods, that of pod 0."""
     lost: bool | None = None
-    """True from when it did not serve for another reason than an update, a pause, a sleep or the router, until it serves."""
-    reason: Text = ""
-    """Why it does not serve, as a sentence."""
+    """True if the engine stopped serving for a reason other than an update, a pause, a sleep or the router; absent again when
+    it serves."""
+    reason: Code = ""
+    """Why it does not serve, as a CamelCase code; empty while it serves."""
+    message: Text = ""
+    """Why it does not serve, as a sentence; empty while it serves."""
 
 
 class LastUpdate(ApiModel):
     """The last weight update that ended."""
 
     version: str = Field(max_length=256)
-    """The version it was about."""
+    """Version that the update was to commit."""
     outcome: str = Field(max_length=32)
-    """`Committed`, `Partial`, `Failed` or, of a pause that was given up, `Aborted`."""
-    reason: Text = ""
-    """Why it failed."""
+    """`Committed`, `Partial` (committed on some engines), `Failed`, or `Aborted` (given up before any engine changed)."""
+    message: Text = ""
+    """Why the update did not commit on all engines, as a sentence."""
     finished: str = Field(json_schema_extra={"format": "date-time"})
     """When it ended."""
     phases_ms: dict[str, int] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
-    """Milliseconds of each phase."""
+    """Duration of each phase in milliseconds."""
     engines: int = 0
-    """How many engines committed it."""
+    """Engines that committed the version."""
 
 
 class WeightsStatus(ApiModel):
-    """The policy version of the fleet."""
+    """Weight version of the fleet."""
 
     committed_version: str = Field(max_length=256)
-    """What the fleet serves: `base` (what `model.path` holds) or the trainer's own name of the version."""
+    """Version that the fleet serves: `base` (the weights at `model.path`) or the trainer's label."""
     run: int = 0
-    """Grows when a trainer starts anew; 0 before the first update."""
+    """Run of the committed version. It grows when a trainer starts over; 0 before the first update."""
     step: int = 0
     """Step of the committed version within the run."""
     epoch: int = 0
-    """Grows whenever the set of engines or the life of one of them changes. A trainer's group belongs to one epoch."""
+    """Grows when the set of engines changes or an engine process restarts. A trainer's process group belongs to one epoch."""
     world_size: int = 0
-    """Size of a weight-update group opened now: the trainer and all ranks of the engines that are up."""
+    """World size of a process group opened now: the trainer and all ranks of the engines that are up."""
     oldest_serving: str | None = Field(default=None, max_length=256)
-    """Oldest version that an engine serves; absent while none serves."""
+    """Oldest version that an engine serves; absent while no engine serves."""
     newest_serving: str | None = Field(default=None, max_length=256)
-    """Newest version that an engine serves."""
+    """Newest version that an engine serves; absent while no engine serves."""
     skew: int = 0
-    """How many commits the oldest serving engine is behind; 0 except with `versionPolicy: MaxStaleness`."""
+    """Commits between the oldest served version and the committed one; 0 except with `versionPolicy: MaxStaleness`."""
     stale: int = 0
-    """Engines that are up and do not hold the committed version."""
+    """Engines that are up without the committed version."""
     last_update: LastUpdate | None = None
     """The last weight update that ended."""
 
@@ -129,80 +135,88 @@ class AdapterStatus(ApiModel):
     """One adapter (LoRA)."""
 
     name: str = Field(max_length=MAX_ADAPTER_NAME)
-    """Its name in requests."""
+    """Name in requests."""
     path: str = Field(max_length=MAX_ADAPTER_PATH)
-    """Where engines load it from."""
+    """Path that engines load it from."""
     loaded: int = 0
-    """Engines that hold it."""
+    """Engines that have loaded it."""
     wanted: int = 0
-    """Engines that should."""
-    reason: Text = ""
-    """What an engine said that could not load or unload it."""
+    """Engines that should load it."""
+    reason: Code = ""
+    """`AdapterFailed` if an engine could not load or unload it; else empty."""
+    message: Text = ""
+    """Error of the engine that could not load or unload it."""
 
 
 class AvoidedNode(ApiModel):
-    """A node that new pods of engines do not go to."""
+    """A node on which no new engine pod is scheduled."""
 
     node: str = Field(max_length=253)
-    """Its name."""
-    reason: str = Field(max_length=1024)
+    """Name of the node."""
+    reason: Code = "EnginesFailed"
+    """Why, as a CamelCase code."""
+    message: str = Field(default="", max_length=1024)
     """Why, as a sentence."""
     since: str = Field(json_schema_extra={"format": "date-time"})
-    """When that was decided."""
+    """Start of the avoidance."""
     until: str = Field(json_schema_extra={"format": "date-time"})
-    """When engines may go there again."""
+    """End of the avoidance."""
 
 
 class NodeFailure(ApiModel):
-    """The end of an engine that nobody asked for."""
+    """One failure of an engine on a node."""
 
     node: str = Field(max_length=253)
-    """Where."""
+    """Name of the node."""
     engine: str = Field(max_length=63)
-    """Which engine."""
+    """Name of the engine."""
     revision: str = Field(max_length=63)
-    """Revision of its pod: what happened to another spec says nothing about this one."""
+    """Revision of its pod. Failures of another revision are ignored."""
     time: str = Field(json_schema_extra={"format": "date-time"})
-    """When."""
-    reason: str = Field(default="", max_length=512)
-    """What it said at last."""
+    """Time of the failure."""
+    reason: Code = ""
+    """Kubernetes' reason, such as `OOMKilled`, `Error` or `UnexpectedAdmissionError`."""
+    message: str = Field(default="", max_length=512)
+    """Exit code and last telling line of the log."""
 
 
 class PrefetchStatus(ApiModel):
-    """How far `model.prefetch` is."""
+    """Progress of `model.prefetch`."""
 
     ready: int = 0
-    """Nodes that have the files."""
+    """Nodes that have the model."""
     wanted: int = 0
-    """Nodes that are to have them."""
-    reason: Text = ""
-    """Why a node does not have them, as a sentence."""
+    """Nodes that should have the model."""
+    reason: Code = ""
+    """Why a node does not have the model, as a CamelCase code; empty if no node has a problem."""
+    message: Text = ""
+    """Why a node does not have the model, as a sentence."""
 
 
 class Endpoints(ApiModel):
-    """Where trainers find the fleet."""
+    """URLs of the fleet."""
 
     url: str = Field(max_length=512)
-    """The one URL: generate through it, push weights through it."""
+    """URL for generating and for pushing weights."""
     discovery: str = Field(max_length=512)
-    """Discovery document: members, ranks, world size, versions."""
+    """URL of the discovery document: members, ranks, world size, versions."""
 
 
 class RolloutStatus(ApiModel):
-    """What is."""
+    """Observed state of a rollout."""
 
     observed_generation: int = 0
-    """`metadata.generation` that this status was made from."""
+    """`metadata.generation` that this status describes."""
     replicas: int = 0
     """Engines that exist."""
     ready_replicas: int = 0
     """Engines that serve the committed weights."""
     updated_replicas: int = 0
-    """Engines whose pod was made from the current spec."""
+    """Engines whose pods were created from the current spec."""
     ready: str = Field(default="", max_length=32)
-    """Engines that serve, of those wanted: `2/2`."""
+    """Serving and wanted engines, such as `2/2`."""
     base: int | None = None
-    """Engines of the base now; absent without `spec.elastic`."""
+    """Engines of the base; absent without `spec.elastic`."""
     selector: str = Field(default="", max_length=512)
     """Label selector of the engine pods, for autoscalers."""
     conditions: list[Condition] = Field(
@@ -216,15 +230,15 @@ class RolloutStatus(ApiModel):
         max_length=MAX_ENGINE_ROWS,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    """The engines, those that do not serve first if there are more than 64."""
+    """The engines. If there are more than 64, those that do not serve come first."""
     weights: WeightsStatus | None = None
-    """The policy version; absent until the coordinator has reported."""
+    """Weight version of the fleet; absent until the coordinator has reported."""
     adapters: list[AdapterStatus] = Field(
         default_factory=list,
         max_length=MAX_ADAPTERS,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    """Adapters of `engine.lora`, and those that trainers have loaded."""
+    """Adapters of `engine.lora`, and adapters that trainers have loaded."""
     avoided_nodes: list[AvoidedNode] | None = Field(
         default=None,
         max_length=MAX_AVOIDED_NODES,
@@ -234,6 +248,6 @@ class RolloutStatus(ApiModel):
     node_failures: list[NodeFailure] | None = Field(default=None, max_length=MAX_NODE_FAILURES)
     """Failures of engines that count towards avoiding their node; absent without `scheduling.avoidNodes`."""
     prefetch: PrefetchStatus | None = None
-    """How far `model.prefetch` is; absent without it."""
+    """Progress of `model.prefetch`; absent without it."""
     endpoints: Endpoints | None = None
-    """Where trainers find the fleet."""
+    """URLs of the fleet."""

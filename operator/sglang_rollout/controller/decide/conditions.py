@@ -366,16 +366,16 @@ def _check_last_update(summary: FleetSummary) -> tuple[Reason, str] | None:
 
 def _check_nodes(summary: FleetSummary) -> tuple[Reason, str] | None:
     """Report avoided nodes: such a node may need repair even while the fleet does without it."""
-    message = " ".join(f"Node {row.node} is avoided until {row.until}: {row.reason}" for row in summary.avoided)
+    message = " ".join(f"Node {row.node} is avoided until {row.until}: {row.message}" for row in summary.avoided)
     return (Reason.NODES_AVOIDED, message) if message else None
 
 
 def _check_prefetch(summary: FleetSummary) -> tuple[Reason, str] | None:
     """Report a failed prefetch: a new engine would download the model itself, and fail as well."""
     found = summary.prefetch
-    if found is None or not found.reason:
+    if found is None or not found.message:
         return None
-    return Reason.PREFETCH_FAILED, f"{found.ready} of {found.wanted} nodes have the model: {found.reason}"
+    return Reason.PREFETCH_FAILED, f"{found.ready} of {found.wanted} nodes have the model: {found.message}"
 
 
 def _describe_group(summary: FleetSummary, worst: EngineReport) -> str:

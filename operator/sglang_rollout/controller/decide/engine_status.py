@@ -38,7 +38,7 @@ class Verdict:
 
     phase: EnginePhase
     reason: Reason | None
-    """Reason that the engine adds to the condition ``Ready``; None if it serves."""
+    """Reason in the row of the engine; None if it serves."""
     message: str
     """A sentence that begins with "it"; empty if the engine serves."""
 
@@ -59,7 +59,7 @@ class EngineReport:
     @property
     def sentence(self) -> str:
         """Why the engine does not serve, naming it."""
-        return f"Engine {self.engine.name}: {self.status.reason}" if self.status.reason else f"Engine {self.engine.name} serves."
+        return f"Engine {self.engine.name}: {self.status.message}" if self.status.message else f"Engine {self.engine.name} serves."
 
 
 def format_version(version: Version) -> str:
@@ -94,7 +94,7 @@ def _report_wanted(fleet: FleetView, engine: EngineView) -> EngineReport:
 
 
 def _report_leaving(engine: EngineView) -> EngineReport:
-    verdict = Verdict(EnginePhase.STOPPING, None, "it is not wanted any more and is being removed.")
+    verdict = Verdict(EnginePhase.STOPPING, Reason.SCALED_DOWN, "it is not wanted any more and is being removed.")
     return EngineReport(engine, _build_row(engine, verdict), None)
 
 
@@ -112,7 +112,8 @@ def _build_row(engine: EngineView, verdict: Verdict, *, lost: bool | None = None
         port=None if port == GATE_PORT else port,
         nodes=[pod.node or "" for pod in engine.pods] if len(engine.pods) > 1 else None,
         all_reduce=row.all_reduce if row else None,
-        reason=verdict.message,
+        reason=verdict.reason.value if verdict.reason else "",
+        message=verdict.message,
         lost=lost,
     )
 

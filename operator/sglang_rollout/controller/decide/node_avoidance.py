@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.scheduling_spec import AT_ONCE_SECONDS, AvoidNodes
 from sglang_rollout.api.status import MAX_AVOIDED_NODES, MAX_NODE_FAILURES, AvoidedNode, NodeFailure
 from sglang_rollout.controller.decide.messages import end_sentence
@@ -28,7 +29,7 @@ from sglang_rollout.controller.render.hashing import revision
 
 MIN_NODES_PER_AVOIDED = 4
 """At most one of this many nodes is avoided; if there are fewer nodes, one."""
-_MAX_REASON_CHARACTERS = 512
+_MAX_MESSAGE_CHARACTERS = 512
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,18 @@ def seconds_until_expiry(status: Mapping[str, Any], now: str) -> float | None:
 def _collect_failures(fleet: FleetView, current: Set[str], after: str) -> list[NodeFailure]:
     """Return remembered and new failures of pods of the current spec."""
     seen = [
-        NodeFailure(node=pod.node, engine=engine.name, revision=pod.revision, time=time, reason=cause[:_MAX_REASON_CHARACTERS])
+        NodeFailure(
+            node=pod.node,
+            engine=engine.name,
+            revision=pod.revision,
+            time=end.time,
+            reason=end.reason,
+            message=end.message[:_MAX_MESSAGE_CHARACTERS],
+        )
         for engine in fleet.existing
         for pod in engine.pods
         if pod.node
-        for time, cause in pod.engine_failures()
+        for end in pod.engine_failures()
     ]
     known = [NodeFailure.model_validate(row) for row in fleet.previous.get("nodeFailures") or []]
     found = {(failure.time, failure.node, failure.engine): failure for failure in (*seen, *known)}
@@ -101,7 +109,7 @@ def _find_new_nodes(
     limit = min(max(1, len(running | avoided | counts.keys()) // MIN_NODES_PER_AVOIDED), MAX_AVOIDED_NODES)
     until = _add_seconds(now, policy.for_seconds)
     return [
-        AvoidedNode(node=node, reason=_describe(counts[node], by_node[node]), since=now, until=until)
+        AvoidedNode(node=node, reason=Reason.ENGINES_FAILED.value, message=_describe(counts[node], by_node[node]), since=now, until=until)
         for node in found[: max(0, limit - len(remaining))]
     ]
 
@@ -118,7 +126,7 @@ def _count_incidents(failures: Sequence[NodeFailure]) -> int:
 def _describe(count: int, failures: Sequence[NodeFailure]) -> str:
     first, last = failures[0], failures[-1]
     many = "an engine failed there" if count == 1 else f"engines failed there {count} times since {first.time}"
-    return end_sentence(f"{many}, {last.engine} at {last.time}: {last.reason}")
+    return end_sentence(f"{many}, {last.engine} at {last.time}: {last.message}")
 
 
 def _add_seconds(time: str, seconds: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.controller.render import names
@@ -39,6 +39,16 @@ _NOISE_LINE = re.compile(
     re.IGNORECASE,
 )
 _MAX_QUOTED_CHARACTERS = 400
+
+
+class EngineEnd(NamedTuple):
+    """How an engine process failed in a pod."""
+
+    time: str
+    """RFC 3339, UTC."""
+    reason: str
+    """Reason in the status of the container or the pod, such as ``OOMKilled``."""
+    message: str
 
 
 class TroubleKind(Enum):
@@ -191,7 +201,7 @@ class Pod:
                 return Trouble(kind, text, follows_other_pod=_follows_other_pod(ended))
         return self._pod_failure()
 
-    def engine_failures(self) -> list[tuple[str, str]]:
+    def engine_failures(self) -> list[EngineEnd]:
         """Return time and cause of the engine's failures in this pod that the kubelet still reports.
 
         Deletions, preemptions, evictions and ends caused by another pod of the engine are not failures.
@@ -204,8 +214,8 @@ class Pod:
         refusal = self._pod_failure()
         if self.created and refusal and not failed:
             # The kubelet refused the pod, for example because a device that the scheduler had counted on is missing.
-            return [(str(self.created), refusal.text)]
-        return [(str(end["finishedAt"]), describe_end(end)) for end in failed]
+            return [EngineEnd(str(self.created), str(self.status.get("reason") or ""), refusal.text)]
+        return [EngineEnd(str(end["finishedAt"]), str(end.get("reason") or ""), describe_end(end)) for end in failed]
 
     def last_failure(self, container: str) -> Object | None:
         """Return how a container failed last, also while it is being retried."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_rollout.api.conditions import conditions
+from sglang_rollout.api.conditions import Reason, conditions
 from sglang_rollout.api.status import (
     MAX_ADAPTER_NAME,
     MAX_ADAPTER_PATH,
@@ -106,7 +106,7 @@ def _build_weights(fleet: FleetView) -> WeightsStatus | None:
         else LastUpdate(
             version=format_version(last.version),
             outcome=last.outcome.value,
-            reason=last.reason,
+            message=last.reason,
             finished=last.finished,
             phases_ms=last.phases_ms,
             engines=len(last.engines),
@@ -123,7 +123,8 @@ def _build_adapters(fleet: FleetView) -> list[AdapterStatus]:
             path=row.path[:MAX_ADAPTER_PATH],
             loaded=row.loaded,
             wanted=row.wanted,
-            reason=row.reason[:_MAX_MESSAGE_CHARACTERS],
+            reason=Reason.ADAPTER_FAILED.value if row.reason else "",
+            message=row.reason[:_MAX_MESSAGE_CHARACTERS],
         )
         for name, row in list(reversed(rows.items()))[:MAX_ADAPTERS]
     ]

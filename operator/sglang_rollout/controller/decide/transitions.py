@@ -81,11 +81,11 @@ def _engine_events(old: Status, new: Status) -> Iterator[EventToPost]:
                 version = f" version {row['version']}" if row.get("version") else ""
                 yield EventToPost("Normal", "EngineServing", f"Engine {name} serves{version}.", f"EngineServing/{name}")
         elif phase == EnginePhase.FAILED:
-            yield EventToPost("Warning", "EngineFailed", f"Engine {name}: {row.get('reason', '')}", f"EngineFailed/{name}")
+            yield EventToPost("Warning", "EngineFailed", f"Engine {name}: {row.get('message', '')}", f"EngineFailed/{name}")
         elif served and phase == EnginePhase.STOPPING:
-            yield EventToPost("Normal", "EngineStopping", f"Engine {name}: {row.get('reason', '')}", f"EngineStopping/{name}")
+            yield EventToPost("Normal", "EngineStopping", f"Engine {name}: {row.get('message', '')}", f"EngineStopping/{name}")
         elif served and phase not in _RETURNS_BY_ITSELF and not _waits_for_router(new, row):
-            yield EventToPost("Warning", "EngineLost", f"Engine {name} no longer serves: {row.get('reason', '')}", f"EngineLost/{name}")
+            yield EventToPost("Warning", "EngineLost", f"Engine {name} no longer serves: {row.get('message', '')}", f"EngineLost/{name}")
 
 
 def _waits_for_router(status: Status, row: Mapping[str, Any]) -> bool:
@@ -128,13 +128,13 @@ def _weight_events(old: Status, new: Status) -> Iterator[EventToPost]:
 def _update_events(last: Mapping[str, Any]) -> Iterator[EventToPost]:
     """Yield a Warning for an update that did not commit on all engines."""
     if last["outcome"] == "Partial":
-        message = describe_partial_commit(last["version"], last.get("engines", 0), last.get("reason", ""))
+        message = describe_partial_commit(last["version"], last.get("engines", 0), last.get("message", ""))
         yield EventToPost("Warning", "WeightsPartlyCommitted", message, "WeightsPartlyCommitted")
     elif last["outcome"] == "Aborted":
-        message = f"The fleet keeps the weights it had: {last.get('reason') or 'no reason given'}"
+        message = f"The fleet keeps the weights it had: {last.get('message') or 'no reason given'}"
         yield EventToPost("Warning", "WeightUpdateAborted", end_sentence(message), "WeightUpdateAborted")
     elif last["outcome"] != "Committed":
-        message = f"Weight update to {last['version']} ended {last['outcome']}: {last.get('reason') or 'no reason given'}"
+        message = f"Weight update to {last['version']} ended {last['outcome']}: {last.get('message') or 'no reason given'}"
         yield EventToPost("Warning", "WeightUpdateFailed", end_sentence(message), "WeightUpdateFailed")
 
 
@@ -150,7 +150,7 @@ def _rolling_update_events(old: Status, new: Status) -> Iterator[EventToPost]:
 def _node_events(old: Status, new: Status) -> Iterator[EventToPost]:
     before, after = ({row["node"]: row for row in status.get("avoidedNodes") or []} for status in (old, new))
     for node in sorted(after.keys() - before.keys()):
-        message = f"Node {node} is avoided until {after[node]['until']}: {after[node]['reason']}"
+        message = f"Node {node} is avoided until {after[node]['until']}: {after[node]['message']}"
         yield EventToPost("Warning", "NodeAvoided", message, f"NodeAvoided/{node}")
     for node in sorted(before.keys() - after.keys()):
         yield EventToPost("Normal", "NodeAllowedAgain", f"Engines may use node {node} again.", f"NodeAllowedAgain/{node}")

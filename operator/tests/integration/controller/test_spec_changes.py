@@ -215,7 +215,7 @@ async def test_an_image_that_does_not_pull_is_a_sentence_and_an_event(operator: 
 
     async def said() -> bool:
         rows = {row["name"]: row for row in (await world.status("demo"))["engines"]}
-        assert "img:1" in rows["demo-engine-1"].get("reason", ""), rows
+        assert "img:1" in rows["demo-engine-1"].get("message", ""), rows
         return rows["demo-engine-1"]["phase"] == "Failed"
 
     await eventually("the reason in the status", said)

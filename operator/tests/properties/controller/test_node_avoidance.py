@@ -137,7 +137,7 @@ def test_nothing_is_done_before_it_is_written_down() -> None:
             "engine": "demo-engine-1",
             "revision": made.pods["demo-engine-1-0"]["metadata"]["labels"]["rollout.sglang.io/revision"],
         }
-        | {"time": at(minute), "reason": ""}
+        | {"time": at(minute), "reason": "", "message": ""}
         for minute in (1, 2)
     ]
     assert made.plan().actions == ()

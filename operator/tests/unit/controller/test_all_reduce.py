@@ -195,7 +195,7 @@ def test_below_the_floor_sglang_is_not_started_and_the_node_is_named_and_avoided
     told = build_status(world([pod(0), slow], written=record(row(0), row(1), committed=BASE), custom=spec), NOW)
     (avoided,) = told["avoidedNodes"]
     assert avoided["node"] == "node-7"
-    assert avoided["reason"] == f"an engine failed there, demo-engine-1 at {NOW}: exited with code 78: {said}."
+    assert avoided["message"] == f"an engine failed there, demo-engine-1 at {NOW}: exited with code 78: {said}."
 
 
 def test_a_rank_that_fails_ends_the_others_and_the_container(played: Path, tmp_path: Path, containers: list[Container]) -> None:

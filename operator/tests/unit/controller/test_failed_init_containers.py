@@ -27,18 +27,18 @@ def test_its_failure_is_told_until_it_comes_through(name: str) -> None:
     backing_off = status_of(name, {"waiting": {"reason": "CrashLoopBackOff"}})
     engine = backing_off["engines"][1]
     told = f"container {name} exited with code 3: error: no such repository (restarted 2 times)."
-    assert (engine["phase"], engine["reason"]) == ("Failed", told)
+    assert (engine["phase"], engine["reason"], engine["message"]) == ("Failed", "EngineCrashed", told)
     assert status_of(name, {"running": {}}, backing_off) == backing_off, "it is tried again"
     assert status_of(name, FAILED, backing_off) == backing_off
     through = status_of(name, ENDED, backing_off)["engines"][1]
-    assert (through["phase"], through["reason"]) == ("Starting", "it is starting.")
+    assert (through["phase"], through["message"]) == ("Starting", "it is starting.")
 
 
 def test_one_that_runs_again_after_it_ended_well_has_not_failed() -> None:
     engine = status_of("download", {"running": {}}, last=ENDED)["engines"][1]
-    assert (engine["phase"], engine["reason"]) == ("Starting", "it is starting.")
+    assert (engine["phase"], engine["message"]) == ("Starting", "it is starting.")
 
 
 def test_a_sidecar_that_runs_again_is_no_failure() -> None:
     engine = status_of("gate", {"running": {}})["engines"][1]
-    assert (engine["phase"], engine["reason"]) == ("Starting", "it is starting.")
+    assert (engine["phase"], engine["message"]) == ("Starting", "it is starting.")

@@ -89,7 +89,7 @@ def test_what_its_agents_wait_for_is_told() -> None:
     told = "The engine is not up: it waits until all 2 pods can start together, now for demo-engine-1-1."
     seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), reason=told)
     assert engines(seen)[1]["phase"] == "Starting"
-    assert "now for demo-engine-1-1" in engines(seen)[1]["reason"]
+    assert "now for demo-engine-1-1" in engines(seen)[1]["message"]
 
 
 def test_an_engine_that_is_not_started_again_needs_a_person() -> None:
@@ -146,7 +146,7 @@ def test_status_names_the_pod_that_does_not_find_pod_0() -> None:
     said = f"it waits until all 2 pods can start together, now for {words}"
     starting = [pod(1, rank, ready=False) for rank in range(2)]
     shown = engines(fleet(pod(0, 0), pod(0, 1), *starting, gates=(True, False), reason=said))[1]
-    assert shown["reason"].endswith(f"now for {words}.")
+    assert shown["message"].endswith(f"now for {words}.")
 
 
 @pytest.mark.parametrize("there", [0, 1])

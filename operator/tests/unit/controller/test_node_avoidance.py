@@ -43,7 +43,14 @@ def pod(index: int, node: str, *ends: Object, ready: bool = True, **more: Any) -
 
 def failure(minutes: int, node: str = "bad", engine: int = 1, of: str = CURRENT) -> Object:
     """One that status remembers."""
-    return {"node": node, "engine": f"demo-engine-{engine}", "revision": of, "time": at(minutes), "reason": "exited with code 1"}
+    return {
+        "node": node,
+        "engine": f"demo-engine-{engine}",
+        "revision": of,
+        "time": at(minutes),
+        "reason": "Error",
+        "message": "exited with code 1",
+    }
 
 
 def seen(*pods: Object, failures: tuple[Object, ...] = (), avoided: tuple[Object, ...] = (), policy: Object | None = None) -> FleetView:
@@ -64,7 +71,7 @@ TWICE = (failure(10), failure(30))
 def test_the_third_failure_within_an_hour_has_the_node_avoided_and_says_why() -> None:
     (found,) = decide_avoidance(seen(GOOD, BAD, failures=TWICE), NOW).nodes
     assert (found.node, found.since, found.until) == ("bad", NOW, at(180))
-    assert found.reason == (
+    assert found.message == (
         "engines failed there 3 times since 2026-11-21T02:10:00Z, demo-engine-1 at 2026-11-21T02:55:00Z: exited with code 1: CUDA error:"
         " uncorrectable ECC error."
     )
@@ -127,11 +134,11 @@ def test_a_node_that_boots_anew_has_failed_once_however_many_engines_it_ended() 
     rebooted = [pod(index, "bad", ended(f"2026-11-21T02:55:{index:02}Z", code=255)) for index in range(1, 9)]
     assert avoided(seen(GOOD, *rebooted, failures=TWICE[:1])) == []
     (found,) = decide_avoidance(seen(GOOD, *rebooted, failures=TWICE), NOW).nodes
-    assert found.reason.startswith("engines failed there 3 times since 2026-11-21T02:10:00Z, demo-engine-8 at 2026-11-21T02:55:08Z: ")
+    assert found.message.startswith("engines failed there 3 times since 2026-11-21T02:10:00Z, demo-engine-8 at 2026-11-21T02:55:08Z: ")
 
 
 def kept(node: str, since: int = 0) -> Object:
-    return {"node": node, "reason": "engines failed there.", "since": at(since), "until": at(since + 120)}
+    return {"node": node, "reason": "EnginesFailed", "message": "engines failed there.", "since": at(since), "until": at(since + 120)}
 
 
 def test_a_node_stays_avoided_until_its_time_is_over_and_its_old_failures_do_not_count_again() -> None:
@@ -199,7 +206,7 @@ def test_an_engine_that_finds_no_other_node_says_which_are_avoided() -> None:
     )
     homeless["spec"] = {}
     status = build_status(seen(GOOD, homeless, avoided=(kept("bad"),)), NOW)
-    assert status["engines"][1]["reason"].endswith("affinity/selector. Avoided because engines failed there (status.avoidedNodes): bad.")
+    assert status["engines"][1]["message"].endswith("affinity/selector. Avoided because engines failed there (status.avoidedNodes): bad.")
 
 
 def test_without_the_field_status_says_nothing_of_nodes() -> None:

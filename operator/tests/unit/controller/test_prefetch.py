@@ -65,14 +65,14 @@ def told(found: FleetView) -> tuple[Object | None, str]:
 
 def test_nodes_that_have_the_files_are_counted() -> None:
     assert told(seen(on(1, ready=True), on(2, ready=True), on(3, status=download({"running": {}})))) == (
-        {"ready": 2, "wanted": 3, "reason": ""},
+        {"ready": 2, "wanted": 3, "reason": "", "message": ""},
         "AsExpected",
     )
 
 
 def test_a_pod_that_holds_the_model_before_does_not_count() -> None:
     found, reason = told(seen(on(1, ready=True, current=False), on(2, ready=True)))
-    assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": ""}, "AsExpected")
+    assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": "", "message": ""}, "AsExpected")
 
 
 @pytest.mark.parametrize(
@@ -87,22 +87,23 @@ def test_a_pod_that_holds_the_model_before_does_not_count() -> None:
 def test_a_download_that_failed_is_told_with_its_node_until_it_comes_through(status: Object) -> None:
     found, reason = told(seen(on(1, ready=True), on(2, status=status), on(3, status=status)))
     why = "pod demo-prefetch-2 on node node-2: the download exited with code 3: error: no such repository. (1 more)"
-    assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": why}, "PrefetchFailed")
+    assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": "DownloadFailed", "message": why}, "PrefetchFailed")
     recovered = {**status, "conditions": [{"type": "Ready", "status": "True"}]}
-    assert told(seen(on(2, status=recovered), wanted=1)) == ({"ready": 1, "wanted": 1, "reason": ""}, "AsExpected")
+    assert told(seen(on(2, status=recovered), wanted=1)) == ({"ready": 1, "wanted": 1, "reason": "", "message": ""}, "AsExpected")
 
 
 @pytest.mark.parametrize(
-    ("status", "words"),
+    ("status", "code", "words"),
     [
-        (waiting("ImagePullBackOff", "no such image", container="download"), "cannot be pulled (no such image)"),
-        (unschedulable("Insufficient cpu"), "no room for its pod: Insufficient cpu."),
+        (waiting("ImagePullBackOff", "no such image", container="download"), "ImagePullFailed", "cannot be pulled (no such image)"),
+        (unschedulable("Insufficient cpu"), "Unschedulable", "no room for its pod: Insufficient cpu."),
     ],
 )
-def test_a_node_that_cannot_take_its_pod_is_told(status: Object, words: str) -> None:
+def test_a_node_that_cannot_take_its_pod_is_told(status: Object, code: str, words: str) -> None:
     found, reason = told(seen(on(1, status=status)))
     assert found is not None
-    assert words in found["reason"]
+    assert found["reason"] == code
+    assert words in found["message"]
     assert reason == "PrefetchFailed"
 
 

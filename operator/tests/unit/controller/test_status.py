@@ -245,14 +245,21 @@ def test_adapters_of_any_length_are_told_each_under_a_name_of_its_own() -> None:
     rows = [AdapterRow(name=name, path="/" * 5000, by_spec=False, loaded=1, wanted=2, reason="r" * 40_000) for name in names]
     written = record(row(0), row(1)).model_copy(update={"adapters": rows})
     told = status_of(world([pod(0), pod(1)], written=written))["adapters"]
-    assert [(one["name"], len(one["path"]), len(one["reason"])) for one in told] == [("a" * 256, 4096, 2000), ("b", 4096, 2000)]
+    assert [(one["name"], len(one["path"]), len(one["message"])) for one in told] == [("a" * 256, 4096, 2000), ("b", 4096, 2000)]
 
 
 def test_adapters_are_told_and_change_no_revision() -> None:
     rows = [AdapterRow(name="math", path="/m", by_spec=True, loaded=1, wanted=2, reason="engine demo-engine-1: no such path")]
     written = record(row(0), row(1)).model_copy(update={"adapters": rows})
     (told,) = status_of(world([pod(0), pod(1)], written=written))["adapters"]
-    assert told == {"name": "math", "path": "/m", "loaded": 1, "wanted": 2, "reason": "engine demo-engine-1: no such path"}
+    assert told == {
+        "name": "math",
+        "path": "/m",
+        "loaded": 1,
+        "wanted": 2,
+        "reason": "AdapterFailed",
+        "message": "engine demo-engine-1: no such path",
+    }
 
     def made(rank: int, *adapters: str) -> str:
         lora = {"maxRank": rank, "targetModules": ["all"], "adapters": [{"name": name, "path": f"/{name}"} for name in adapters]}
@@ -331,7 +338,7 @@ def test_the_spread_of_served_versions_is_shown() -> None:
 )
 def test_what_is_quoted_ends_with_one_full_stop(seen: FleetView) -> None:
     status = status_of(seen)
-    said = [one["message"] for one in status["conditions"]] + [row["reason"] for row in status["engines"] if row.get("reason")]
+    said = [one["message"] for one in status["conditions"]] + [row["message"] for row in status["engines"] if row.get("message")]
     assert [text for text in said if not text.endswith((".", ".)")) or ".." in text or " ." in text] == []
 
 

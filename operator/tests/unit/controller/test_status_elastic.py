@@ -105,7 +105,7 @@ def test_an_engine_that_comes_after_the_base_says_so() -> None:
     fleet = seen(pod(0), homeless(1), rows=1)
     children = {key: child for key, child in fleet.children.items() if key != ("StatefulSet", "demo-engine-2")}
     last = build_status(replace(fleet, children=children), NOW)["engines"][2]
-    assert (last["phase"], last["reason"]) == ("Pending", "it is created when every engine of the base has a node.")
+    assert (last["phase"], last["message"]) == ("Pending", "it is created when every engine of the base has a node.")
     status, reason, message = said(replace(fleet, children=children), "Progressing")
     assert (status, reason) == ("False", "InsufficientCapacity"), "nothing comes before there is room"
     assert message.startswith("Waiting: 2 of 3 engines. Engine demo-engine-1: no node can take its pod")

@@ -87,7 +87,7 @@ def test_a_sleeping_fleet_says_what_is_released() -> None:
     message = "Asleep by spec.state: 2 of 2 engines have released their memory. Kept: version step-1."
     assert ready(seen) == ("False", "Asleep", message)
     status = status_of(seen)
-    assert [(one["phase"], one["reason"]) for one in status["engines"]] == [
+    assert [(one["phase"], one["message"]) for one in status["engines"]] == [
         ("Asleep", "spec.state is Asleep; released: kv_cache, weights, cuda_graph.")
     ] * 2
     assert condition(status, "Degraded")["status"] == "False"
@@ -112,7 +112,7 @@ def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble(mode:
     message = "Asleep: the trainer uses the memory of 2 of 2 engines. It wakes them by resume_memory_occupation."
     assert ready(seen) == ("False", "AsleepForTrainer", message)
     status = status_of(seen)
-    assert [(one["phase"], one["reason"]) for one in status["engines"]] == [
+    assert [(one["phase"], one["message"]) for one in status["engines"]] == [
         ("Asleep", "the trainer uses its memory; released: kv_cache, weights.")
     ] * 2
     assert condition(status, "Degraded")["status"] == "False"

@@ -231,4 +231,4 @@ def test_quota_that_engines_beyond_the_base_do_not_get_is_room_that_they_wait_fo
     elastic = replace(found, cr=wanted, rollout=SGLangRollout.model_validate(wanted))
     assert said(elastic)[1] == "BaseServing"
     row_of = build_status(elastic, NOW)["engines"][1]
-    assert (row_of["phase"], row_of["reason"]) == ("Pending", f"its pods cannot be created: {QUOTA}.")
+    assert (row_of["phase"], row_of["message"]) == ("Pending", f"its pods cannot be created: {QUOTA}.")
