@@ -1,8 +1,8 @@
 """sglang-rollout: a Kubernetes operator for SGLang rollout fleets.
 
-The packages follow the processes: ``api`` and ``core`` are the custom resource and every decision about Kubernetes
-objects, ``runtime`` is the operator's input and output, ``fleet`` is the coordinator, ``agent`` the sidecar of an engine,
-``trainer`` the client library, and ``wire`` what these say to each other.
+Packages, top to bottom: ``cli`` and ``local`` start processes; ``controller`` is the operator, ``coordinator`` and ``agent``
+are the processes of a fleet, ``trainer`` is the client library and ``testing`` the stand-in engine; ``proxy`` configures gate,
+front and smg; ``api`` is the custom resource; ``kube``, ``checkpoints`` and ``wire`` are shared by all.
 """
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""`sglang-rollout local`: the whole fleet on one machine, without Kubernetes."""
+"""``sglang-rollout local``: a fleet on one machine, without Kubernetes."""

@@ -1,4 +1,4 @@
-"""``sglang-rollout local``: gates, agents, smg, coordinator and front on this machine, in front of SGLang servers that already run."""
+"""``sglang-rollout local``: run gates, agents, smg, coordinator and front on this machine, in front of running SGLang servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import aiohttp
 import click
 from pydantic import ValidationError
 
-from sglang_rollout.local.plan import EngineArg, Folders, Plan, parse_engine, ports_needed
+from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
 from sglang_rollout.local.sizes import SizesError, check_sizes, read_sizes
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.proxy.address import Address
@@ -30,13 +30,13 @@ from sglang_rollout.wire.policy import PauseMode, WeightsPolicy
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
 
 _START_SECONDS = 60.0
-_LONGEST_RUNTIME_PATH = 50
+_MAX_RUNTIME_PATH = 50
 _LOWEST_PORT, _HIGHEST_PORT = 20000, 32767
-"""Below the start of Linux's ephemeral range, so that no outgoing connection takes a port between two starts of a child."""
+"""Below Linux's ephemeral ports, so that no outgoing connection takes a port between two starts of a child process."""
 
 
 class CannotStartError(click.ClickException):
-    """The fleet cannot start; the message says why and what to do."""
+    """The fleet cannot start. The message says why, and what to do."""
 
     exit_code = 2
 
@@ -48,17 +48,17 @@ class CannotStartError(click.ClickException):
     multiple=True,
     required=True,
     metavar="URL[,tp=N]",
-    help="An SGLang server that runs or will; repeat for more. tp=N: its tensor parallel size must be N [default: as the server reports].",
+    help="SGLang server, started now or later; repeat for more. tp=N: required tensor parallel size [default: what the server reports].",
 )
-@click.option("--listen", type=ADDRESS, default="127.0.0.1:30000", show_default=True, help="The fleet's one URL.")
+@click.option("--listen", type=ADDRESS, default="127.0.0.1:30000", show_default=True, help="Address of the fleet's URL.")
 @click.option(
     "--backend",
     type=click.Choice(["nccl", "gloo"]),
     default="nccl",
     show_default=True,
-    help="Backend of weight groups whose trainer names none.",
+    help="Backend of process groups for trainers that do not name one.",
 )
-@click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How smg chooses an engine.")
+@click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="Routing policy of smg.")
 @click.option(
     "--pause-mode",
     type=click.Choice([mode.value for mode in PauseMode]),
@@ -71,20 +71,20 @@ class CannotStartError(click.ClickException):
     "weights_json",
     default="{}",
     metavar="JSON",
-    help='More of the weights policy, as in the intent: \'{"verify": "always", "min_committed": 1, "catch_up": {"disk": "/ckpt"}}\'.',
+    help='Further settings of weight updates: \'{"verify": "always", "min_committed": 1, "catch_up": {"disk": "/ckpt"}}\'.',
 )
-@click.option("--tensor-size", type=click.IntRange(1), help="tp=N of every engine that has none [default: as the server reports].")
+@click.option("--tensor-size", type=click.IntRange(1), help="tp=N for engines without tp=N [default: what the server reports].")
 @click.option(
     "--state-dir",
     type=click.Path(path_type=Path),
-    show_default="a temporary one, removed at the end",
-    help="Folder for records, token and logs; it is kept.",
+    show_default="a temporary folder, removed at the end",
+    help="Folder for records, token and logs. It is kept.",
 )
 @click.option(
     "--base-port",
     type=click.IntRange(1024, 65000),
-    show_default="free ones are looked for",
-    help="First of the loopback ports that the parts listen on.",
+    show_default="free ports are chosen",
+    help="First loopback port of the processes.",
 )
 def command(
     *,
@@ -98,13 +98,13 @@ def command(
     state_dir: Path | None,
     base_port: int | None,
 ) -> None:
-    """Run a fleet on this machine, without Kubernetes, in front of SGLang servers. Ends with Ctrl-C or SIGTERM; the servers go on.
+    r"""Run a fleet on this machine, without Kubernetes, in front of SGLang servers. Ctrl-C or SIGTERM ends the fleet, not the servers.
 
     \b
     sglang-rollout local --engine http://127.0.0.1:30101 --engine http://127.0.0.1:30102,tp=2
 
-    The sizes of engines that answer are checked at the start. An engine that is not up yet joins when it is, and stays out of the fleet
-    if its tensor parallel size is not the given one; GET /fleet says so.
+    The parallel sizes of engines that answer are checked at the start. An engine that is not up yet joins later. If its tensor parallel
+    size is not the given one, it stays out of the fleet, and GET /fleet says why.
     """
     try:
         parsed = tuple(parse_engine(text, tensor_size) for text in engines)
@@ -112,7 +112,7 @@ def command(
         raise click.BadParameter(str(error), param_hint="--engine") from None
     _check_programs()
     _check_engines(parsed)
-    _check_free(listen, "--listen")
+    _check_can_listen(listen, "--listen")
     try:
         more = WeightsPolicy.model_validate_json(weights_json)
     except ValidationError as error:
@@ -122,12 +122,12 @@ def command(
     named = {"backend": backend, "pause_mode": PauseMode(pause_mode)}
     weights = more.model_copy(update={key: value for key, value in named.items() if key not in more.model_fields_set})
     silent = asyncio.run(_check_sizes(parsed, weights))
-    ports = _ports(ports_needed(len(parsed)), base_port, taken={listen.port, *(engine.address.port for engine in parsed)})
+    ports = _choose_ports(count_ports(len(parsed)), base_port, taken={listen.port, *(engine.address.port for engine in parsed)})
     plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=ports)
-    runtime = _runtime_folder()
+    runtime = _make_runtime_folder()
     try:
         folders = Folders(state=state_dir.absolute() if state_dir else runtime / "state", runtime=runtime)
-        _prepare(plan, folders)
+        _write_files(plan, folders)
         asyncio.run(_run(plan, folders, silent))
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
@@ -137,19 +137,19 @@ async def _run(plan: Plan, folders: Folders, silent: list[EngineArg]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    supervisor = Supervisor(plan.children(folders), folders.logs, say=lambda line: click.echo(line, err=True))
+    supervisor = Supervisor(plan.children(folders), folders.logs, report=lambda line: click.echo(line, err=True))
     supervisor.start()
     try:
-        if await _until_serving(supervisor, plan.listen.url, stop):
-            _announce(plan, folders, silent)
+        if await _wait_for_coordinator(supervisor, plan.listen.url, stop):
+            _print_summary(plan, folders, silent)
             await stop.wait()
             click.echo("Ending.")
     finally:
         await supervisor.stop()
 
 
-async def _until_serving(supervisor: Supervisor, url: str, stop: asyncio.Event) -> bool:
-    """Wait until the coordinator answers through the front. False if the fleet is to end before that."""
+async def _wait_for_coordinator(supervisor: Supervisor, url: str, stop: asyncio.Event) -> bool:
+    """Wait until the coordinator answers through the front. Return False if ``stop`` is set first."""
     end = time.monotonic() + _START_SECONDS
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
         while not stop.is_set():
@@ -157,11 +157,11 @@ async def _until_serving(supervisor: Supervisor, url: str, stop: asyncio.Event) 
                 async with session.get(url + FLEET_HEALTH) as answer:
                     if answer.status == 200:
                         return True
-            failed = supervisor.failed()
-            if failed is not None:
-                raise CannotStartError(f"{failed.child.name} does not stay up. The end of its log:\n{failed.tail()}")
+            crashed = supervisor.find_crash_loop()
+            if crashed is not None:
+                raise CannotStartError(f"{crashed.child.name} exits again and again. The end of its log:\n{crashed.read_log_tail()}")
             if time.monotonic() > end:
-                tail = next((keeper.tail() for keeper in supervisor.keepers if keeper.child.name == "coordinator"), "")
+                tail = next((process.read_log_tail() for process in supervisor.processes if process.child.name == "coordinator"), "")
                 raise CannotStartError(
                     f"{url}{FLEET_HEALTH} has not answered within {_START_SECONDS:g} s. The end of the coordinator's log:\n{tail}"
                 )
@@ -171,19 +171,19 @@ async def _until_serving(supervisor: Supervisor, url: str, stop: asyncio.Event) 
     return False
 
 
-def _runtime_folder() -> Path:
-    """A folder for sockets, whose paths Linux limits to 107 characters; haproxy needs some of them for itself."""
+def _make_runtime_folder() -> Path:
+    """Make a folder for sockets with a short path: Linux limits paths of sockets to 107 characters, and haproxy appends some."""
     folder = Path(tempfile.mkdtemp(prefix="sglang-rollout-"))
-    if len(str(folder)) <= _LONGEST_RUNTIME_PATH:
+    if len(str(folder)) <= _MAX_RUNTIME_PATH:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="sglang-rollout-", dir="/tmp"))
 
 
-def _announce(plan: Plan, folders: Folders, silent: list[EngineArg]) -> None:
-    """``silent``: engines that did not answer at the start."""
+def _print_summary(plan: Plan, folders: Folders, silent: list[EngineArg]) -> None:
+    """Print the fleet's addresses, and the engines that did not answer at the start (``silent``)."""
     url = plan.listen.url
-    click.echo(f"The fleet answers at {url}; {len(plan.engines)} engine(s) wanted, each joins when it is up.")
+    click.echo(f"The fleet answers at {url}. Each of the {len(plan.engines)} engine(s) joins when it is up.")
     click.echo(f"  generate    POST {url}/generate")
     click.echo(f"  discovery   GET  {url}{FLEET}")
     click.echo(f"  metrics     GET  {plan.metrics.url}{METRICS}; all targets for Prometheus: {folders.targets}")
@@ -191,23 +191,23 @@ def _announce(plan: Plan, folders: Folders, silent: list[EngineArg]) -> None:
     for engine in silent:
         size = f"its tensor parallel size must be {engine.tensor_size}" if engine.tensor_size else "the fleet reads its size"
         click.echo(f"  not up yet  {engine.url}: {size} when it is up")
-    click.echo("Ctrl-C ends it; the engines go on.")
+    click.echo("Ctrl-C ends the fleet; the engines keep running.")
 
 
-def _prepare(plan: Plan, folders: Folders) -> None:
-    """Write what the children read."""
+def _write_files(plan: Plan, folders: Folders) -> None:
+    """Write the files that the child processes and Prometheus read."""
     try:
         for folder in (folders.logs, folders.runtime):
             folder.mkdir(parents=True, exist_ok=True)
         if not folders.token.exists():
-            # Created readable by nobody else from the first moment on.
+            # Created with mode 0600, so that other users can never read it.
             with os.fdopen(os.open(folders.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as token:
                 token.write(secrets.token_urlsafe(32))
         folders.intent.write_text(plan.intent().model_dump_json(indent=2))
         folders.targets.write_text(json.dumps(plan.scrape_targets(), indent=2))
     except OSError as error:
         raise CannotStartError(
-            f"the folder {folders.state} cannot be used: {error.strerror}; name a writable one with --state-dir"
+            f"the folder {folders.state} cannot be used: {error.strerror}; pass a writable folder with --state-dir"
         ) from None
 
 
@@ -221,9 +221,9 @@ def _check_programs() -> None:
 
 
 def _check_engines(engines: tuple[EngineArg, ...]) -> None:
-    """Names must resolve, because haproxy does not start otherwise. That an engine is not up yet is no error."""
+    """Refuse duplicates, and host names that do not resolve, with which haproxy does not start. Engines need not be up."""
     if len({engine.address for engine in engines}) != len(engines):
-        raise CannotStartError("an engine is named twice; each --engine must be another server")
+        raise CannotStartError("an engine is named twice; each --engine must be a different server")
     for engine in engines:
         try:
             socket.getaddrinfo(engine.address.host, engine.address.port, type=socket.SOCK_STREAM)
@@ -232,7 +232,7 @@ def _check_engines(engines: tuple[EngineArg, ...]) -> None:
 
 
 async def _check_sizes(engines: tuple[EngineArg, ...], weights: WeightsPolicy) -> list[EngineArg]:
-    """Refuse engines whose sizes do not fit. Returns those that do not answer yet: their agents check them when they are up."""
+    """Refuse engines whose sizes do not fit. Return the engines that do not answer yet; their agents check them later."""
     try:
         found = await read_sizes(engines)
         check_sizes(found, weights)
@@ -241,32 +241,32 @@ async def _check_sizes(engines: tuple[EngineArg, ...], weights: WeightsPolicy) -
     return [engine for engine in engines if engine not in found]
 
 
-def _check_free(address: Address, option: str) -> None:
-    reason = _why_taken(address)
-    if reason:
+def _check_can_listen(address: Address, option: str) -> None:
+    reason = _find_listen_error(address)
+    if reason is not None:
         raise CannotStartError(f"{option} {address} cannot be used: {reason}")
 
 
-def _why_taken(address: Address) -> str:
-    """Why nothing can listen there, or nothing."""
+def _find_listen_error(address: Address) -> str | None:
+    """Return why no process can listen on an address; None if a process can."""
     try:
         with socket.socket(socket.AF_INET6 if address.is_v6 else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address.host, address.port))
-    except OSError as error:  # also of a kernel without IPv6
+    except OSError as error:  # a kernel without IPv6 fails here, too
         return error.strerror or str(error)
-    return ""
+    return None
 
 
-def _ports(count: int, base: int | None, taken: set[int]) -> tuple[int, ...]:
-    """Loopback ports for the parts. ``taken``: where something listens already, or is going to."""
+def _choose_ports(count: int, base: int | None, taken: set[int]) -> tuple[int, ...]:
+    """Return free loopback ports, consecutive from ``base`` or else random, and none of ``taken``."""
     if base is not None:
         ports = tuple(range(base, base + count))
         for port in ports:
-            _check_free(Address("127.0.0.1", port), f"--base-port {base}: port")
+            _check_can_listen(Address("127.0.0.1", port), f"--base-port {base}: port")
         return ports
     candidates = [port for port in random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 500) if port not in taken]
-    free = [port for port in candidates if not _why_taken(Address("127.0.0.1", port))][:count]
+    free = [port for port in candidates if _find_listen_error(Address("127.0.0.1", port)) is None][:count]
     if len(free) < count:
-        raise CannotStartError(f"no {count} free ports found between {_LOWEST_PORT} and {_HIGHEST_PORT}; name a first one with --base-port")
+        raise CannotStartError(f"no {count} free ports between {_LOWEST_PORT} and {_HIGHEST_PORT}; pass the first one with --base-port")
     return tuple(free)

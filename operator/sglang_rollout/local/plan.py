@@ -1,4 +1,4 @@
-"""Which processes make up a local fleet, and with which addresses. Pure."""
+"""The processes of a local fleet, with their command lines and addresses. Pure."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from sglang_rollout.wire.intent import Intent, WantedEngine
 from sglang_rollout.wire.policy import WeightsPolicy
 
 NAME = "local"
-"""Name and namespace of a fleet that no Kubernetes knows."""
+"""Name and namespace of a local fleet."""
 
 _ROUTER_PORTS = 4
-"""smg, its metrics, the coordinator, and the metrics of all three processes of a router pod."""
+"""smg, its metrics, the coordinator, and one port for the metrics of smg, coordinator and front."""
 _ENGINE_PORTS = 3
-"""Gate, agent, and the metrics of all three processes of an engine pod."""
+"""Gate, agent, and one port for the metrics of engine, agent and gate."""
 
 _PROGRAM = (sys.executable, "-m", "sglang_rollout.cli")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArg:
-    """One ``--engine``: the URL of an SGLang server, and its tensor parallel size if the command line says one."""
+    """One ``--engine`` option: the URL of an SGLang server, and its required tensor parallel size."""
 
     address: Address
     tensor_size: int | None = None
-    """None: the size that the engine reports."""
+    """None: any size, as the engine reports."""
 
     @property
     def url(self) -> str:
-        """The server's URL."""
+        """URL of the server."""
         return f"http://{self.address}"
 
 
-class _Row(NamedTuple):
-    """One engine and where its parts listen."""
+class _EngineAddresses(NamedTuple):
+    """One engine, and the addresses of its gate and agent and of their metrics."""
 
     name: str
     engine: EngineArg
@@ -51,7 +51,7 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One process to keep running."""
+    """One process of the fleet."""
 
     name: str
     command: tuple[str, ...]
@@ -61,65 +61,68 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Where a local fleet keeps what it writes."""
+    """Folders and files of a local fleet."""
 
     state: Path
-    """Survives: records, token, logs."""
+    """Kept after the end if the user names it: records, token, logs."""
     runtime: Path
-    """Goes with the fleet: configurations and sockets, whose paths must be short."""
+    """Removed at the end: configurations and sockets, whose paths must be short."""
 
     @property
     def logs(self) -> Path:
-        """One file for each child."""
+        """Folder with one log per process."""
         return self.state / "logs"
 
     @property
     def token(self) -> Path:
-        """The control token."""
+        """File with the control token."""
         return self.state / "token"
 
     @property
     def intent(self) -> Path:
-        """What the operator writes in Kubernetes."""
+        """File with the intent, which the operator writes in Kubernetes."""
         return self.state / "intent.json"
 
     @property
     def targets(self) -> Path:
-        """What Prometheus scrapes."""
+        """File with Prometheus' scrape targets."""
         return self.state / "prometheus-targets.json"
 
     @property
     def record(self) -> Path:
-        """What the coordinator remembers."""
+        """File with the coordinator's record."""
         return self.state / "weights.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A local fleet."""
+    """The settings of a local fleet."""
 
     listen: Address
     engines: tuple[EngineArg, ...]
     weights: WeightsPolicy
     policy: str
     ports: tuple[int, ...]
-    """Free loopback ports, :func:`ports_needed` of them."""
+    """Free loopback ports, as many as :func:`count_ports` returns."""
 
     def intent(self) -> Intent:
-        """The coordinator's orders."""
-        wanted = [WantedEngine(name=row.name, tensor_size=row.engine.tensor_size, url=f"http://{row.gate}") for row in self._rows()]
+        """Return the intent that the coordinator reads."""
+        wanted = [
+            WantedEngine(name=each.name, tensor_size=each.engine.tensor_size, url=f"http://{each.gate}")
+            for each in self._engine_addresses()
+        ]
         return Intent(generation=1, name=NAME, namespace=NAME, engines=wanted, weights=self.weights)
 
     def children(self, folders: Folders) -> list[Child]:
-        """All processes, in the order in which they start."""
+        """Return all processes, in the order of their start."""
         smg, smg_metrics, coordinator = (_loopback(port) for port in self.ports[:3])
         children: list[Child] = []
-        for row in self._rows():
-            children += _engine_children(row, folders)
+        for each in self._engine_addresses():
+            children += _engine_children(each, folders)
         smg_line = ("proxy", "smg", "--listen", str(smg), "--metrics-listen", str(smg_metrics), "--policy", self.policy)
-        # smg serves 5 s more after SIGTERM. By then the front is gone and nobody can ask.
+        # smg serves for 5 s after SIGTERM, but no request reaches it, because the front is stopped first.
         children.append(Child("smg", (*_PROGRAM, *smg_line), grace=1.0))
-        children.append(Child("coordinator", self._coordinator(smg, coordinator, folders)))
+        children.append(Child("coordinator", self._coordinator_command(smg, coordinator, folders)))
         runtime = str(folders.runtime / "front")
         front = ("proxy", "front", "--listen", str(self.listen), "--smg", str(smg), "--coordinator", str(coordinator))
         metrics = ("--metrics-listen", str(self.metrics), "--smg-metrics", str(smg_metrics))
@@ -128,21 +131,21 @@ class Plan:
 
     @property
     def metrics(self) -> Address:
-        """Where the metrics of coordinator, smg and front are served."""
+        """Address of the metrics of coordinator, smg and front."""
         return _loopback(self.ports[3])
 
     def scrape_targets(self) -> list[dict[str, object]]:
-        """The processes in the format of Prometheus' ``file_sd_configs``."""
+        """Return all processes as targets of Prometheus, in the format of ``file_sd_configs``."""
         router = {"coordinator": wire.METRICS, "smg": wire.METRICS_SMG, "front": wire.METRICS_FRONT}
         engine = {"engine": wire.METRICS, "agent": wire.METRICS_AGENT, "gate": wire.METRICS_GATE}
-        pods = [("local-router", self.metrics, router), *((row.name, row.metrics, engine) for row in self._rows())]
+        pods = [("local-router", self.metrics, router), *((each.name, each.metrics, engine) for each in self._engine_addresses())]
         return [
             {"targets": [str(address)], "labels": {"__metrics_path__": path, "container": container, "pod": pod}}
             for pod, address, paths in pods
             for container, path in paths.items()
         ]
 
-    def _coordinator(self, smg: Address, listen: Address, folders: Folders) -> tuple[str, ...]:
+    def _coordinator_command(self, smg: Address, listen: Address, folders: Folders) -> tuple[str, ...]:
         return (
             *(*_PROGRAM, "coordinator", "--name", NAME, "--namespace", NAME, "--listen", str(listen), "--smg-url", f"http://{smg}"),
             *("--policy", self.policy),
@@ -150,26 +153,34 @@ class Plan:
             *("--public-url", self.listen.url),
         )
 
-    def _rows(self) -> Iterator[_Row]:
+    def _engine_addresses(self) -> Iterator[_EngineAddresses]:
         for i, engine in enumerate(self.engines):
             first = _ROUTER_PORTS + _ENGINE_PORTS * i
             gate, agent, metrics = (_loopback(port) for port in self.ports[first : first + _ENGINE_PORTS])
-            yield _Row(f"{NAME}-engine-{i}", engine, gate, agent, metrics)
+            yield _EngineAddresses(f"{NAME}-engine-{i}", engine, gate, agent, metrics)
 
 
-def ports_needed(engines: int) -> int:
-    """Return how many loopback ports the parts of a fleet listen on."""
+def count_ports(engines: int) -> int:
+    """Return the number of loopback ports that a fleet with this many engines needs."""
     return _ROUTER_PORTS + _ENGINE_PORTS * engines
 
 
 def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg:
-    """Read ``http://host:port`` or ``http://host:port,tp=2``. Raises ValueError with a sentence."""
+    """Parse ``http://host:port`` or ``http://host:port,tp=2``.
+
+    Args:
+        text: Value of an ``--engine`` option.
+        default_tensor_size: Tensor parallel size if the text has none.
+
+    Raises:
+        ValueError: The text is malformed.
+    """
     url, *options = text.split(",")
     tensor_size = default_tensor_size
     for option in options:
         key, _, value = option.partition("=")
         if key.strip() != "tp" or not value.strip().isdigit() or int(value) < 1:
-            raise ValueError(f"{option!r} in {text!r} is not understood: after the URL only tp=<tensor parallel size> can follow")
+            raise ValueError(f"{option!r} in {text!r} is not valid: only tp=<tensor parallel size> may follow the URL")
         tensor_size = int(value)
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme != "http" or parts.path.strip("/") or parts.query or parts.username:
@@ -180,8 +191,8 @@ def parse_engine(text: str, default_tensor_size: int | None = None) -> EngineArg
         raise ValueError(f"{url!r} is not the URL of an SGLang server: {error}") from None
 
 
-def _engine_children(row: _Row, folders: Folders) -> list[Child]:
-    name, engine, gate, agent, metrics = row
+def _engine_children(addresses: _EngineAddresses, folders: Folders) -> list[Child]:
+    name, engine, gate, agent, metrics = addresses
     socket = str(folders.runtime / name / "gate.sock")
     gate_line = (
         *("proxy", "gate", "--listen", str(gate), "--engine", str(engine.address), "--agent", str(agent), "--socket", socket),

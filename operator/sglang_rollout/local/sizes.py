@@ -1,6 +1,6 @@
-"""What engines of a local fleet report about their sizes, compared with the command line before anything starts.
+"""Compare the parallel sizes that engines report with the command line, before any process starts.
 
-Called by :mod:`sglang_rollout.local.cli`. Never waits for an engine: one that does not answer yet is checked by its agent when it is up.
+Called by :mod:`sglang_rollout.local.cli`. Never waits for an engine that does not answer: its agent checks the size later.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sglang_rollout.local.plan import EngineArg
 from sglang_rollout.wire.policy import Transport, WeightsPolicy
 
 _TIMEOUT_SECONDS = 5.0
-"""An engine answers at once, unless its scheduler is busy. Such an engine is treated as one that is not up yet."""
+"""An engine answers at once, unless its scheduler is busy. A busy engine is treated like an engine that is not up."""
 _NO_SGLANG = "does not answer /server_info as an SGLang server does: name the address of an SGLang server, 0.5.20 or newer"
 
 
 class SizesError(Exception):
-    """The fleet must not start with this engine; the message says why and what to do."""
+    """The fleet must not start with this engine. The message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +35,21 @@ class Sizes:
 
 
 async def read_sizes(engines: Sequence[EngineArg]) -> dict[EngineArg, Sizes]:
-    """Return the sizes of the engines that answer now, asking all at once.
+    """Return the sizes of the engines that answer now. All engines are called at once.
 
     Raises:
-        SizesError: something answers that the fleet cannot use.
+        SizesError: A server is not SGLang, is too old, or needs an API key.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)) as http:
-        found = await asyncio.gather(*(_ask(http, engine) for engine in engines))
+        found = await asyncio.gather(*(_read_engine_sizes(http, engine) for engine in engines))
     return {engine: sizes for engine, sizes in zip(engines, found, strict=True) if sizes is not None}
 
 
 def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: WeightsPolicy) -> None:
-    """Compare what engines report with the command line.
+    """Compare the reported sizes with the command line.
 
     Raises:
-        SizesError: an engine has another tensor parallel size than the command line says, or takes no weights over a group.
+        SizesError: An engine has another tensor parallel size than the command line says, or cannot take weights over a process group.
     """
     for engine, found in sizes.items():
         if engine.tensor_size not in (None, found.tensor):
@@ -62,13 +62,13 @@ def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: WeightsPolicy) -> Non
         for what, size, flag in (("pipeline", found.pipeline, "--pp-size"), ("data", found.data, "--dp-size")):
             if size > 1:
                 raise SizesError(
-                    f"engine {engine.url} runs with {what} parallel size {size}: SGLang cannot take weights over a group there."
+                    f"engine {engine.url} runs with {what} parallel size {size}: SGLang cannot take weights over a process group then."
                     f" Start the engine with {flag} 1, or add"
                     """ --weights '{"transport": "disk"}' and send checkpoints with /update_weights_from_disk"""
                 )
 
 
-async def _ask(http: aiohttp.ClientSession, engine: EngineArg) -> Sizes | None:
+async def _read_engine_sizes(http: aiohttp.ClientSession, engine: EngineArg) -> Sizes | None:
     try:
         async with http.get(f"{engine.url}/server_info") as answer:
             if answer.status in (401, 403):
@@ -77,7 +77,7 @@ async def _ask(http: aiohttp.ClientSession, engine: EngineArg) -> Sizes | None:
                     " Start the engine without --api-key"
                 )
             if answer.status >= 500:
-                return None  # it starts, or ends
+                return None  # the engine is starting or ending
             info = await answer.json(content_type=None) if answer.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None

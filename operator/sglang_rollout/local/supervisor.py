@@ -1,4 +1,4 @@
-"""Keeps the children of a local fleet running, as a kubelet would, and ends them all."""
+"""Run the processes of a local fleet: restart those that exit, as a kubelet would, and end all of them together."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ from pathlib import Path
 
 from sglang_rollout.local.plan import Child
 
-_FIRST_BACKOFF = 0.5
-_LONGEST_BACKOFF = 10.0
-_STEADY_AFTER = 30.0
+_FIRST_BACKOFF_SECONDS = 0.5
+_MAX_BACKOFF_SECONDS = 10.0
+_STEADY_SECONDS = 30.0
+"""A process that ran this long restarts with the first backoff."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Keeper:
-    """One child: started, started again when it ends, ended when the fleet ends."""
+class ChildProcess:
+    """One process of the fleet, restarted whenever it exits until the fleet ends."""
 
-    def __init__(self, child: Child, logs: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, child: Child, logs: Path, report: Callable[[str], None]) -> None:
         self.child = child
         self.log = logs / f"{child.name}.log"
         self.process: asyncio.subprocess.Process | None = None
         self.starts = 0
-        self._say = say
+        self._report = report
         self._stopping = asyncio.Event()
 
-    async def keep(self) -> None:
-        """Run until :meth:`stop` is called or the task is cancelled."""
-        backoff = _FIRST_BACKOFF
+    async def keep_running(self) -> None:
+        """Run the process, and restart it, until :meth:`stop` is called or the task is cancelled."""
+        backoff = _FIRST_BACKOFF_SECONDS
         while not self._stopping.is_set():
             began = time.monotonic()
-            code = await self._run()
+            code = await self._run_once()
             if self._stopping.is_set():
                 return
-            if time.monotonic() - began > _STEADY_AFTER:
-                backoff = _FIRST_BACKOFF
-            self._say(f"{self.child.name} ended ({ending(code)}); starting it again in {backoff:g} s. Its log: {self.log}")
+            if time.monotonic() - began > _STEADY_SECONDS:
+                backoff = _FIRST_BACKOFF_SECONDS
+            self._report(f"{self.child.name} ended ({describe_exit(code)}) and restarts in {backoff:g} s. Its log: {self.log}")
             with suppress(TimeoutError):
                 async with asyncio.timeout(backoff):
                     await self._stopping.wait()
-            backoff = min(backoff * 2, _LONGEST_BACKOFF)
+            backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
 
     async def stop(self) -> None:
-        """End the child: politely, and after its grace at once."""
+        """End the process: SIGTERM, then SIGKILL after its grace period."""
         self._stopping.set()
         if self.process is None or self.process.returncode is not None:
             return
@@ -60,13 +61,13 @@ class Keeper:
             self._signal(signal.SIGKILL)
             await self.process.wait()
 
-    def tail(self, lines: int = 5) -> str:
-        """The end of the log."""
+    def read_log_tail(self, lines: int = 5) -> str:
+        """Return the last lines of the log."""
         with suppress(FileNotFoundError):
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         return ""
 
-    async def _run(self) -> int:
+    async def _run_once(self) -> int:
         supervisor = os.getpid()
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
@@ -74,12 +75,12 @@ class Keeper:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                # Ctrl-C in a terminal goes to the whole group; ending the children in order is the supervisor's task.
+                # Ctrl-C in a terminal goes to the whole process group, but the supervisor ends the children in order.
                 process_group=0,
-                preexec_fn=lambda: _die_with(supervisor),
+                preexec_fn=lambda: _end_with_parent(supervisor),
             )
         self.starts += 1
-        if self._stopping.is_set():  # asked to stop while the child was being made
+        if self._stopping.is_set():  # stop() was called while the process was created
             self._signal(signal.SIGKILL)
         return await self.process.wait()
 
@@ -89,40 +90,40 @@ class Keeper:
                 os.killpg(self.process.pid, number)
 
 
-def _die_with(supervisor: int) -> None:
-    """Between fork and exec: have the kernel end this child when the supervisor is killed, so that nothing is left behind."""
+def _end_with_parent(supervisor: int) -> None:
+    """Make the kernel kill this child when the supervisor dies. Runs between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(1)
 
 
 class Supervisor:
-    """All children of a fleet."""
+    """All processes of a fleet."""
 
-    def __init__(self, children: Sequence[Child], logs: Path, say: Callable[[str], None]) -> None:
-        self.keepers = [Keeper(child, logs, say) for child in children]
+    def __init__(self, children: Sequence[Child], logs: Path, report: Callable[[str], None]) -> None:
+        self.processes = [ChildProcess(child, logs, report) for child in children]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start every child."""
-        self._tasks = [asyncio.create_task(keeper.keep(), name=keeper.child.name) for keeper in self.keepers]
+        """Start every process."""
+        self._tasks = [asyncio.create_task(process.keep_running(), name=process.child.name) for process in self.processes]
 
-    def failed(self) -> Keeper | None:
-        """A child that has ended again and again since the start."""
-        return next((keeper for keeper in self.keepers if keeper.starts > 2), None)
+    def find_crash_loop(self) -> ChildProcess | None:
+        """Return a process that was started more than twice; None if there is none."""
+        return next((process for process in self.processes if process.starts > 2), None)
 
     async def stop(self) -> None:
-        """End the children: the front first, so that nobody comes in any more, then all others at once."""
-        for keeper in self.keepers[-1:]:
-            await keeper.stop()
-        await asyncio.gather(*(keeper.stop() for keeper in self.keepers))
+        """End the front first, so that no new request arrives, then all other processes at once."""
+        for process in self.processes[-1:]:
+            await process.stop()
+        await asyncio.gather(*(process.stop() for process in self.processes))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def ending(code: int) -> str:
-    """How a process ended, in words."""
+def describe_exit(code: int) -> str:
+    """Describe how a process ended: by its exit code or by a signal."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -30,7 +30,7 @@ def test_help_and_version_import_no_subcommand() -> None:
 
 
 def test_help_shows_what_people_start_apart_from_what_is_started_for_them() -> None:
-    commands, parts = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1].split("Parts of a fleet")
+    commands, parts = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1].split("Processes of a fleet")
     assert [line.split()[0] for line in commands.strip().splitlines()] == ["crd", "local", "operator", "stand-in"]
     assert [line.split()[0] for line in parts.splitlines()[1:]] == ["agent", "coordinator", "proxy"]
 
@@ -69,7 +69,7 @@ def test_a_missing_module_of_ours_is_a_defect_and_no_advice() -> None:
 
 
 def test_a_target_that_is_no_command_is_a_defect() -> None:
-    with pytest.raises(TypeError, match="is no click command"):
+    with pytest.raises(TypeError, match="is not a click command"):
         load("x", Subcommand("sglang_rollout:__version__", "coordinator", ""))
 
 

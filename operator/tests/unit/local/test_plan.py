@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_rollout.local.plan import Folders, Plan, parse_engine, ports_needed
+from sglang_rollout.local.plan import Folders, Plan, count_ports, parse_engine
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.policy import WeightsPolicy
 
@@ -26,7 +26,7 @@ def test_each_engine_has_a_gate_and_an_agent_and_the_front_is_last() -> None:
         *("local-engine-0-gate", "local-engine-0-agent", "local-engine-1-gate", "local-engine-1-agent"),
         *("smg", "coordinator", "front"),
     ]
-    assert ports_needed(2) == 10 == len(PLAN.ports)
+    assert count_ports(2) == 10 == len(PLAN.ports)
     agent = children[3].command
     assert agent[agent.index("--tensor-size") + 1] == "2"
     assert agent[agent.index("--engine-url") + 1] == "http://127.0.0.1:1002"
@@ -49,7 +49,7 @@ def test_no_address_is_used_twice() -> None:
     options = ("--listen", "--metrics-listen")
     lines = [child.command for child in PLAN.children(FOLDERS)]
     listens = [value for line in lines for option, value in pairwise(line) if option in options]
-    assert len(set(listens)) == len(listens) == ports_needed(2) + 1
+    assert len(set(listens)) == len(listens) == count_ports(2) + 1
 
 
 def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() -> None:
@@ -65,5 +65,5 @@ def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() 
 
 @pytest.mark.parametrize("text", ["https://x:1", "http://x", "http://x:1/path", "http://x:1,tp=0", "http://x:1,pp=2", "http://u@x:1", ""])
 def test_what_is_no_engine_is_refused_with_a_sentence(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not understood|is not the URL"):
+    with pytest.raises(ValueError, match=r"is not valid|is not the URL"):
         parse_engine(text)
