@@ -16,6 +16,7 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply, complaint
 from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateLacksError, GateView
 from sglang_rollout.agent.record import RecordError, RecordFile
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.weights import EngineState
 
@@ -283,11 +284,11 @@ class Agent:
     async def control(self, call: str, body: dict[str, Any], deadline: float) -> Reply:
         """Put a control call to the engine, if it may be asked now. The engine goes on with it when ``deadline`` has passed."""
         refused = self._refusal(call, body)
-        if refused is None and call == s.RELEASE:
+        if refused is None and call == ControlCall.RELEASE_MEMORY:
             refused = await sleep.release_refusal(self) or self._refusal(call, body)
         if refused is not None:
             return complaint(refused.status, refused.message)
-        if call == s.RELEASE and not guards.tags_of(call, body, self.state.memory.released):
+        if call == ControlCall.RELEASE_MEMORY and not guards.tags_of(call, body, self.state.memory.released):
             return Reply.json(200, None)  # all of it is released already
         task = self.start(call, body)
         await asyncio.wait({task}, timeout=deadline)
@@ -308,19 +309,23 @@ class Agent:
 
     async def _perform(self, ended: ev.CallEnded, body: dict[str, Any]) -> Reply:
         try:
-            if ended.call == s.RELEASE:
+            if ended.call == ControlCall.RELEASE_MEMORY:
                 await sleep.quiet(self)
             elif self.state.memory.state is EngineState.DIRTY:
                 await self.shut_gate()
             reply = await self.engine.call(ended.call, body)
-            if ended.call == s.UNLOAD and self.state.memory.adapters.get(ended.name) == s.UNSURE and _NO_ADAPTER in reply.body:
+            if (
+                ended.call == ControlCall.UNLOAD_ADAPTER
+                and self.state.memory.adapters.get(ended.name) == s.UNSURE
+                and _NO_ADAPTER in reply.body
+            ):
                 reply = Reply.json(200, {"success": True, "message": f"The engine did not hold {ended.name}."})
             ended = replace(ended, ok=reply.ok)
         except EngineError as error:
             reply = complaint(503, f"{ended.call}: {error}.")
         finally:
             self.dispatch(ended, durable=False)
-        if ended.call in (s.LOAD, s.UNLOAD):
+        if ended.call in (ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER):
             await self.settle_gate()  # who is told that it is done may rely on it
         seconds = time.monotonic() - self.running_since
         log.info(

@@ -21,6 +21,7 @@ from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.relay import RELAYED, Relay
 from sglang_rollout.agent.update import AckError, Fence, acknowledge
+from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 from sglang_rollout.wire.launch import MemberReport
@@ -98,7 +99,7 @@ class Routes:
     async def run(self, request: web.Request) -> web.StreamResponse:
         """A sync that ends the pause of an update. The gate follows what is committed, also of an engine that does not go on."""
         self._take_over(request, await message(request, SyncRequest))
-        reply = await self._agent.control(s.CONTINUE, {}, deadline_of(request, _CALL_DEADLINE))
+        reply = await self._agent.control(ControlCall.CONTINUE, {}, deadline_of(request, _CALL_DEADLINE))
         return await self._report_settled() if reply.ok else passed_on(reply)
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:
@@ -141,12 +142,12 @@ class Routes:
         """One of SGLang's control calls."""
         call = request.path.removeprefix("/")
         body = {key: value for key, value in (await json_body(request)).items() if key != s.BY_SPEC}
-        if call == "get_weights_by_name":
+        if call == ControlCall.GET_WEIGHTS:
             body = {**request.query, **body}
         reply = await self._agent.control(call, body, deadline_of(request, _CALL_DEADLINE))
-        if call == s.RESUME and reply.ok:
+        if call == ControlCall.RESUME_MEMORY and reply.ok:
             await after_resume(self._agent)
-        if call == s.UPDATE_DISK:
+        if call == ControlCall.UPDATE_DISK:
             self._release_checkpoint()
         return passed_on(reply)
 
@@ -160,7 +161,7 @@ class Routes:
 
     async def abort(self, request: web.Request) -> web.StreamResponse:
         """Abort requests. Not one at a time: it helps a pause that waits for them."""
-        return passed_on(await self._agent.engine.post("/abort_request", await json_body(request), timeout=_READ_DEADLINE))
+        return passed_on(await self._agent.engine.post(ControlCall.ABORT_REQUEST.path, await json_body(request), timeout=_READ_DEADLINE))
 
     async def not_offered(self, request: web.Request) -> web.StreamResponse:
         """A call of SGLang that cannot work here."""
@@ -212,7 +213,7 @@ def make_app(
         ports.AGENT_CHECKPOINT: routes.checkpoint,
         ports.AGENT_ACK: routes.ack,
         ports.AGENT_FENCE: routes.fence,
-        "/abort_request": routes.abort,
+        ControlCall.ABORT_REQUEST.path: routes.abort,
         **{f"/{call}": routes.control for call in guards.FORWARDED},
         **{f"/{call}": routes.not_offered for call in guards.NOT_OFFERED},
     }
@@ -226,7 +227,10 @@ def make_app(
     if leader is not None:
         app.router.add_post(ports.AGENT_GROUP, _member_route(leader, token))
     # SGLang answers these to GET as well.
-    app.add_routes(web.get(path, entrance(path, routes.control)) for path in ("/flush_cache", "/get_weights_by_name", "/weights_checker"))
+    app.add_routes(
+        web.get(path, entrance(path, routes.control))
+        for path in (ControlCall.FLUSH_CACHE.path, ControlCall.GET_WEIGHTS.path, ControlCall.CHECK_WEIGHTS.path)
+    )
     return app
 
 
@@ -276,7 +280,7 @@ async def _sentences(request: web.Request, handler: Handler) -> web.StreamRespon
     except RecordError as error:
         return refuse(500, f"{request.path}: {error} Nothing was done.")
     except web.HTTPNotFound:
-        return refuse(404, f"An engine's agent offers no {request.path}. Data paths: {', '.join(ports.DATA_PATHS)}.")
+        return refuse(404, f"An engine's agent offers no {request.path}. Data paths: {', '.join(DATA_PATHS)}.")
     except web.HTTPRequestEntityTooLarge:
         return refuse(413, f"{request.path}: the body is larger than {MAX_BODY >> 20} MiB.")
     except web.HTTPMethodNotAllowed as error:

@@ -15,7 +15,8 @@ import aiohttp
 
 from sglang_rollout.agent import nccl
 from sglang_rollout.agent.launch import bandwidth
-from sglang_rollout.agent.state import BEGIN, END, PAUSE, EngineFacts
+from sglang_rollout.agent.state import EngineFacts
+from sglang_rollout.sglang.api import FIRST_WITH_PING, FIRST_WITH_SESSIONS, LOADS, MODEL_INFO, OLDEST_SUPPORTED, SERVER_INFO, ControlCall
 from sglang_rollout.wire.trainer import ControlReply
 
 _POLL_TIMEOUT = 2.0
@@ -26,11 +27,6 @@ _KEPT = 1.0
 that is closing."""
 _HEALTH_TIMEOUT = 25.0
 """SGLang's own limit on a health check that generates is 20 s."""
-_OLDEST = (0, 5, 20)
-"""The first with /ready: before it nothing tells that an engine has warmed up but a health check that generates, which a paused engine
-cannot. Answers tell which version made which token since 0.5.19, and smg reads the load from /v1/loads."""
-_FIRST_WITH_SESSIONS = (0, 5, 21)
-_FIRST_WITH_PING = (0, 5, 23)
 _HIDDEN = "(hidden)"
 NCCL_FILE = "nccl"
 """Beside the boot file; written by the start script of the engine's container."""
@@ -135,7 +131,7 @@ class Engine:
 
     async def label(self, *, timeout: float = _POLL_TIMEOUT) -> str:
         """The live weight version. Answers also while the scheduler is busy for minutes."""
-        info = (await self.get("/model_info", timeout=timeout)).document
+        info = (await self.get(MODEL_INFO, timeout=timeout)).document
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError(f"{self.url}/model_info names no weight_version: is this an SGLang server?")
         self.model_info = info
@@ -143,7 +139,7 @@ class Engine:
 
     async def refresh_info(self, *, timeout: float) -> dict[str, Any]:
         """Ask for /server_info; ``info`` keeps it without secrets."""
-        info = (await self.get("/server_info", timeout=timeout)).document
+        info = (await self.get(SERVER_INFO, timeout=timeout)).document
         if not isinstance(info, dict):
             raise EngineError(f"{self.url}/server_info is not a JSON object: is this an SGLang server?")
         self.info = redacted(info)
@@ -175,7 +171,7 @@ class Engine:
 
     async def running(self) -> int:
         """Requests that run or wait in the engine."""
-        loads = (await self.get("/v1/loads", timeout=_POLL_TIMEOUT)).document
+        loads = (await self.get(LOADS, timeout=_POLL_TIMEOUT)).document
         rows = loads.get("loads", []) if isinstance(loads, dict) else []
         return sum(int(row.get("num_running_reqs", 0)) + int(row.get("num_waiting_reqs", 0)) for row in rows)
 
@@ -187,16 +183,16 @@ class Engine:
 
     async def call(self, name: str, body: dict[str, Any]) -> Reply:
         """Put a control call to the engine and wait for its answer, however long it takes."""
-        if name in (BEGIN, END) and self._needs_session is False:
+        if name in (ControlCall.BEGIN_UPDATE, ControlCall.END_UPDATE) and self._needs_session is False:
             return Reply.json(200, {"success": True, "message": "This SGLang knows no update sessions and needs none."})
-        if name == PAUSE and self._needs_session is False and body.get("mode") == "retract":
+        if name == ControlCall.PAUSE and self._needs_session is False and body.get("mode") == "retract":
             # Requests that wait keep SGLang 0.5.20 from flushing what it computed with the old weights, and an update that is to
             # flush then ends it (scheduler.py, is_fully_idle).
             body = {**body, "mode": "abort"}
         reply = await self.post(f"/{name}", body, timeout=_LONGEST_CALL)
-        if name == BEGIN and reply.status == 400 and b"already open" in reply.body:
+        if name == ControlCall.BEGIN_UPDATE and reply.status == 400 and b"already open" in reply.body:
             # Left behind by a trainer that died. A session belongs to the server, not to a client: end it and begin anew.
-            await self.post(f"/{END}", {}, timeout=_LONGEST_CALL)
+            await self.post(f"/{ControlCall.END_UPDATE}", {}, timeout=_LONGEST_CALL)
             reply = await self.post(f"/{name}", body, timeout=_LONGEST_CALL)
         return reply
 
@@ -229,17 +225,17 @@ class Engine:
             return
         # /ready is 503 during a pause. /ping tells the rest since 0.5.23; before it says 200 of whatever listens, and there
         # is only /health, which may generate a token.
-        path, timeout = ("/ping", _POLL_TIMEOUT) if version and version >= _FIRST_WITH_PING else ("/health", _HEALTH_TIMEOUT)
+        path, timeout = ("/ping", _POLL_TIMEOUT) if version and version >= FIRST_WITH_PING else ("/health", _HEALTH_TIMEOUT)
         if (await self.get(path, timeout=timeout)).status != 200:
             raise EngineError("it listens but has not finished warming up")
 
     async def _asks_for_session(self, version: object) -> bool:
         """Whether updates must run in a session. Asked without opening one: a wrong method on a known path is 405, not 404."""
-        status = (await self.get(f"/{BEGIN}", timeout=_POLL_TIMEOUT)).status
+        status = (await self.get(f"/{ControlCall.BEGIN_UPDATE}", timeout=_POLL_TIMEOUT)).status
         if status in (404, 405):
             return status == 405
         numbers = _numbers(version)
-        return numbers is None or numbers >= _FIRST_WITH_SESSIONS
+        return numbers is None or numbers >= FIRST_WITH_SESSIONS
 
     async def _vocabulary(self) -> int | None:
         """SGLang tells the size of the vocabulary only when it refuses a bias for a token that does not exist. Nothing is generated."""
@@ -263,8 +259,8 @@ def _numbers(version: object) -> tuple[int, ...] | None:
 def _check_age(version: object) -> None:
     """Refuse what is too old. A version that is no release's, of somebody's own build, is taken."""
     numbers = _numbers(version)
-    if numbers is not None and numbers < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
+    if numbers is not None and numbers < OLDEST_SUPPORTED:
+        oldest = ".".join(map(str, OLDEST_SUPPORTED))
         raise EngineError(f"it is SGLang {version}, and the oldest that can be driven is {oldest}: use a newer image or installation")
 
 

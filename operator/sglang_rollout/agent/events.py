@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
-from sglang_rollout.agent.state import BY_SPEC, UNSURE, WEIGHTS_TAG, EngineFacts, Memory, State, gate_may_open
+from sglang_rollout.agent.state import BY_SPEC, UNSURE, EngineFacts, Memory, State, gate_may_open
+from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
@@ -218,22 +219,22 @@ def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
     memory = state.memory
     state = _remember(state, pending=event.call)
     match event.call:
-        case "begin_weight_update":
+        case ControlCall.BEGIN_UPDATE:
             return _dirty(state, received=0, failed=False, session=True)
-        case "update_weights_from_distributed" | "update_weights_from_tensor":
+        case ControlCall.UPDATE_DISTRIBUTED | ControlCall.UPDATE_TENSOR:
             return _dirty(state)
-        case "update_weights_from_disk":
+        case ControlCall.UPDATE_DISK:
             return _dirty(state) if memory.session else _dirty(state, received=0, failed=False)
-        case "pause_generation":
+        case ControlCall.PAUSE:
             return _remember(state, paused=True, pause_mode=event.name or "abort")
-        case "init_weights_update_group":
+        case ControlCall.INIT_GROUP:
             return _remember(state, groups=_with(memory.groups, [event.name]))
-        case "release_memory_occupation":
+        case ControlCall.RELEASE_MEMORY:
             # The engine is paused before it releases anything, if it is not yet.
             asleep, lulled = memory.asleep or event.name == BY_SPEC, memory.lulled or not memory.paused
             state = _remember(state, released=_with(memory.released, event.tags), asleep=asleep, lulled=lulled, paused=True)
-            return _lost(state) if WEIGHTS_TAG in event.tags else state
-        case "load_lora_adapter" | "unload_lora_adapter":
+            return _lost(state) if MemoryTag.WEIGHTS in event.tags else state
+        case ControlCall.LOAD_ADAPTER | ControlCall.UNLOAD_ADAPTER:
             return _remember(state, pending_adapter=event.name)
         case _:
             return state
@@ -245,32 +246,32 @@ def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one
     state = _remember(state, pending="", pending_adapter="")
     memory = state.memory
     match event.call, event.ok:
-        case (("update_weights_from_distributed" | "update_weights_from_tensor" | "update_weights_from_disk"), True):
+        case ((ControlCall.UPDATE_DISTRIBUTED | ControlCall.UPDATE_TENSOR | ControlCall.UPDATE_DISK), True):
             return _remember(state, received=memory.received + 1)
         case (
             (
-                "begin_weight_update"
-                | "end_weight_update"
-                | "update_weights_from_distributed"
-                | "update_weights_from_tensor"
-                | "update_weights_from_disk"
+                ControlCall.BEGIN_UPDATE
+                | ControlCall.END_UPDATE
+                | ControlCall.UPDATE_DISTRIBUTED
+                | ControlCall.UPDATE_TENSOR
+                | ControlCall.UPDATE_DISK
             ),
             False,
         ):
             return _remember(state, failed=True) if memory.state is EngineState.DIRTY else state
-        case "end_weight_update", True:
+        case ControlCall.END_UPDATE, True:
             return _remember(state, session=False)
-        case "continue_generation", True:
+        case ControlCall.CONTINUE, True:
             return _remember(state, paused=False, lulled=False)
-        case ("init_weights_update_group", False) | ("destroy_weights_update_group", True):
+        case (ControlCall.INIT_GROUP, False) | (ControlCall.DESTROY_GROUP, True):
             return _remember(state, groups=[group for group in memory.groups if group != event.name])
-        case "resume_memory_occupation", True:
+        case ControlCall.RESUME_MEMORY, True:
             return _remember(state, released=[tag for tag in memory.released if tag not in event.tags])
-        case "load_lora_adapter", True:
+        case ControlCall.LOAD_ADAPTER, True:
             return _remember(state, adapters={**memory.adapters, event.name: event.tags[0]})
-        case "unload_lora_adapter", True:
+        case ControlCall.UNLOAD_ADAPTER, True:
             return _remember(state, adapters={name: path for name, path in memory.adapters.items() if name != event.name})
-        case "update_weight_version", True:
+        case ControlCall.SET_VERSION, True:
             return _remember(state, label=event.name) if memory.state is EngineState.CLEAN else state
         case _:
             return state

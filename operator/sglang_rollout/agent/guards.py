@@ -6,55 +6,59 @@ after others (continuing after half an update). Such calls end here, with a sent
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_rollout.agent import state as s
 from sglang_rollout.proxy.versions import ADAPTERS_LONGEST, listed
+from sglang_rollout.sglang.api import DEFAULT_GROUP, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, MemoryTag
 from sglang_rollout.wire.states import FleetState, held_sentence
 from sglang_rollout.wire.text import unwritable
 from sglang_rollout.wire.weights import EngineState
 
-DEFAULT_GROUP = "weight_update_group"
-"""SGLang's group name when a call names none."""
-
 FORWARDED = frozenset(
     {
-        s.BEGIN,
-        s.END,
-        s.UPDATE,
-        s.TENSORS,
-        s.UPDATE_DISK,
-        s.INIT_GROUP,
-        s.DESTROY_GROUP,
-        s.PAUSE,
-        s.CONTINUE,
-        s.RELEASE,
-        s.RESUME,
-        s.SET_VERSION,
-        s.LOAD,
-        s.UNLOAD,
-        "flush_cache",
-        "get_weights_by_name",
-        "weights_checker",
+        ControlCall.BEGIN_UPDATE,
+        ControlCall.END_UPDATE,
+        ControlCall.UPDATE_DISTRIBUTED,
+        ControlCall.UPDATE_TENSOR,
+        ControlCall.UPDATE_DISK,
+        ControlCall.INIT_GROUP,
+        ControlCall.DESTROY_GROUP,
+        ControlCall.PAUSE,
+        ControlCall.CONTINUE,
+        ControlCall.RELEASE_MEMORY,
+        ControlCall.RESUME_MEMORY,
+        ControlCall.SET_VERSION,
+        ControlCall.LOAD_ADAPTER,
+        ControlCall.UNLOAD_ADAPTER,
+        ControlCall.FLUSH_CACHE,
+        ControlCall.GET_WEIGHTS,
+        ControlCall.CHECK_WEIGHTS,
     }
 )
 """SGLang's control calls that an agent passes on, one at a time."""
 
-NOT_OFFERED = {
-    "load_lora_adapter_from_tensors": "its tensors belong to the ranks of one engine; use load_lora_adapter with a shared path",
-    "update_weights_from_ipc": "it has no session; use update_weights_from_distributed, or update_weights_from_tensor on the same GPUs",
-    "init_weights_send_group_for_remote_instance": "a peer that fails can block the serving engine for good",
-    "send_weights_to_remote_instance": "with an unknown group it ends the engine's process",
+NOT_OFFERED: Mapping[str, str] = {
+    ControlCall.LOAD_ADAPTER_FROM_TENSORS: "its tensors belong to the ranks of one engine; use load_lora_adapter with a shared path",
+    ControlCall.UPDATE_IPC: "it has no session; use update_weights_from_distributed, or update_weights_from_tensor on the same GPUs",
+    ControlCall.INIT_SEND_GROUP: "a peer that fails can block the serving engine for good",
+    ControlCall.SEND_WEIGHTS: "with an unknown group it ends the engine's process",
 }
 """SGLang's calls that are refused, and why."""
 
 
-LOAD_FORMATS = ("auto", "safetensors")
-"""How an engine may be told to read a folder. The names of loaders that SGLang does not know, or cannot use here, end its process."""
-_TENSOR_FORMATS = (None, "direct", "flattened_bucket")
-"""The same for tensors in a call."""
-_NEED_WEIGHTS = frozenset({s.BEGIN, s.UPDATE, s.TENSORS, s.UPDATE_DISK, "weights_checker", "get_weights_by_name"})
+_NEED_WEIGHTS = frozenset(
+    {
+        ControlCall.BEGIN_UPDATE,
+        ControlCall.UPDATE_DISTRIBUTED,
+        ControlCall.UPDATE_TENSOR,
+        ControlCall.UPDATE_DISK,
+        ControlCall.CHECK_WEIGHTS,
+        ControlCall.GET_WEIGHTS,
+    }
+)
 """Calls that would read or write memory that is not there."""
 _CHECKER_ACTIONS = ("checksum",)
 """Of the others, one overwrites the weights and one keeps a copy of them in host memory."""
@@ -77,25 +81,25 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
         return Refusal(409, f"{call}: the engine has not answered {memory.pending} yet, and it takes one control call at a time.")
     if why := unwritable(body):
         return Refusal(400, f"{call}: {why}")
-    if call == s.CONTINUE and memory.state is EngineState.DIRTY:
+    if call == ControlCall.CONTINUE and memory.state is EngineState.DIRTY:
         return Refusal(409, f"{call}: {s.closed_reason(state)} Resuming would serve that mixture; /agent/fence gives the update up first.")
-    if call in _NEED_WEIGHTS and s.WEIGHTS_TAG in memory.released:
-        return Refusal(409, f"{call}: the engine's weights are released; {s.RESUME} comes first.")
-    if call == s.CONTINUE and memory.released:
-        return Refusal(409, f"{call}: {s.closed_reason(state)} {s.RESUME} comes first.")
-    if call in (s.UPDATE, s.TENSORS) and not memory.session:
+    if call in _NEED_WEIGHTS and MemoryTag.WEIGHTS in memory.released:
+        return Refusal(409, f"{call}: the engine's weights are released; {ControlCall.RESUME_MEMORY} comes first.")
+    if call == ControlCall.CONTINUE and memory.released:
+        return Refusal(409, f"{call}: {s.closed_reason(state)} {ControlCall.RESUME_MEMORY} comes first.")
+    if call in (ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR) and not memory.session:
         return Refusal(409, f"{call} must run between begin_weight_update and end_weight_update, and no session is open.")
-    if call == s.UPDATE and group_of(body) not in memory.groups:
+    if call == ControlCall.UPDATE_DISTRIBUTED and group_of(body) not in memory.groups:
         return Refusal(400, f"{call}: this engine is in no group {group_of(body)!r}; its groups: {', '.join(memory.groups) or 'none'}.")
-    if call == s.END and not memory.session:
+    if call == ControlCall.END_UPDATE and not memory.session:
         return Refusal(400, f"{call}: no weight update session is open.")
-    if call == s.INIT_GROUP:
+    if call == ControlCall.INIT_GROUP:
         return _init_refusal(memory, body)
-    if call in (s.RELEASE, s.RESUME):
+    if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY):
         return _memory_refusal(call, memory, body)
-    if call == s.TENSORS:
+    if call == ControlCall.UPDATE_TENSOR:
         return _tensors_refusal(state.facts, body)
-    if call == s.LOAD:
+    if call == ControlCall.LOAD_ADAPTER:
         return _load_refusal(memory, name_of(call, body))
     return _value_refusal(call, body)
 
@@ -107,13 +111,13 @@ def group_of(body: dict[str, Any]) -> str:
 
 def name_of(call: str, body: dict[str, Any]) -> str:
     """What a call is about: a version, a mode, who asks for a release, or a group."""
-    if call == s.SET_VERSION:
+    if call == ControlCall.SET_VERSION:
         return str(body.get("new_version", ""))
-    if call == s.PAUSE:
+    if call == ControlCall.PAUSE:
         return str(body.get("mode", "abort"))
-    if call == s.RELEASE:
+    if call == ControlCall.RELEASE_MEMORY:
         return s.BY_SPEC if body.get(s.BY_SPEC) else ""
-    if call in (s.LOAD, s.UNLOAD):
+    if call in (ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER):
         return str(body.get("lora_name", ""))
     return group_of(body)
 
@@ -121,25 +125,25 @@ def name_of(call: str, body: dict[str, Any]) -> str:
 def tags_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, ...]:
     """The memory tags that a release or resume means: none named means all that is not released, or that is."""
     tags = body.get("tags")
-    if call == s.RELEASE:
-        named = tags if isinstance(tags, list) and tags else s.MEMORY_TAGS
+    if call == ControlCall.RELEASE_MEMORY:
+        named = tags if isinstance(tags, list) and tags else MEMORY_TAGS
         return tuple(str(tag) for tag in named if tag not in released)
     return tuple(str(tag) for tag in tags) if isinstance(tags, list) and tags else tuple(released)
 
 
 def details_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, ...]:
     """What is remembered of a call beside its name: memory tags, or an adapter's path."""
-    if call == s.LOAD:
+    if call == ControlCall.LOAD_ADAPTER:
         return (str(body.get("lora_path", "")),)
-    return tags_of(call, body, released) if call in (s.RELEASE, s.RESUME) else ()
+    return tags_of(call, body, released) if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY) else ()
 
 
 def prepared(call: str, body: dict[str, Any], memory: s.Memory) -> dict[str, Any]:
     """The body as the engine should get it."""
-    if call == s.SET_VERSION:
+    if call == ControlCall.SET_VERSION:
         # SGLang's default is to abort every running request.
         return {**body, "abort_all_requests": False}
-    if call in (s.RELEASE, s.RESUME):
+    if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY):
         kept = {key: value for key, value in body.items() if key != s.BY_SPEC}
         return {**kept, "tags": list(tags_of(call, body, memory.released))}
     return body
@@ -148,31 +152,33 @@ def prepared(call: str, body: dict[str, Any], memory: s.Memory) -> dict[str, Any
 def _init_refusal(memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
     name = group_of(body)
     if not name:
-        return Refusal(400, f"{s.INIT_GROUP}: the group needs a name; an empty one ends the engine's process.")
+        return Refusal(400, f"{ControlCall.INIT_GROUP}: the group needs a name; an empty one ends the engine's process.")
     if name in memory.groups:
-        return Refusal(400, f"{s.INIT_GROUP}: the engine already is in a group {name!r}: destroy it first, or use a fresh name.")
+        return Refusal(400, f"{ControlCall.INIT_GROUP}: the engine already is in a group {name!r}: destroy it first, or use a fresh name.")
     return None
 
 
 def _value_refusal(call: str, body: dict[str, Any]) -> Refusal | None:
     form, action = body.get("load_format"), body.get("action", "checksum")
-    if call == s.UPDATE_DISK and form is not None and form not in LOAD_FORMATS:
-        return Refusal(400, f"{call}: load_format {form!r} may end the engine's process: use {' or '.join(LOAD_FORMATS)}, or leave it out.")
-    if call == "weights_checker" and action not in _CHECKER_ACTIONS:
+    if call == ControlCall.UPDATE_DISK and form is not None and form not in DISK_LOAD_FORMATS:
+        return Refusal(
+            400, f"{call}: load_format {form!r} may end the engine's process: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out."
+        )
+    if call == ControlCall.CHECK_WEIGHTS and action not in _CHECKER_ACTIONS:
         return Refusal(400, f"{call}: action {action!r} is not offered, only checksum: others change or copy the weights.")
     return None
 
 
 def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refusal | None:
     form, payloads, ranks = body.get("load_format"), body.get("serialized_named_tensors"), (facts and facts.tensor_size) or 1
-    if form not in _TENSOR_FORMATS:
+    if form not in TENSOR_LOAD_FORMATS:
         said = f"load_format {form!r} may end the engine's process: use flattened_bucket or direct, or leave it out."
-        return Refusal(400, f"{s.TENSORS}: {said}")
+        return Refusal(400, f"{ControlCall.UPDATE_TENSOR}: {said}")
     if not isinstance(payloads, list) or len(payloads) < ranks:
         said = (
             f"serialized_named_tensors must hold one payload for each of the engine's {ranks} ranks; a rank without one ends its process."
         )
-        return Refusal(400, f"{s.TENSORS}: {said}")
+        return Refusal(400, f"{ControlCall.UPDATE_TENSOR}: {said}")
     return None
 
 
@@ -182,17 +188,17 @@ def _load_refusal(memory: s.Memory, name: str) -> Refusal | None:
         return None
     return Refusal(
         400,
-        f"{s.LOAD}: {len(memory.adapters)} adapters are loaded, and the names of all of them, URL-encoded, may have {ADAPTERS_LONGEST}"
-        " characters with the commas between them: unload some, or use shorter names.",
+        f"{ControlCall.LOAD_ADAPTER}: {len(memory.adapters)} adapters are loaded, and the names of all of them, URL-encoded,"
+        f" may have {ADAPTERS_LONGEST} characters with the commas between them: unload some, or use shorter names.",
     )
 
 
 def _memory_refusal(call: str, memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
     tags = tags_of(call, body, memory.released)
-    unknown = [tag for tag in tags if tag not in s.MEMORY_TAGS]
+    unknown = [tag for tag in tags if tag not in MEMORY_TAGS]
     if unknown:
-        return Refusal(400, f"{call}: {', '.join(unknown)} is no kind of memory: use {', '.join(s.MEMORY_TAGS)}.")
-    if call == s.RELEASE:
+        return Refusal(400, f"{call}: {', '.join(unknown)} is no kind of memory: use {', '.join(MEMORY_TAGS)}.")
+    if call == ControlCall.RELEASE_MEMORY:
         return Refusal(409, f"{call}: a weight update session is open on the engine: end it first.") if memory.session else None
     if memory.asleep and memory.hold is FleetState.ASLEEP:
         return Refusal(409, f"{call}: {held_sentence(memory.hold)}")
@@ -201,7 +207,7 @@ def _memory_refusal(call: str, memory: s.Memory, body: dict[str, Any]) -> Refusa
         what = ", ".join(wrong) or "nothing"
         return Refusal(
             409,
-            f"{s.RESUME}: {what} is not released (released: {', '.join(memory.released) or 'none'}); "
+            f"{ControlCall.RESUME_MEMORY}: {what} is not released (released: {', '.join(memory.released) or 'none'}); "
             "resuming memory that is not released ends the engine's process.",
         )
     return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import EngineError
 from sglang_rollout.agent.guards import Refusal
+from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall
 from sglang_rollout.wire.states import FleetState
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ async def release_refusal(agent: Agent) -> Refusal | None:
         try:
             running = await agent.engine.running()
         except EngineError as error:
-            return Refusal(503, f"{s.RELEASE}: cannot tell whether the engine is idle: {error}.")
+            return Refusal(503, f"{ControlCall.RELEASE_MEMORY}: cannot tell whether the engine is idle: {error}.")
         if running:
             sentence = f"{running} requests run or wait; releasing memory under them ends the engine's process. Pause first."
-            return Refusal(409, f"{s.RELEASE}: {sentence}")
+            return Refusal(409, f"{ControlCall.RELEASE_MEMORY}: {sentence}")
     if agent.engine.info.get("enable_memory_saver") is False:
-        return Refusal(409, f"{s.RELEASE}: {NO_SAVER}")
+        return Refusal(409, f"{ControlCall.RELEASE_MEMORY}: {NO_SAVER}")
     return None
 
 
@@ -45,7 +46,7 @@ async def quiet(agent: Agent) -> None:
     """Before the release itself, with the gate closed: nothing runs any more, and nothing starts until all memory is back."""
     await agent.shut_gate()
     if agent.state.memory.lulled:
-        reply = await agent.engine.call(s.PAUSE, {"mode": "abort"})
+        reply = await agent.engine.call(ControlCall.PAUSE, {"mode": "abort"})
         if not reply.ok:
             raise EngineError("it could not be paused before its memory was released")
 
@@ -54,7 +55,7 @@ async def after_resume(agent: Agent) -> None:
     """All memory is back: let the engine go on if it was paused only for the release."""
     memory = agent.state.memory
     if memory.lulled and memory.paused and not memory.released and memory.hold is FleetState.ACTIVE:
-        await agent.control(s.CONTINUE, {}, _CALL_SECONDS)
+        await agent.control(ControlCall.CONTINUE, {}, _CALL_SECONDS)
 
 
 class Sleep:
@@ -74,7 +75,7 @@ class Sleep:
             self._since, agent.note = None, ""
             if memory.asleep:
                 await self._wake()
-        elif set(s.MEMORY_TAGS) - set(memory.released):
+        elif set(MEMORY_TAGS) - set(memory.released):
             await self._fall_asleep()
 
     async def _fall_asleep(self) -> None:
@@ -84,22 +85,22 @@ class Sleep:
             log.info("Falling asleep: requests that run have %g s to end.", agent.drain)
         if agent.state.memory.paused or now - self._since >= agent.drain:
             # A paused engine ends none by itself, and after the sleep nobody vouches for what they would go on with.
-            await agent.engine.post("/abort_request", {"rid": "", "abort_all": True}, timeout=_ABORT_SECONDS)
+            await agent.engine.post(ControlCall.ABORT_REQUEST.path, {"rid": "", "abort_all": True}, timeout=_ABORT_SECONDS)
         elif await agent.engine.running():
             return
-        tags = [tag for tag in s.MEMORY_TAGS if tag not in agent.state.memory.released]
-        reply = await agent.control(s.RELEASE, {"tags": tags, s.BY_SPEC: True}, _CALL_SECONDS)
+        tags = [tag for tag in MEMORY_TAGS if tag not in agent.state.memory.released]
+        reply = await agent.control(ControlCall.RELEASE_MEMORY, {"tags": tags, s.BY_SPEC: True}, _CALL_SECONDS)
         document = reply.document
         agent.note = "" if reply.ok or not isinstance(document, dict) else f"It cannot sleep: {document.get('message')}"
 
     async def _wake(self) -> None:
         agent = self._agent
         if agent.state.memory.released:
-            reply = await agent.control(s.RESUME, {}, _CALL_SECONDS)
+            reply = await agent.control(ControlCall.RESUME_MEMORY, {}, _CALL_SECONDS)
             if not reply.ok:
                 log.error("The engine does not wake: HTTP %d %s", reply.status, reply.body[:300].decode(errors="replace"))
                 return
         log.info("Awake: what the engine holds now must be proved before its gate opens.")
         agent.awake()
         if agent.state.memory.paused and agent.state.memory.hold is FleetState.ACTIVE:
-            await agent.control(s.CONTINUE, {}, _CALL_SECONDS)
+            await agent.control(ControlCall.CONTINUE, {}, _CALL_SECONDS)

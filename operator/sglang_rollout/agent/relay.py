@@ -11,21 +11,21 @@ from urllib.parse import quote
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.agent import state as s
 from sglang_rollout.agent.access import Handler, refuse
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import FLEET, FLEET_ENGINES, VERSION_HEADER
 
 log = logging.getLogger(__name__)
 
 RELAYED = (
-    s.RELEASE,
-    s.RESUME,
-    "flush_cache",
-    "abort_request",
-    s.BEGIN,
-    s.TENSORS,
-    s.END,
-    s.SET_VERSION,
+    ControlCall.RELEASE_MEMORY,
+    ControlCall.RESUME_MEMORY,
+    ControlCall.FLUSH_CACHE,
+    ControlCall.ABORT_REQUEST,
+    ControlCall.BEGIN_UPDATE,
+    ControlCall.UPDATE_TENSOR,
+    ControlCall.END_UPDATE,
+    ControlCall.SET_VERSION,
 )
 """SGLang's calls that an engine's URL takes without a token."""
 

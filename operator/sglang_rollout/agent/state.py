@@ -10,34 +10,17 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
+from sglang_rollout.sglang.api import MemoryTag
 from sglang_rollout.wire.agent import AgentStatus, Nccl
 from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.states import FleetState, held_sentence
 from sglang_rollout.wire.weights import EngineState, Version
 
-BEGIN = "begin_weight_update"
-END = "end_weight_update"
-UPDATE = "update_weights_from_distributed"
-TENSORS = "update_weights_from_tensor"
-UPDATE_DISK = "update_weights_from_disk"
-INIT_GROUP = "init_weights_update_group"
-DESTROY_GROUP = "destroy_weights_update_group"
-PAUSE = "pause_generation"
-CONTINUE = "continue_generation"
-RELEASE = "release_memory_occupation"
-RESUME = "resume_memory_occupation"
-SET_VERSION = "update_weight_version"
-LOAD = "load_lora_adapter"
-UNLOAD = "unload_lora_adapter"
-
-WEIGHTS_TAG = "weights"
 UNSURE = ""
 """In place of an adapter's path: the engine may hold it or not, and what it holds may be older. Unloading it ends that."""
 BY_SPEC = "by_spec"
 """Field of a release that the spec asked for, not a trainer; the engine never gets it."""
-MEMORY_TAGS = ("kv_cache", WEIGHTS_TAG, "cuda_graph")
-"""What SGLang can release; no tags in a call means all of them."""
 
 
 class Memory(Message):
@@ -166,7 +149,7 @@ def ack_refusal(state: State, boot_id: str, version: Version, *, verified: bool 
         return f"The engine has not answered {memory.pending} yet."
     if memory.state is EngineState.CLEAN and memory.version is not None and rank(memory.version) == rank(version):
         return ""
-    if verified and memory.lost and memory.state is EngineState.UNKNOWN and WEIGHTS_TAG not in memory.released:
+    if verified and memory.lost and memory.state is EngineState.UNKNOWN and MemoryTag.WEIGHTS not in memory.released:
         return ""
     if memory.state is not EngineState.DIRTY:
         return "The engine has seen no update since it was clean."
@@ -201,7 +184,7 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         draining=state.draining,
         released=memory.released,
         adapters=memory.adapters,
-        woken=memory.lost and WEIGHTS_TAG not in memory.released,
+        woken=memory.lost and MemoryTag.WEIGHTS not in memory.released,
         tensor_size=facts.tensor_size if facts else None,
         sglang_version=facts.sglang_version if facts else None,
         nccl=facts.nccl if facts else None,

@@ -11,6 +11,7 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import EngineError, Reply
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest, FenceRequest
 from sglang_rollout.wire.weights import EngineState
 
@@ -43,7 +44,7 @@ async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> Non
     except EngineError as error:
         raise AckError(f"The engine does not say which version it holds: {error}.") from error
     if label != request.version.label:
-        reply = await agent.control(s.SET_VERSION, {"new_version": request.version.label}, deadline)
+        reply = await agent.control(ControlCall.SET_VERSION, {"new_version": request.version.label}, deadline)
         if not reply.ok:
             raise AckError(f"The engine did not take the version's label {request.version.label!r}: HTTP {reply.status}.")
     refused = s.ack_refusal(
@@ -113,11 +114,11 @@ class Fence:
         if not agent.state.up:
             return
         if agent.state.memory.session:
-            await self._answered(agent.start(s.END, {}))
+            await self._answered(agent.start(ControlCall.END_UPDATE, {}))
         if agent.state.memory.state is EngineState.DIRTY:
-            await agent.engine.post("/abort_request", {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
+            await agent.engine.post(ControlCall.ABORT_REQUEST.path, {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
         if agent.state.memory.paused and not s.stays_paused(agent.state.memory):
-            await self._answered(agent.start(s.CONTINUE, {}))
+            await self._answered(agent.start(ControlCall.CONTINUE, {}))
         if agent.state.memory.state is EngineState.DIRTY:
             await self._until_idle()
 
@@ -126,6 +127,6 @@ class Fence:
         for _ in range(10):
             if await self._agent.engine.running() == 0:
                 return
-            await self._agent.engine.post("/abort_request", {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
+            await self._agent.engine.post(ControlCall.ABORT_REQUEST.path, {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
             await asyncio.sleep(_IDLE_DEADLINE / 10)
         log.warning("Requests still run on the engine %g s after they were aborted; nobody is left to get their answers.", _IDLE_DEADLINE)

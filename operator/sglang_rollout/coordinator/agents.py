@@ -16,7 +16,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 from sglang_rollout.coordinator.update.events import Result, Send
 from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import SLOWER
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, SyncRequest
 from sglang_rollout.wire.ports import (
     AGENT_ACK,
@@ -196,7 +196,9 @@ class Agents:
             return _checkpoint(status, fields)
         # SGLang says 200 and success: false in some places.
         ok = fields.get("success") is not False
-        return _summed(status, body) if ok and path == CHECKER else Result(ok=ok, status=status, message=_message(body))
+        if ok and path == ControlCall.CHECK_WEIGHTS.path:
+            return _summed(status, body)
+        return Result(ok=ok, status=status, message=_message(body))
 
     def _check_term(self, reply: aiohttp.ClientResponse) -> None:
         """An agent that refuses our term says which one it follows."""

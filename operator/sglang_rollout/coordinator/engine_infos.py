@@ -8,10 +8,11 @@ from typing import Any
 
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.update.machine import Machine
+from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
 
 log = logging.getLogger(__name__)
 
-PATHS = ("/server_info", "/model_info", "/v1/models")
+PATHS = (SERVER_INFO, MODEL_INFO, MODELS)
 AGAIN_AFTER = 2.0
 EVERY = 0.5
 

@@ -7,13 +7,10 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from sglang_rollout.coordinator.update import steps as calls
-from sglang_rollout.coordinator.update.adapters import LOAD, UNLOAD
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.machine import Machine
-from sglang_rollout.coordinator.update.memory import RELEASE, RESUME
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
@@ -22,9 +19,14 @@ from sglang_rollout.wire.weights import EngineState
 PREFIX = "sglang_rollout_coordinator"
 # From a call on an idle engine (milliseconds) to a bucket of a large model (minutes).
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_CALLS = (
+    *(ControlCall.INIT_GROUP, ControlCall.DESTROY_GROUP, ControlCall.BEGIN_UPDATE, ControlCall.UPDATE_DISTRIBUTED),
+    *(ControlCall.UPDATE_DISK, ControlCall.UPDATE_TENSOR, ControlCall.END_UPDATE, ControlCall.PAUSE, ControlCall.CONTINUE),
+    *(ControlCall.FLUSH_CACHE, ControlCall.CHECK_WEIGHTS, ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY),
+    *(ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER),
+)
 PATHS = (
-    *(calls.INIT, calls.DESTROY, calls.BEGIN, calls.UPDATE, calls.UPDATE_DISK, calls.UPDATE_TENSOR, calls.END),
-    *(calls.PAUSE, calls.CONTINUE, calls.FLUSH, CHECKER, RELEASE, RESUME, LOAD, UNLOAD),
+    *(call.path for call in _CALLS),
     *(ports.AGENT_SYNC, ports.AGENT_RUN, ports.AGENT_PREFLIGHT, ports.AGENT_CHECKPOINT, ports.AGENT_ACK, ports.AGENT_FENCE),
 )
 """Calls that the coordinator makes on several engines."""

@@ -26,7 +26,8 @@ from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, find_haproxy
 from sglang_rollout.proxy.smg import POLICIES
-from sglang_rollout.wire.policy import PauseMode, WeightsPolicy
+from sglang_rollout.sglang.api import PauseMode
+from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
 
 _START_SECONDS = 60.0

@@ -20,8 +20,10 @@ from sglang_rollout.proxy.versions import (
     guard_of,
     version_map_of,
 )
+from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS
+from sglang_rollout.sglang.smg_limits import GENERATE_PATTERN, OPENAI_PATTERN
 from sglang_rollout.wire import ports
-from sglang_rollout.wire.ports import AGENT_GATE, DATA_PATHS, DIRECT_PATHS, FLEET_HELD, GENERATING_PATHS, VERSION_HEADER
+from sglang_rollout.wire.ports import AGENT_GATE, FLEET_HELD, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
 """Connections that a gate takes at once, where the limit on open files allows it."""
@@ -94,20 +96,6 @@ _MANY = "|".join((rf'text"{_B}:{_B}\[', rf'(input_ids|input_embeds)"{_B}:{_B}\[{
 """Several prompts, or prompts of token ids in completions. Embeddings of one prompt are taken along: the coordinator knows better."""
 _ONE = "|".join((rf'text"{_B}:{_B}"', rf'input_ids"{_B}:{_B}\[{_B}-?[0-9]', rf'prompt"{_B}:{_B}(\[{_B})?"'))
 """A prompt that smg takes."""
-_DROPPED = f'(beam_width|choice|logit_bias|spaces_between_special_tokens|stop_regex|stream_interval|structural_tag|watermark)"{_B}:'
-"""Sampling parameters that smg leaves out without a word."""
-_WIDE = "|".join(
-    (
-        rf'(n|(top_)?logprobs)"{_B}:{_B}[1-9][0-9]',
-        rf'temperature"{_B}:{_B}([2-9]|[1-9][0-9])',
-        rf'top_k"{_B}:{_B}0',
-        rf'stop"{_B}:{_B}\[([^],]*,){{4}}',
-        rf'model"{_B}:{_B}"[^"]*:',
-        rf'(content_hash|m(ax|in)_dynamic_patch|modalities)"{_B}:',
-    )
-)
-"""In OpenAI's API: numbers that smg may refuse and SGLang takes, a model with an adapter (``name:adapter``), of which smg knows
-nothing, and what SGLang may be told of an image beside its URL, which smg leaves out. The coordinator knows the limits and the adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +196,8 @@ def front_config(params: FrontParams) -> str:
         session_window=_SESSION_WINDOW,
         many=_regex(_MANY),
         one=_regex(_ONE),
-        dropped=_regex(_DROPPED),
-        wide=_regex(_WIDE),
+        dropped=_regex(GENERATE_PATTERN),
+        wide=_regex(OPENAI_PATTERN),
         held_path=FLEET_HELD,
         threads=params.threads,
         metrics=_metrics(

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall
 from sglang_rollout.testing import adapters, infos, samples, updates
 from sglang_rollout.testing.faults import Phase
 from sglang_rollout.testing.life import Life
@@ -22,7 +23,6 @@ _FLUSHED = (
 _GROUP_FIELDS = ("master_address", "master_port", "rank_offset", "world_size")
 _UPDATE_FIELDS = ("names", "dtypes", "shapes")
 _MODES = ("abort", "retract", "in_place")
-_ALL_TAGS = ("kv_cache", "weights", "cuda_graph")
 _HEALTH_STEP_SECONDS = 1.0
 """SGLang looks for an answer of its scheduler every so often, first after a whole step: a healthy /health_generate takes a second."""
 
@@ -41,18 +41,18 @@ class App:
         app.add_routes(
             [
                 *self._info_routes(),
-                *self._both("/flush_cache", self._flush),
+                *self._both(ControlCall.FLUSH_CACHE.path, self._flush),
                 web.post("/generate", self._generate),
                 web.put("/generate", self._generate),
-                web.post("/abort_request", self._abort),
-                web.post("/pause_generation", self._pause),
-                web.post("/continue_generation", self._continue),
-                web.post("/update_weight_version", self._set_version),
-                *self._both("/weights_checker", self._check),
-                *self._both("/release_memory_occupation", self._release),
-                *self._both("/resume_memory_occupation", self._resume_memory),
-                web.post("/load_lora_adapter", self._adapter(adapters.load, "lora_name", "lora_path")),
-                web.post("/unload_lora_adapter", self._adapter(adapters.unload, "lora_name")),
+                web.post(ControlCall.ABORT_REQUEST.path, self._abort),
+                web.post(ControlCall.PAUSE.path, self._pause),
+                web.post(ControlCall.CONTINUE.path, self._continue),
+                web.post(ControlCall.SET_VERSION.path, self._set_version),
+                *self._both(ControlCall.CHECK_WEIGHTS.path, self._check),
+                *self._both(ControlCall.RELEASE_MEMORY.path, self._release),
+                *self._both(ControlCall.RESUME_MEMORY.path, self._resume_memory),
+                web.post(ControlCall.LOAD_ADAPTER.path, self._adapter(adapters.load, "lora_name", "lora_path")),
+                web.post(ControlCall.UNLOAD_ADAPTER.path, self._adapter(adapters.unload, "lora_name")),
                 *self._control_routes(),
             ]
         )
@@ -91,14 +91,14 @@ class App:
 
     def _control_routes(self) -> list[web.RouteDef]:
         routes = [
-            web.post("/init_weights_update_group", self._control(updates.init_group, *_GROUP_FIELDS)),
-            web.post("/destroy_weights_update_group", self._control(updates.destroy_group)),
-            web.post("/update_weights_from_distributed", self._control(updates.from_group, *_UPDATE_FIELDS)),
-            web.post("/update_weights_from_disk", self._from_disk),
+            web.post(ControlCall.INIT_GROUP.path, self._control(updates.init_group, *_GROUP_FIELDS)),
+            web.post(ControlCall.DESTROY_GROUP.path, self._control(updates.destroy_group)),
+            web.post(ControlCall.UPDATE_DISTRIBUTED.path, self._control(updates.from_group, *_UPDATE_FIELDS)),
+            web.post(ControlCall.UPDATE_DISK.path, self._from_disk),
         ]
         if self._life.setup.sessions:
-            routes.append(web.post("/begin_weight_update", self._control(updates.begin)))
-            routes.append(web.post("/end_weight_update", self._control(updates.end)))
+            routes.append(web.post(ControlCall.BEGIN_UPDATE.path, self._control(updates.begin)))
+            routes.append(web.post(ControlCall.END_UPDATE.path, self._control(updates.end)))
         return routes
 
     @staticmethod
@@ -207,7 +207,7 @@ class App:
             return json_reply(infos.checksums(self._life))
 
     async def _release(self, request: web.Request) -> web.Response:
-        tags = (await body_of(request)).get("tags") or _ALL_TAGS
+        tags = (await body_of(request)).get("tags") or MEMORY_TAGS
         async with self._life.scheduler():
             if not self._life.flush():
                 await self._life.died("release_memory_occupation should be called only when server is idle")
@@ -215,7 +215,7 @@ class App:
         return json_reply(None)
 
     async def _resume_memory(self, request: web.Request) -> web.Response:
-        tags = (await body_of(request)).get("tags") or _ALL_TAGS
+        tags = (await body_of(request)).get("tags") or MEMORY_TAGS
         async with self._life.scheduler():
             if not self._life.released.issuperset(tags):
                 await self._life.died("resume_memory_occupation of a tag that is not released")

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.trainer.deadlines import Deadline, run_in_background
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, GroupFailed
 from sglang_rollout.trainer.http import Http
@@ -45,7 +46,7 @@ def open_process_group(http: Http, rendezvous: Rendezvous, deadline: Deadline) -
         "backend": rendezvous.backend,
         **rendezvous.facts(),
     }
-    reply = run_in_background(http.post, "/init_weights_update_group", body, timeout=deadline.seconds)
+    reply = run_in_background(http.post, ControlCall.INIT_GROUP.path, body, timeout=deadline.seconds)
     joined = run_in_background(rendezvous.join)
     both: list[Future[Any]] = [reply, joined]
     done, pending = wait(both, timeout=deadline.remaining, return_when=FIRST_EXCEPTION)
@@ -64,7 +65,7 @@ def open_process_group(http: Http, rendezvous: Rendezvous, deadline: Deadline) -
 def destroy_process_group(http: Http, name: str) -> None:
     """Make the engines leave a process group. If the fleet cannot be reached, it closes the group by itself later."""
     try:
-        http.post("/destroy_weights_update_group", {"group_name": name}, timeout=DESTROY_SECONDS)
+        http.post(ControlCall.DESTROY_GROUP.path, {"group_name": name}, timeout=DESTROY_SECONDS)
     except FleetRefused as error:  # the fleet closed the group first, when engines left or after a deadline
         log.debug("process group %s was closed already: %s", name, error)
     except FleetUnreachable as error:

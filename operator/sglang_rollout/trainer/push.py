@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from sglang_rollout.checkpoints.snapshots import Snapshot
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.trainer.buckets import Bucket, TensorSpec, plan_buckets
 from sglang_rollout.trainer.deadlines import Deadline, run_in_background
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, PushFailed
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 """Large enough that the cost per call is negligible, small enough that two buckets fit beside any model."""
-UPDATE = "/update_weights_from_distributed"
+UPDATE = ControlCall.UPDATE_DISTRIBUTED.path
 OTHER_SIDE_SECONDS = 5.0
 """How long to wait for the other side after one side of a bucket failed. The other side often has the clearer error."""
 R = TypeVar("R")
@@ -124,9 +125,9 @@ class Push:
         first = self._timed("prepare", lambda: self._next_bucket(prepared))
         if first is None:
             raise prepare_failure(NoTensorError())
-        self._timed("begin", lambda: self._call("begin", "/begin_weight_update", {}))
+        self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, {}))
         self._timed("transfer", lambda: self._transfer(first, prepared))
-        ended = self._timed("end", lambda: self._call("end", "/end_weight_update", self._end))
+        ended = self._timed("end", lambda: self._call("end", ControlCall.END_UPDATE.path, self._end))
         self.fenced = _fenced(ended)
         for name, reason in self.fenced.items():
             log.warning("Version %s is committed without engine %s: %s", self._version, name, reason)

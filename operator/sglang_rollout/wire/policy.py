@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
+from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.wire.message import Message
 
 
@@ -14,14 +15,6 @@ class Transport(StrEnum):
 
     DISK = "disk"
     """From checkpoints only: the engines cannot take tensors over a group."""
-
-
-class PauseMode(StrEnum):
-    """SGLang's pause modes (``/pause_generation``)."""
-
-    RETRACT = "retract"
-    ABORT = "abort"
-    IN_PLACE = "in_place"
 
 
 class Deadlines(Message):

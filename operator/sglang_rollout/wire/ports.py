@@ -37,17 +37,6 @@ METRICS_GATE = "/metrics/gate"  # haproxy itself
 METRICS_SMG = "/metrics/smg"
 METRICS_FRONT = "/metrics/front"  # haproxy itself
 
-GENERATING_PATHS = ("/generate", "/v1/chat/completions", "/v1/completions")
-"""Data paths that generate tokens. The front sends them to smg."""
-DIRECT_PATHS = (
-    *("/classify", "/encode", "/v1/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"),
-    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
-)
-"""Data paths that smg does not know or would change. The front sends them to the coordinator, which asks an engine that serves."""
-DATA_PATHS = GENERATING_PATHS + DIRECT_PATHS
-"""The gate lets these pass only while the engine holds the committed version. Every other path is control: the gate sends it to the
-agent, the front to the coordinator."""
-
 TERM_HEADER = "X-Rollout-Term"
 """Request header of every coordinator → agent call: the coordinator's term. Agents refuse lower terms than the highest seen."""
 DEADLINE_HEADER = "X-Rollout-Deadline"

@@ -15,8 +15,9 @@ from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.controller.render.ports import engine_ports
+from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.wire.intent import Adapter, Intent, WantedEngine
-from sglang_rollout.wire.policy import CatchUp, Deadlines, OnLoss, PauseMode, TrainerLease, Transport, Verify, WeightsPolicy
+from sglang_rollout.wire.policy import CatchUp, Deadlines, OnLoss, TrainerLease, Transport, Verify, WeightsPolicy
 from sglang_rollout.wire.ports import GATE_PORT
 from sglang_rollout.wire.states import FleetMode, FleetState
 

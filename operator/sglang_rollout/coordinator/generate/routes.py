@@ -18,17 +18,17 @@ import aiohttp
 from aiohttp import web
 
 from sglang_rollout.coordinator.generate.batches import Batch, BatchError, encoded, join, split
-from sglang_rollout.coordinator.generate.bypass import beyond_smg
 from sglang_rollout.coordinator.generate.client import HOLD_SECONDS, BrokeOffError, NobodyAnswersError
 from sglang_rollout.coordinator.generate.streams import BatchStream
 from sglang_rollout.coordinator.generate.token_ids import why_mixed
 from sglang_rollout.coordinator.http.parts import PARTS, Handler
 from sglang_rollout.coordinator.update import adapters as lora
-from sglang_rollout.wire.ports import DIRECT_PATHS, VERSION_HEADER
+from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
+from sglang_rollout.sglang.smg_limits import should_bypass_smg
+from sglang_rollout.wire.ports import VERSION_HEADER
 
 LARGEST_BODY = 64 * 2**20
 """Of a batch; as much as smg keeps of a request in order to send it again."""
-GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 _SESSION = ("x-smg-routing-key", "x-session-id")
 """Headers that name a conversation, as smg is told to read them."""
 _JSON = "application/json"
@@ -138,7 +138,7 @@ def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
 
 
 async def _single(request: web.Request, data: bytes, body: Any, *, direct: bool = False) -> web.StreamResponse:
-    if not direct and not beyond_smg(request.path, body):
+    if not direct and not should_bypass_smg(request.path, body):
         return await _passed_on(request, data)
     async with _by_engine(request, data) as reply:
         return await _copied(request, reply)
@@ -165,7 +165,7 @@ async def _item(request: web.Request, item: dict[str, Any]) -> AsyncIterator[aio
     A 404 is an smg that has just (re)started and has no engines yet; the others of the batch should not be lost for that.
     """
     data = encoded(item)
-    ask = _by_engine if beyond_smg(GENERATE, item) else _by_smg
+    ask = _by_engine if should_bypass_smg(GENERATE, item) else _by_smg
     loop = asyncio.get_running_loop()
     end = loop.time() + UNLISTED_SECONDS
     while True:
@@ -300,6 +300,6 @@ async def _tasks(coroutines: Sequence[Any]) -> AsyncIterator[list[asyncio.Task[A
 
 
 routes = [
-    *(web.post(GENERATE, generate), web.post(COMPLETIONS, completions), web.post(CHAT, chat)),
+    *(web.post(GENERATE, generate), web.post(COMPLETIONS, completions), web.post(CHAT_COMPLETIONS, chat)),
     *(web.post(path, direct) for path in DIRECT_PATHS),
 ]

@@ -7,13 +7,13 @@ import logging
 from aiohttp import web
 
 from sglang_rollout.coordinator.generate.routes import routes as data_routes
-from sglang_rollout.coordinator.http import refused_paths
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.engine_calls import routes as engine_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
 from sglang_rollout.coordinator.http.parts import PARTS, Handler, Parts, refuse
 from sglang_rollout.coordinator.update.ranks import Refusal
-from sglang_rollout.wire.ports import DATA_PATHS
+from sglang_rollout.sglang.api import DATA_PATHS
+from sglang_rollout.sglang.refused_paths import find_refusal
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return _too_large(None)
     if isinstance(error, web.HTTPNotFound):
-        why = refused_paths.reason(request.path)
+        why = find_refusal(request.path)
         return refuse(501, why) if why is not None else refuse(404, _unknown(request))
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = " or ".join(sorted(error.allowed_methods - {"HEAD"}))

@@ -13,7 +13,7 @@ from sglang_rollout.coordinator.http.parts import PARTS, refuse
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.hybrid import AT_ENGINES
 from sglang_rollout.coordinator.update.requests import NewRun, Request
-from sglang_rollout.coordinator.update.steps import UPDATE_TENSOR
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import FLEET_LEASE, FLEET_RUN, VERSION_HEADER
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode
 
@@ -72,7 +72,7 @@ async def abort_request(request: web.Request) -> web.Response:
     parts = request.app[PARTS]
     at = request.match_info.get("engine")
     names = [name for name in parts.machine.fleet.up() if at is None or name == at]
-    send = Send("/abort_request", dict.fromkeys(names, body), ABORT_DEADLINE)
+    send = Send(ControlCall.ABORT_REQUEST.path, dict.fromkeys(names, body), ABORT_DEADLINE)
     results = await asyncio.shield(parts.agents.fan_out(send)) if names else {}
     failed = {name: result.message for name, result in results.items() if not result.ok}
     if failed:
@@ -93,33 +93,33 @@ async def _one_process(request: web.Request) -> web.Response:
     fleet = request.app[PARTS].machine.fleet
     if fleet.keeps_weights:
         return refuse(400, KEEPS_WEIGHTS)
-    if fleet.mode is FleetMode.HYBRID and request.path == UPDATE_TENSOR:
+    if fleet.mode is FleetMode.HYBRID and request.path == ControlCall.UPDATE_TENSOR.path:
         return refuse(400, f"{request.path}: {AT_ENGINES}")
     return refuse(501, ONE_PROCESS.format(path=request.path))
 
 
 routes = [
-    web.post("/init_weights_update_group", _control(compat.open_group)),
-    web.post("/destroy_weights_update_group", _control(compat.close_group)),
-    web.post("/begin_weight_update", _control(compat.begin)),
-    web.post("/update_weights_from_distributed", _control(compat.update)),
-    web.post("/end_weight_update", _control(compat.end)),
-    web.post("/pause_generation", _control(compat.pause)),
-    web.post("/continue_generation", _control(compat.resume)),
-    web.post("/update_weight_version", _control(compat.set_label)),
-    web.post("/flush_cache", flush_cache),
-    web.get("/flush_cache", flush_cache, allow_head=False),
-    web.post("/abort_request", abort_request),
+    web.post(ControlCall.INIT_GROUP.path, _control(compat.open_group)),
+    web.post(ControlCall.DESTROY_GROUP.path, _control(compat.close_group)),
+    web.post(ControlCall.BEGIN_UPDATE.path, _control(compat.begin)),
+    web.post(ControlCall.UPDATE_DISTRIBUTED.path, _control(compat.update)),
+    web.post(ControlCall.END_UPDATE.path, _control(compat.end)),
+    web.post(ControlCall.PAUSE.path, _control(compat.pause)),
+    web.post(ControlCall.CONTINUE.path, _control(compat.resume)),
+    web.post(ControlCall.SET_VERSION.path, _control(compat.set_label)),
+    web.post(ControlCall.FLUSH_CACHE.path, flush_cache),
+    web.get(ControlCall.FLUSH_CACHE.path, flush_cache, allow_head=False),
+    web.post(ControlCall.ABORT_REQUEST.path, abort_request),
     web.post(FLEET_LEASE, lease),
     web.post(FLEET_RUN, _control(lambda body: NewRun())),
     web.post("/workers", add_worker),
     web.post("/add_worker", add_worker),
-    web.post("/update_weights_from_tensor", _one_process),
-    web.post("/update_weights_from_ipc", _one_process),
-    web.post("/update_weights_from_disk", _control(compat.from_disk)),
-    web.post("/load_lora_adapter", _control(compat.load_adapter)),
-    web.post("/unload_lora_adapter", _control(compat.unload_adapter)),
-    web.post("/load_lora_adapter_from_tensors", _one_process),
-    web.post("/release_memory_occupation", _control(compat.release_memory)),
-    web.post("/resume_memory_occupation", _control(compat.resume_memory)),
+    web.post(ControlCall.UPDATE_TENSOR.path, _one_process),
+    web.post(ControlCall.UPDATE_IPC.path, _one_process),
+    web.post(ControlCall.UPDATE_DISK.path, _control(compat.from_disk)),
+    web.post(ControlCall.LOAD_ADAPTER.path, _control(compat.load_adapter)),
+    web.post(ControlCall.UNLOAD_ADAPTER.path, _control(compat.unload_adapter)),
+    web.post(ControlCall.LOAD_ADAPTER_FROM_TENSORS.path, _one_process),
+    web.post(ControlCall.RELEASE_MEMORY.path, _control(compat.release_memory)),
+    web.post(ControlCall.RESUME_MEMORY.path, _control(compat.resume_memory)),
 ]

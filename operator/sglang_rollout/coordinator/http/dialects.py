@@ -12,7 +12,6 @@ from typing import Any
 
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
-    MEMORY_TAGS,
     Answer,
     AtEngine,
     Begin,
@@ -33,7 +32,7 @@ from sglang_rollout.coordinator.update.requests import (
     Update,
 )
 from sglang_rollout.coordinator.update.versions import LONGEST_LABEL
-from sglang_rollout.wire.policy import PauseMode
+from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, PauseMode
 from sglang_rollout.wire.text import unwritable
 from sglang_rollout.wire.trainer import ControlReply
 
@@ -47,10 +46,6 @@ LARGEST_TRUNCATION = 100
 """Rows of a tensor that ``/get_weights_by_name`` gives at most; SGLang's default. All rows of a large model do not fit into one answer."""
 LONGEST_SIZE = 6
 """Digits of an engine's tensor size. Python reads no number of thousands."""
-LOAD_FORMATS = ("auto", "safetensors")
-"""Of ``/update_weights_from_disk``."""
-TENSOR_FORMATS = (None, "direct", "flattened_bucket")
-"""Of ``/update_weights_from_tensor``. SGLang takes any other for the name of a function to import."""
 Fields = Mapping[str, Any]
 
 
@@ -91,7 +86,8 @@ def pause(body: Fields) -> Request:
     if mode is not None and mode not in list(PauseMode):  # not a set: the mode may be anything
         raise Refusal(f"mode {_clip(mode)} is no pause mode: use {', '.join(mode.value for mode in PauseMode)}.")
     # What SGLang does without a mode is said here, because the fleet must know which it was.
-    return Pause(mode or PauseMode.ABORT.value, {**body, "mode": mode or PauseMode.ABORT.value})
+    mode = mode or DEFAULT_PAUSE_MODE.value
+    return Pause(mode, {**body, "mode": mode})
 
 
 def resume(body: Fields) -> Request:
@@ -153,9 +149,9 @@ def from_disk(body: Fields) -> Request:
     if not isinstance(path, str) or not path.strip():
         raise Refusal("model_path is missing: name the checkpoint's folder, as the engines see it.")
     form = body.get("load_format")
-    if form is not None and form not in LOAD_FORMATS:
+    if form is not None and form not in DISK_LOAD_FORMATS:
         # Checked before any engine counts as told: SGLang dies of loaders that it does not know.
-        raise Refusal(f"load_format {_clip(form)} is not offered: use {' or '.join(LOAD_FORMATS)}, or leave it out.")
+        raise Refusal(f"load_format {_clip(form)} is not offered: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out.")
     return FromDisk(path, _label(body.get("weight_version"), "weight_version"), body)
 
 
@@ -165,8 +161,8 @@ def tensors(body: Fields) -> Tensors:
     if not isinstance(handles, list) or not handles or not all(isinstance(one, str) and one for one in handles):
         raise Refusal("serialized_named_tensors is missing: it must be a list with one string for each rank of the engine.")
     form = body.get("load_format")
-    if form not in TENSOR_FORMATS:
-        raise Refusal(f"load_format {_clip(form)} is not offered: use {', '.join(filter(None, TENSOR_FORMATS))}, or leave it out.")
+    if form not in TENSOR_LOAD_FORMATS:
+        raise Refusal(f"load_format {_clip(form)} is not offered: use {', '.join(filter(None, TENSOR_LOAD_FORMATS))}, or leave it out.")
     return Tensors(_label(body.get("weight_version"), "weight_version"), body)
 
 
@@ -204,7 +200,7 @@ def resume_memory(body: Fields) -> ResumeMemory:
 
 def load_adapter(body: Fields) -> Request:
     """``/load_lora_adapter``. A field that SGLang would ignore is refused: the trainer relies on it, and no engine would act on it."""
-    _check_fields("/load_lora_adapter", body, ADAPTER_FIELDS)
+    _check_fields(ControlCall.LOAD_ADAPTER.path, body, ADAPTER_FIELDS)
     pinned = body.get("pinned", False)
     if not isinstance(pinned, bool):
         raise Refusal(f"pinned {_clip(pinned)} is neither true nor false.")
@@ -219,7 +215,7 @@ def load_adapter(body: Fields) -> Request:
 
 def unload_adapter(body: Fields) -> Request:
     """``/unload_lora_adapter``."""
-    _check_fields("/unload_lora_adapter", body, ("lora_name",))
+    _check_fields(ControlCall.UNLOAD_ADAPTER.path, body, ("lora_name",))
     name = _name(body, "lora_name")
     if name is None:
         raise Refusal("lora_name is missing: name the adapter.")

@@ -11,15 +11,16 @@ from sglang_rollout.coordinator.http import dialects as compat
 from sglang_rollout.coordinator.http.control import abort_request, ask
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import AtEngine, Call
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import FLEET_ENGINES
 
 _CALLS: dict[str, Callable[[Mapping[str, Any]], Call]] = {
-    "begin_weight_update": compat.begin,
-    "update_weights_from_tensor": compat.tensors,
-    "end_weight_update": compat.end,
-    "update_weight_version": compat.set_label,
-    "release_memory_occupation": compat.release_memory,
-    "resume_memory_occupation": compat.resume_memory,
+    ControlCall.BEGIN_UPDATE: compat.begin,
+    ControlCall.UPDATE_TENSOR: compat.tensors,
+    ControlCall.END_UPDATE: compat.end,
+    ControlCall.SET_VERSION: compat.set_label,
+    ControlCall.RELEASE_MEMORY: compat.release_memory,
+    ControlCall.RESUME_MEMORY: compat.resume_memory,
 }
 
 

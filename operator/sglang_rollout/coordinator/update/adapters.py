@@ -18,12 +18,11 @@ from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
 from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Results, failures, same, send, told
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.record import AdapterRow
 from sglang_rollout.wire.states import FleetState
 
-LOAD = "/load_lora_adapter"
-UNLOAD = "/unload_lora_adapter"
 MAX_ADAPTERS_CHARACTERS = 80_000
 """Rows in the record of the adapters that trainers have loaded: the record has to fit into a ConfigMap (1 MiB)."""
 ROW_CHARACTERS = 110
@@ -87,8 +86,8 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
         elif missing is not None:
             load[name] = _body(adapters[missing])
     if unload:
-        return UNLOAD, unload
-    return (LOAD, load) if load else None
+        return ControlCall.UNLOAD_ADAPTER.path, unload
+    return (ControlCall.LOAD_ADAPTER.path, load) if load else None
 
 
 async def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Answer:
@@ -110,10 +109,10 @@ async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
     _refuse_too_many(fleet, adapter)
     names = fleet.up()
     held = [name for name in names if ask.name in _loaded(fleet.engines[name])]
-    unloaded = await _tell(fleet, UNLOAD, same(held, {"lora_name": ask.name}))
+    unloaded = await _tell(fleet, ControlCall.UNLOAD_ADAPTER.path, same(held, {"lora_name": ask.name}))
     if failures(unloaded):
         return await _give_up(fleet, ask, unloaded, unloaded, {})
-    results = await _tell(fleet, LOAD, same(names, _body(adapter)))
+    results = await _tell(fleet, ControlCall.LOAD_ADAPTER.path, same(names, _body(adapter)))
     if failures(results):
         return await _give_up(fleet, ask, results, unloaded, results)
     for name, engine in fleet.engines.items():
@@ -128,13 +127,13 @@ async def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Re
     """End a load that failed on an engine with what there was before; or with none, when that lay under the same path."""
     before = fleet.adapters.of_trainers.get(ask.name)
     what = "load" if loaded else "unload"
-    undone = await _tell(fleet, UNLOAD, same(_done(loaded), {"lora_name": ask.name}))
+    undone = await _tell(fleet, ControlCall.UNLOAD_ADAPTER.path, same(_done(loaded), {"lora_name": ask.name}))
     if before is None or before.path == ask.path:
         fleet.adapters.of_trainers.pop(ask.name, None)
         stuck = ", ".join(failures(undone if loaded else unloaded))
         return _failed(failed, what, ask.name, f"Still loaded on: {stuck}." if stuck else "It is loaded on no engine.")
     empty = [name for name in _done(unloaded) if name not in failures(undone)]
-    back = failures(await _tell(fleet, LOAD, same(empty, _body(before))))
+    back = failures(await _tell(fleet, ControlCall.LOAD_ADAPTER.path, same(empty, _body(before))))
     for name, result in back.items():
         _put_off(fleet, name, ask.name, result)
     lack = ", ".join({**back, **failures(undone)})
@@ -150,7 +149,7 @@ async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
     if not names and ask.name not in fleet.adapters.of_trainers:
         raise Refusal(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted(fleet)) or 'none'}.")
     fleet.adapters.of_trainers.pop(ask.name, None)
-    results = await _tell(fleet, UNLOAD, same(names, {"lora_name": ask.name}))
+    results = await _tell(fleet, ControlCall.UNLOAD_ADAPTER.path, same(names, {"lora_name": ask.name}))
     if failures(results):
         return _failed(results, "unload", ask.name, "It is tried again.")
     return Answer(200, "", {"engines": told(results)})
@@ -191,7 +190,7 @@ async def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Results:
         adapter, engine = str(bodies[name]["lora_name"]), fleet.engines.get(name)
         if engine is not None:
             engine.overwritten.pop(adapter, None)
-            engine.changed(adapter, str(bodies[name]["lora_path"]) if path == LOAD else None, fleet.now)
+            engine.changed(adapter, str(bodies[name]["lora_path"]) if path == ControlCall.LOAD_ADAPTER.path else None, fleet.now)
     return results
 
 

@@ -13,9 +13,10 @@ from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
-from sglang_rollout.coordinator.update.steps import FLUSH, PAUSE, UPDATE_DISK, same, send, soil, sync, turn
-from sglang_rollout.coordinator.update.verify import CHECKER, CHECKSUM, Checksums, vouched
+from sglang_rollout.coordinator.update.steps import same, send, soil, sync, turn
+from sglang_rollout.coordinator.update.verify import CHECKSUM, Checksums, vouched
 from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
 from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT
@@ -118,11 +119,11 @@ async def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -
     body = {"model_path": reply.path or found.request.path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
     # The folder may hold something else than it should: until the engine vouches for the version, it needs these from whoever comes next.
     engine.wrote |= reply.names or frozenset()
-    loaded = (await soil(fleet, UPDATE_DISK, same([name], body), limit))[name]
+    loaded = (await soil(fleet, ControlCall.UPDATE_DISK.path, same([name], body), limit))[name]
     if not loaded.ok:
         raise _FailedError(f"the engine did not load {reply.path or found.request.path}: {loaded.message.rstrip('.')}")
     await _compare(fleet, engine, version)
-    await _one(name, FLUSH, {}, fleet.policy.deadlines.pause)
+    await _one(name, ControlCall.FLUSH_CACHE.path, {}, fleet.policy.deadlines.pause)
 
 
 async def _compare(fleet: Fleet, joiner: Engine, version: Version) -> None:
@@ -135,7 +136,7 @@ async def _compare(fleet: Fleet, joiner: Engine, version: Version) -> None:
         right = fleet.weights.checksums.get(size) or await _ask_peer(fleet, peer, size, version)
     if right is None:
         return
-    mine = await _one(name, CHECKER, CHECKSUM, fleet.policy.deadlines.update)
+    mine = await _one(name, ControlCall.CHECK_WEIGHTS.path, CHECKSUM, fleet.policy.deadlines.update)
     if mine.checksums != right:
         raise _FailedError("it then held other weights than the engines that got them from the trainer")
 
@@ -157,7 +158,7 @@ async def _open(fleet: Fleet, engine: Engine, version: Version) -> None:
         raise _FailedError("the engine is gone")
     if fleet.pause is not None or fleet.applied_state is FleetState.PAUSED:
         mode = fleet.pause.mode if fleet.pause is not None else fleet.policy.pause_mode.value
-        paused = await _one(name, PAUSE, {"mode": mode} if mode else {}, fleet.policy.deadlines.pause)
+        paused = await _one(name, ControlCall.PAUSE.path, {"mode": mode} if mode else {}, fleet.policy.deadlines.pause)
         if not paused.ok:
             raise _FailedError(f"it could not be paused like the rest of the fleet: {paused.message.rstrip('.')}")
     if fleet.pause is not None:

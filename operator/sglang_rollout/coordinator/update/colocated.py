@@ -13,8 +13,6 @@ from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
-    MEMORY_TAGS,
-    WEIGHTS,
     Answer,
     AtEngine,
     Begin,
@@ -35,6 +33,7 @@ from sglang_rollout.coordinator.update.requests import (
 from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Operation, failures, send, sync, turn, write
 from sglang_rollout.coordinator.update.transaction import flush
+from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode, FleetState
 
 AGAIN = 10.0
@@ -110,9 +109,9 @@ async def _resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
         await _note_trainer_memory(fleet, at, lambda tags: {tag for tag in tags if ask.tags and tag not in ask.tags})
     if fleet.mode is FleetMode.HYBRID:
         return await hybrid.resume(fleet, ask, at)
-    without = [name for name in fleet.up() if WEIGHTS in _released(fleet.engines[name])]
+    without = [name for name in fleet.up() if MemoryTag.WEIGHTS in _released(fleet.engines[name])]
     answer = await memory.resume(fleet, ask, at)
-    back = [name for name in without if WEIGHTS not in _released(fleet.engines[name])]
+    back = [name for name in without if MemoryTag.WEIGHTS not in _released(fleet.engines[name])]
     if not back:
         await sync(fleet)
         return answer
@@ -141,7 +140,7 @@ async def put_to_sleep(fleet: Fleet, names: list[str]) -> Answer:
     await memory.note_checksums(fleet)
     silent = memory.unnoted(fleet)
     bodies = {name: {"tags": _missing(fleet, name)} for name in names if name not in silent}
-    results = await send(memory.RELEASE, bodies, fleet.policy.deadlines.pause)
+    results = await send(ControlCall.RELEASE_MEMORY.path, bodies, fleet.policy.deadlines.pause)
     failed = failures(results)
     for name in bodies.keys() - failed.keys():
         memory.note_released(fleet.engines[name], [*_released(fleet.engines[name]), *bodies[name]["tags"]])

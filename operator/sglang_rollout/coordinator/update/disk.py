@@ -21,8 +21,9 @@ from sglang_rollout.coordinator.update.progress import Update
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk
 from sglang_rollout.coordinator.update.rules import take_turn
-from sglang_rollout.coordinator.update.steps import UPDATE_DISK, failures, same, send, soil, told
+from sglang_rollout.coordinator.update.steps import failures, same, send, soil, told
 from sglang_rollout.coordinator.update.transaction import hold_all, hold_late
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.record import OnDisk
@@ -60,7 +61,7 @@ async def from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
         note_trust(fleet, update, boots)
         update.tensors[tuple(boots)] = set(names)
     fleet.weights.attempted |= names or frozenset()
-    results = await soil(fleet, UPDATE_DISK, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
+    results = await soil(fleet, ControlCall.UPDATE_DISK.path, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
     broken = failures(results)
     update.fed.update(name for name in boots if name not in broken)
     for name, result in broken.items():

@@ -31,9 +31,9 @@ from sglang_rollout.coordinator.update.requests import (
 )
 from sglang_rollout.coordinator.update.requests import Update as Distributed
 from sglang_rollout.coordinator.update.rules import apply_rule, take_turn
-from sglang_rollout.coordinator.update.steps import END, PATIENCE, SLOWER, UPDATE_TENSOR, Operation, failures, same, send, sync, turn
+from sglang_rollout.coordinator.update.steps import PATIENCE, SLOWER, Operation, failures, same, send, sync, turn
 from sglang_rollout.coordinator.update.transaction import flush, set_label, tell
-from sglang_rollout.wire.policy import PauseMode
+from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.wire.states import BY_HANDLES
 from sglang_rollout.wire.weights import EngineState
 
@@ -87,7 +87,7 @@ async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
     body = dict(ask.body)
     if fleet.pause is not None and fleet.pause.mode == PauseMode.IN_PLACE:
         body["flush_cache"] = False  # SGLang would write the tensors and then answer 400 for the flush
-    results = await send(UPDATE_TENSOR, {name: body}, fleet.policy.deadlines.update)
+    results = await send(ControlCall.UPDATE_TENSOR.path, {name: body}, fleet.policy.deadlines.update)
     result = results[name]
     if not result.ok:
         return await fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name)
@@ -183,7 +183,7 @@ async def _delivered(fleet: Fleet, name: str) -> Answer | None:
     """This engine has all of its tensors: end its session. Returns what went wrong."""
     update = fleet.require_update()
     began = fleet.now
-    results = await send(END, same([name]), _limit(fleet, update))
+    results = await send(ControlCall.END_UPDATE.path, same([name]), _limit(fleet, update))
     broken = failures(results)
     if not broken:
         update.slowest_end = max(update.slowest_end, fleet.now - began)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sglang_rollout.coordinator.update.requests import MEMORY_TAGS, WEIGHTS
+from sglang_rollout.sglang.api import MEMORY_TAGS, MemoryTag
 from sglang_rollout.wire.states import LENT, FleetMode, FleetState, held_sentence
 
 
@@ -64,7 +64,7 @@ class Interruptions:
 
     def __post_init__(self) -> None:
         """Start as verl leaves a fleet before its first call: asleep until woken."""
-        self.release_to_trainer(("kv_cache", WEIGHTS))
+        self.release_to_trainer((MemoryTag.KV_CACHE, MemoryTag.WEIGHTS))
 
     @property
     def pause(self) -> Interruption | None:

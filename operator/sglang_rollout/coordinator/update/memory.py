@@ -10,17 +10,15 @@ from collections.abc import Iterable
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.ranks import Refusal
-from sglang_rollout.coordinator.update.requests import MEMORY_TAGS, WEIGHTS, Answer, ReleaseMemory, ResumeMemory
+from sglang_rollout.coordinator.update.requests import Answer, ReleaseMemory, ResumeMemory
 from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Results, failures, same, send, sync, told, turn
-from sglang_rollout.coordinator.update.verify import CHECKER, CHECKSUM, vouched
+from sglang_rollout.coordinator.update.verify import CHECKSUM, vouched
+from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import Noted
 from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
-
-RELEASE = "/release_memory_occupation"
-RESUME = "/resume_memory_occupation"
 
 
 async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> Answer:
@@ -36,7 +34,7 @@ async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> An
     if not names:
         raise Refusal(_nobody(fleet, at, "release"), status=503)
     tags = ask.tags or MEMORY_TAGS
-    results = await send(RELEASE, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
+    results = await send(ControlCall.RELEASE_MEMORY.path, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
     for name in names:
         if results[name].ok:
             note_released(fleet.engines[name], [*_released(fleet.engines[name]), *tags])
@@ -58,7 +56,7 @@ async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answ
             bodies[name] = {"tags": tags}
     if not bodies:
         return Answer(200, "No engine has released such memory: there was nothing to do.")
-    results = await send(RESUME, bodies, fleet.policy.deadlines.pause)
+    results = await send(ControlCall.RESUME_MEMORY.path, bodies, fleet.policy.deadlines.pause)
     for name, body in bodies.items():
         if results[name].ok:
             note_released(fleet.engines[name], [tag for tag in _released(fleet.engines[name]) if tag not in body["tags"]])
@@ -83,9 +81,9 @@ def note_released(engine: Engine, released: Iterable[str]) -> None:
     """Know already what its agent will say."""
     seen, left = engine.status, list(dict.fromkeys(released))
     if seen is not None:
-        woken = WEIGHTS not in left and (seen.woken or WEIGHTS in seen.released)
+        woken = MemoryTag.WEIGHTS not in left and (seen.woken or MemoryTag.WEIGHTS in seen.released)
         engine.status = seen.model_copy(update={"released": left, "woken": woken})
-    if WEIGHTS in left:
+    if MemoryTag.WEIGHTS in left:
         engine.compared = None
 
 
@@ -138,7 +136,7 @@ def woken(fleet: Fleet) -> list[str]:
     found = []
     for name, engine in fleet.engines.items():
         status = engine.status
-        if status is None or WEIGHTS in status.released:
+        if status is None or MemoryTag.WEIGHTS in status.released:
             engine.compared = None
         elif fleet.mode is FleetMode.HYBRID and status.released:
             continue  # its trainer sends weights before it gives the rest of the memory back
@@ -159,7 +157,7 @@ async def prove(fleet: Fleet, names: list[str]) -> Answer:
     await note_checksums(fleet)
     right = {name: _own(fleet, name) or fleet.weights.checksums.get(fleet.engines[name].tensor_size) for name in names}
     known = [name for name in names if right[name] is not None]
-    results = await send(CHECKER, same(known, CHECKSUM), fleet.policy.deadlines.update)
+    results = await send(ControlCall.CHECK_WEIGHTS.path, same(known, CHECKSUM), fleet.policy.deadlines.update)
     same_bytes = [name for name in known if results[name].checksums == right[name]]
     acks = {
         name: AckRequest(version=committed, boot_id=fleet.engines[name].boot or "", cohort=[name], verified=True).model_dump(mode="json")

@@ -10,10 +10,7 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.progress import Update
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import (
-    DESTROY,
-    END,
     FENCE_DEADLINE,
-    FLUSH,
     PATIENCE,
     Results,
     failures,
@@ -27,6 +24,7 @@ from sglang_rollout.coordinator.update.steps import (
     write,
 )
 from sglang_rollout.coordinator.update.verify import due, verify
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
@@ -88,7 +86,7 @@ async def _end_session(fleet: Fleet, update: Update) -> Results:
     if not suffice(fleet, update):
         return {}
     inside = [name for name in update.standing() if name not in update.ended]
-    results = await send(END, same(inside), fleet.policy.deadlines.update, patience=PATIENCE)
+    results = await send(ControlCall.END_UPDATE.path, same(inside), fleet.policy.deadlines.update, patience=PATIENCE)
     for name, result in failures(results).items():
         update.dropped[name] = f"could not end the session: {result.message}"
     for name in update.standing():
@@ -117,7 +115,7 @@ async def _flush(fleet: Fleet, update: Update, names: list[str]) -> list[str]:
     """
     if not names:
         return []
-    results = await send(FLUSH, same(names), fleet.policy.deadlines.pause, patience=PATIENCE)
+    results = await send(ControlCall.FLUSH_CACHE.path, same(names), fleet.policy.deadlines.pause, patience=PATIENCE)
     failed = failures(results)
     update.dropped |= {name: f"did not flush its cache: {result.message}" for name, result in failed.items() if result.status == 0}
     return list(failed)
@@ -236,7 +234,7 @@ async def abandon(fleet: Fleet, reason: str, *, close_groups: bool = False) -> A
         for group in groups:
             fleet.groups.pop(group.name, None)
             members = [name for name in group.boots if _callable(fleet, name)]
-            await send(DESTROY, same(members, {"group_name": group.name}), FENCE_DEADLINE)
+            await send(ControlCall.DESTROY_GROUP.path, same(members, {"group_name": group.name}), FENCE_DEADLINE)
     return answer
 
 

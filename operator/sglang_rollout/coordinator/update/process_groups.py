@@ -13,20 +13,9 @@ from sglang_rollout.coordinator.update.progress import Group
 from sglang_rollout.coordinator.update.ranks import GroupSpec, Refusal, check_group
 from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup, OpenGroup
 from sglang_rollout.coordinator.update.rules import apply_rule, take_turn
-from sglang_rollout.coordinator.update.steps import (
-    DESTROY,
-    FENCE_DEADLINE,
-    GRACE,
-    INIT,
-    Results,
-    failures,
-    reply,
-    same,
-    send,
-    told,
-    turn,
-)
+from sglang_rollout.coordinator.update.steps import FENCE_DEADLINE, GRACE, Results, failures, reply, same, send, told, turn
 from sglang_rollout.coordinator.update.trainer import knock
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import PreflightRequest
 from sglang_rollout.wire.policy import Transport
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
@@ -65,11 +54,11 @@ async def open_group(fleet: Fleet, ask: OpenGroup) -> Answer:
     await _close_dead(fleet)
     _refuse_changed(fleet, boots)
     if len(fleet.groups) >= MOST_GROUPS:
-        raise Refusal(f"{MOST_GROUPS} groups are open: close some with {DESTROY} first.")
+        raise Refusal(f"{MOST_GROUPS} groups are open: close some with {ControlCall.DESTROY_GROUP.path} first.")
     remaining = max(LEAST, limit - (fleet.now - started))
     fleet.enter(Phase.OPEN)
     fleet.transaction.joining = master = f"{spec.host}:{spec.port}"
-    results = await send(INIT, _bodies(fleet, boots, spec, backend), remaining, grace=GRACE)
+    results = await send(ControlCall.INIT_GROUP.path, _bodies(fleet, boots, spec, backend), remaining, grace=GRACE)
     fleet.transaction.joining = None
     if failures(results):
         return await _undo(fleet, spec, results)
@@ -120,7 +109,7 @@ async def _close_same_name(fleet: Fleet, name: str) -> None:
         if (old is not None and old.boots.get(engine.wanted.name) == engine.boot)
         or (engine.status is not None and name in engine.status.groups)
     ]
-    results = await send(DESTROY, same(joined, {"group_name": name}), FENCE_DEADLINE)
+    results = await send(ControlCall.DESTROY_GROUP.path, same(joined, {"group_name": name}), FENCE_DEADLINE)
     for engine_name, result in failures(results).items():
         if UNKNOWN not in result.message:
             raise Refusal(
@@ -170,7 +159,7 @@ async def _undo(fleet: Fleet, spec: GroupSpec, results: Results) -> Answer:
         {**fleet.advice(), "engine": name, "phase": Phase.OPEN.value, "engines": told(results)},
     )
     await reply(answer)
-    await send(DESTROY, same(results, {"group_name": spec.name}), FENCE_DEADLINE)
+    await send(ControlCall.DESTROY_GROUP.path, same(results, {"group_name": spec.name}), FENCE_DEADLINE)
     return answer
 
 
@@ -207,4 +196,4 @@ async def _leave(fleet: Fleet, group: Group) -> Results:
     """Those members that are still the processes that joined leave the group."""
     gone = set(fleet.changed(group.boots))
     names = [name for name in group.boots if name not in gone and fleet.engines[name].up]
-    return await send(DESTROY, same(names, {"group_name": group.name}), fleet.policy.deadlines.pause)
+    return await send(ControlCall.DESTROY_GROUP.path, same(names, {"group_name": group.name}), fleet.policy.deadlines.pause)

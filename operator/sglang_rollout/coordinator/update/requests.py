@@ -8,9 +8,6 @@ from typing import Any
 
 Body = Mapping[str, Any]
 """A JSON object as the trainer sent it."""
-WEIGHTS = "weights"
-MEMORY_TAGS = ("kv_cache", WEIGHTS, "cuda_graph")
-"""Kinds of memory that SGLang can release."""
 
 
 @dataclass(frozen=True)

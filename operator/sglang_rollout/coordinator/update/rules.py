@@ -17,7 +17,6 @@ from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import DEFAULT_GROUP_NAME, Refusal
 from sglang_rollout.coordinator.update.requests import (
-    WEIGHTS,
     Begin,
     Call,
     CloseGroup,
@@ -37,6 +36,7 @@ from sglang_rollout.coordinator.update.requests import (
     Update,
 )
 from sglang_rollout.coordinator.update.steps import turn
+from sglang_rollout.sglang.api import MemoryTag
 from sglang_rollout.wire.states import FleetMode
 
 ANY = frozenset({Phase.IDLE, Phase.PAUSE, Phase.TRANSFER})
@@ -93,7 +93,7 @@ def _continues_at_the_engine(fleet: Fleet, _call: Call, at: str | None) -> bool:
 def _wakes_no_updated_engine(fleet: Fleet, call: Call, at: str | None) -> bool:
     """A trainer wakes an engine's weights before it sends any. After that it is another trainer, or it starts again."""
     updated = fleet.update is not None and at in fleet.update.fed
-    return not (updated and isinstance(call, ResumeMemory) and WEIGHTS in call.tags)
+    return not (updated and isinstance(call, ResumeMemory) and MemoryTag.WEIGHTS in call.tags)
 
 
 RULES: dict[type[Call], Rule] = {

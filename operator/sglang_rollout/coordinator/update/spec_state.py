@@ -13,7 +13,8 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.steps import PAUSE, failures, resume, same, send, sync
+from sglang_rollout.coordinator.update.steps import failures, resume, same, send, sync
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import FleetState, held_sentence
 
 AGAIN = 10.0
@@ -51,7 +52,7 @@ async def _before_sleep(fleet: Fleet) -> None:
 async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
     """Pause these engines: the spec holds the fleet, and they came up since, or could not be paused before."""
     body = {"mode": fleet.policy.pause_mode.value}
-    failed = failures(await send(PAUSE, same(names, body), fleet.policy.deadlines.pause))
+    failed = failures(await send(ControlCall.PAUSE.path, same(names, body), fleet.policy.deadlines.pause))
     for name in failed:
         fleet.engines[name].pause_at = fleet.now + AGAIN
     return Answer(500 if failed else 200, f"{len(names) - len(failed)} of {len(names)} engines were paused, as the spec says.")

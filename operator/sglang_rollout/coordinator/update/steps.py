@@ -14,24 +14,14 @@ from typing import Any, TypeVar
 from sglang_rollout.coordinator.update.events import Result, Send, Write
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import FenceRequest
 from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 
-INIT = "/init_weights_update_group"
-DESTROY = "/destroy_weights_update_group"
-BEGIN = "/begin_weight_update"
-UPDATE = "/update_weights_from_distributed"
-UPDATE_DISK = "/update_weights_from_disk"
-UPDATE_TENSOR = "/update_weights_from_tensor"
-END = "/end_weight_update"
-PAUSE = "/pause_generation"
-CONTINUE = "/continue_generation"
-FLUSH = "/flush_cache"
-
-COLLECTIVE = frozenset({INIT, UPDATE})
+COLLECTIVE = frozenset({ControlCall.INIT_GROUP.path, ControlCall.UPDATE_DISTRIBUTED.path})
 """Calls in which engines wait for the trainer in a collective: its death would hold them for as long as they may take."""
 FENCE_DEADLINE = 15.0
 """A fence answers as soon as the agent has closed the gate; a scheduler that is stuck in a collective cannot be helped
@@ -148,7 +138,7 @@ async def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Results:
 async def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Results:
     """Let engines generate again: continue what is clean, fence what is not or does not answer."""
     clean, dirty = _apart(fleet, names)
-    results = dict(await send(CONTINUE, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE))
+    results = dict(await send(ControlCall.CONTINUE.path, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE))
     for name, result in results.items():
         if result.ok and name in fleet.engines:
             fleet.engines[name].know(fleet.now, paused=False)

@@ -13,23 +13,11 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.progress import Group
 from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
 from sglang_rollout.coordinator.update.ranks import Refusal
-from sglang_rollout.coordinator.update.requests import WEIGHTS, Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
+from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel, Update
 from sglang_rollout.coordinator.update.rules import last_reason, take_turn
-from sglang_rollout.coordinator.update.steps import (
-    BEGIN,
-    FLUSH,
-    GRACE,
-    PAUSE,
-    UPDATE,
-    failures,
-    resume,
-    same,
-    send,
-    soil,
-    told,
-)
+from sglang_rollout.coordinator.update.steps import GRACE, failures, resume, same, send, soil, told
 from sglang_rollout.coordinator.update.versions import newest
-from sglang_rollout.wire.policy import PauseMode
+from sglang_rollout.sglang.api import ControlCall, MemoryTag, PauseMode
 from sglang_rollout.wire.states import held_sentence
 
 
@@ -69,7 +57,7 @@ async def hold_late(fleet: Fleet, names: Collection[str]) -> Answer | None:
 async def _halt(fleet: Fleet, running: Collection[str], names: Collection[str], body: Body) -> Answer | None:
     """Pause the engines that are running. If one fails, all of ``names`` go on."""
     fleet.enter(Phase.PAUSE)
-    results = await send(PAUSE, same(running, body), fleet.policy.deadlines.pause)
+    results = await send(ControlCall.PAUSE.path, same(running, body), fleet.policy.deadlines.pause)
     for name in running:
         if results[name].ok:
             fleet.engines[name].know(fleet.now, paused=True)
@@ -142,7 +130,7 @@ async def update(fleet: Fleet, ask: Update) -> Answer:
         body["flush_cache"] = False
     names = names_of(ask.body)
     new = note_names(fleet, names)
-    results = await send(UPDATE, same(group.boots, body), fleet.policy.deadlines.update, grace=GRACE)
+    results = await send(ControlCall.UPDATE_DISTRIBUTED.path, same(group.boots, body), fleet.policy.deadlines.update, grace=GRACE)
     if fleet.update is not None:
         note_call(fleet, fleet.update, names, new, results)
     broken = failures(results)
@@ -167,7 +155,7 @@ async def tell(fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_se
     refuse_asleep(fleet)
     for name in missing:
         engine = fleet.engines[name]
-        if engine.status is not None and WEIGHTS in engine.status.released:
+        if engine.status is not None and MemoryTag.WEIGHTS in engine.status.released:
             reason = f"engine {name} has released its weights: call resume_memory_occupation first."
             raise Refusal(reason, status=409, fleet=fleet.advice())
         if not engine.member:
@@ -187,7 +175,7 @@ async def tell(fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_se
     update = fleet.require_update()
     update.boots.update(missing)
     note_trust(fleet, update, missing)
-    results = await soil(fleet, BEGIN, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
+    results = await soil(fleet, ControlCall.BEGIN_UPDATE.path, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
     failed_calls = failures(results)
     if failed_calls:
         name, result = next(iter(failed_calls.items()))
@@ -216,7 +204,7 @@ async def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -
     names = [name for name in fleet.up() if only is None or name in only]
     if not names:
         raise Refusal("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
-    path = FLUSH if ask.timeout is None else f"{FLUSH}?timeout={ask.timeout:g}"
+    path = ControlCall.FLUSH_CACHE.path if ask.timeout is None else f"{ControlCall.FLUSH_CACHE.path}?timeout={ask.timeout:g}"
     results = await send(path, same(names), fleet.policy.deadlines.pause + (ask.timeout or 0))
     failed = failures(results)
     if failed:

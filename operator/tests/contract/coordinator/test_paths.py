@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from sglang_rollout.coordinator.generate import routes as routes_data
-from sglang_rollout.wire.ports import DIRECT_PATHS
+from sglang_rollout.sglang.api import DIRECT_PATHS
 from tests.contract.support.coordinator_process import HttpAgent, Lab, fleet_lab
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

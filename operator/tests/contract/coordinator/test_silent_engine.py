@@ -9,8 +9,7 @@ import pytest
 
 from sglang_rollout.coordinator.update import disk, outcome, verify
 from sglang_rollout.coordinator.update import steps as calls
-from sglang_rollout.coordinator.update.steps import UPDATE_DISK
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN
 from tests.contract.support.coordinator_process import QUICK, Lab, fleet_lab
@@ -18,7 +17,11 @@ from tests.contract.support.coordinator_process import QUICK, Lab, fleet_lab
 MINUTES = 300.0
 SLOW = QUICK.model_copy(update={"update": MINUTES, "pause": MINUTES, "idle": MINUTES})
 UPDATE = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g", "weight_version": 1}
-STEPS = {"/end_weight_update": "could not end the session", CHECKER: "could not be verified", AGENT_ACK: "did not acknowledge version 1/1"}
+STEPS = {
+    "/end_weight_update": "could not end the session",
+    ControlCall.CHECK_WEIGHTS.path: "could not be verified",
+    AGENT_ACK: "did not acknowledge version 1/1",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +77,7 @@ async def test_an_engine_that_does_not_go_on_after_a_commit_is_named_and_the_oth
 
 async def test_an_engine_that_hangs_when_it_loads_a_checkpoint_is_left_behind(tmp_path: Path) -> None:
     async with fleet_lab(tmp_path, 3, SLOW, min_committed=2) as lab:
-        lab.agents[1].slow[UPDATE_DISK] = MINUTES
-        status, _, body = await lab.post(UPDATE_DISK, {"model_path": "/checkpoints/1"})
+        lab.agents[1].slow[ControlCall.UPDATE_DISK.path] = MINUTES
+        status, _, body = await lab.post(ControlCall.UPDATE_DISK.path, {"model_path": "/checkpoints/1"})
         assert (status, list(body["fleet"]["fenced"])) == (200, ["e1"])
         assert "did not load /checkpoints/1: no answer for 0.5 s after 2 of 3" in body["fleet"]["fenced"]["e1"]

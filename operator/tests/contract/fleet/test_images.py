@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.testing import StandIn
-from sglang_rollout.wire.ports import DATA_PATHS
 from tests.contract.support.whole_fleet import Whole, whole_fleet
 from tests.support.ports import free_port
 

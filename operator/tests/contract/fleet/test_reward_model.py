@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 from e2e.engine import environment, start_engine
 
-from sglang_rollout.wire.ports import DATA_PATHS, VERSION_HEADER
+from sglang_rollout.sglang.api import DATA_PATHS
+from sglang_rollout.wire.ports import VERSION_HEADER
 from tests.contract.fleet.test_batches import steady
 from tests.contract.support.agent_pod import until
 from tests.contract.support.whole_fleet import Whole, whole_fleet

@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 
 from sglang_rollout.controller.render.router import SOFT_STOP_SCRIPT
-from sglang_rollout.wire.ports import DIRECT_PATHS, FLEET_HELD
+from sglang_rollout.sglang.api import DIRECT_PATHS
+from sglang_rollout.wire.ports import FLEET_HELD
 from tests.contract.support.agent_pod import Process, until
 from tests.support.ports import free_port
 

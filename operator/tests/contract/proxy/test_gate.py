@@ -12,7 +12,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from sglang_rollout.wire.ports import AGENT_HEALTH, GENERATING_PATHS
+from sglang_rollout.sglang.api import GENERATING_PATHS
+from sglang_rollout.wire.ports import AGENT_HEALTH
 from tests.contract.support.agent_pod import BASE_WIRE, Pod, pod, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
 from tests.support.ports import free_port

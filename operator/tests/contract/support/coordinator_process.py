@@ -14,9 +14,10 @@ import aiohttp
 from aiohttp import web
 
 from sglang_rollout.coordinator.cli import Options, serve
+from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.wire.intent import Intent, WantedEngine
 from sglang_rollout.wire.policy import Deadlines, WeightsPolicy
-from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, DATA_PATHS, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, TERM_HEADER
 from sglang_rollout.wire.states import FleetMode
 from tests.properties.support.simulated_agent import FakeAgent
 from tests.support.ports import free_port

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.adapters import LOAD, UNLOAD, rows
+from sglang_rollout.coordinator.update.adapters import rows
 from sglang_rollout.coordinator.update.events import Write
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.states import FleetState
 from tests.properties.coordinator.test_spec_state import tell
@@ -52,7 +53,7 @@ def test_what_the_spec_lists_is_loaded_everywhere_and_what_it_drops_is_unloaded(
     want(world, B)
     assert held(world) == [{"b": "/lora/b"}] * 2
     settled(world)
-    assert (asked(world, LOAD), asked(world, UNLOAD)) == (4, 2), "nothing is done twice"
+    assert (asked(world, ControlCall.LOAD_ADAPTER.path), asked(world, ControlCall.UNLOAD_ADAPTER.path)) == (4, 2), "nothing is done twice"
 
 
 def test_other_contents_under_an_old_name_are_unloaded_and_loaded() -> None:
@@ -86,7 +87,7 @@ def test_an_adapter_that_does_not_load_is_told_and_tried_again_later() -> None:
     world.want()
     world.tick(0.5)
     world.sync_all()
-    while asked(world, LOAD) == 0:
+    while asked(world, ControlCall.LOAD_ADAPTER.path) == 0:
         tell(world)
         world.tick(0.5)
         world.sync_all()
@@ -161,9 +162,9 @@ def test_a_trainer_replaces_an_adapter_also_under_the_same_path(path: str) -> No
     write(world, path, "step 2")
     assert world.do(rq.LoadAdapter("t", path)).success
     assert read(world) == ["step 2"] * 2
-    done = asked(world, LOAD)
+    done = asked(world, ControlCall.LOAD_ADAPTER.path)
     settled(world)
-    assert (held(world), asked(world, LOAD)) == ([{"t": path}] * 2, done), "nobody loads it once more"
+    assert (held(world), asked(world, ControlCall.LOAD_ADAPTER.path)) == ([{"t": path}] * 2, done), "nobody loads it once more"
 
 
 def test_an_engine_that_was_away_while_an_adapter_was_overwritten_reads_it_again() -> None:
@@ -178,9 +179,9 @@ def test_an_engine_that_was_away_while_an_adapter_was_overwritten_reads_it_again
     away.answers = True
     settled(world)
     assert read(world) == ["step 2"] * 2
-    done = asked(world, LOAD)
+    done = asked(world, ControlCall.LOAD_ADAPTER.path)
     settled(world)
-    assert asked(world, LOAD) == done
+    assert asked(world, ControlCall.LOAD_ADAPTER.path) == done
 
 
 def replace_and_fail(world: World, path: str, step: str) -> str:
@@ -238,12 +239,14 @@ def test_an_answer_from_before_a_call_that_is_read_after_it_tells_nothing_of_the
     world.answer_sync("e1")  # what it says here is on its way while the call is made
     world.now += 0.1
     assert world.do(rq.LoadAdapter("t", "/t") if crossing == "load" else rq.UnloadAdapter("t")).success
-    done = asked(world, LOAD), asked(world, UNLOAD)
+    done = asked(world, ControlCall.LOAD_ADAPTER.path), asked(world, ControlCall.UNLOAD_ADAPTER.path)
     world.now += 0.1
     world.arrive("e1")
     assert [row.loaded for row in rows(world.machine.fleet)] == [2] * (crossing == "load")
     settled(world)
-    assert (asked(world, LOAD), asked(world, UNLOAD)) == done, "nobody loads or unloads it once more"
+    assert (asked(world, ControlCall.LOAD_ADAPTER.path), asked(world, ControlCall.UNLOAD_ADAPTER.path)) == done, (
+        "nobody loads or unloads it once more"
+    )
     assert held(world) == [{"t": "/t"} if crossing == "load" else {}] * 2
     assert not any(engine.adapter_trouble for engine in world.machine.fleet.engines.values())
 
@@ -265,14 +268,14 @@ def test_what_an_engine_could_not_do_is_forgotten_when_it_is_done_all_the_same()
     engine = world.machine.fleet.engines["e1"]
     world.agents["e1"].restart()
     world.sync_all()
-    while asked(world, LOAD) < 3:
+    while asked(world, ControlCall.LOAD_ADAPTER.path) < 3:
         world.tick(0.5)
         world.sync_all()
     world.complete(lost=frozenset({"e1"}))
     assert engine.adapter_trouble == {"a": "engine e1: no answer within 60 s."}
     settled(world)
     assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(2, "")]
-    assert (engine.adapter_trouble, asked(world, LOAD)) == ({}, 3)
+    assert (engine.adapter_trouble, asked(world, ControlCall.LOAD_ADAPTER.path)) == ({}, 3)
 
 
 @pytest.mark.parametrize("spec", [True, False], ids=["wanted", "not wanted"])
@@ -352,7 +355,12 @@ def test_more_adapters_than_the_record_holds_are_refused_before_any_engine_is_ca
     refused = world.do(rq.LoadAdapter("one-more", "/" * 4000))
     assert refused.status == 400
     assert "LoRA adapter one-more has no room in the fleet's record: with it the 20 adapters" in refused.message
-    assert not any("one-more" in body["lora_name"] for effect in world.sent if effect.path == LOAD for body in effect.bodies.values())
+    assert not any(
+        "one-more" in body["lora_name"]
+        for effect in world.sent
+        if effect.path == ControlCall.LOAD_ADAPTER.path
+        for body in effect.bodies.values()
+    )
     assert world.do(rq.LoadAdapter("one-more", "/short")).success
 
 
@@ -370,7 +378,7 @@ def test_all_engines_answer_from_the_same_contents_whatever_fails(loads: list[tu
         write(world, path, f"step {number}")
         call, steps = world.ask(rq.LoadAdapter("t", path)), 0
         while world.pending:
-            stage = "unload" if world.sent[-1].path == UNLOAD else "load" if steps < 2 else "back"
+            stage = "unload" if world.sent[-1].path == ControlCall.UNLOAD_ADAPTER.path else "load" if steps < 2 else "back"
             world.complete(broken=frozenset({engine}) if stage in wrong else frozenset())
             steps += 1
         if world.answers[call].success:

@@ -6,8 +6,7 @@ import pytest
 
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.steps import UPDATE_DISK
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.policy import CatchUp, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.weights import Version
@@ -81,7 +80,7 @@ def test_so_many_at_a_time() -> None:
 def test_a_trainer_pushes_on_while_an_engine_loads_and_the_engine_follows() -> None:
     world = make(3)
     restart(world, "e2")
-    held = world.pending.pop(run_to(world, UPDATE_DISK, "e2"))
+    held = world.pending.pop(run_to(world, ControlCall.UPDATE_DISK.path, "e2"))
     assert world.machine.fleet.table.world_size == 3, "who loads is no member"
     push(world, "h", "2")
     assert [agent.gate_open for agent in world.agents.values()] == [True, True, False]
@@ -124,7 +123,7 @@ def test_a_folder_that_holds_something_else_is_not_served() -> None:
 def test_an_engine_that_dies_while_it_loads_costs_only_itself() -> None:
     world = make()
     restart(world, "e1")
-    index = run_to(world, UPDATE_DISK, "e1")
+    index = run_to(world, ControlCall.UPDATE_DISK.path, "e1")
     world.agents["e1"].up = False
     world.complete(index, broken=frozenset({"e1"}))
     world.sync_all()
@@ -139,7 +138,7 @@ def test_an_engine_that_dies_while_it_loads_costs_only_itself() -> None:
 def test_in_a_paused_fleet_the_joiner_pauses_too() -> None:
     world = make()
     restart(world, "e1")
-    held = world.pending.pop(run_to(world, UPDATE_DISK, "e1"))
+    held = world.pending.pop(run_to(world, ControlCall.UPDATE_DISK.path, "e1"))
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.pending.append(held)
     world.drain()
@@ -175,7 +174,7 @@ def test_what_the_fleet_loaded_from_disk_is_where_a_restarted_engine_looks(by_an
 def test_an_engine_that_is_scaled_away_while_it_loads_is_forgotten() -> None:
     world = make()
     restart(world, "e1")
-    run_to(world, UPDATE_DISK, "e1")
+    run_to(world, ControlCall.UPDATE_DISK.path, "e1")
     world.engines = world.engines[:1]
     world.want()
     world.drain()
@@ -189,19 +188,23 @@ def test_joiners_are_compared_with_a_peer_that_is_asked_once() -> None:
     restart(world, "e1", "e2", "e3")
     before = len(world.sent)
     for _ in range(200):
-        asking = [effect for effect in world.pending if isinstance(effect, ev.Send) and effect.path == CHECKER and "e0" in effect.bodies]
+        asking = [
+            effect
+            for effect in world.pending
+            if isinstance(effect, ev.Send) and effect.path == ControlCall.CHECK_WEIGHTS.path and "e0" in effect.bodies
+        ]
         assert len(asking) <= 1
         if not world.pending:
             break
         world.complete()
-    assert sum(send.path == CHECKER and "e0" in send.bodies for send in world.sent[before:]) == 1
+    assert sum(send.path == ControlCall.CHECK_WEIGHTS.path and "e0" in send.bodies for send in world.sent[before:]) == 1
     assert all(agent.gate_open for agent in world.agents.values())
 
 
 def test_a_joiner_that_cannot_be_compared_stays_closed_and_says_why() -> None:
     world = make(2)
     restart(world, "e1")
-    world.complete(run_to(world, CHECKER, "e0"), broken=frozenset({"e0"}))
+    world.complete(run_to(world, ControlCall.CHECK_WEIGHTS.path, "e0"), broken=frozenset({"e0"}))
     world.drain()
     assert not world.agents["e1"].gate_open
     assert "engine e0, with which it was to be compared, did not say what it holds" in world.machine.fleet.engines["e1"].note

@@ -8,8 +8,7 @@ import pytest
 
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.memory import RELEASE
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import FleetMode, FleetState
 from sglang_rollout.wire.weights import BASE
 from tests.properties.coordinator.test_spec_state import tell
@@ -85,7 +84,7 @@ def test_the_record_tells_engines_that_are_being_compared_from_lost_ones() -> No
         world.ask(rq.ResumeMemory(VERL))
         compared = False
         while world.pending:
-            compared = compared or getattr(world.pending[0], "path", "") == CHECKER
+            compared = compared or getattr(world.pending[0], "path", "") == ControlCall.CHECK_WEIGHTS.path
             world.complete()
             world.tick(0.1)
             assert world.record is not None
@@ -129,7 +128,7 @@ def test_a_coordinator_that_dies_before_any_engine_heard_does_what_it_had_writte
     world = awake()
     world.ask(rq.ReleaseMemory(VERL))
     written = False
-    while not any(isinstance(effect, ev.Send) and effect.path == RELEASE for effect in world.pending):
+    while not any(isinstance(effect, ev.Send) and effect.path == ControlCall.RELEASE_MEMORY.path for effect in world.pending):
         written = written or isinstance(world.pending[0], ev.Write)
         world.complete()
     assert written, "before any engine hears of it"
@@ -145,7 +144,7 @@ def test_an_engine_that_refuses_to_sleep_is_asked_again() -> None:
     world.tick(0.5)
     world.sync_all()
     while world.pending:
-        broken = frozenset({"e0"}) if world.pending[0].__dict__.get("path") == RELEASE else frozenset()
+        broken = frozenset({"e0"}) if world.pending[0].__dict__.get("path") == ControlCall.RELEASE_MEMORY.path else frozenset()
         world.complete(broken=broken)
     assert released(world) == [()]
     world.tick(20.0)
@@ -171,9 +170,9 @@ def test_weights_that_nobody_could_recognise_later_are_not_released() -> None:
     world.want()
     world.tick(0.5)
     world.sync_all()
-    settle_with(world, broken=CHECKER)
+    settle_with(world, broken=ControlCall.CHECK_WEIGHTS.path)
     call = world.ask(rq.ReleaseMemory())
-    settle_with(world, broken=CHECKER)
+    settle_with(world, broken=ControlCall.CHECK_WEIGHTS.path)
     assert (world.answers[call].status, "Nothing was released" in world.answers[call].message) == (502, True)
     assert released(world) == [()]
 

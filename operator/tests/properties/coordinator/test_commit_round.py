@@ -6,8 +6,7 @@ import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Answer
-from sglang_rollout.coordinator.update.steps import BEGIN, CONTINUE, END, PAUSE, UPDATE
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version
@@ -64,7 +63,14 @@ def test_a_push_costs_each_engine_one_call_per_step(buckets: int) -> None:
     for number in range(buckets):
         assert world.do(rq.Update("h", "2", {"names": [f"w{number}"], "flush_cache": number == buckets - 1})).success
     assert world.do(rq.End()).success
-    assert [send.path for send in world.sent] == [PAUSE, BEGIN, *[UPDATE] * buckets, END, AGENT_ACK, AGENT_RUN]
+    assert [send.path for send in world.sent] == [
+        ControlCall.PAUSE.path,
+        ControlCall.BEGIN_UPDATE.path,
+        *[ControlCall.UPDATE_DISTRIBUTED.path] * buckets,
+        ControlCall.END_UPDATE.path,
+        AGENT_ACK,
+        AGENT_RUN,
+    ]
     assert all(set(send.bodies) == set(world.agents) for send in world.sent)
 
 
@@ -76,7 +82,7 @@ def test_checksums_cost_nothing_between_the_pushes_that_compare_them() -> None:
     for number in range(1, every + 2):
         world.sent.clear()
         push(world, str(number))
-        compared += [number] if CHECKER in [send.path for send in world.sent] else []
+        compared += [number] if ControlCall.CHECK_WEIGHTS.path in [send.path for send in world.sent] else []
     assert compared == [1, every + 1]
 
 
@@ -86,7 +92,7 @@ def test_an_engine_that_does_not_go_on_is_named_and_fenced() -> None:
     engines = answer.fleet["engines"]
     assert (answer.status, engines["e0"]["success"], engines["e1"]) == (200, True, {"success": False, "message": "the engine failed."})
     assert told(world, AGENT_FENCE) == {"e1"}
-    assert told(world, CONTINUE) == set(), "it was asked once"
+    assert told(world, ControlCall.CONTINUE.path) == set(), "it was asked once"
     assert runs(world.agents["e0"])
 
 
@@ -96,14 +102,14 @@ def test_an_agent_of_the_release_before_gets_the_two_calls_that_it_knows() -> No
     answer = second_push(world)
     assert answer.success
     assert answer.fleet["engines"]["e1"]["success"]
-    assert (told(world, AGENT_SYNC), told(world, CONTINUE), told(world, AGENT_FENCE)) == ({"e1"}, {"e1"}, set())
+    assert (told(world, AGENT_SYNC), told(world, ControlCall.CONTINUE.path), told(world, AGENT_FENCE)) == ({"e1"}, {"e1"}, set())
     assert all(runs(agent) for agent in world.agents.values())
 
 
 def test_an_engine_that_was_left_behind_hears_what_is_committed_and_does_not_go_on() -> None:
     world = make(min_committed=1)
-    assert "e1" in second_push(world, e1=END).fleet["fenced"]
-    assert (told(world, AGENT_RUN), told(world, AGENT_SYNC), told(world, CONTINUE)) == ({"e0"}, {"e1"}, set())
+    assert "e1" in second_push(world, e1=ControlCall.END_UPDATE.path).fleet["fenced"]
+    assert (told(world, AGENT_RUN), told(world, AGENT_SYNC), told(world, ControlCall.CONTINUE.path)) == ({"e0"}, {"e1"}, set())
     assert (world.agents["e1"].committed, world.agents["e1"].gate_open) == (V2, False)
     assert runs(world.agents["e0"])
 
@@ -112,7 +118,7 @@ def test_a_commit_does_not_end_the_pause_of_a_trainer() -> None:
     world = make()
     assert world.do(rq.Pause("abort", {"mode": "abort"})).success
     assert second_push(world).success
-    assert told(world, AGENT_RUN) | told(world, CONTINUE) == set()
+    assert told(world, AGENT_RUN) | told(world, ControlCall.CONTINUE.path) == set()
     assert all(agent.paused and agent.gate_open for agent in world.agents.values())
     assert world.do(rq.Continue({})).success
     assert all(runs(agent) for agent in world.agents.values())
@@ -122,7 +128,7 @@ def test_an_engine_without_its_cache_takes_weights_and_does_not_go_on() -> None:
     world = make()
     assert world.do(rq.ReleaseMemory(("kv_cache",))).success
     assert second_push(world).success
-    assert told(world, AGENT_RUN) | told(world, CONTINUE) == set()
+    assert told(world, AGENT_RUN) | told(world, ControlCall.CONTINUE.path) == set()
     assert all(agent.paused and agent.version == V2 and agent.committed == V2 for agent in world.agents.values())
 
 
@@ -131,5 +137,5 @@ def test_a_fleet_that_its_spec_holds_takes_weights_and_does_not_go_on() -> None:
     world.set_state(FleetState.PAUSED)
     world.drain()
     assert second_push(world).success
-    assert told(world, AGENT_RUN) | told(world, CONTINUE) == set()
+    assert told(world, AGENT_RUN) | told(world, ControlCall.CONTINUE.path) == set()
     assert all(agent.paused and not agent.gate_open and agent.committed == V2 for agent in world.agents.values())

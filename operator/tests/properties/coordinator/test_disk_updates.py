@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.steps import PAUSE, UPDATE_DISK
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.weights import Version
@@ -37,7 +37,7 @@ def test_all_engines_load_and_serve_the_version() -> None:
     assert answer.success, answer.message
     assert world.machine.fleet.committed == Version(run=1, step=5, label="5")
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
-    told = next(send for send in world.sent if send.path == UPDATE_DISK)
+    told = next(send for send in world.sent if send.path == ControlCall.UPDATE_DISK.path)
     assert told.bodies["e0"]["abort_all_requests"] is False, "the fleet pauses as its policy says"
 
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_that_one_pod_cannot_read_stops_everything_before_any_engin
     answer = finish(world, world.ask(ASK), AGENT_CHECKPOINT, frozenset({"e1"}))
     assert answer.status == 400
     assert "engine e1 cannot load /snapshots/5: model.safetensors is cut off. No engine was told." in answer.message
-    assert not any(send.path in {UPDATE_DISK, PAUSE} for send in world.sent)
+    assert not any(send.path in {ControlCall.UPDATE_DISK.path, ControlCall.PAUSE.path} for send in world.sent)
     assert all(agent.gate_open for agent in world.agents.values())
 
 
@@ -61,7 +61,7 @@ def test_different_files_under_one_path_are_refused() -> None:
 
 def test_an_engine_that_fails_to_load_fails_the_update_by_default() -> None:
     world = make()
-    answer = finish(world, world.ask(ASK), UPDATE_DISK, frozenset({"e1"}))
+    answer = finish(world, world.ask(ASK), ControlCall.UPDATE_DISK.path, frozenset({"e1"}))
     assert answer.status == 400
     assert answer.fleet["engine"] == "e1"
     assert world.machine.fleet.committed == Version(run=0, step=0, label="base")
@@ -72,7 +72,7 @@ def test_an_engine_that_fails_to_load_fails_the_update_by_default() -> None:
 
 def test_with_min_committed_it_is_fenced_alone() -> None:
     world = make(min_committed=2)
-    answer = finish(world, world.ask(ASK), UPDATE_DISK, frozenset({"e1"}))
+    answer = finish(world, world.ask(ASK), ControlCall.UPDATE_DISK.path, frozenset({"e1"}))
     assert answer.status == 200
     assert list(answer.fleet["fenced"]) == ["e1"]
     assert [agent.gate_open for agent in world.agents.values()] == [True, False, True]
@@ -82,7 +82,7 @@ def test_with_min_committed_it_is_fenced_alone() -> None:
 def test_what_no_pod_could_compare_is_said_in_the_answer(fenced: frozenset[str]) -> None:
     world = make(min_committed=2)
     world.agents["e1"].readable = False
-    answer = finish(world, world.ask(ASK), UPDATE_DISK, fenced)
+    answer = finish(world, world.ask(ASK), ControlCall.UPDATE_DISK.path, fenced)
     assert answer.success
     assert answer.message.endswith(
         ". Not compared with the model that engine e1 runs: sizes and quantization; names, types and shapes of tensors,"
@@ -112,7 +112,7 @@ def test_an_engine_that_came_up_in_the_trainers_pause_does_not_load_while_it_gen
     world.sync_all()
     world.sent.clear()
     call = world.ask(ASK)
-    while not any(send.path == UPDATE_DISK for send in world.sent):
+    while not any(send.path == ControlCall.UPDATE_DISK.path for send in world.sent):
         world.complete()
     assert all(agent.paused for agent in world.agents.values())
     world.drain()

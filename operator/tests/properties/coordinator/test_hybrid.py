@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update import steps as calls
-from sglang_rollout.coordinator.update.memory import RELEASE
 from sglang_rollout.coordinator.update.requests import Answer, AtEngine
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetMode, FleetState
@@ -133,7 +131,9 @@ def test_an_engine_that_could_not_be_put_to_sleep_is_not_once_it_has_weights() -
     world.tick(0.5)
     world.sync_all()
     while world.pending:
-        world.complete(broken=frozenset({"e0"}) if world.pending[0].__dict__.get("path") == RELEASE else frozenset())
+        world.complete(
+            broken=frozenset({"e0"}) if world.pending[0].__dict__.get("path") == ControlCall.RELEASE_MEMORY.path else frozenset()
+        )
     assert world.agents["e0"].released == []
     assert at(world, "e0", tensors("a")).success
     assert at(world, "e0", rq.Flush()).success
@@ -154,7 +154,7 @@ def test_a_trainer_with_sessions_ends_them_itself() -> None:
     for engine in world.agents:
         assert at(world, engine, rq.End()).success
     assert (gates(world), held(world)) == ([True, True], [["a", "b"]] * 2)
-    assert sum(len(send.bodies) for send in world.sent if send.path == calls.END) == 2, "each session once"
+    assert sum(len(send.bodies) for send in world.sent if send.path == ControlCall.END_UPDATE.path) == 2, "each session once"
 
 
 def test_engines_that_hold_different_bytes_do_not_commit() -> None:
@@ -165,7 +165,7 @@ def test_engines_that_hold_different_bytes_do_not_commit() -> None:
         assert at(world, engine, tensors("a")).success
     at(world, "e0", rq.Flush())
     answer = at(world, "e1", rq.Flush())
-    assert any(send.path == CHECKER for send in world.sent)
+    assert any(send.path == ControlCall.CHECK_WEIGHTS.path for send in world.sent)
     assert (answer.success, gates(world), world.machine.fleet.committed) == (False, [False, False], BASE)
 
 
@@ -176,7 +176,7 @@ def test_pushes_without_a_version_are_compared_whatever_the_policy_says() -> Non
         world.policy = world.policy.model_copy(update={"verify": Verify.OFF})
         world.want()
         assert push(world, "a", label).success
-        assert any(send.path == CHECKER for send in world.sent) is compared
+        assert any(send.path == ControlCall.CHECK_WEIGHTS.path for send in world.sent) is compared
 
 
 def test_different_versions_at_different_engines_are_no_version() -> None:

@@ -7,7 +7,7 @@ import pytest
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Answered, Result
 from sglang_rollout.coordinator.update.requests import AtEngine
-from sglang_rollout.coordinator.update.steps import INIT
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import FleetMode
 from tests.properties.coordinator.test_hybrid import at, settle, tensors
 from tests.properties.support.coordinator_world import World, group_body, push
@@ -59,7 +59,7 @@ def test_a_group_opens_with_the_ranks_of_those_that_are_there_when_its_engines_a
     assert (answer.status, answer.success) == (400, False)
     assert "engines of this fleet changed while the group was being opened" in answer.message
     assert answer.fleet["world_size"] == world.machine.fleet.table.world_size == (2 if what == "leaves" else 3)
-    assert not [send for send in world.sent if send.path == INIT]
+    assert not [send for send in world.sent if send.path == ControlCall.INIT_GROUP.path]
     assert push(world, "1") is not None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.steps import UPDATE
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.policy import OnLoss, TrainerLease, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 from sglang_rollout.wire.record import UpdateOutcome
@@ -56,7 +56,7 @@ def transfer() -> tuple[World, int]:
     world = make()
     assert world.do(rq.Begin()).success
     call = world.ask(rq.Update("g", "2", TENSORS))
-    assert [getattr(effect, "path", "") for effect in world.pending] == [UPDATE]
+    assert [getattr(effect, "path", "") for effect in world.pending] == [ControlCall.UPDATE_DISTRIBUTED.path]
     return world, call
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.steps import END, FLUSH
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.weights import Version
 from tests.properties.support.coordinator_world import World, group_body, push
@@ -28,7 +28,7 @@ def until_answered(world: World, call: int, *broken: str) -> rq.Answer:
     """Complete what is pending until the trainer hears; these engines cannot end their session."""
     while call not in world.answers:
         path = getattr(world.pending[0], "path", "")
-        world.complete(broken=frozenset(broken if path == END else ()))
+        world.complete(broken=frozenset(broken if path == ControlCall.END_UPDATE.path else ()))
     return world.answers[call]
 
 
@@ -77,7 +77,7 @@ def test_an_engine_that_does_not_answer_the_flush_is_left_behind() -> None:
     world = ready("continue")
     assert world.do(rq.Update("g", "1", {"names": ["w"], "flush_cache": False})).success
     call = world.ask(COMMITS["continue"])
-    while getattr(world.pending[0], "path", "") != FLUSH:
+    while getattr(world.pending[0], "path", "") != ControlCall.FLUSH_CACHE.path:
         world.complete()
     world.agents["e1"].answers = False
     answer = until_answered(world, call)

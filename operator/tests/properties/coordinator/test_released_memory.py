@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update import steps as calls
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version
@@ -60,9 +59,9 @@ def test_an_engine_that_woke_with_other_bytes_stays_closed_until_a_push() -> Non
     wake(world)
     assert [agent.gate_open for agent in world.agents.values()] == [True, False]
     assert world.agents["e1"].state is EngineState.UNKNOWN
-    asked = len([effect for effect in world.sent if effect.path == CHECKER])
+    asked = len([effect for effect in world.sent if effect.path == ControlCall.CHECK_WEIGHTS.path])
     settled(world)
-    assert len([effect for effect in world.sent if effect.path == CHECKER]) == asked, "it is compared once"
+    assert len([effect for effect in world.sent if effect.path == ControlCall.CHECK_WEIGHTS.path]) == asked, "it is compared once"
     assert push(world, "2", NAMES) == Version(run=1, step=2, label="2")
     settled(world)
     assert all(agent.gate_open for agent in world.agents.values())
@@ -154,4 +153,4 @@ def test_a_release_that_one_engine_refuses_is_told_and_can_go_on() -> None:
     answer = world.answers[call]
     assert (answer.status, "engine e1 did not release its memory" in answer.message, "Done on: e0" in answer.message) == (502, True, True)
     assert world.do(rq.ReleaseMemory()).success
-    assert calls.CONTINUE not in [effect.path for effect in world.sent]
+    assert ControlCall.CONTINUE.path not in [effect.path for effect in world.sent]

@@ -6,6 +6,7 @@ import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update import steps as calls
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version
@@ -58,7 +59,7 @@ def test_gates_close_before_engines_pause() -> None:
     world.set_state(FleetState.PAUSED)
     world.drain()
     paths = [effect.path for effect in world.sent]
-    assert paths.index(calls.AGENT_SYNC) < paths.index(calls.PAUSE)
+    assert paths.index(calls.AGENT_SYNC) < paths.index(ControlCall.PAUSE.path)
 
 
 def test_a_continue_is_answered_as_sglang_does_and_ends_nothing() -> None:
@@ -128,7 +129,7 @@ def test_a_new_coordinator_adopts_the_hold_and_can_end_it(keep_record: bool) -> 
     tell(world)
     tell(world)
     paths = {effect.path for effect in world.sent[before:]}
-    assert not paths & {calls.CONTINUE, calls.AGENT_FENCE}
+    assert not paths & {ControlCall.CONTINUE.path, calls.AGENT_FENCE}
     assert everybody(world) == [(True, False)] * 2
     world.set_state(FleetState.ACTIVE)
     world.drain()
@@ -196,8 +197,8 @@ def test_an_engine_that_is_not_paused_in_a_trainers_pause_is_paused_before_its_s
     world.sent.clear()
     assert world.do(rq.Begin()).success
     assert [(effect.path, dict(effect.bodies)) for effect in world.sent] == [
-        (calls.PAUSE, {"e1": {"mode": mode} if mode else {}}),
-        (calls.BEGIN, {"e0": {}, "e1": {}}),
+        (ControlCall.PAUSE.path, {"e1": {"mode": mode} if mode else {}}),
+        (ControlCall.BEGIN_UPDATE.path, {"e0": {}, "e1": {}}),
     ]
     assert all(agent.paused for agent in world.agents.values())
     assert world.machine.fleet.pause is not None
@@ -229,7 +230,7 @@ def test_nobody_is_paused_twice() -> None:
     world.now += 0.1
     world.arrive("e0")
     assert world.do(rq.Begin()).success
-    assert [effect.path for effect in world.sent].count(calls.PAUSE) == 1
+    assert [effect.path for effect in world.sent].count(ControlCall.PAUSE.path) == 1
 
 
 def test_an_engine_that_cannot_be_paused_late_fails_the_update_as_any_other() -> None:

@@ -9,9 +9,9 @@ from hypothesis.stateful import rule
 
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update import steps as calls
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.requests import AtEngine
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 from tests.properties.coordinator.test_fence import Fence
@@ -78,7 +78,7 @@ def test_the_last_engine_to_end_its_session_is_waited_for_by_what_the_others_too
         world.ask(AtEngine(name, rq.End()))
         ending = world.pending[0]
         assert isinstance(ending, ev.Send)
-        assert (ending.path, ending.deadline) == (calls.END, pytest.approx(limit, abs=1))
+        assert (ending.path, ending.deadline) == (ControlCall.END_UPDATE.path, pytest.approx(limit, abs=1))
         world.now += {"e0": 2.0, "e1": 1.0, "e2": 5.0}.get(name, 0.0)
         world.drain()
     assert gates(world) == [True] * 4

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.steps import END, FLUSH, INIT, UPDATE
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import UpdateOutcome
@@ -20,7 +20,7 @@ def test_a_push_reaches_every_engine_and_is_served() -> None:
     assert push(world, "5") == Version(run=1, step=5, label="5")
     assert [agent.gate_open for agent in world.agents.values()] == [True, True]
     assert not any(agent.paused for agent in world.agents.values())
-    assert [send.path for send in world.sent if send.path == UPDATE] == [UPDATE]
+    assert [send.path for send in world.sent if send.path == ControlCall.UPDATE_DISTRIBUTED.path] == [ControlCall.UPDATE_DISTRIBUTED.path]
 
 
 @pytest.mark.parametrize(("last", "flushes"), [({}, 0), ({"flush_cache": True}, 0), ({"flush_cache": False}, 2)])
@@ -33,7 +33,7 @@ def test_caches_are_flushed_before_the_commit_unless_the_last_tensors_did(last: 
     assert world.do(rq.Update("g", "2", {"names": ["v"], "flush_cache": True})).success
     assert world.do(rq.Update("g", "2", {"names": ["w"], **last})).success
     assert world.do(rq.End()).success
-    assert sum(len(send.bodies) for send in world.sent if send.path == FLUSH) == flushes
+    assert sum(len(send.bodies) for send in world.sent if send.path == ControlCall.FLUSH_CACHE.path) == flushes
 
 
 def test_one_missing_acknowledgement_means_no_commit() -> None:
@@ -117,7 +117,7 @@ def test_with_min_committed_a_failing_engine_is_fenced_alone() -> None:
     call = world.ask(rq.End())
     while world.pending:
         path = getattr(world.pending[0], "path", "")
-        world.complete(broken=frozenset({"e1"} if path == END else ()))
+        world.complete(broken=frozenset({"e1"} if path == ControlCall.END_UPDATE.path else ()))
     answer = world.answers[call]
     assert answer.status == 200
     assert "2 of 3 engines hold version 1/2" in answer.message
@@ -140,7 +140,7 @@ def test_fewer_than_min_committed_is_no_commit() -> None:
     call = world.ask(rq.End())
     while world.pending:
         path = getattr(world.pending[0], "path", "")
-        world.complete(broken=frozenset({"e1", "e2"} if path == END else ()))
+        world.complete(broken=frozenset({"e1", "e2"} if path == ControlCall.END_UPDATE.path else ()))
     assert world.answers[call].status == 400
     assert world.answers[call].fleet["engine"] == "e1"
     assert world.machine.fleet.committed == Version(run=1, step=1, label="1")
@@ -155,7 +155,7 @@ def test_a_fleet_that_never_took_weights_waits_until_it_is_complete() -> None:
     assert refused.status == 503
     assert "1 of 2 engines are up" in refused.message
     assert "e1" in refused.message
-    assert not any(send.path == INIT for send in world.sent)
+    assert not any(send.path == ControlCall.INIT_GROUP.path for send in world.sent)
     world.agents["e1"].restart()
     world.sync_all()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success

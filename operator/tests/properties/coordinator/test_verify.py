@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.verify import CHECKER, differing
+from sglang_rollout.coordinator.update.verify import differing
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.policy import Verify, WeightsPolicy
 from sglang_rollout.wire.weights import Version
 from tests.properties.support.coordinator_world import World
@@ -98,7 +99,7 @@ def test_how_often_is_a_policy(verify: Verify, expected: int) -> None:
     for _ in range(4):
         again(world)
         assert world.do(rq.End()).success
-    assert sum(send.path == CHECKER for send in world.sent) == expected
+    assert sum(send.path == ControlCall.CHECK_WEIGHTS.path for send in world.sent) == expected
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=3), st.tuples(st.sampled_from("ab"), st.sampled_from("ab")), max_size=7))

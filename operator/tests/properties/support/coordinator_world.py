@@ -9,7 +9,6 @@ from typing import Any
 
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update import steps as calls
 from sglang_rollout.coordinator.update.events import (
     Answered,
     Asked,
@@ -29,6 +28,7 @@ from sglang_rollout.coordinator.update.events import (
 )
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.intent import Adapter, Intent, WantedEngine
 from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
@@ -158,7 +158,7 @@ class World:
             assert not any(agent.state is EngineState.DIRTY for agent in told), "a dirty engine was told to go on"
         kept = self.machine.fleet.applied_state
         if kept is not FleetState.ACTIVE:
-            assert effect.path not in (calls.CONTINUE, AGENT_RUN), "a held fleet was told to generate"
+            assert effect.path not in (ControlCall.CONTINUE.path, AGENT_RUN), "a held fleet was told to generate"
             assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
 
     def note_least(self, effect: Send) -> None:
@@ -177,11 +177,13 @@ class World:
     def note_sent(self, path: str, body: Mapping[str, Any], token: object) -> None:
         """What the trainer of the open update has brought: each tensor as it came last."""
         update = self.machine.fleet.update
-        if update is not None and path in (calls.UPDATE, calls.UPDATE_DISK):
+        if update is not None and path in (ControlCall.UPDATE_DISTRIBUTED.path, ControlCall.UPDATE_DISK.path):
             if self.opened[0] is not update:
                 self.opened = (update, {})
-            names = body["names"] if path == calls.UPDATE else NAMES
-            self.opened[1].update(dict.fromkeys(names, token if path == calls.UPDATE else ("disk", body["model_path"])))
+            names = body["names"] if path == ControlCall.UPDATE_DISTRIBUTED.path else NAMES
+            self.opened[1].update(
+                dict.fromkeys(names, token if path == ControlCall.UPDATE_DISTRIBUTED.path else ("disk", body["model_path"]))
+            )
 
     def _under(self, version: Version, before: dict[str, object]) -> dict[str, object]:
         """What a commit leaves of what was there: nothing, where a new run begins on engines that all hold what they were started with."""

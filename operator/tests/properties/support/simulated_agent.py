@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.coordinator.update import steps as calls
-from sglang_rollout.coordinator.update.adapters import LOAD, UNLOAD
 from sglang_rollout.coordinator.update.events import Result
-from sglang_rollout.coordinator.update.memory import RELEASE, RESUME
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import UNCHECKED, AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
@@ -18,7 +15,15 @@ from sglang_rollout.wire.weights import BASE, EngineState, Version
 MEMORY = ("kv_cache", "weights", "cuda_graph")
 NAMES = ("u", "v", "w")
 """The tensors of the model."""
-NEED_WEIGHTS = frozenset({CHECKER, calls.BEGIN, calls.UPDATE, calls.UPDATE_TENSOR, calls.UPDATE_DISK})
+NEED_WEIGHTS = frozenset(
+    {
+        ControlCall.CHECK_WEIGHTS.path,
+        ControlCall.BEGIN_UPDATE.path,
+        ControlCall.UPDATE_DISTRIBUTED.path,
+        ControlCall.UPDATE_TENSOR.path,
+        ControlCall.UPDATE_DISK.path,
+    }
+)
 
 
 @dataclass
@@ -137,7 +142,7 @@ class FakeAgent:
             return Result(ok=False, status=404, message="An engine's agent offers no /agent/run.")
         if path in (AGENT_SYNC, AGENT_RUN):
             self._told(body)
-            going_on = self.call(calls.CONTINUE, {}, token, works) if path == AGENT_RUN else None
+            going_on = self.call(ControlCall.CONTINUE.path, {}, token, works) if path == AGENT_RUN else None
             return Result(ok=True, status=200, agent=self.status()) if going_on is None or going_on.ok else going_on
         if path == AGENT_FENCE:
             self.session = False
@@ -191,17 +196,17 @@ class FakeAgent:
             return refused
         if path == AGENT_ACK:
             return self._acknowledge(body, token, works)
-        if path == calls.UPDATE_DISK:
+        if path == ControlCall.UPDATE_DISK.path:
             self.loaded = body["model_path"]
             return self._load(works)
-        if path == CHECKER:
+        if path == ControlCall.CHECK_WEIGHTS.path:
             return self._checked() if works or self.checksum is None else refused
-        if path == calls.CONTINUE:
+        if path == ControlCall.CONTINUE.path:
             if self.state is EngineState.DIRTY or self.released or not works:
                 return refused
             self.paused = False
             return done
-        if path == calls.BEGIN:
+        if path == ControlCall.BEGIN_UPDATE.path:
             self.soil()
             if not works or self.session:
                 return refused
@@ -209,7 +214,7 @@ class FakeAgent:
             self.handles = []
             self.session, self.fed, self.failed = True, 0, False
             return done
-        if path == calls.UPDATE:
+        if path == ControlCall.UPDATE_DISTRIBUTED.path:
             self.soil()
             if not works or not self.session or body["group_name"] not in self.groups:
                 self.failed = True
@@ -217,7 +222,7 @@ class FakeAgent:
             self.fed += 1
             self.tensors = {**self.tensors, **dict.fromkeys(body["names"], token)}
             return done
-        if path == calls.UPDATE_TENSOR:
+        if path == ControlCall.UPDATE_TENSOR.path:
             self.soil()
             if not works or not self.session:
                 self.failed = True
@@ -225,21 +230,26 @@ class FakeAgent:
             self.fed += 1
             self.handles = [*self.handles, *body["serialized_named_tensors"]]
             return done
-        if path == calls.END:
+        if path == ControlCall.END_UPDATE.path:
             if not works or not self.session:
                 return refused
             self.session = False
             return done
-        if path in (LOAD, UNLOAD, RELEASE, RESUME):
+        if path in (
+            ControlCall.LOAD_ADAPTER.path,
+            ControlCall.UNLOAD_ADAPTER.path,
+            ControlCall.RELEASE_MEMORY.path,
+            ControlCall.RESUME_MEMORY.path,
+        ):
             return done if self._keep(path, body, works) else refused
-        if path == calls.PAUSE:
+        if path == ControlCall.PAUSE.path:
             self.paused = True
             return done if works else refused
-        if path == calls.DESTROY:
+        if path == ControlCall.DESTROY_GROUP.path:
             known = body["group_name"] in self.groups
             self.groups = [name for name in self.groups if name != body["group_name"]]
             return done if known else Result(ok=False, status=400, message="The group to be destroyed does not exist.")
-        if path == calls.INIT and works:
+        if path == ControlCall.INIT_GROUP.path and works:
             self.groups = [*self.groups, body["group_name"]]
         return done if works else refused
 
@@ -269,7 +279,7 @@ class FakeAgent:
 
     def _keep(self, path: str, body: dict[str, Any], works: bool) -> bool:
         """Adapters and memory; whether it did what it was told."""
-        if path == LOAD:
+        if path == ControlCall.LOAD_ADAPTER.path:
             found = self.folders.get(body["lora_path"], body["lora_path"])
             if not works or not found or body["lora_name"] in self.adapters:
                 return False
@@ -278,20 +288,20 @@ class FakeAgent:
                 self.pinned.add(body["lora_name"])
             self.adapters = {**self.adapters, body["lora_name"]: body["lora_path"]}
             return True
-        if path == UNLOAD:
+        if path == ControlCall.UNLOAD_ADAPTER.path:
             if not works or body["lora_name"] not in self.adapters:
                 return False
             self.adapters = {name: where for name, where in self.adapters.items() if name != body["lora_name"]}
             self.pinned.discard(body["lora_name"])
             self.read = {name: what for name, what in self.read.items() if name != body["lora_name"]}
             return True
-        if path == RELEASE:
+        if path == ControlCall.RELEASE_MEMORY.path:
             if not works or self.session:
                 return False
             self.paused = True
             self._release(body["tags"])
             return True
-        if path == RESUME:
+        if path == ControlCall.RESUME_MEMORY.path:
             if not works or self.asleep or not set(body["tags"]) <= set(self.released):
                 return False
             self.released = [tag for tag in self.released if tag not in body["tags"]]

@@ -14,6 +14,7 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import Engine, Reply
 from sglang_rollout.agent.gate import Gate, GateView
 from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.weights import BASE, EngineState
 
 FACTS = s.EngineFacts("b1", "default", "default")
@@ -38,9 +39,9 @@ class FakeEngine:
     async def call(self, name: str, body: dict[str, Any]) -> Reply:
         adapter = body["lora_name"]
         error = self.sick
-        if name == s.UNLOAD and adapter not in self.held:
+        if name == ControlCall.UNLOAD_ADAPTER and adapter not in self.held:
             error = error or ABSENT.format(adapter)
-        if name == s.LOAD and adapter in self.held:
+        if name == ControlCall.LOAD_ADAPTER and adapter in self.held:
             error = error or f"LoRA with name {adapter} already exists."
         if not error:
             self.held ^= {adapter}
@@ -73,7 +74,7 @@ class FakeGate:
 
 def restarted(folder: Path, engine: FakeEngine, call: str, name: str) -> tuple[Agent, FakeGate]:
     """An agent whose predecessor ended in the middle of this call."""
-    began, _ = ev.step(s.State(memory=HELD, up=True), ev.CallBegan(call, name, ("/new",) if call == s.LOAD else ()))
+    began, _ = ev.step(s.State(memory=HELD, up=True), ev.CallBegan(call, name, ("/new",) if call == ControlCall.LOAD_ADAPTER else ()))
     record = RecordFile(folder)
     record.save(began.memory)
     gate = FakeGate()
@@ -84,7 +85,7 @@ def restarted(folder: Path, engine: FakeEngine, call: str, name: str) -> tuple[A
 
 
 @pytest.mark.parametrize("done", [True, False], ids=["the engine has done it", "it has not"])
-@pytest.mark.parametrize(("call", "name"), [(s.LOAD, "new"), (s.UNLOAD, "old")])
+@pytest.mark.parametrize(("call", "name"), [(ControlCall.LOAD_ADAPTER, "new"), (ControlCall.UNLOAD_ADAPTER, "old")])
 async def test_it_is_unloaded_whatever_became_of_the_call(tmp_path: Path, call: str, name: str, done: bool) -> None:
     engine = FakeEngine("old")
     if done:
@@ -94,34 +95,38 @@ async def test_it_is_unloaded_whatever_became_of_the_call(tmp_path: Path, call: 
     assert agent.status().adapters == {**others, name: ""}
     await agent.settle_gate()
     assert set(gate.names or ()) == set(others), "no request may name it"
-    reply = await agent.control(s.UNLOAD, {"lora_name": name}, 5)
+    reply = await agent.control(ControlCall.UNLOAD_ADAPTER, {"lora_name": name}, 5)
     assert reply.ok
     assert agent.status().adapters == others
     assert name not in engine.held
-    assert (await agent.control(s.LOAD, {"lora_name": name, "lora_path": "/new"}, 5)).ok
+    assert (await agent.control(ControlCall.LOAD_ADAPTER, {"lora_name": name, "lora_path": "/new"}, 5)).ok
     assert agent.status().adapters == {**others, name: "/new"}
     assert set(gate.names or ()) == {*others, name}
 
 
 async def test_another_refusal_leaves_it_unknown(tmp_path: Path) -> None:
     engine = FakeEngine("old", "new")
-    agent, _ = restarted(tmp_path, engine, s.LOAD, "new")
+    agent, _ = restarted(tmp_path, engine, ControlCall.LOAD_ADAPTER, "new")
     engine.sick = "out of memory"
-    assert (await agent.control(s.UNLOAD, {"lora_name": "new"}, 5)).status == 400
+    assert (await agent.control(ControlCall.UNLOAD_ADAPTER, {"lora_name": "new"}, 5)).status == 400
     assert agent.status().adapters == {"old": "/old", "new": ""}
 
 
 async def test_what_the_agent_knows_to_be_loaded_is_not_unloaded_when_the_engine_denies_it(tmp_path: Path) -> None:
-    agent, _ = restarted(tmp_path, FakeEngine(), s.LOAD, "new")
-    reply = await agent.control(s.UNLOAD, {"lora_name": "old"}, 5)
+    agent, _ = restarted(tmp_path, FakeEngine(), ControlCall.LOAD_ADAPTER, "new")
+    reply = await agent.control(ControlCall.UNLOAD_ADAPTER, {"lora_name": "old"}, 5)
     assert (reply.status, "does not exist" in reply.body.decode()) == (400, True)
 
 
 def test_calls_that_have_ended_and_other_lives_leave_nothing_unknown(tmp_path: Path) -> None:
     state = s.State(memory=HELD, up=True)
-    for event in (ev.CallBegan(s.LOAD, "new", ("/new",)), ev.CallEnded(s.LOAD, False, "b1", "new", ("/new",)), ev.CallBegan(s.PAUSE)):
+    for event in (
+        ev.CallBegan(ControlCall.LOAD_ADAPTER, "new", ("/new",)),
+        ev.CallEnded(ControlCall.LOAD_ADAPTER, False, "b1", "new", ("/new",)),
+        ev.CallBegan(ControlCall.PAUSE),
+    ):
         state, _ = ev.step(state, event)
     assert ev.restored(state.memory).memory.adapters == {"old": "/old"}
-    agent, _ = restarted(tmp_path, FakeEngine(), s.LOAD, "new")
+    agent, _ = restarted(tmp_path, FakeEngine(), ControlCall.LOAD_ADAPTER, "new")
     agent.dispatch(ev.Identified(s.EngineFacts("b2", "default", "default")))
     assert agent.status().adapters == {}

@@ -11,7 +11,8 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import Engine, Reply
 from sglang_rollout.agent.gate import Gate, GateError
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.agent.state import LOAD, EngineFacts, Memory, State
+from sglang_rollout.agent.state import EngineFacts, Memory, State
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.weights import BASE, EngineState
 
 MEMORY = Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", cohort=["e0"], committed=BASE, term=7, groups=["g"])
@@ -68,7 +69,7 @@ async def test_a_call_ends_also_when_what_came_of_it_cannot_be_written(tmp_path:
     gate: Any = SimpleNamespace(view=view)
     agent = Agent(name="e0", engine=engine, gate=gate, record=RecordFile(tmp_path))
     agent.state = State(memory=MEMORY, up=True, informed=True)
-    reply = await agent.start(LOAD, {"lora_name": "a", "lora_path": "/caf\udce9"})
+    reply = await agent.start(ControlCall.LOAD_ADAPTER, {"lora_name": "a", "lora_path": "/caf\udce9"})
     assert (reply.ok, agent.state.memory.pending) == (True, "")
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.lease import in_the_middle
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import FleetState, held_sentence
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
@@ -31,7 +32,7 @@ def call(name: str, ok: bool = True, boot: str = "a", what: str = "", tags: tupl
 
 FRESH = run(s.State(), ev.Identified(facts()))
 SERVING = run(FRESH, ev.Told(1, BASE))
-UPDATED = run(SERVING, *call(s.BEGIN), *call(s.UPDATE), *call(s.END))
+UPDATED = run(SERVING, *call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE))
 
 
 def test_a_fresh_engine_is_clean_base_and_closed_until_told() -> None:
@@ -47,9 +48,9 @@ def test_an_engine_that_was_changed_before_we_saw_it_is_unknown() -> None:
     assert not s.gate_may_open(state)
 
 
-@pytest.mark.parametrize("update", [s.UPDATE, s.TENSORS])
+@pytest.mark.parametrize("update", [ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR])
 def test_a_complete_update_opens_the_gate_after_ack_and_commit(update: str) -> None:
-    updated = run(SERVING, *call(s.BEGIN), *call(update), *call(s.END))
+    updated = run(SERVING, *call(ControlCall.BEGIN_UPDATE), *call(update), *call(ControlCall.END_UPDATE))
     assert updated.memory.state is EngineState.DIRTY
     assert s.ack_refusal(updated, "a", V1) == ""
     acked = run(updated, ev.Acknowledged(V1, ("e0",)))
@@ -57,7 +58,7 @@ def test_a_complete_update_opens_the_gate_after_ack_and_commit(update: str) -> N
     assert s.gate_may_open(run(acked, ev.Told(1, V1)))
 
 
-@pytest.mark.parametrize("began", [s.BEGIN, s.TENSORS])
+@pytest.mark.parametrize("began", [ControlCall.BEGIN_UPDATE, ControlCall.UPDATE_TENSOR])
 def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call(began: str) -> None:
     state, effects = ev.step(SERVING, ev.CallBegan(began))
     assert [type(effect) for effect in effects] == [ev.Save, ev.SetGate]
@@ -70,13 +71,32 @@ def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call(beg
 @pytest.mark.parametrize(
     ("events", "why"),
     [
-        (call(s.BEGIN), "session is still open"),
-        ((*call(s.BEGIN), *call(s.END)), "received no weights"),
-        ((*call(s.BEGIN), *call(s.UPDATE), *call(s.UPDATE, ok=False), *call(s.END)), "failed"),
-        ((*call(s.BEGIN), *call(s.TENSORS), *call(s.TENSORS, ok=False), *call(s.END)), "failed"),
-        ((*call(s.BEGIN), *call(s.UPDATE), *call(s.END, ok=False)), "still open"),
-        ((*call(s.BEGIN), *call(s.UPDATE), ev.CallBegan(s.END)), "not answered end_weight_update"),
-        ((*call(s.BEGIN), *call(s.UPDATE), *call(s.END), ev.GivenUp()), "failed"),
+        (call(ControlCall.BEGIN_UPDATE), "session is still open"),
+        ((*call(ControlCall.BEGIN_UPDATE), *call(ControlCall.END_UPDATE)), "received no weights"),
+        (
+            (
+                *call(ControlCall.BEGIN_UPDATE),
+                *call(ControlCall.UPDATE_DISTRIBUTED),
+                *call(ControlCall.UPDATE_DISTRIBUTED, ok=False),
+                *call(ControlCall.END_UPDATE),
+            ),
+            "failed",
+        ),
+        (
+            (
+                *call(ControlCall.BEGIN_UPDATE),
+                *call(ControlCall.UPDATE_TENSOR),
+                *call(ControlCall.UPDATE_TENSOR, ok=False),
+                *call(ControlCall.END_UPDATE),
+            ),
+            "failed",
+        ),
+        ((*call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE, ok=False)), "still open"),
+        (
+            (*call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), ev.CallBegan(ControlCall.END_UPDATE)),
+            "not answered end_weight_update",
+        ),
+        ((*call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE), ev.GivenUp()), "failed"),
         ((), "no update"),
         ((ev.Lost("x"),), "gone"),
     ],
@@ -90,8 +110,14 @@ def test_an_ack_for_another_life_is_refused() -> None:
 
 
 def test_a_new_begin_clears_an_earlier_failure() -> None:
-    state = run(SERVING, *call(s.BEGIN), *call(s.UPDATE, ok=False), ev.GivenUp(), *call(s.END))
-    state = run(state, *call(s.BEGIN), *call(s.UPDATE), *call(s.END))
+    state = run(
+        SERVING,
+        *call(ControlCall.BEGIN_UPDATE),
+        *call(ControlCall.UPDATE_DISTRIBUTED, ok=False),
+        ev.GivenUp(),
+        *call(ControlCall.END_UPDATE),
+    )
+    state = run(state, *call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE))
     assert s.ack_refusal(state, "a", V2) == ""
 
 
@@ -103,8 +129,10 @@ def test_a_restarted_engine_is_base_and_closed_when_another_version_is_committed
 
 
 def test_an_answer_from_an_earlier_life_changes_nothing() -> None:
-    began = run(SERVING, *call(s.BEGIN), ev.CallBegan(s.UPDATE), ev.Lost("gone"), ev.Identified(facts("b")))
-    assert run(began, ev.CallEnded(s.UPDATE, True, "a")).memory == began.memory
+    began = run(
+        SERVING, *call(ControlCall.BEGIN_UPDATE), ev.CallBegan(ControlCall.UPDATE_DISTRIBUTED), ev.Lost("gone"), ev.Identified(facts("b"))
+    )
+    assert run(began, ev.CallEnded(ControlCall.UPDATE_DISTRIBUTED, True, "a")).memory == began.memory
 
 
 def test_a_version_that_changes_behind_the_agents_back_closes_the_gate() -> None:
@@ -134,21 +162,21 @@ def test_a_record_of_another_life_says_nothing_about_what_is_committed() -> None
 
 
 def test_a_call_whose_answer_nobody_heard_counts_as_failed() -> None:
-    memory = run(SERVING, *call(s.BEGIN), ev.CallBegan(s.UPDATE)).memory
+    memory = run(SERVING, *call(ControlCall.BEGIN_UPDATE), ev.CallBegan(ControlCall.UPDATE_DISTRIBUTED)).memory
     again = run(ev.restored(memory), ev.Identified(facts()))
     assert again.memory.pending == ""
     assert again.memory.failed
-    assert "failed" in s.ack_refusal(run(again, *call(s.END)), "a", V1)
+    assert "failed" in s.ack_refusal(run(again, *call(ControlCall.END_UPDATE)), "a", V1)
 
 
 def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
-    state = run(SERVING, *call(s.RELEASE, tags=("kv_cache",)))
+    state = run(SERVING, *call(ControlCall.RELEASE_MEMORY, tags=("kv_cache",)))
     assert not s.gate_may_open(state)
-    assert s.gate_may_open(run(state, *call(s.RESUME, tags=("kv_cache",))))
-    lost = run(SERVING, *call(s.RELEASE, tags=("weights",)))
+    assert s.gate_may_open(run(state, *call(ControlCall.RESUME_MEMORY, tags=("kv_cache",))))
+    lost = run(SERVING, *call(ControlCall.RELEASE_MEMORY, tags=("weights",)))
     assert lost.memory.state is EngineState.UNKNOWN
     assert s.ack_refusal(lost, "a", BASE, verified=True), "not while they are away"
-    back = run(lost, *call(s.RESUME, tags=("weights",)))
+    back = run(lost, *call(ControlCall.RESUME_MEMORY, tags=("weights",)))
     assert not s.gate_may_open(back)
     assert s.ack_refusal(back, "a", BASE), "nobody has compared them"
     assert s.ack_refusal(back, "a", BASE, verified=True) == ""
@@ -157,12 +185,12 @@ def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
 
 
 def test_adapters_of_one_life_are_remembered() -> None:
-    load = (ev.CallBegan(s.LOAD, "a", ("/a",)), ev.CallEnded(s.LOAD, True, "a", "a", ("/a",)))
-    refused = (ev.CallBegan(s.LOAD, "b", ("/b",)), ev.CallEnded(s.LOAD, False, "a", "b", ("/b",)))
+    load = (ev.CallBegan(ControlCall.LOAD_ADAPTER, "a", ("/a",)), ev.CallEnded(ControlCall.LOAD_ADAPTER, True, "a", "a", ("/a",)))
+    refused = (ev.CallBegan(ControlCall.LOAD_ADAPTER, "b", ("/b",)), ev.CallEnded(ControlCall.LOAD_ADAPTER, False, "a", "b", ("/b",)))
     state = run(SERVING, *load, *refused)
     assert state.memory.adapters == {"a": "/a"}
     assert s.gate_may_open(state)
-    assert run(state, *call(s.UNLOAD, what="a")).memory.adapters == {}
+    assert run(state, *call(ControlCall.UNLOAD_ADAPTER, what="a")).memory.adapters == {}
     assert run(state, ev.Identified(facts("b"))).memory.adapters == {}
 
 
@@ -172,9 +200,11 @@ def test_draining_closes_the_gate() -> None:
 
 
 def test_groups_and_pause_are_remembered() -> None:
-    state = run(SERVING, *call(s.INIT_GROUP, what="g"), *call(s.INIT_GROUP, ok=False, what="h"), *call(s.PAUSE))
+    state = run(
+        SERVING, *call(ControlCall.INIT_GROUP, what="g"), *call(ControlCall.INIT_GROUP, ok=False, what="h"), *call(ControlCall.PAUSE)
+    )
     assert (state.memory.groups, state.memory.paused) == (["g"], True)
-    state = run(state, *call(s.DESTROY_GROUP, what="g"), *call(s.CONTINUE))
+    state = run(state, *call(ControlCall.DESTROY_GROUP, what="g"), *call(ControlCall.CONTINUE))
     assert (state.memory.groups, state.memory.paused) == ([], False)
 
 
@@ -188,12 +218,12 @@ def test_what_the_spec_holds_is_closed_through_restarts_of_agent_and_engine() ->
 
 
 def test_no_lease_of_a_coordinator_ends_what_the_spec_holds() -> None:
-    paused = run(SERVING, *call(s.PAUSE))
+    paused = run(SERVING, *call(ControlCall.PAUSE))
     assert in_the_middle(paused)
     held = run(paused, ev.Told(1, BASE, hold=FleetState.PAUSED))
     assert not in_the_middle(held)
     assert s.stays_paused(held.memory)
-    half_updated = run(held, *call(s.BEGIN))
+    half_updated = run(held, *call(ControlCall.BEGIN_UPDATE))
     assert in_the_middle(half_updated)
     assert not s.stays_paused(half_updated.memory), "what a mixture would answer is ended"
 
@@ -206,7 +236,19 @@ def test_status_speaks_of_the_engine_only_while_it_is_up() -> None:
 
 _versions = st.sampled_from([BASE, V1, V2])
 _calls = st.sampled_from(
-    [s.BEGIN, s.END, s.UPDATE, s.TENSORS, s.UPDATE_DISK, s.PAUSE, s.CONTINUE, s.RELEASE, s.RESUME, s.SET_VERSION, "flush_cache"]
+    [
+        ControlCall.BEGIN_UPDATE,
+        ControlCall.END_UPDATE,
+        ControlCall.UPDATE_DISTRIBUTED,
+        ControlCall.UPDATE_TENSOR,
+        ControlCall.UPDATE_DISK,
+        ControlCall.PAUSE,
+        ControlCall.CONTINUE,
+        ControlCall.RELEASE_MEMORY,
+        ControlCall.RESUME_MEMORY,
+        ControlCall.SET_VERSION,
+        "flush_cache",
+    ]
 )
 _boots = st.sampled_from(["a", "b", "c"])
 _labels = st.sampled_from(["base", "1", "2"])
@@ -241,9 +283,11 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
         match event:
             case ev.Identified(seen) if seen.boot_id != before.memory.boot_id:
                 truth = BASE if seen.live_label == seen.launch_label and not before.memory.blind else None
-            case ev.CallBegan(s.BEGIN | s.UPDATE | s.TENSORS | s.UPDATE_DISK):
+            case ev.CallBegan(
+                ControlCall.BEGIN_UPDATE | ControlCall.UPDATE_DISTRIBUTED | ControlCall.UPDATE_TENSOR | ControlCall.UPDATE_DISK
+            ):
                 truth = None
-            case ev.CallBegan(s.RELEASE, tags=tags) if "weights" in tags:
+            case ev.CallBegan(ControlCall.RELEASE_MEMORY, tags=tags) if "weights" in tags:
                 truth = None
             case ev.Acknowledged(version):
                 truth = version
@@ -295,6 +339,13 @@ def test_an_engine_that_is_met_with_a_record_that_cannot_be_used_is_unknown_unti
     assert not s.gate_may_open(again), "the agent's next start changes nothing"
     early = run(ev.restored(run(blind, ev.Told(1, BASE)).memory), ev.Identified(facts()), ev.Told(1, BASE))
     assert not s.gate_may_open(early), "nor does one before it has met the engine"
-    updated = run(met, *call(s.BEGIN), *call(s.UPDATE), *call(s.END), ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1))
+    updated = run(
+        met,
+        *call(ControlCall.BEGIN_UPDATE),
+        *call(ControlCall.UPDATE_DISTRIBUTED),
+        *call(ControlCall.END_UPDATE),
+        ev.Acknowledged(V1, ("e0",)),
+        ev.Told(1, V1),
+    )
     assert s.gate_may_open(updated)
     assert s.gate_may_open(run(met, ev.Lost("gone"), ev.Identified(facts("b")))), "a new life holds what it was started with"

@@ -13,8 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.update.events import Result, Send
-from sglang_rollout.coordinator.update.steps import UPDATE_DISK
-from sglang_rollout.coordinator.update.verify import CHECKER
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.weights import BASE, EngineState, Version
@@ -124,12 +123,16 @@ async def test_others_may_take_longer_than_half_of_the_engines_and_not_for_ever(
 
 DEEP = b"[" * 100_000
 MALFORMED: list[tuple[str, bytes, str]] = [
-    (CHECKER, b'{"ranks": [{"parallelism_info": ["what"], "per_gpu_checksum": "a"}]}', "no checksum of each rank"),
-    (CHECKER, b'{"ranks": [{"parallelism_info": {"rank": Infinity}, "per_gpu_checksum": "a"}]}', "no checksum of each rank"),
-    (CHECKER, b'{"ranks": ["what"]}', "no checksum of each rank"),
-    (CHECKER, b'{"ranks": 7}', "no checksum of each rank"),
-    (CHECKER, b'{"success": false, "message": "not now"}', "not now"),
-    (CHECKER, DEEP, "no checksum of each rank"),
+    (ControlCall.CHECK_WEIGHTS.path, b'{"ranks": [{"parallelism_info": ["what"], "per_gpu_checksum": "a"}]}', "no checksum of each rank"),
+    (
+        ControlCall.CHECK_WEIGHTS.path,
+        b'{"ranks": [{"parallelism_info": {"rank": Infinity}, "per_gpu_checksum": "a"}]}',
+        "no checksum of each rank",
+    ),
+    (ControlCall.CHECK_WEIGHTS.path, b'{"ranks": ["what"]}', "no checksum of each rank"),
+    (ControlCall.CHECK_WEIGHTS.path, b'{"ranks": 7}', "no checksum of each rank"),
+    (ControlCall.CHECK_WEIGHTS.path, b'{"success": false, "message": "not now"}', "not now"),
+    (ControlCall.CHECK_WEIGHTS.path, DEEP, "no checksum of each rank"),
     (AGENT_SYNC, b'{"name": []}', "no status"),
     (AGENT_SYNC, b"[1]", "no status"),
     (AGENT_SYNC, DEEP, "no status"),
@@ -154,5 +157,5 @@ async def test_half_of_a_character_in_an_answer_is_one_that_records_can_keep() -
         return web.Response(body=b'{"success": false, "message": "no file /caf\\udce9 \\ud83d\\ude00"}', content_type="application/json")
 
     async with client_of(handle) as client:
-        result = await client.call("e0", UPDATE_DISK, {}, 60)
+        result = await client.call("e0", ControlCall.UPDATE_DISK.path, {}, 60)
     assert (result.ok, result.message) == (False, "no file /caf? \U0001f600")

@@ -15,7 +15,7 @@ from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.steps import UPDATE
+from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version
@@ -49,7 +49,7 @@ async def test_a_call_that_is_cut_in_the_moment_in_which_it_begins_is_not_waited
     monkeypatch.setattr(agents, "call", call)
     parts: dict[str, Any] = {"members": None, "store": None, "leadership": None}
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
-    machine: Any = Scripted(Send(UPDATE, {"e0": {}, "e1": {}}, 60, id=7), Cut(7, "the trainer is gone."))
+    machine: Any = Scripted(Send(ControlCall.UPDATE_DISTRIBUTED.path, {"e0": {}, "e1": {}}, 60, id=7), Cut(7, "the trainer is gone."))
     driver._machine = machine
     driver.feed(Tick(0.0))
     async with asyncio.timeout(10):

@@ -1,0 +1,103 @@
+"""SGLang's HTTP API as this project uses it: control calls, data paths, memory tags, formats and versions. Pure.
+
+Facts of SGLang 0.5.20 to 0.5.23.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+Version = tuple[int, int, int]
+
+OLDEST_SUPPORTED: Version = (0, 5, 20)
+"""First version with ``/ready``. Before it, only a health check that generates tokens tells that an engine has finished its warm-up, and a
+paused engine cannot answer that. Replies name the version that made each token since 0.5.19, and smg reads the load from ``/v1/loads``."""
+FIRST_WITH_SESSIONS: Version = (0, 5, 21)
+"""First version with ``/begin_weight_update`` and ``/end_weight_update``."""
+FIRST_WITH_PING: Version = (0, 5, 23)
+"""First version in which ``/ping`` answers 200 only after the warm-up."""
+
+
+class ControlCall(StrEnum):
+    """SGLang's control calls by name. Each one is a POST to :attr:`path`."""
+
+    INIT_GROUP = "init_weights_update_group"
+    DESTROY_GROUP = "destroy_weights_update_group"
+    BEGIN_UPDATE = "begin_weight_update"
+    UPDATE_DISTRIBUTED = "update_weights_from_distributed"
+    UPDATE_TENSOR = "update_weights_from_tensor"
+    UPDATE_DISK = "update_weights_from_disk"
+    UPDATE_IPC = "update_weights_from_ipc"
+    END_UPDATE = "end_weight_update"
+    SET_VERSION = "update_weight_version"
+    PAUSE = "pause_generation"
+    CONTINUE = "continue_generation"
+    FLUSH_CACHE = "flush_cache"
+    ABORT_REQUEST = "abort_request"
+    RELEASE_MEMORY = "release_memory_occupation"
+    RESUME_MEMORY = "resume_memory_occupation"
+    LOAD_ADAPTER = "load_lora_adapter"
+    LOAD_ADAPTER_FROM_TENSORS = "load_lora_adapter_from_tensors"
+    UNLOAD_ADAPTER = "unload_lora_adapter"
+    CHECK_WEIGHTS = "weights_checker"
+    GET_WEIGHTS = "get_weights_by_name"
+    INIT_SEND_GROUP = "init_weights_send_group_for_remote_instance"
+    SEND_WEIGHTS = "send_weights_to_remote_instance"
+
+    @property
+    def path(self) -> str:
+        """HTTP path of the call."""
+        return f"/{self.value}"
+
+
+SERVER_INFO = "/server_info"
+MODEL_INFO = "/model_info"
+MODELS = "/v1/models"
+LOADS = "/v1/loads"
+
+GENERATE = "/generate"
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+GENERATING_PATHS = (GENERATE, CHAT_COMPLETIONS, COMPLETIONS)
+"""Data paths that generate tokens. The front sends them to smg."""
+DIRECT_PATHS = (
+    *("/classify", "/encode", "/v1/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"),
+    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
+)
+"""Data paths that smg does not know or would change. The front sends them to the coordinator, which asks a serving engine."""
+DATA_PATHS = GENERATING_PATHS + DIRECT_PATHS
+"""The gate passes these only while the engine holds the committed version. Every other path is a control path: the gate sends it to the
+agent, the front to the coordinator."""
+
+
+class PauseMode(StrEnum):
+    """Modes of ``/pause_generation``."""
+
+    RETRACT = "retract"
+    ABORT = "abort"
+    IN_PLACE = "in_place"
+
+
+DEFAULT_PAUSE_MODE = PauseMode.ABORT
+"""The mode of a pause that names none."""
+
+
+class MemoryTag(StrEnum):
+    """Kinds of GPU memory that an engine can release."""
+
+    KV_CACHE = "kv_cache"
+    WEIGHTS = "weights"
+    CUDA_GRAPH = "cuda_graph"
+
+
+MEMORY_TAGS = tuple(tag.value for tag in MemoryTag)
+"""A call without tags means all of them."""
+
+DEFAULT_GROUP = "weight_update_group"
+"""Name of the process group when a call names none."""
+
+DISK_LOAD_FORMATS = ("auto", "safetensors")
+"""Accepted values of ``load_format`` in ``/update_weights_from_disk``. A loader that SGLang does not know, or cannot use here, ends its
+process."""
+TENSOR_LOAD_FORMATS = (None, "direct", "flattened_bucket")
+"""Accepted values of ``load_format`` in ``/update_weights_from_tensor``. SGLang takes any other for the name of a function to import."""
