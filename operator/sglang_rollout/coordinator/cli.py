@@ -38,6 +38,7 @@ from sglang_rollout.coordinator.record_store import (
 )
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NoCredentials
+from sglang_rollout.kube.lease import Lease
 from sglang_rollout.proxy.smg import POLICIES, engine_labels
 
 log = logging.getLogger("sglang_rollout.coordinator")
@@ -85,7 +86,14 @@ async def serve(options: Options, token: str) -> None:
             kube = await stack.enter_async_context(await Kube.connect(field_manager="sglang-rollout-coordinator"))
             source = ConfigMapIntent(kube, options.namespace, options.name)
             store = ConfigMapRecord(kube, options.namespace, options.name)
-            leadership = LeaseLeadership(kube, namespace=options.namespace, name=options.name, identity=socket.gethostname())
+            lease = Lease(
+                kube,
+                namespace=options.namespace,
+                name=f"{options.name}-router",
+                identity=socket.gethostname(),
+                owners_from=f"{options.name}-weights",
+            )
+            leadership = LeaseLeadership(lease)
         else:
             source, store, leadership = _files(options)
         metrics = Metrics()

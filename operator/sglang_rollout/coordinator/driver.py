@@ -111,7 +111,7 @@ class Driver:
 
     async def _lead(self) -> None:
         held = await self._leadership.acquire()
-        term, record = await claim(self._store, self._leadership.claim, held)
+        term, record = await claim(self._store, self._leadership.announce, held)
         log.info("leading, term %d", term)
         if record is not None:
             self.keeper.save(record.model_copy(update={"term": term}))  # again and again, if it could not be written yet
@@ -261,7 +261,7 @@ class Driver:
 
     async def _rise(self, machine: Machine, term: int) -> None:
         """Only who may still lead goes above a term that an agent knows: else two coordinators would have one term."""
-        await self._leadership.claim(term)
+        await self._leadership.announce(term)
         machine.rise(term)
 
     async def _sync_all(self) -> None:

@@ -1,9 +1,4 @@
-"""Which coordinator leads: a Lease in Kubernetes, a locked file elsewhere.
-
-The Lease keeps two coordinators from working against each other; it is not the fence. That is the term, which every
-agent remembers: a coordinator that was believed dead and comes back is refused by all of them. So a leader that cannot
-reach the API server goes on leading: it stops when it sees another holder, or when an agent follows a higher term.
-"""
+"""The right to lead the fleet: a Lease on a cluster, a locked file with ``sglang-rollout local``."""
 
 from __future__ import annotations
 
@@ -12,20 +7,15 @@ import contextlib
 import fcntl
 import logging
 import os
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from sglang_rollout.kube.client import Kube
-from sglang_rollout.kube.errors import Conflict, KubeError, NotFound
-from sglang_rollout.kube.resources import CONFIGMAPS, LEASES, Object
+from sglang_rollout.kube.lease import Lease, LeaseTakenError
 
 log = logging.getLogger(__name__)
 
-DURATION = 10.0
-"""Seconds after which a holder that does not renew counts as gone."""
-EVERY = 2.0
-"""Between two renewals, and between two looks at somebody else's Lease."""
+LOCK_POLL_SECONDS = 0.5
 
 
 class DeposedError(Exception):
@@ -36,156 +26,84 @@ class Leadership(Protocol):
     """The right to lead."""
 
     async def acquire(self) -> int:
-        """Wait until this process leads; returns the highest term that the Lease knows of."""
+        """Wait until this process leads. Return a term that is higher than every term announced so far, or 0 if none is stored here."""
 
-    async def claim(self, term: int) -> None:
-        """Write down the term that is led. Raises DeposedError."""
+    async def announce(self, term: int) -> None:
+        """Store the term where the next leader looks, so that its own is higher. Raises DeposedError."""
 
     async def hold(self) -> None:
-        """Keep the right, for ever. Raises DeposedError when it is lost."""
+        """Keep the right forever. Raises DeposedError when another coordinator has it."""
 
     async def release(self) -> None:
-        """Give the right back, so that the next one need not wait."""
+        """Give the right up, so that the next leader need not wait."""
 
 
 class FileLeadership:
-    """One process at a time on one machine: the kernel drops the lock with the process."""
+    """Leadership on one machine: a lock beside the record. The kernel drops the lock when the process ends."""
 
     def __init__(self, record: Path) -> None:
         self._path = record.with_name(f"{record.name}.lock")
         self._handle: int | None = None
 
     async def acquire(self) -> int:
-        """Wait for the lock. Terms are counted by the record alone."""
+        """Wait for the lock and return 0: the record alone stores the term."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        said = False
+        warned = False
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if not said:
+                if not warned:
                     log.warning("another coordinator holds %s: waiting until it ends", self._path)
-                said = True
-                await asyncio.sleep(EVERY / 4)
+                warned = True
+                await asyncio.sleep(LOCK_POLL_SECONDS)
             else:
                 self._handle = handle
                 return 0
 
-    async def claim(self, term: int) -> None:
-        """The record says it."""
+    async def announce(self, term: int) -> None:
+        """Do nothing: the record stores the term."""
 
     async def hold(self) -> None:
-        """Nobody can take it."""
+        """Wait forever: no process can take a lock that is held."""
         await asyncio.Event().wait()
 
     async def release(self) -> None:
-        """Unlock."""
+        """Unlock the file."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
 class LeaseLeadership:
-    """Lease ``<name>-router`` of the rollout's namespace; ``leaseTransitions`` is the term."""
+    """Leadership on a cluster: a Lease whose ``leaseTransitions`` is the term. Agents enforce terms, so a late renewal does no harm."""
 
-    def __init__(self, kube: Kube, *, namespace: str, name: str, identity: str) -> None:
-        self._kube = kube
-        self._namespace = namespace
-        self._rollout = name
-        self._name = f"{name}-router"
-        self._identity = identity
-        self._lease: Object = {}
-        self._complaint = ""
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
 
     async def acquire(self) -> int:
-        """Wait until the Lease is free, ours from an earlier life, or not renewed for its duration."""
-        seen, since = "", 0.0
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                found = await self._get()
-                holder = str(found["spec"].get("holderIdentity") or "")
-                stamp = str(found["spec"].get("renewTime"))
-                if stamp != seen:
-                    seen, since = stamp, loop.time()
-                # Judged by our own clock, from when we first saw this renewal: clocks of two nodes need not agree.
-                if holder in ("", self._identity) or loop.time() - since >= DURATION:
-                    term = int(found["spec"].get("leaseTransitions") or 0) + 1
-                    await self._write(found, {**self._mine(), "leaseTransitions": term, "acquireTime": _now()})
-                    return term
-                self._complain(f"{holder} leads: waiting for its Lease {self._name}")
-            except Conflict:
-                continue  # somebody was faster: look again
-            except KubeError as error:
-                self._complain(f"the Lease {self._name} cannot be had: {error}")
-            await asyncio.sleep(EVERY)
+        """Wait for the Lease and return its new ``leaseTransitions``."""
+        return await self._lease.acquire()
 
-    async def claim(self, term: int) -> None:
-        """Raise the Lease's number to the term, so that the next leader's is higher whatever becomes of the record."""
-        while int(self._lease["spec"]["leaseTransitions"]) < term:
-            try:
-                await self._renew({"leaseTransitions": term})
-            except KubeError as error:
-                self._complain(f"the Lease {self._name} cannot be written: {error}")
-                await asyncio.sleep(EVERY)
+    async def announce(self, term: int) -> None:
+        """Raise ``leaseTransitions`` to the term."""
+        with _deposed():
+            await self._lease.raise_transitions(term)
 
     async def hold(self) -> None:
-        """Renew. An API server that is away changes nothing: the agents' terms decide."""
-        while True:
-            await asyncio.sleep(EVERY)
-            try:
-                await self._renew({})
-                self._complain("")
-            except KubeError as error:
-                self._complain(f"the Lease {self._name} is not renewed: {error}")
+        """Renew the Lease forever."""
+        with _deposed():
+            await self._lease.keep_renewing()
 
     async def release(self) -> None:
-        """Leave it without a holder."""
-        if self._lease.get("spec", {}).get("holderIdentity") == self._identity:
-            with contextlib.suppress(KubeError):  # it runs out by itself
-                await self._write(self._lease, {"holderIdentity": ""})
-
-    async def _renew(self, more: Object) -> None:
-        try:
-            await self._write(self._lease, {**self._mine(), **more})
-        except (Conflict, NotFound):
-            found = await self._get()
-            holder = str(found["spec"].get("holderIdentity") or "")
-            if holder not in ("", self._identity):
-                raise DeposedError(f"{holder} has taken the Lease {self._name}") from None
-            term = max(int(found["spec"].get("leaseTransitions") or 0), int(self._lease["spec"].get("leaseTransitions") or 0))
-            await self._write(found, {**self._mine(), "leaseTransitions": term, **more})
-
-    async def _get(self) -> Object:
-        """The Lease; made when it is not there, with the rollout as its owner."""
-        try:
-            return await self._kube.get(LEASES, self._namespace, self._name)
-        except NotFound:
-            weights = await self._kube.get(CONFIGMAPS, self._namespace, f"{self._rollout}-weights")
-        metadata = {
-            "name": self._name,
-            "namespace": self._namespace,
-            # Without "controller" and "blockOwnerDeletion": those need rights over the owner in some clusters.
-            "ownerReferences": [
-                {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
-                for owner in weights["metadata"].get("ownerReferences") or []
-            ],
-        }
-        return await self._kube.create({"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": {}})
-
-    async def _write(self, found: Object, spec: Object) -> None:
-        version = found["metadata"]["resourceVersion"]
-        self._lease = await self._kube.merge_patch(LEASES, self._namespace, self._name, {"spec": spec}, resource_version=version)
-
-    def _mine(self) -> Object:
-        return {"holderIdentity": self._identity, "leaseDurationSeconds": int(DURATION), "renewTime": _now()}
-
-    def _complain(self, complaint: str) -> None:
-        if complaint and complaint != self._complaint:
-            log.warning("%s", complaint)
-        self._complaint = complaint
+        """Leave the Lease without a holder."""
+        await self._lease.release()
 
 
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+@contextlib.contextmanager
+def _deposed() -> Iterator[None]:
+    try:
+        yield
+    except LeaseTakenError as error:
+        raise DeposedError(str(error)) from error

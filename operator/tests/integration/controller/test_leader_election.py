@@ -7,10 +7,11 @@ import contextlib
 
 import pytest
 
-from sglang_rollout.coordinator import leader
 from sglang_rollout.coordinator.leader import DeposedError, LeaseLeadership
+from sglang_rollout.kube import lease as kube_lease
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NotFound
+from sglang_rollout.kube.lease import Lease
 from sglang_rollout.kube.resources import CONFIGMAPS, LEASES, ROLLOUTS
 
 pytestmark = pytest.mark.controlplane
@@ -38,13 +39,14 @@ async def namespace_with_weights(kube: Kube, namespace: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "DURATION", 2.0)
-    monkeypatch.setattr(leader, "EVERY", 0.2)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kube_lease, "DURATION_SECONDS", 2.0)
+    monkeypatch.setattr(kube_lease, "RENEW_SECONDS", 0.2)
 
 
 def candidate(kube: Kube, namespace: str, identity: str) -> LeaseLeadership:
-    return LeaseLeadership(kube, namespace=namespace, name="demo", identity=identity)
+    lease = Lease(kube, namespace=namespace, name="demo-router", identity=identity, owners_from="demo-weights")
+    return LeaseLeadership(lease)
 
 
 async def lease(kube: Kube, namespace: str) -> dict[str, object]:
@@ -56,7 +58,7 @@ async def test_the_second_waits_while_the_first_renews_and_leads_under_a_higher_
 ) -> None:
     first, second = candidate(kube, namespace_with_weights, "pod-a"), candidate(kube, namespace_with_weights, "pod-b")
     assert await first.acquire() == 1
-    await first.claim(5)
+    await first.announce(5)
     renewing = asyncio.create_task(first.hold())
     taking = asyncio.create_task(second.acquire())
     await asyncio.sleep(3)
@@ -92,7 +94,7 @@ async def test_the_lease_goes_with_its_rollout(kube: Kube, namespace_with_weight
 async def test_a_deleted_lease_is_made_again_and_terms_do_not_go_back(kube: Kube, namespace_with_weights: str) -> None:
     first = candidate(kube, namespace_with_weights, "pod-a")
     await first.acquire()
-    await first.claim(9)
+    await first.announce(9)
     await kube.delete(LEASES, namespace_with_weights, "demo-router")
     renewing = asyncio.create_task(first.hold())
     try:

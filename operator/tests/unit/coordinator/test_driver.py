@@ -89,7 +89,7 @@ async def test_a_coordinator_goes_above_a_term_that_agents_know_only_when_it_may
     let = asyncio.Event()
 
     class Lease:
-        async def claim(self, term: int) -> None:
+        async def announce(self, term: int) -> None:
             await let.wait()
             claims.append(term)
 
