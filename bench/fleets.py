@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.common import free_port, get
+from e2e.child import start_child
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment, start_engine
 
@@ -88,7 +89,7 @@ def local_fleet(urls: list[str], *, weights: Mapping[str, Any] | None = None, fr
         command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
         command += ["--state-dir", str(folder / "state"), "--weights", json.dumps(dict(weights or {}))]
         with (folder / "local.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+            process = start_child(command, stdout=log, stderr=log)
         with ended(process):
             fleet = LocalFleet(f"http://{address}", urls, [process.pid])
             if fresh:
@@ -112,7 +113,7 @@ def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = Non
         (folder / "intent.json").write_text(json.dumps(intent))
         logs = [stack.enter_context((folder / f"{part}.log").open("wb")) for part in ("agents", "coordinator")]
         line = [sys.executable, "-m", "bench.agents", str(folder), str(port), *urls]
-        first = stack.enter_context(ended(subprocess.Popen(line, stdout=logs[0], stderr=logs[0])))
+        first = stack.enter_context(ended(start_child(line, stdout=logs[0], stderr=logs[0])))
         line = [
             sys.executable,
             "-m",
@@ -127,7 +128,7 @@ def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = Non
         ]
         line += ["--token-file", str(folder / "token"), "--intent-file", str(folder / "intent.json")]
         line += ["--record-file", str(folder / "record.json"), "--smg-url", "http://127.0.0.1:9"]
-        second = stack.enter_context(ended(subprocess.Popen(line, stdout=logs[1], stderr=logs[1])))
+        second = stack.enter_context(ended(start_child(line, stdout=logs[1], stderr=logs[1])))
         fleet = LocalFleet(f"http://{listen}", urls, [first.pid, second.pid])
         until_serving(fleet)
         yield fleet
@@ -137,7 +138,7 @@ def engine_python(module: str, *options: str, **popen: Any) -> subprocess.Popen[
     """Start one of our modules with the engines' Python, which has torch."""
     variables = environment.environment_variables()
     variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "operator"), str(REPOSITORY), variables["PYTHONPATH"]])
-    return subprocess.Popen([str(environment.python(make=False)), "-m", module, *options], env=variables, cwd=REPOSITORY, **popen)
+    return start_child([str(environment.python(make=False)), "-m", module, *options], env=variables, cwd=REPOSITORY, **popen)
 
 
 @contextmanager

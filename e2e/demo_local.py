@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 import requests
 
+from e2e.child import start_child
 from e2e.cluster.say import LabError, say, step, wait_until
 from e2e.demo import draw
 from e2e.engine import environment, start_engine
@@ -31,7 +32,7 @@ def local_fleet(engines: tuple[str, ...], state: pathlib.Path) -> Iterator[str]:
     command += ["--state-dir", str(state), *(word for engine in engines for word in ("--engine", engine))]
     log = OUT / "local.log"
     with log.open("w") as sink:
-        child = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+        child = start_child(command, stdout=sink, stderr=subprocess.STDOUT)
     try:
         url = f"http://{FLEET}"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import requests
 
 from e2e.chaos.tokens import MANY, Says, stand_in
+from e2e.child import start_child
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import Engine, environment, make_engine
 
@@ -131,12 +132,12 @@ class RealEngines(Engines):
         for index, port in enumerate(self.ports):
             proxy = [sys.executable, "-m", "e2e.chaos.slow", str(port), self.processes[index].url]
             with (self.folder / f"slow-{index}.log").open("ab") as log:
-                yield subprocess.Popen(proxy, stdout=log, stderr=log, cwd=REPOSITORY, text=True)
+                yield start_child(proxy, stdout=log, stderr=log, cwd=REPOSITORY, text=True)
         paths = environment.environment_variables() | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'operator'}"}
         command = [str(environment.python(make=False)), "-m", "e2e.chaos.reference", str(environment.model())]
         with (self.folder / "reference.log").open("ab") as log:
             pipe = subprocess.PIPE
-            self._reference = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=paths)
+            self._reference = start_child(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=paths)
         yield self._reference
 
     def make(self, index: int) -> Engine:

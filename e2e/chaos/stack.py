@@ -17,6 +17,7 @@ import requests
 from e2e.chaos.engines import RealEngines, StandIns
 from e2e.chaos.talk import Trainer, local_trainer
 from e2e.chaos.tokens import PROMPT
+from e2e.child import start_child
 
 POLICY = {
     "backend": "gloo",
@@ -62,7 +63,7 @@ class Stack:
             line += ["--state-dir", str(self.folder / "state"), "--weights", json.dumps(POLICY)]
             line += [part for url in self.engines.urls for part in ("--engine", url)]
             with (self.folder / "local.log").open("ab") as log:
-                self._local = subprocess.Popen(line, stdout=log, stderr=log)
+                self._local = start_child(line, stdout=log, stderr=log)
             ends.callback(self._stop_local)
             kubelet = threading.Thread(target=self.be_kubelet, daemon=True)
             kubelet.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from e2e.chaos.tokens import BASE, Says, stand_in
+from e2e.child import start_child
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import environment
 
@@ -31,7 +32,7 @@ class Trainer:
 
     def __init__(self, command: Sequence[str], log: Path, env: dict[str, str] | None = None, says: SaysOf = _stand_in) -> None:
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(
+            self.process = start_child(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(env or {})}
             )
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()

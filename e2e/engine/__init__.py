@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from e2e.child import start_child
 from e2e.cluster.paths import cache_root
 from e2e.cluster.say import LabError
 from e2e.engine import environment
@@ -48,7 +49,7 @@ class Engine:
         """Start the server and return at once; the log is appended to."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = start_child(
                 self.command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
             )
 

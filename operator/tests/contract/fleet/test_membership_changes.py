@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import requests
+from e2e.child import start_child
 from e2e.cluster.say import LabError
 from e2e.engine import environment
 
@@ -30,7 +31,7 @@ PROMPT = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new
 def engine_python(*line: str, **popen: Any) -> subprocess.Popen[str]:
     variables = environment.environment_variables()
     variables["PYTHONPATH"] = os.pathsep.join([str(OPERATOR), variables["PYTHONPATH"]])
-    return subprocess.Popen([str(environment.python(make=False)), *line], env=variables, text=True, **popen)
+    return start_child([str(environment.python(make=False)), *line], env=variables, text=True, **popen)
 
 
 @dataclass
@@ -106,7 +107,7 @@ def changing(tmp_path: Path) -> Iterator[Changing]:
         keep(engine_python("-m", "sglang_rollout.testing", "--port", str(first), "--engines", str(ENGINES), stdout=log, stderr=log))
         line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", address, "--backend", "gloo"]
         line += ["--state-dir", str(tmp_path), *(part for url in engines for part in ("--engine", url))]
-        keep(subprocess.Popen(line, stdout=log, stderr=log, text=True))
+        keep(start_child(line, stdout=log, stderr=log, text=True))
         url, intent = f"http://{address}", tmp_path / "intent.json"
         trainer = keep(engine_python(str(TRAINERS / "push_on_request.py"), url, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log))
         made = Changing(url, engines, intent, trainer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import requests
+from e2e.child import start_child
 
 from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.testing import StandInFleet
@@ -94,7 +94,7 @@ def routed(request: pytest.FixtureRequest, engines: StandInFleet, tmp_path: Path
     with ExitStack() as stack:
         path = tmp_path / "local.log"
         log = stack.enter_context(path.open("wb"))
-        local = subprocess.Popen(line, stdout=log, stderr=log)
+        local = start_child(line, stdout=log, stderr=log)
         stack.callback(local.wait, 30)
         stack.callback(local.terminate)
         made = Routed(f"http://{address}", engines, path)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import requests
+from e2e.child import start_child
 from e2e.engine import Engine, environment, start_engine
 
 from tests.support.paths import TRAINERS
@@ -82,7 +83,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             engine.wait()
         line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", "127.0.0.1:25300", "--backend", "gloo"]
         line += ["--state-dir", str(state), *(part for engine in engines for part in ("--engine", engine.url))]
-        local = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        local = start_child(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         cleanup.callback(local.wait, 30)
         cleanup.callback(local.terminate)
         found = Stack(engines, state)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from e2e.child import killed_with_parent
 
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_GATE, AGENT_HEALTH, AGENT_SYNC, TERM_HEADER
@@ -51,9 +52,8 @@ class Process:
 
     async def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "sglang_rollout.cli", *self.args, stdout=log, stderr=log, cwd=self.log.parent
-            )
+            command = killed_with_parent([sys.executable, "-m", "sglang_rollout.cli", *self.args])
+            self.process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, cwd=self.log.parent)
 
     async def end(self, number: int = signal.SIGKILL) -> int:
         assert self.process is not None

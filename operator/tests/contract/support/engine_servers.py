@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from e2e.child import start_child
 from e2e.engine import Engine, environment
 from e2e.engine import make_engine as make_sglang
 
@@ -189,7 +190,7 @@ class Peer:
 
 @contextmanager
 def peer() -> Iterator[Peer]:
-    process = subprocess.Popen(
+    process = start_child(
         [str(environment.python(make=False)), str(PEER)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import requests
+from e2e.child import start_child
 from e2e.engine import environment, start_engine
 
 from tests.support.ports import free_port
@@ -69,7 +70,7 @@ def engines_behind_a_url(folder: Path, number: int, args: Sequence[str] = ()) ->
         wanted = [part for engine in engines for part in ("--engine", engine.url)]
         command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
         with log.open("wb") as out:
-            local = subprocess.Popen([*command, "--state-dir", str(folder / "state")], stdout=out, stderr=out)
+            local = start_child([*command, "--state-dir", str(folder / "state")], stdout=out, stderr=out)
         stack.callback(local.wait, 30)
         stack.callback(local.terminate)
         wait_serving(f"http://{address}", number, 90, local, log)

@@ -15,6 +15,7 @@ from typing import Any
 
 import requests
 from e2e.chaos.tokens import FEW, PROMPT
+from e2e.child import start_child
 from e2e.engine import Engine, environment
 
 from sglang_rollout.testing import expected_tokens
@@ -133,7 +134,7 @@ def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[F
         line += ["--weights", json.dumps(policy), "--state-dir", str(folder / "state")]
         line += [part for engine in made for part in ("--engine", engine.url)]
         with (folder / "local.log").open("ab") as log:
-            local = subprocess.Popen(line, stdout=log, stderr=log)
+            local = start_child(line, stdout=log, stderr=log)
         stack.callback(local.wait, 30)
         stack.callback(local.terminate)
         found = Fleet(kind, f"http://{address}", made, list(read_folder(environment.model())), _expected(kind, folder))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import requests
+from e2e.child import start_child
 from e2e.engine import Engine, LabError, environment, start_engine
 
 from sglang_rollout.agent.checkpoint import check
@@ -35,7 +35,7 @@ def fleet(tmp_path: Path) -> Iterator[tuple[Engine, str]]:
         address, log = f"127.0.0.1:{free_port()}", tmp_path / "local.log"
         command = [sys.executable, "-m", "sglang_rollout.cli", "local", "--engine", engine.url, "--listen", address, "--backend", "gloo"]
         with log.open("wb") as out:
-            local = subprocess.Popen(command, stdout=out, stderr=out)
+            local = start_child(command, stdout=out, stderr=out)
         try:
             wait_serving(f"http://{address}", 1, 90, local, log)
             yield engine, f"http://{address}"

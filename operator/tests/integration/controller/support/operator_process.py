@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from e2e.child import start_child
 
 from sglang_rollout.controller.observe import CHILDREN
 from sglang_rollout.controller.render import names
@@ -72,7 +73,7 @@ class OperatorProcess:
         command += [f"--namespace={namespace}" for namespace in self.namespaces]
         environment = {**os.environ, "NO_PROXY": "*", "no_proxy": "*"}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            self.process = start_child(command, stdout=log, stderr=log, env=environment)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Signal it and return the exit code."""
