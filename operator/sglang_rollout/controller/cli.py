@@ -21,12 +21,23 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def setting(name: str, default: str | int, text: str, kind: click.ParamType[Any] | None = None) -> Callable[[_F], _F]:
-    """An option that the environment may give too."""
+    """Return an option that can also be set by an environment variable."""
     variable = f"{ENV}_{name.upper().replace('-', '_')}"
     return click.option(f"--{name}", default=default, envvar=variable, show_default=True, type=kind, help=text)
 
 
 PORT = click.IntRange(0, 65535)
+
+
+def image_options(function: _F) -> _F:
+    """Add the options that name the images of the children."""
+    for option in (
+        setting("image-pull-policy", "IfNotPresent", "Pull policy of these two images.", click.Choice(["Always", "IfNotPresent", "Never"])),
+        setting("router-image", f"sglang-rollout/router:{__version__}", "Image of gate, front and smg."),
+        setting("coordinator-image", f"sglang-rollout/coordinator:{__version__}", "Image of agent and coordinator."),
+    ):
+        function = option(function)
+    return function
 
 
 @click.command()
@@ -36,11 +47,9 @@ PORT = click.IntRange(0, 65535)
     multiple=True,
     metavar="NAME",
     envvar=f"{ENV}_NAMESPACES",
-    help="Namespace to look after; repeat for more.  [default: all namespaces]",
+    help="Namespace to watch; repeat for more.  [default: all namespaces]",
 )
-@setting("coordinator-image", f"sglang-rollout/coordinator:{__version__}", "Image of agent and coordinator.")
-@setting("router-image", f"sglang-rollout/router:{__version__}", "Image of gate, front and smg.")
-@setting("image-pull-policy", "IfNotPresent", "Pull policy of these two images.", click.Choice(["Always", "IfNotPresent", "Never"]))
+@image_options
 @setting("metrics-port", OPERATOR_METRICS_PORT, "Port of /metrics; 0: none.", PORT)
 @setting("health-port", OPERATOR_HEALTH_PORT, "Port of /healthz; 0: none.", PORT)
 @click.option(
@@ -48,7 +57,7 @@ PORT = click.IntRange(0, 65535)
     type=click.Path(exists=True, dir_okay=False),
     help="How to reach the cluster.  [default: the pod's service account, else $KUBECONFIG, else ~/.kube/config]",
 )
-@setting("log-format", "text", "Lines for people or for a collector.", click.Choice(["text", "json"]))
+@setting("log-format", "text", "Format of log lines: for people or for a collector.", click.Choice(["text", "json"]))
 @click.option("--verbose", is_flag=True, help="Also log every reconcile and kopf's own lines.")
 def command(
     *,
@@ -62,10 +71,11 @@ def command(
     log_format: str,
     verbose: bool,
 ) -> None:
-    """Watch SGLangRollouts and make their engines, router and services.
+    """Watch SGLangRollouts and create their engines, router and services.
 
-    In a cluster it is installed by the Helm chart; outside it acts with your kubeconfig. An option with a default is also read from
-    the environment: --coordinator-image from SGLANG_ROLLOUT_COORDINATOR_IMAGE, and so on; the namespaces from SGLANG_ROLLOUT_NAMESPACES.
+    The Helm chart installs the operator in a cluster. Outside a cluster, it uses your kubeconfig. An option with a default is also
+    read from the environment: --coordinator-image from SGLANG_ROLLOUT_COORDINATOR_IMAGE, and so on; the namespaces from
+    SGLANG_ROLLOUT_NAMESPACES.
     """
     configure_logging(log_format, verbose=verbose)
     settings = OperatorSettings(
@@ -83,14 +93,14 @@ def command(
     try:
         asyncio.run(_until_stopped(settings))
     except (StartupError, KubeError) as error:
-        raise click.ClickException(f"the operator ends: {error}") from error
+        raise click.ClickException(f"the operator stops: {error}") from error
 
 
 async def _until_stopped(settings: OperatorSettings) -> None:
-    """Run; SIGTERM and SIGINT end it with exit code 0.
+    """Run until SIGTERM or SIGINT, which end the process with exit code 0.
 
-    kopf handles both signals once it watches. Until then they are ours: as pid 1 of a container a process without a
-    handler ignores SIGTERM, and its pod takes the full grace period to go.
+    kopf handles both signals while it watches. Before that, this function does: PID 1 of a container ignores SIGTERM without a
+    handler, and its pod would take the full grace period to stop.
     """
     main = asyncio.ensure_future(run(settings))
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -31,7 +31,7 @@ def test_help_and_version_import_no_subcommand() -> None:
 
 def test_help_shows_what_people_start_apart_from_what_is_started_for_them() -> None:
     commands, parts = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1].split("Processes of a fleet")
-    assert [line.split()[0] for line in commands.strip().splitlines()] == ["crd", "local", "operator", "stand-in"]
+    assert [line.split()[0] for line in commands.strip().splitlines()] == ["crd", "local", "operator", "plan", "stand-in"]
     assert [line.split()[0] for line in parts.splitlines()[1:]] == ["agent", "coordinator", "proxy"]
 
 
@@ -115,7 +115,7 @@ def test_no_credentials_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(operator_cli, "configure_logging", lambda *_, **__: None)
     result = CliRunner().invoke(operator_cli.command, [], env={"KUBECONFIG": str(tmp_path / "none")})
     assert result.exit_code == 1
-    assert "Error: the operator ends: no kubeconfig at" in result.output
+    assert "Error: the operator stops: no kubeconfig at" in result.output
     assert isinstance(result.exception, SystemExit)
 
 

@@ -1,0 +1,125 @@
+"""Preview the operator's work from files, without a cluster: ``sglang-rollout plan``. Reads no API server and writes nothing."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+import click
+import yaml
+
+from sglang_rollout.api.v1alpha1 import KIND
+from sglang_rollout.controller.cli import image_options
+from sglang_rollout.controller.decide.plan import Apply, Plan, make_plan
+from sglang_rollout.controller.decide.pods import Object
+from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.settings import Settings
+
+_CHILD_KINDS = frozenset(kind.kind for kind in (*names.CHILD_KINDS, names.POD_GROUP))
+_NO_STEPS = "nothing to do: every child is as the spec says"
+
+
+def load_objects(stream: TextIO) -> list[Object]:
+    """Return the Kubernetes objects of a YAML or JSON file: documents, or a List as ``kubectl get -o yaml`` prints it.
+
+    Raises:
+        click.ClickException: The file holds no Kubernetes objects.
+    """
+    try:
+        documents = list(yaml.safe_load_all(stream))
+    except yaml.YAMLError as error:
+        raise click.ClickException(f"{stream.name} is not valid YAML: {error}") from error
+    return list(_flatten(documents, stream.name))
+
+
+def find_rollout(objects: Sequence[Object], source: str) -> Object:
+    """Return the only SGLangRollout among ``objects``, with the namespace ``default`` if it names none.
+
+    Raises:
+        click.ClickException: There is none, or more than one.
+    """
+    found = [obj for obj in objects if obj["kind"] == KIND]
+    if len(found) != 1:
+        raise click.ClickException(f"{source} must hold one {KIND}, and holds {len(found)}")
+    return {**found[0], "metadata": {"namespace": "default", **found[0]["metadata"]}}
+
+
+def build_preview(rollout: Object, live: Sequence[Object]) -> FleetView:
+    """Return the view that the operator would have after ``rollout`` was applied to a cluster with the objects ``live``.
+
+    Raises:
+        click.ClickException: There are live objects, but not the live SGLangRollout, which has UID, generation and status.
+    """
+    name, namespace = rollout["metadata"]["name"], rollout["metadata"]["namespace"]
+    near = [obj for obj in live if obj["metadata"].get("namespace", "default") == namespace]
+    ours = [obj for obj in near if (obj["metadata"].get("labels") or {}).get(names.LABEL_ROLLOUT) == name]
+    stored = next((obj for obj in near if obj["kind"] == KIND and obj["metadata"]["name"] == name), None)
+    if ours and stored is None:
+        raise click.ClickException(f"the live objects must include {KIND} {name} itself: add sglr to kubectl get")
+    children = [obj for obj in ours if obj["kind"] in _CHILD_KINDS]
+    pods = [obj for obj in ours if obj["kind"] == "Pod"]
+    return build_fleet_view(_merge_identity(rollout, stored) if stored else rollout, children, pods)
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """Return one line per step, and one that says when the operator would look again without an event."""
+    lines = []
+    for action in plan.actions:
+        if isinstance(action, Apply):
+            lines.append(("apply", action.object["kind"], action.object["metadata"]["name"], action.reason))
+        else:
+            unless = f" (unless the apply changes {action.unless_healed})" if action.unless_healed else ""
+            lines.append(("delete", action.kind, action.name, action.reason + unless))
+    width = max((len(f"{kind} {name}") for _, kind, name, _ in lines), default=0)
+    again = [f"look again in {plan.requeue_after:g} s"] if plan.requeue_after is not None else []
+    return [f"{verb:<6}  {f'{kind} {name}':<{width}}  {reason}" for verb, kind, name, reason in lines] + again
+
+
+@click.command()
+@click.option("-f", "--file", "rollout_file", type=click.File(), required=True, help="YAML of the SGLangRollout; - reads standard input.")
+@click.option("--live", "live_file", type=click.File(), help="YAML of the live objects, from kubectl get.  [default: an empty namespace]")
+@image_options
+def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_image: str, router_image: str, image_pull_policy: str) -> None:
+    """Print the steps that the operator would take in its next pass.
+
+    Without --live, the steps create a new fleet. Take the live objects from the cluster:
+
+    \b
+    kubectl get sglr,sa,role,rolebinding,secret,cm,svc,deploy,ds,sts,pod -o yaml > live.yaml
+
+    Give the images of your operator, because other images are a difference. Queues, nodes and quotas are not known here.
+    """
+    rollout = find_rollout(load_objects(rollout_file), rollout_file.name)
+    fleet = build_preview(rollout, load_objects(live_file) if live_file else [])
+    if fleet.rollout is None:
+        raise click.ClickException(fleet.invalid)
+    settings = Settings(coordinator_image=coordinator_image, router_image=router_image, image_pull_policy=image_pull_policy)
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    plan = make_plan(fleet, settings, now)
+    for line in describe_plan(plan) or [_NO_STEPS]:
+        click.echo(line)
+
+
+def _flatten(documents: Sequence[object], source: str) -> Iterator[Object]:
+    for document in documents:
+        if document is None:
+            continue
+        if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
+            raise click.ClickException(f"{source} holds a document that is no Kubernetes object")
+        if document["kind"].endswith("List"):
+            yield from _flatten(document.get("items") or [], source)
+        elif not isinstance(document.get("metadata"), dict) or "name" not in document["metadata"]:
+            raise click.ClickException(f"{source} holds a {document['kind']} without metadata.name")
+        else:
+            yield document
+
+
+def _merge_identity(rollout: Object, stored: Object) -> Object:
+    """Return ``rollout`` with UID, status and generation of the stored object. A changed spec has the next generation."""
+    metadata = stored["metadata"]
+    before, after = (build_fleet_view(cr, [], []).rollout for cr in (stored, rollout))
+    is_changed = before is None or after is None or before.spec != after.spec
+    identity = {"uid": metadata.get("uid", ""), "generation": metadata.get("generation", 1) + is_changed}
+    return {**rollout, "metadata": {**rollout["metadata"], **identity}, "status": stored.get("status") or {}}
