@@ -1,4 +1,4 @@
-# sglang-rollout: `make help` lists the targets. CLUSTER=lab (default: made here, needs Linux and root), current (your kubectl context), none (plain processes).
+# sglang-rollout: `make help` lists the targets. CLUSTER=lab (default: a cluster on this machine, needs Linux and root), current (your kubectl context) or none (plain processes).
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .SHELLFLAGS := -euo pipefail -c
@@ -12,9 +12,9 @@ export CLUSTER
 LAB := $(BIN)/python -m e2e.cluster
 
 .PHONY: help
-help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  CLUSTER=lab|current|none says where demo and test run (now: $(CLUSTER))"
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "CLUSTER=lab|current|none: where demo and test run (now: $(CLUSTER))"
 
 # --- development environment -------------------------------------------------------------------------------------------
 $(VENV)/.done: requirements/dev.lock pyproject.toml
@@ -27,79 +27,81 @@ $(VENV)/.done: requirements/dev.lock pyproject.toml
 	@touch $@
 
 .PHONY: venv engine-venv cluster-binaries preflight
-venv: $(VENV)/.done ## The project's own Python environment, from the lock
-preflight: venv ## Look for what is missing on this machine and, as root on Debian, install it
+venv: $(VENV)/.done ## The project's Python environment, from requirements/dev.lock
+preflight: venv ## Check this machine for missing programs; as root on Debian, install them
 	@$(BIN)/python -m e2e.cluster preflight
-engine-venv: venv ## A real SGLang for CPU in an environment of its own (cached by content)
+engine-venv: venv ## A real SGLang for CPU, in its own environment (cached)
 	@$(BIN)/python -m e2e.engine prepare
-cluster-binaries: venv ## Kubernetes, etcd, CoreDNS and Helm, built from Go modules (cached by content)
+cluster-binaries: venv ## Build Kubernetes, etcd, CoreDNS and Helm (cached)
 	@$(LAB) binaries
 
 # --- checks ------------------------------------------------------------------------------------------------------------
 .PHONY: lint generate golden lock test test-all test-fast test-neighbours chaos chaos-real chaos-cluster bench
-lint: venv ## ruff, mypy, import-linter, shellcheck, generated files
+lint: venv ## ruff, mypy, import-linter, spelling, words, shellcheck, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports | tail -n 1
+	@git ls-files -z | xargs -0 $(BIN)/codespell
+	@$(BIN)/python -m e2e.check_words
 	@$(BIN)/python -m sglang_rollout.api.crdgen --check
 	@$(BIN)/python charts/generate.py --check
 	@e2e/lint.sh
 
-generate: venv ## Write everything that is generated: CRD, CR reference, chart README and values schema
+generate: venv ## Write the CRD, its reference, and the chart's README and values schema
 	@$(BIN)/python -m sglang_rollout.api.crdgen
 	@$(BIN)/python charts/generate.py
 
-golden: venv ## Write the golden files anew (rendered objects, haproxy's configuration); read the diff
+golden: venv ## Write the golden files again; read their diff
 	@UPDATE_GOLDEN=1 $(BIN)/pytest -q operator/tests/golden operator/tests/unit/proxy/test_config.py -k golden
 
-lock: venv ## Resolve requirements/*.lock anew
+lock: venv ## Resolve requirements/*.lock again
 	@requirements/lock.sh
 
 test-fast: venv ## Unit, property and golden tests: no root, no cluster, no engine
 	@$(BIN)/pytest -q -n auto operator/tests/unit operator/tests/golden operator/tests/properties e2e/tests -m "not engine and not router and not controlplane and not cluster"
 
-test: ## All tests, on a cluster made for them (CLUSTER=current: on yours)
+test: ## All tests on a cluster made for them (CLUSTER=current: on yours)
 	@e2e/test.sh
 
-test-all: ## make test, then what takes too long for each change: Kueue and the fault matrices
+test-all: ## make test, then test-neighbours and the fault matrices
 	@e2e/test.sh
 	@$(MAKE) --no-print-directory test-neighbours chaos chaos-real chaos-cluster
 
-test-neighbours: venv ## The cases with Kueue, built from its Go module (5 minutes once), on the lab cluster
+test-neighbours: venv ## Cases with Kueue, on the lab cluster (first build: 5 minutes)
 	@$(BIN)/python -m e2e.neighbours.kueue
 	@CLUSTER=lab $(MAKE) --no-print-directory cluster-up > /dev/null
 	@trap '$(LAB) down' EXIT; eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases -m neighbours
 
-chaos: venv engine-venv ## The fault matrix: every part killed or stopped in every phase of an update (about 20 minutes)
+chaos: venv engine-venv ## Fault matrix: kill each process in each phase of an update (20 minutes)
 	@$(BIN)/python -m e2e.chaos --out out/chaos.json
 
-chaos-real: venv engine-venv ## The fault matrix with two real SGLang engines on the CPU (about 45 minutes on busy cores)
+chaos-real: venv engine-venv ## Fault matrix with two real SGLang engines on the CPU (45 minutes)
 	@$(BIN)/python -m e2e.chaos --real --out out/chaos-real.json
 
-chaos-cluster: venv engine-venv ## What only a cluster can lose: API server, node, link; on a lab of two nodes (about 15 minutes)
+chaos-cluster: venv engine-venv ## Fault matrix of API server, node and link, on two nodes (15 minutes)
 	@$(LAB) up --nodes 2
 	@$(BIN)/python -m e2e.images build | $(LAB) load
 	@eval "$$($(LAB) env)"; $(BIN)/python -m e2e.chaos --cluster --out out/chaos-cluster.json
 	@eval "$$($(LAB) env)"; $(BIN)/pytest -q e2e/cases/test_avoiding.py
 
-bench: venv engine-venv ## Benchmarks: ratios against a baseline in the same run, results in bench/results
+bench: venv engine-venv ## Benchmarks against a baseline of the same run; results: bench/results
 	@for b in reconcile plans push catchup endurance inflight latency; do $(BIN)/python -m bench.$$b; done
 
 # --- cluster and demo --------------------------------------------------------------------------------------------------
 .PHONY: cluster-up cluster-status cluster-down images demo clean
-cluster-up: venv ## A real Kubernetes on this machine, with the project's images loaded
+cluster-up: venv ## Start a Kubernetes cluster with the project's images
 	@$(LAB) up --nodes $(NODES)
 	@if [ $(CLUSTER) = lab ]; then $(BIN)/python -m e2e.images build | $(LAB) load; fi
 	@$(LAB) env
-cluster-status: venv ## What of the lab cluster runs
+cluster-status: venv ## Show the processes of the lab cluster
 	@$(LAB) status
-cluster-down: venv ## Remove the lab cluster: processes, namespaces, bridge, mounts, cgroups
+cluster-down: venv ## Remove the lab cluster
 	@$(LAB) down
-images: venv ## Build the images (docker or buildah; cached by content)
+images: venv ## Build the images with docker or buildah (cached)
 	@$(BIN)/python -m e2e.images build
-demo: ## From nothing to a running fleet whose trainer updates weights
+demo: ## Start a fleet and a trainer that updates its weights
 	@e2e/demo.sh
-clean: ## Stop and remove what demo and test made on this machine; caches stay
+clean: ## Stop and remove what demo and test created; caches stay
 	@if [ -e $(VENV)/.done ]; then $(LAB) down --data; fi
 	@rm -rf out .build

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolve every requirements/*.lock anew: exact versions with hashes, no index addresses.
+# Resolve every requirements/*.lock again: exact versions with hashes, no index addresses.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=(python3 -m uv)

@@ -1,5 +1,8 @@
-"""Draw reward curves of train.py into one picture: python plot.py pushed.json frozen.json --out reward.png (needs
-matplotlib).
+"""Draw reward curves of train.py in one image.
+
+    python plot.py pushed.json frozen.json --out reward.png
+
+Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Read the curves, write the picture."""
+    """Read the curves and write the image."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("curves", type=Path, nargs="+", help="JSON files written by train.py --out")
     parser.add_argument("--out", type=Path, default=Path("reward.png"))

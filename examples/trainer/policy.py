@@ -11,19 +11,19 @@ from transformers.utils import logging as transformers_logging
 
 PROMPT_TOKENS = 6
 TARGET_EVERY = 4
-"""A quarter of the vocabulary is what the policy shall learn to say."""
+"""The policy learns to generate tokens that are multiples of this number: a quarter of the vocabulary."""
 
 ENTROPY_BONUS = 0.05
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step saw."""
+    """Result of one training step."""
 
     reward: float
     gap: float
-    """Largest difference between the log-probability of a sampled token here and on the engine that sampled it. Near
-    zero while the engines hold exactly this policy.
+    """Largest difference between the log-probability of a sampled token here and on its engine. Near zero while the
+    engines hold exactly this policy.
     """
 
 
@@ -40,15 +40,15 @@ class Policy:
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate)
 
     def prompts(self, number: int) -> list[list[int]]:
-        """Random prompts; the same ones for the same seed. The first ids are special tokens, which are left out."""
+        """Return random prompts, reproducible by the seed. The first token ids are left out, because they are special tokens."""
         return [[self._random.randrange(8, self.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
 
     def train(self, prompts: list[list[int]], outputs: list[list[int]], sampled_logprobs: list[list[float]]) -> Step:
-        """One policy-gradient step on samples of equal length.
+        """Take one policy-gradient step on samples of equal length.
 
-        REINFORCE: the log-probability of each sampled token, weighed by its reward minus a baseline, the mean reward of
-        the batch. A token's reward depends on that token alone, so nothing that came later is credited to it. The
-        entropy bonus keeps the policy from saying one word for ever.
+        REINFORCE: the log-probability of each sampled token is weighted by its reward minus a baseline, the mean reward
+        of the batch. A token's reward depends on this token alone. The entropy bonus keeps the policy from repeating one
+        token.
         """
         tokens = torch.tensor(outputs)
         rewards = (tokens % TARGET_EVERY == 0).float()
@@ -68,7 +68,7 @@ class Policy:
         return Step(reward=rewards.mean().item(), gap=gap)
 
     def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """The most likely continuation of each prompt."""
+        """Return the greedy continuation of each prompt."""
         sequences = torch.tensor(prompts)
         with torch.no_grad():
             for _ in range(tokens):

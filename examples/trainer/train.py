@@ -1,10 +1,10 @@
-"""A real policy-gradient loop against a rollout fleet: sample through its one URL, learn, push the weights back,
-repeat.
+"""A policy-gradient loop on a rollout fleet: sample through the fleet's URL, learn, push the weights, repeat.
 
     python train.py --url http://demo-router:30000 --model /models/tiny
 
-The reward of a sample is the share of its tokens that belong to a target set. It rises because every step samples from
-the policy of the step before: with --no-push the engines keep their first weights and the curve stays flat.
+The reward of a sample is the share of its tokens that belong to a target set. The reward rises because every step
+samples from the policy of the previous step. With --no-push the engines keep their first weights, and the reward does
+not rise.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Row:
 
 
 class Stopwatch:
-    """Milliseconds since it was last asked."""
+    """Measures laps in milliseconds."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
 
     def lap(self) -> float:
-        """Milliseconds since the last lap, or since the start."""
+        """Return the milliseconds since the last lap, or since the start."""
         last, self._last = self._last, time.monotonic()
         return (self._last - last) * 1000
 
 
 class Trainer:
-    """The loop. Step k samples from version k-1 and pushes version k."""
+    """The training loop. Step k samples from version k-1 and pushes version k."""
 
     def __init__(self, fleet: Fleet, policy: Policy, options: argparse.Namespace) -> None:
         self._fleet = fleet
@@ -67,7 +67,7 @@ class Trainer:
         self.rows: list[Row] = []
 
     def run(self) -> None:
-        """All steps, printing a line for each."""
+        """Run all steps, and print one line per step."""
         print(HEADER, flush=True)
         for step in range(1, self._options.steps + 1):
             self.rows.append(self._step(step))
@@ -79,10 +79,9 @@ class Trainer:
             )
 
     def _start(self) -> str:
-        """Label of the version that the first step samples from.
+        """Make the fleet serve the model's own weights, and return the label of this version.
 
-        A fresh fleet serves the model's own weights. What a trainer before this one left is replaced by them, so that
-        every run starts from the same policy, with and without pushes.
+        So every run starts from the same policy: weights of an earlier trainer are replaced.
         """
         committed = self._fleet.document().committed
         if committed.is_base and not self._options.push:
@@ -111,7 +110,7 @@ class Trainer:
         return Row(step, learned.reward, sampled_from, learned.gap, generate_ms, train_ms, push_ms, watch.lap())
 
     def _check_samples(self, samples: list[Sample]) -> None:
-        """Every token was sampled from the version that this step trains."""
+        """Check that every token was sampled from the version that this step trains."""
         labels = {span.version for sample in samples for span in sample.weight_versions}
         if labels != {self._expected}:
             raise CheckFailed(f"The samples carry version {sorted(labels)}; the committed version is {self._expected!r}.")
@@ -122,24 +121,24 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="the fleet's URL: http://<name>-router:30000")
     parser.add_argument("--model", required=True, help="folder of the model that the engines serve")
-    parser.add_argument("--backend", help="torch.distributed backend of the pushes [default: what the fleet says]")
-    parser.add_argument("--host", help="our address as the engines reach it [default: that of the route to the fleet]")
+    parser.add_argument("--backend", help="torch.distributed backend of the pushes [default: the fleet's]")
+    parser.add_argument("--host", help="address at which the engines reach this trainer [default: that of the route to the fleet]")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=48, help="samples per step")
     parser.add_argument("--tokens", type=int, default=12, help="tokens per sample")
     parser.add_argument("--learning-rate", type=float, default=1.4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wait", type=float, default=600, help="seconds to wait for a healthy fleet")
-    parser.add_argument("--no-push", dest="push", action="store_false", help="keep the weights here: the curve stays flat")
-    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="ask each engine after a push")
-    parser.add_argument("--out", type=Path, help="write the curve to this JSON file; - prints it as a line CURVE {…}")
+    parser.add_argument("--no-push", dest="push", action="store_false", help="do not push: the reward does not rise")
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="sample from each engine after a push")
+    parser.add_argument("--out", type=Path, help="JSON file for the curve; - prints a line CURVE {…}")
     return parser.parse_args(argv)
 
 
 def main() -> int:
-    """Train; exit code 1 with a sentence when the fleet or a check says no."""
+    """Train, and return 1 after an error of the fleet or of a check."""
     options = arguments()
-    torch.set_num_threads(1)  # the engines want the other cores
+    torch.set_num_threads(1)  # leave the other cores to the engines
     policy = Policy(options.model, seed=options.seed, learning_rate=options.learning_rate)
     started = time.monotonic()
     try:

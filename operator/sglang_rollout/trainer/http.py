@@ -73,7 +73,7 @@ class Http:
 
     @contextmanager
     def _session(self) -> Iterator[CancellableSession]:
-        """Lend a session for one call. Sessions are pooled, because each bucket of a push starts new threads."""
+        """Yield a session for one call. Sessions are pooled, because each bucket of a push starts new threads."""
         with self._lock:
             session = self._idle.pop() if self._idle else self._new_session()
         try:
