@@ -35,6 +35,16 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+def test_code_that_pages_name_exists() -> None:
+    """A path needs no leading folders; a name without a folder is checked if it is a test's."""
+    code = [str(file.relative_to(REPOSITORY)) for folder in ("operator", "e2e", "bench", "charts", "examples", "images") for file in
+            (REPOSITORY / folder).rglob("*.py")]  # fmt: skip
+    named = {
+        name for page in PAGES for name in re.findall(r"`([\w./-]+\.py)`", page.read_text()) if "/" in name or name.startswith("test_")
+    }
+    assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in code)} == set()
+
+
 def test_every_make_target_that_is_named_exists() -> None:
     named = {word for page in PAGES for word in re.findall(r"(?:`|^|CLUSTER=\w+ )make ([a-z][a-z-]+)", page.read_text(), re.MULTILINE)}
     assert {"demo", "test", "images", "golden"} <= named
