@@ -1,4 +1,4 @@
-"""The operator process: connect, check the CRD, start the workers, watch, end."""
+"""The operator process: connect, check the CRD, start the workers, and watch until a signal."""
 
 from __future__ import annotations
 
@@ -17,52 +17,56 @@ from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.reconcile import Reconciler
 from sglang_rollout.controller.render.names import FIELD_MANAGER
 from sglang_rollout.controller.settings import OperatorSettings
-from sglang_rollout.controller.web import health_app, metrics_app, serve
-from sglang_rollout.controller.workers import Workers, relist
+from sglang_rollout.controller.web import build_health_app, build_metrics_app, serve
+from sglang_rollout.controller.workers import Workers, relist_periodically
 from sglang_rollout.controller.workqueue import WorkQueue
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import ApiUnavailable, KubeError, NotFound
 
 log = logging.getLogger(__name__)
 
-# At start the API server may be a few seconds behind us (a node that boots, a CRD that is just being established).
-# After this the process ends with a sentence: a crash loop is easier to see than an operator that waits in silence.
-API_PATIENCE = 60.0
-CRD_PATIENCE = 5.0
-POLL = 0.5
+# At start, the API server may lag (a node that boots, a CRD that is being established). After these times the process ends with a
+# message, because a crash loop is easier to notice than an operator that waits silently.
+API_TIMEOUT_SECONDS = 60.0
+CRD_TIMEOUT_SECONDS = 5.0
+POLL_SECONDS = 0.5
 
 
 class StartupError(Exception):
-    """The operator cannot start; ``str()`` says why and what to do."""
+    """The operator cannot start. ``str()`` says why and what to do."""
 
 
 def utc_now() -> str:
-    """The time as Kubernetes writes it."""
+    """Return the time in Kubernetes' format."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-async def require_crd(kube: Kube, *, api_patience: float = API_PATIENCE, crd_patience: float = CRD_PATIENCE) -> None:
-    """Wait a moment for the API server and for our CRD; raises StartupError when one of them does not come."""
+async def require_crd(kube: Kube, *, api_timeout: float = API_TIMEOUT_SECONDS, crd_timeout: float = CRD_TIMEOUT_SECONDS) -> None:
+    """Wait for the API server and for the CRD.
+
+    Raises:
+        StartupError: One of them did not appear in time, or the API server refuses access.
+    """
     started = time.monotonic()
     while True:
         try:
             found = await kube.get_path(f"/apis/{API_VERSION}")
         except NotFound:
-            problem, patience = _no_crd(kube), crd_patience
+            problem, timeout = _describe_missing_crd(kube), crd_timeout
         except ApiUnavailable as error:
-            problem, patience = f"the API server does not answer: {error}", api_patience
+            problem, timeout = f"the API server does not answer: {error}", api_timeout
         except KubeError as error:
-            raise StartupError(f"the API server refuses us: {error}") from error
+            raise StartupError(f"the API server refuses the operator: {error}") from error
         else:
             if any(resource.get("name") == PLURAL for resource in found.get("resources") or []):
                 return
-            problem, patience = _no_crd(kube), crd_patience
-        if time.monotonic() - started >= patience:
+            problem, timeout = _describe_missing_crd(kube), crd_timeout
+        if time.monotonic() - started >= timeout:
             raise StartupError(problem)
-        await asyncio.sleep(POLL)
+        await asyncio.sleep(POLL_SECONDS)
 
 
-def _no_crd(kube: Kube) -> str:
+def _describe_missing_crd(kube: Kube) -> str:
     return (
         f"the custom resource {PLURAL} ({API_VERSION}) is not installed at {kube.server}: "
         "install the chart's CRDs, or run `sglang-rollout crd | kubectl apply --server-side -f -`"
@@ -70,34 +74,36 @@ def _no_crd(kube: Kube) -> str:
 
 
 async def run(settings: OperatorSettings) -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Run the operator until SIGTERM or SIGINT."""
     metrics = Metrics(settings.render.version)
     async with AsyncExitStack() as stack:
         kube = await stack.enter_async_context(
-            await Kube.connect(field_manager=FIELD_MANAGER, kubeconfig=settings.kubeconfig, on_call=metrics.request)
+            await Kube.connect(field_manager=FIELD_MANAGER, kubeconfig=settings.kubeconfig, on_call=metrics.count_request)
         )
         queue: WorkQueue[Key] = WorkQueue()
-        events = EventPoster(kube, component=FIELD_MANAGER, instance=_instance(), now=utc_now)
+        events = EventPoster(kube, component=FIELD_MANAGER, instance=_reporting_instance(), now=utc_now)
         reconciler = Reconciler(kube, settings.render, events=events, metrics=metrics, now=utc_now)
         workers = Workers(queue, reconciler.reconcile, metrics=metrics)
         metrics.follow_queue(queue)
         stack.callback(queue.close)
-        # Health before anything that waits: the kubelet must not kill us while the API server is slow.
+        # Health comes before anything that waits: the kubelet must not kill the operator while the API server is slow.
         await _serve(stack, settings, metrics, workers)
         await require_crd(kube)
         log.info("watching %s of %s", ", ".join(settings.namespaces) or "all namespaces", kube.server)
         workers.start(settings.workers)
         stack.push_async_callback(workers.stop)
-        relisting = asyncio.create_task(relist(kube, queue, settings.namespaces, seconds=settings.relist_seconds, metrics=metrics))
+        relisting = asyncio.create_task(
+            relist_periodically(kube, queue, settings.namespaces, seconds=settings.relist_seconds, metrics=metrics)
+        )
         stack.callback(relisting.cancel)
-        await triggers.watch(queue.add, kube.log_in, settings.namespaces)
+        await triggers.watch_rollouts(queue.add, kube.log_in, settings.namespaces)
     log.info("stopped")
 
 
 async def _serve(stack: AsyncExitStack, settings: OperatorSettings, metrics: Metrics, workers: Workers) -> None:
     for app, port, what in (
-        (metrics_app(metrics), settings.metrics_port, "metrics"),
-        (health_app(workers.dead), settings.health_port, "health"),
+        (build_metrics_app(metrics), settings.metrics_port, "metrics"),
+        (build_health_app(workers.find_dead_worker), settings.health_port, "health"),
     ):
         try:
             await stack.enter_async_context(serve(app, port))
@@ -105,6 +111,6 @@ async def _serve(stack: AsyncExitStack, settings: OperatorSettings, metrics: Met
             raise StartupError(f"port {port} for {what} cannot be used: {error}; choose another --{what}-port") from error
 
 
-def _instance() -> str:
-    """Who posts an Event: the pod, or a person's machine."""
+def _reporting_instance() -> str:
+    """Return the name that Events report: the pod, or the machine of a developer."""
     return os.environ.get("HOSTNAME") or socket.gethostname()

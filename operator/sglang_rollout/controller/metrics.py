@@ -1,4 +1,4 @@
-"""The operator's Prometheus metrics: one object per operator, so that nothing is shared between tests."""
+"""The operator's Prometheus metrics: one object per operator, so that tests share no counters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WRITE_VERBS = ("apply", "patch", "create", "delete")
 OUTCOMES = ("ok", "error")
 RESULTS = ("ok", "gone", "refused", "unavailable", "conflict", "error")
 CONDITION_VALUES = ("True", "False", "Unknown")
-# A reconcile of a healthy fleet is a dozen reads: milliseconds. The long end is an API server in trouble.
+# A reconcile of a healthy fleet is a dozen reads and takes milliseconds. An API server in trouble takes up to its deadline of 30 s.
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 Key = tuple[str, str]
@@ -20,7 +20,7 @@ Key = tuple[str, str]
 class Metrics:
     """Counters and gauges of one operator process.
 
-    Series whose labels are known start at 0: ``increase()`` does not see a first error that makes its own series.
+    Series with known labels start at 0, because ``increase()`` misses a first error that creates its own series.
     """
 
     def __init__(self, version: str = "") -> None:
@@ -30,9 +30,9 @@ class Metrics:
         self._writes = Counter(f"{PREFIX}_writes", "Accepted write requests.", ["verb"], registry=self.registry)
         self._requests = Counter(f"{PREFIX}_api_requests", "Requests to the API server.", ["verb", "outcome"], registry=self.registry)
         self._depth = Gauge(f"{PREFIX}_queue_depth", "Rollouts waiting for a worker.", registry=self.registry)
-        self._retries = Counter(f"{PREFIX}_retries", "Reconciles put off after a failure.", registry=self.registry)
+        self._retries = Counter(f"{PREFIX}_retries", "Reconciles retried after a failure.", registry=self.registry)
         self._rollouts = Gauge(f"{PREFIX}_rollouts", "Rollouts by their Ready condition.", ["ready"], registry=self.registry)
-        self._listed = Gauge(f"{PREFIX}_last_list_timestamp_seconds", "When all rollouts were last listed.", registry=self.registry)
+        self._listed = Gauge(f"{PREFIX}_last_list_timestamp_seconds", "Time of the last list of all rollouts.", registry=self.registry)
         Gauge(f"{PREFIX}_build_info", "Version of the operator.", ["version"], registry=self.registry).labels(version=version).set(1)
         self._ready: dict[Key, str] = {}
         for result in RESULTS:
@@ -45,28 +45,28 @@ class Metrics:
         for value in CONDITION_VALUES:
             self._rollouts.labels(ready=value)
 
-    def request(self, verb: str, plural: str, outcome: str) -> None:
-        """Count one API request; the hook of :class:`~sglang_rollout.kube.client.Kube`."""
+    def count_request(self, verb: str, plural: str, outcome: str) -> None:
+        """Count one API request; the ``on_call`` hook of :class:`~sglang_rollout.kube.client.Kube`."""
         self._requests.labels(verb=verb, outcome=outcome).inc()
-        # Events are for people: they are no part of the promise that a steady state writes nothing.
+        # Events are excluded: the promise that a steady state writes nothing concerns objects and status.
         if verb in WRITE_VERBS and outcome == "ok" and plural != "events":
             self._writes.labels(verb=verb).inc()
 
-    def reconciled(self, result: str, seconds: float) -> None:
+    def count_reconcile(self, result: str, seconds: float) -> None:
         """Count one reconcile: ``ok``, ``gone``, ``refused``, ``unavailable``, ``conflict`` or ``error``."""
         self._reconciles.labels(result=result).inc()
         self._seconds.observe(seconds)
 
-    def retried(self) -> None:
-        """Count one reconcile that will be tried again later."""
+    def count_retry(self) -> None:
+        """Count one reconcile that is retried later."""
         self._retries.inc()
 
     def follow_queue(self, queue: object) -> None:
-        """Report ``len(queue)`` whenever the metrics are read."""
+        """Report ``len(queue)`` at each scrape."""
         self._depth.set_function(lambda: float(len(queue)))  # type: ignore[arg-type]
 
-    def ready(self, key: Key, status: str | None) -> None:
-        """Remember a rollout's Ready condition (True, False, Unknown); None when the rollout is gone."""
+    def set_ready(self, key: Key, status: str | None) -> None:
+        """Record the Ready condition of a rollout (True, False or Unknown); None if the rollout is gone."""
         if status is None:
             self._ready.pop(key, None)
         else:
@@ -74,10 +74,10 @@ class Metrics:
         for value in CONDITION_VALUES:
             self._rollouts.labels(ready=value).set(sum(1 for ready in self._ready.values() if ready == value))
 
-    def listed(self) -> None:
-        """All rollouts have just been listed."""
+    def mark_relisted(self) -> None:
+        """Record that all rollouts have just been listed."""
         self._listed.set_to_current_time()
 
-    def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+    def render_text(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -67,14 +67,14 @@ class Reconciler:
             if fleet is None:
                 return self._gone(key)
         status = await self._report(fleet, outcome)
-        self._metrics.ready(key, ready_status(status))
+        self._metrics.set_ready(key, ready_status(status))
         if outcome.failure:
             log.warning("%s/%s: %s", namespace, name, outcome.failure.message)
         delays = [delay for delay in (plan.requeue_after, seconds_until_expiry(status, self._now())) if delay is not None]
         return Result("refused" if outcome.failure else "ok", min(delays, default=None), retry=bool(outcome.failure))
 
     def _gone(self, key: Key) -> Result:
-        self._metrics.ready(key, None)
+        self._metrics.set_ready(key, None)
         return Result("gone")
 
     def _plan(self, fleet: FleetView) -> tuple[Plan, Failure | None]:

@@ -1,4 +1,4 @@
-"""Settings of the operator process, and kopf's settings, each with its reason."""
+"""Settings of the operator process and of kopf, each with its reason."""
 
 from __future__ import annotations
 
@@ -15,58 +15,58 @@ from sglang_rollout.wire.ports import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_POR
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """What the command line says."""
+    """Settings from the command line."""
 
     render: Settings
-    """What shapes the objects that are rendered: images and their pull policy."""
+    """Settings of the rendered objects: images and their pull policy."""
     namespaces: tuple[str, ...] = ()
-    """Where to look for SGLangRollouts; empty means everywhere."""
+    """Namespaces to watch; empty: all."""
     kubeconfig: str | None = None
     metrics_port: int = OPERATOR_METRICS_PORT
-    """0: no metrics server."""
+    """Port of ``/metrics``; 0: no metrics server."""
     health_port: int = OPERATOR_HEALTH_PORT
-    """0: no health server."""
+    """Port of ``/healthz``; 0: no health server."""
     workers: int = 4
-    """Reconciles at the same time. One takes a dozen small reads, so a few keep hundreds of rollouts fresh."""
+    """Concurrent reconciles. A reconcile takes a dozen small reads, so four workers suffice for hundreds of rollouts."""
     relist_seconds: float = 300.0
-    """Every rollout is looked at this often even if no watch says anything: correctness never rests on a watch."""
+    """Period after which every rollout is reconciled without an event, so that correctness never depends on a watch."""
 
 
-class Patience:
-    """Delays between kopf's attempts to reach the API server: short at first, then every 3 s, without end.
+class RetryDelays:
+    """Endless delays between kopf's attempts to reach the API server: short at first, then 3 s.
 
-    With a finite list kopf gives up after a minute and the operator dies; an API server that is being upgraded is away
-    for longer, and a restarted operator could do nothing but wait either.
+    With a finite list, kopf gives up after a minute and the operator ends. An upgrade of the API server takes longer, and a
+    restarted operator could only wait as well.
     """
 
     def __iter__(self) -> chain[float]:
         return chain((0.2, 0.5, 1.0, 2.0), repeat(3.0))
 
 
-def configure(settings: kopf.OperatorSettings) -> None:
+def configure_kopf(settings: kopf.OperatorSettings) -> None:
     """Set up kopf for watching only."""
-    # We post our own Events, on transitions only.
+    # The operator posts Events itself, on transitions only.
     settings.posting.enabled = False
-    # No watching of CRDs and namespaces: less RBAC. That our CRD is there is checked at start-up.
+    # Watching CRDs and namespaces would need more RBAC rules. The CRD is checked at start.
     settings.scanning.disabled = True
-    # One replica; two for a moment do no harm (same fields, same manager), pausing each other would.
+    # There is one replica. Two during an upgrade are harmless, because they apply the same fields as the same manager.
     settings.peering.standalone = True
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
-    settings.networking.error_backoffs = Patience()
+    settings.networking.error_backoffs = RetryDelays()
     settings.watching.connect_timeout = 5
-    # Pages, so that the first list of a big cluster does not come as one body.
+    # Pages keep the first list of a large cluster from arriving as one body.
     settings.watching.chunk_size = 500
-    # Our handlers only put a key into a queue: nothing is lost when they are cut off.
+    # Handlers only put a key into the queue, so nothing is lost when they are cancelled.
     settings.queueing.exit_timeout = 0.5
-    # The server filters: the memory of the operator grows with our objects, not with the cluster.
+    # The server filters by label, so that the memory of the operator grows with its objects and not with the cluster.
     # Keys must be tuples: "v1/pods" as one string matches nothing (kopf 1.45.2).
-    for key in watched_children():
+    for key in list_watched_kinds():
         settings.watching.label_selectors[key] = LABEL_ROLLOUT
 
 
-def watched_children() -> tuple[tuple[str, str, str] | tuple[str, str], ...]:
-    """The kinds whose changes may need a reconcile, as kopf names resources."""
+def list_watched_kinds() -> tuple[tuple[str, str, str] | tuple[str, str], ...]:
+    """Return the kinds whose changes may require a reconcile, in kopf's notation."""
     kinds = [(kind.api_version, kind.plural) for kind in CHILD_KINDS] + [("v1", "pods")]
     return tuple(_kopf_key(api_version, plural) for api_version, plural in kinds)
 
@@ -76,10 +76,10 @@ def _kopf_key(api_version: str, plural: str) -> tuple[str, str, str] | tuple[str
     return (group, version, plural) if group else (version, plural)
 
 
-class _Outages(logging.Filter):
-    """Of kopf's line per watch and attempt while the API server is away, lets one pass per minute, as a warning."""
+class _OutageFilter(logging.Filter):
+    """Pass one warning per minute while the API server is away. kopf logs a line per watch and attempt."""
 
-    EVERY = 60.0
+    PERIOD_SECONDS = 60.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class _Outages(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
         retried = record.name.startswith("kopf.") and "failed; will retry" in message
-        # A refusal (403) is no outage: somebody has to mend the RBAC rules.
+        # A refusal (403) is not an outage: the RBAC rules must be repaired.
         if not retried or "Forbidden" in message:
             return True
         if record.created < self._next:
             return False
-        self._next = record.created + self.EVERY
+        self._next = record.created + self.PERIOD_SECONDS
         record.levelno, record.levelname = logging.WARNING, "WARNING"
         return True
 
@@ -108,6 +108,6 @@ def configure_logging(log_format: str, *, verbose: bool) -> None:
     for handler in logging.getLogger().handlers:
         if log_format == "text":
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
-        handler.addFilter(_Outages())
-    # kopf says "Handler … succeeded" for every event at INFO; we say what changed.
+        handler.addFilter(_OutageFilter())
+    # kopf logs "Handler … succeeded" for every event at INFO. The operator logs changes itself.
     logging.getLogger("kopf").setLevel(logging.DEBUG if verbose else logging.WARNING)

@@ -1,7 +1,7 @@
-"""kopf's part: watch, and put keys into our queue. Nothing else happens here.
+"""Watch with kopf, and put the key of each changed rollout into the queue. Nothing else happens here.
 
-Only ``on.event`` is used: the state-keeping handlers, timers and daemons of kopf put annotations and finalizers on the
-user's object, and they are edge-triggered: what was missed while the operator was away would stay undone.
+Only ``on.event`` is used. kopf's state-keeping handlers, timers and daemons put annotations and finalizers on the user's object.
+They are also edge-triggered: a change during an absence of the operator would never be handled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import kopf
 from sglang_rollout.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 from sglang_rollout.controller.metrics import Key
 from sglang_rollout.controller.render.names import LABEL_ROLLOUT
-from sglang_rollout.controller.settings import configure, watched_children
+from sglang_rollout.controller.settings import configure_kopf, list_watched_kinds
 from sglang_rollout.kube.credentials import Credentials
 
 Wake = Callable[[Key], None]
@@ -22,27 +22,26 @@ Login = Callable[[], Awaitable[Credentials]]
 
 
 def build_registry(wake: Wake, login: Login) -> kopf.OperatorRegistry:
-    """All handlers of the operator. ``wake`` asks for a reconcile; ``login`` finds credentials."""
+    """Return all handlers of the operator. ``wake`` requests a reconcile; ``login`` finds credentials."""
     registry = kopf.OperatorRegistry()
 
-    # Every handler returns None: kopf writes any other result into the object's status.
+    # Every handler returns None, because kopf writes any other result into the object's status.
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def on_rollout(namespace: str | None, name: str | None, **_: Any) -> None:
         if namespace and name:
             wake((namespace, name))
 
     async def on_child(body: Mapping[str, Any], **_: Any) -> None:
-        key = owner_of(body)
+        key = find_rollout_key(body)
         if key is not None:
             wake(key)
 
-    for resource in watched_children():
+    for resource in list_watched_kinds():
         kopf.on.event(*resource, registry=registry)(on_child)
 
     @kopf.on.login(registry=registry)
     async def on_login(**_: Any) -> kopf.ConnectionInfo:
-        # The same credentials as our own client, found in the same way: kopf's own search differs from it in order
-        # and in what it understands (no exec plug-ins).
+        # The same credentials as our own client: kopf's own search has another order and supports no exec plug-ins.
         found = await login()
         return kopf.ConnectionInfo(
             server=found.server,
@@ -53,15 +52,15 @@ def build_registry(wake: Wake, login: Login) -> kopf.OperatorRegistry:
             certificate_path=found.certificate_path,
             private_key_path=found.private_key_path,
             proxy_url=found.proxy,
-            # Proxies from the environment, as for our own client: else one of the two cannot reach the server.
+            # Proxies from the environment, as for our own client. Otherwise one of the two clients may not reach the server.
             trust_env=True,
         )
 
     return registry
 
 
-def owner_of(body: Mapping[str, Any]) -> Key | None:
-    """The rollout that a child belongs to: by its label, or by its owner if somebody took the label away."""
+def find_rollout_key(body: Mapping[str, Any]) -> Key | None:
+    """Return the key of the rollout that a child belongs to, from its label, or from its owner if the label was removed."""
     metadata = body.get("metadata") or {}
     namespace = metadata.get("namespace")
     if not namespace:
@@ -73,10 +72,10 @@ def owner_of(body: Mapping[str, Any]) -> Key | None:
     return (namespace, name) if name else None
 
 
-async def watch(wake: Wake, login: Login, namespaces: tuple[str, ...]) -> None:
-    """Watch until SIGTERM or SIGINT; raises when watching has become impossible."""
+async def watch_rollouts(wake: Wake, login: Login, namespaces: tuple[str, ...]) -> None:
+    """Watch until SIGTERM or SIGINT. Raises if kopf can no longer watch."""
     settings = kopf.OperatorSettings()
-    configure(settings)
+    configure_kopf(settings)
     await kopf.operator(
         registry=build_registry(wake, login),
         settings=settings,

@@ -1,4 +1,4 @@
-"""``/metrics`` and ``/healthz`` of the operator."""
+"""HTTP servers of the operator for ``/metrics`` and ``/healthz``."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from aiohttp import web
 
 from sglang_rollout.controller.metrics import Metrics
 
-# The only clients are the kubelet and Prometheus; both come again.
 SHUTDOWN_SECONDS = 0.2
+"""Short, because the only clients, kubelet and Prometheus, retry."""
 
 
-def metrics_app(metrics: Metrics) -> web.Application:
-    """``GET /metrics``."""
+def build_metrics_app(metrics: Metrics) -> web.Application:
+    """Return an app that serves ``GET /metrics``."""
 
     async def show(_request: web.Request) -> web.Response:
-        return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(body=metrics.render_text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     app = web.Application()
     app.router.add_get("/metrics", show)
     return app
 
 
-def health_app(problem: Callable[[], str]) -> web.Application:
-    """``GET /healthz``: 200, or 500 with the sentence of ``problem``.
+def build_health_app(find_problem: Callable[[], str]) -> web.Application:
+    """Return an app that serves ``GET /healthz``: 200, or 500 with the message of ``find_problem``.
 
-    It does not ask whether the API server is there: restarting the operator would not bring it back.
+    The health does not depend on the API server, because a restart of the operator would not repair it.
     """
 
     async def show(_request: web.Request) -> web.Response:
-        sentence = problem()
-        return web.Response(status=500, text=sentence + "\n") if sentence else web.Response(text="ok\n")
+        problem = find_problem()
+        return web.Response(status=500, text=problem + "\n") if problem else web.Response(text="ok\n")
 
     app = web.Application()
     app.router.add_get("/healthz", show)
@@ -41,7 +41,7 @@ def health_app(problem: Callable[[], str]) -> web.Application:
 
 @asynccontextmanager
 async def serve(app: web.Application, port: int) -> AsyncIterator[None]:
-    """Serve ``app`` on all addresses of the machine; port 0 means not at all."""
+    """Serve ``app`` on all addresses of the machine; port 0 disables it."""
     if port == 0:
         yield
         return

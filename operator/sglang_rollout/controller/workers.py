@@ -1,4 +1,4 @@
-"""The workers that take keys from the queue, and the relist that puts all of them in from time to time."""
+"""Workers that take keys from the queue and reconcile them, and the periodic relist that queues all keys."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from sglang_rollout.kube.resources import ROLLOUTS
 
 log = logging.getLogger(__name__)
 
-# Every request has its own deadline of 30 s; a reconcile of many slow ones must still end.
-RECONCILE_DEADLINE = 120.0
-# While the API server is away all keys wait for the same thing: look again soon, however often it has failed.
-OUTAGE_DELAY = 3.0
-RELIST_RETRY = 5.0
+RECONCILE_TIMEOUT_SECONDS = 120.0
+"""Each request has a deadline of 30 s; a reconcile of many slow requests must end as well."""
+OUTAGE_DELAY_SECONDS = 3.0
+"""Longest delay while the API server is away. All keys wait for the same event, so the delay does not grow with failures."""
+RELIST_RETRY_SECONDS = 5.0
 
 
 class Outage:
-    """Says once that the API server is away, and once that it is back."""
+    """Logs once that the API server is away, and once that it is back."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since: float | None = None
 
-    def away(self, error: KubeError) -> None:
-        """A request got no answer."""
+    def begin(self, error: KubeError) -> None:
+        """Note that a request got no answer."""
         if self._since is None:
             self._since = self._clock()
             log.warning("waiting for the API server: %s", error)
 
-    def back(self) -> None:
-        """A request was answered."""
+    def end(self) -> None:
+        """Note that a request was answered."""
         if self._since is not None:
             log.info("the API server answers again, after %.0f s", self._clock() - self._since)
             self._since = None
 
 
 class Workers:
-    """A few tasks that reconcile what the queue gives them, each key by one at a time."""
+    """Tasks that reconcile keys from the queue; no key is reconciled twice at once."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Workers:
         self._tasks = [asyncio.create_task(self._work(), name=f"worker {index}") for index in range(count)]
 
     async def stop(self) -> None:
-        """Cancel the workers and wait for their end. What they were doing is done again at the next start."""
+        """Cancel the workers and wait for their end. The next start repeats interrupted reconciles."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def dead(self) -> str:
-        """A sentence if a worker has ended, which none ever should; else empty."""
+    def find_dead_worker(self) -> str:
+        """Return a message if a worker has ended, which is always a defect; else an empty string."""
         for task in self._tasks:
             if task.done():
                 reason = "cancelled" if task.cancelled() else repr(task.exception())
@@ -82,53 +82,53 @@ class Workers:
         while True:
             key = await self._queue.get()
             try:
-                await self._one(key)
+                await self._reconcile_key(key)
             finally:
                 self._queue.done(key)
 
-    async def _one(self, key: Key) -> None:
+    async def _reconcile_key(self, key: Key) -> None:
         started = time.monotonic()
         result = "error"
         try:
-            async with asyncio.timeout(RECONCILE_DEADLINE):
+            async with asyncio.timeout(RECONCILE_TIMEOUT_SECONDS):
                 done = await self._reconcile(key)
         except ApiUnavailable as error:
             result = "unavailable"
-            self._outage.away(error)
-            self._put_off(key, at_least=error.retry_after or 0.0, at_most=OUTAGE_DELAY)
+            self._outage.begin(error)
+            self._retry_later(key, at_least=error.retry_after or 0.0, at_most=OUTAGE_DELAY_SECONDS)
         except KubeError as error:
             result = "conflict"
-            delay = self._put_off(key)
+            delay = self._retry_later(key)
             log.warning("%s/%s: trying again in %.1f s: %s", *key, delay, error)
         except TimeoutError:
-            delay = self._put_off(key)
-            log.warning("%s/%s: not done after %.0f s; trying again in %.1f s", *key, RECONCILE_DEADLINE, delay)
+            delay = self._retry_later(key)
+            log.warning("%s/%s: not finished after %.0f s; trying again in %.1f s", *key, RECONCILE_TIMEOUT_SECONDS, delay)
         except Exception:
-            # A defect in one rollout's reconcile must not stop the others, nor this one for ever.
-            delay = self._put_off(key)
-            log.exception("%s/%s: a defect in the operator; trying again in %.1f s", *key, delay)
+            # A defect in the reconcile of one rollout must not stop the worker, and the rollout is retried.
+            delay = self._retry_later(key)
+            log.exception("%s/%s: defect in the operator; trying again in %.1f s", *key, delay)
         else:
             result = done.name
-            self._outage.back()
-            self._after(key, done)
+            self._outage.end()
+            self._schedule_next(key, done)
         finally:
-            self._metrics.reconciled(result, time.monotonic() - started)
+            self._metrics.count_reconcile(result, time.monotonic() - started)
 
-    def _after(self, key: Key, done: Result) -> None:
+    def _schedule_next(self, key: Key, done: Result) -> None:
         if done.retry:
-            self._put_off(key)
+            self._retry_later(key)
             return
         self._queue.forget(key)
         if done.requeue_after is not None:
             self._queue.add_after(key, done.requeue_after)
 
-    def _put_off(self, key: Key, *, at_least: float = 0.0, at_most: float | None = None) -> float:
-        self._metrics.retried()
+    def _retry_later(self, key: Key, *, at_least: float = 0.0, at_most: float | None = None) -> float:
+        self._metrics.count_retry()
         return self._queue.retry(key, at_least=at_least, at_most=at_most)
 
 
-async def relist(kube: Kube, queue: WorkQueue[Key], namespaces: tuple[str, ...], *, seconds: float, metrics: Metrics) -> None:
-    """Every ``seconds``: list all rollouts and queue them. A watch that died without a word then costs only time."""
+async def relist_periodically(kube: Kube, queue: WorkQueue[Key], namespaces: tuple[str, ...], *, seconds: float, metrics: Metrics) -> None:
+    """List and queue all rollouts every ``seconds``, so that a watch that died silently costs only time."""
     while True:
         try:
             for namespace in namespaces or (None,):
@@ -136,7 +136,7 @@ async def relist(kube: Kube, queue: WorkQueue[Key], namespaces: tuple[str, ...],
                     queue.add((item["metadata"]["namespace"], item["metadata"]["name"]))
         except KubeError as error:
             log.debug("relist: %s", error)
-            await asyncio.sleep(RELIST_RETRY)
+            await asyncio.sleep(RELIST_RETRY_SECONDS)
         else:
-            metrics.listed()
+            metrics.mark_relisted()
             await asyncio.sleep(seconds)

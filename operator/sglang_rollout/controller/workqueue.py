@@ -1,4 +1,4 @@
-"""A work queue with client-go's semantics: what to reconcile next, never the same key twice at once.
+"""A work queue with client-go's semantics: no key is processed twice at once.
 
 ::
 
@@ -7,8 +7,8 @@
                           ▲  │ add: nothing            │ add: dirty
                           └──┘                         └────── done while dirty ──► queued
 
-A key is in at most one of *queued* and *processing*, so each key has one worker at a time and a burst of events costs
-one reconcile (or two, when events came in during the first: what it read may have been too old).
+A key is in at most one of *queued* and *processing*. So each key has one worker at a time, and a burst of events costs one reconcile.
+If events arrive during that reconcile, a second one follows, because the first may have read older objects.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
-# client-go's defaults are 5 ms and 1000 s. Faster than 100 ms helps nobody when the API server has just refused us, and
-# slower than a minute leaves a fleet unattended after a long outage.
-FIRST_DELAY = 0.1
-LAST_DELAY = 60.0
-# Our own writes come back as a burst of events. Waiting a moment after a reconcile turns them into one more, not five,
-# and bounds how fast we can fight with somebody who keeps changing what we render.
-SETTLE = 0.1
+# client-go's defaults are 5 ms and 1000 s. A retry within 100 ms of a refusal is useless, and a delay above a minute would leave a fleet
+# unattended after a long outage.
+FIRST_DELAY_SECONDS = 0.1
+LAST_DELAY_SECONDS = 60.0
+# The operator's own writes return as a burst of events. This delay turns them into one more reconcile instead of five, and limits
+# the rate of a fight with another writer of the same fields.
+SETTLE_SECONDS = 0.1
 
 
 class WorkQueue(Generic[Key]):
-    """Keys waiting for a worker. All methods but :meth:`get` return at once; use from one event loop only."""
+    """Keys that wait for a worker. Use it from one event loop only."""
 
     def __init__(
         self,
         *,
-        first_delay: float = FIRST_DELAY,
-        last_delay: float = LAST_DELAY,
-        settle: float = SETTLE,
+        first_delay: float = FIRST_DELAY_SECONDS,
+        last_delay: float = LAST_DELAY_SECONDS,
+        settle: float = SETTLE_SECONDS,
         jitter: Callable[[], float] = lambda: random.uniform(0.8, 1.2),  # noqa: S311 - no secret
     ) -> None:
         self._first_delay = first_delay
@@ -57,7 +57,7 @@ class WorkQueue(Generic[Key]):
         return len(self._ready)
 
     def add(self, key: Key) -> None:
-        """Ask for a reconcile of ``key`` as soon as a worker is free."""
+        """Queue ``key`` for the next free worker."""
         self._cancel_timer(key)
         if key in self._processing:
             self._dirty.add(key)
@@ -67,20 +67,20 @@ class WorkQueue(Generic[Key]):
             self._wake.set()
 
     def add_after(self, key: Key, delay: float) -> None:
-        """Ask for a reconcile in ``delay`` seconds. Of several such requests the earliest counts."""
+        """Queue ``key`` in ``delay`` seconds. Of several such requests, the earliest counts."""
         loop = asyncio.get_running_loop()
         waiting = self._timers.get(key)
         if waiting is not None:
             if waiting.when() <= loop.time() + delay:
                 return
             waiting.cancel()
-        self._timers[key] = loop.call_later(delay, self._due, key)
+        self._timers[key] = loop.call_later(delay, self._add_due, key)
 
     def retry(self, key: Key, *, at_least: float = 0.0, at_most: float | None = None) -> float:
-        """Ask again later, each time twice as late but within the limits given. Returns the delay."""
+        """Queue ``key`` after a delay that doubles with each failure, within the limits given. Return the delay."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        # The exponent is bounded before the power: 2**1100 is no float.
+        # The exponent is bounded first, because 2**1100 does not fit a float.
         exponential = self._first_delay * float(2 ** min(failures, 30))
         limit = self._last_delay if at_most is None else at_most
         delay = max(min(exponential, limit) * self._jitter(), at_least)
@@ -88,15 +88,15 @@ class WorkQueue(Generic[Key]):
         return delay
 
     def forget(self, key: Key) -> None:
-        """The reconcile went well: the next failure starts with the short delay again."""
+        """Reset the failures of ``key`` after a success, so that the next failure starts with the short delay."""
         self._failures.pop(key, None)
 
-    def failures(self, key: Key) -> int:
-        """How often in a row it has failed."""
+    def count_failures(self, key: Key) -> int:
+        """Return the number of failures of ``key`` in a row."""
         return self._failures.get(key, 0)
 
     async def get(self) -> Key:
-        """Wait for a key; the caller must call :meth:`done` with it, whatever happens."""
+        """Wait for a key and return it. The caller must call :meth:`done` with it in any case."""
         while not self._ready:
             self._wake.clear()
             await self._wake.wait()
@@ -106,19 +106,19 @@ class WorkQueue(Generic[Key]):
         return key
 
     def done(self, key: Key) -> None:
-        """The worker has finished with ``key``; it comes again soon if it was added meanwhile."""
+        """End the processing of ``key``. If it was added meanwhile, it is queued again soon."""
         self._processing.discard(key)
         if key in self._dirty:
             self._dirty.discard(key)
             self.add_after(key, self._settle)
 
     def close(self) -> None:
-        """Cancel what waits for its time."""
+        """Cancel all delayed keys."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
 
-    def _due(self, key: Key) -> None:
+    def _add_due(self, key: Key) -> None:
         self._timers.pop(key, None)
         self.add(key)
 

@@ -156,14 +156,14 @@ def test_the_operators_alerts(program: Path, tmp_path: Path) -> None:
     metrics, timeline = OperatorMetrics(), Timeline()
 
     def see(**firing: Collection[str]) -> None:
-        timeline.add(parsed(metrics.text().decode()), **firing)
+        timeline.add(parsed(metrics.render_text().decode()), **firing)
 
-    assert used_by_alerts("sglang_rollout_operator_") - parsed(metrics.text().decode()).keys() == set()
+    assert used_by_alerts("sglang_rollout_operator_") - parsed(metrics.render_text().decode()).keys() == set()
     see(late={STALLED})
-    metrics.listed()
+    metrics.mark_relisted()
     see()
-    metrics.ready(("n", "a"), "False")
+    metrics.set_ready(("n", "a"), "False")
     see(late={NOT_READY})
-    metrics.ready(("n", "a"), "True")
+    metrics.set_ready(("n", "a"), "True")
     see()
     timeline.check(program, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_rollout.controller.observe import CHILDREN
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.settings import watched_children
+from sglang_rollout.controller.settings import list_watched_kinds
 from sglang_rollout.kube.resources import (
     CONFIGMAPS,
     DEPLOYMENTS,
@@ -193,5 +193,5 @@ async def test_a_deleted_rollout_takes_its_children_along(operator: OperatorProc
 
 
 def test_every_kind_that_is_rendered_is_watched() -> None:
-    watched = {key[-1] for key in watched_children()}
+    watched = {key[-1] for key in list_watched_kinds()}
     assert watched == {resource.plural for resource in CHILDREN} | {"pods"}

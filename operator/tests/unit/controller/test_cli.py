@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from sglang_rollout import __version__, cli
 from sglang_rollout.cli import SUBCOMMANDS, Subcommand, load, main
 from sglang_rollout.controller.metrics import Metrics
-from sglang_rollout.controller.web import health_app, metrics_app
+from sglang_rollout.controller.web import build_health_app, build_metrics_app
 
 
 def test_help_and_version_import_no_subcommand() -> None:
@@ -121,13 +121,13 @@ def test_no_credentials_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 async def test_metrics_and_health_over_http() -> None:
     metrics = Metrics("1.2.3")
-    metrics.request("apply", "services", "ok")
-    metrics.request("create", "events", "ok")
-    metrics.request("apply", "services", "error")
-    metrics.ready(("n", "a"), "True")
-    metrics.ready(("n", "b"), "False")
-    metrics.ready(("n", "a"), None)
-    async with TestClient(TestServer(metrics_app(metrics))) as client:
+    metrics.count_request("apply", "services", "ok")
+    metrics.count_request("create", "events", "ok")
+    metrics.count_request("apply", "services", "error")
+    metrics.set_ready(("n", "a"), "True")
+    metrics.set_ready(("n", "b"), "False")
+    metrics.set_ready(("n", "a"), None)
+    async with TestClient(TestServer(build_metrics_app(metrics))) as client:
         reply = await client.get("/metrics")
         text = await reply.text()
     assert reply.headers["Content-Type"].startswith("text/plain")
@@ -138,7 +138,7 @@ async def test_metrics_and_health_over_http() -> None:
     assert 'sglang_rollout_operator_build_info{version="1.2.3"} 1.0' in text
 
     problems = ["", "worker 0 has ended: cancelled"]
-    async with TestClient(TestServer(health_app(lambda: problems.pop(0)))) as client:
+    async with TestClient(TestServer(build_health_app(lambda: problems.pop(0)))) as client:
         assert (await client.get("/healthz")).status == 200
         reply = await client.get("/healthz")
         assert (reply.status, await reply.text()) == (500, "worker 0 has ended: cancelled\n")

@@ -89,7 +89,7 @@ async def test_a_change_goes_through_all_steps_and_status_speaks_of_the_world_af
     assert subresource == "status"
     assert body["status"]["observedGeneration"] == 2
     assert body["metadata"] == {"name": "demo", "namespace": "n", "uid": "u"}
-    assert 'rollouts{ready="True"} 1.0' in stage.metrics.text().decode()
+    assert 'rollouts{ready="True"} 1.0' in stage.metrics.render_text().decode()
 
 
 async def test_a_steady_world_is_read_and_left_alone(stage: Stage) -> None:
@@ -110,11 +110,11 @@ async def test_it_looks_again_when_a_node_may_be_used_again(
 
 @pytest.mark.parametrize("seen", [None, world(1, metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})])
 async def test_what_is_gone_or_going_is_left_to_the_garbage_collector(stage: Stage, seen: FleetView | None) -> None:
-    stage.metrics.ready(KEY, "True")
+    stage.metrics.set_ready(KEY, "True")
     stage.worlds = [seen]
     assert await stage.run() == Result("gone")
     assert stage.done == ["observe"]
-    assert 'rollouts{ready="True"} 0.0' in stage.metrics.text().decode()
+    assert 'rollouts{ready="True"} 0.0' in stage.metrics.render_text().decode()
 
 
 async def test_a_rollout_that_goes_while_we_write_is_gone(stage: Stage) -> None:

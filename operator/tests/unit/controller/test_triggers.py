@@ -9,8 +9,8 @@ import kopf
 import pytest
 
 from sglang_rollout.controller.render.names import LABEL_ROLLOUT
-from sglang_rollout.controller.settings import Patience, _Outages, configure, watched_children
-from sglang_rollout.controller.triggers import build_registry, owner_of
+from sglang_rollout.controller.settings import RetryDelays, _OutageFilter, configure_kopf, list_watched_kinds
+from sglang_rollout.controller.triggers import build_registry, find_rollout_key
 from sglang_rollout.kube.credentials import Credentials
 
 OWNER = {"kind": "SGLangRollout", "name": "owner", "uid": "u"}
@@ -28,7 +28,7 @@ OWNER = {"kind": "SGLangRollout", "name": "owner", "uid": "u"}
     ],
 )
 def test_a_child_wakes_its_rollout(metadata: dict[str, object], key: tuple[str, str] | None) -> None:
-    assert owner_of({"metadata": metadata}) == key
+    assert find_rollout_key({"metadata": metadata}) == key
 
 
 def test_only_handlers_that_keep_no_state_are_registered() -> None:
@@ -36,7 +36,7 @@ def test_only_handlers_that_keep_no_state_are_registered() -> None:
         raise NotImplementedError
 
     registry = build_registry(lambda key: None, login)
-    assert len(registry._watching.get_all_handlers()) == 1 + len(watched_children())
+    assert len(registry._watching.get_all_handlers()) == 1 + len(list_watched_kinds())
     assert not registry._changing.get_all_handlers()
     assert not registry._spawning.get_all_handlers()
     assert not registry._indexing.get_all_handlers()
@@ -44,13 +44,13 @@ def test_only_handlers_that_keep_no_state_are_registered() -> None:
 
 def test_kopf_is_told_to_select_on_the_server_and_to_be_patient() -> None:
     settings = kopf.OperatorSettings()
-    configure(settings)
+    configure_kopf(settings)
     assert settings.scanning.disabled
     assert not settings.posting.enabled
-    for key in watched_children():
+    for key in list_watched_kinds():
         assert isinstance(key, tuple)
         assert settings.watching.label_selectors[key] == LABEL_ROLLOUT
-    delays = list(itertools.islice(Patience(), 100))
+    delays = list(itertools.islice(RetryDelays(), 100))
     assert delays[0] < 0.5
     assert delays[-1] == 3.0
 
@@ -66,7 +66,7 @@ def test_an_outage_is_one_warning_a_minute_and_not_a_line_per_watch() -> None:
         "kopf._cogs.clients.watching",
         "Request attempt #3 failed; will retry: GET x -> ClientConnectorError()",
     )
-    outages = _Outages()
+    outages = _OutageFilter()
     first = record(name, message, 1000.0)
     assert outages.filter(first)
     assert first.levelname == "WARNING"
@@ -83,7 +83,7 @@ def test_an_outage_is_one_warning_a_minute_and_not_a_line_per_watch() -> None:
     ],
 )
 def test_everything_else_is_logged_as_it_is(name: str, message: str) -> None:
-    outages = _Outages()
+    outages = _OutageFilter()
     for _ in range(3):
         one = record(name, message, 1000.0)
         assert outages.filter(one)

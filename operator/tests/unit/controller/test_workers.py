@@ -10,7 +10,7 @@ import pytest
 
 from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.reconcile import Result
-from sglang_rollout.controller.workers import RECONCILE_DEADLINE, Workers, relist
+from sglang_rollout.controller.workers import RECONCILE_TIMEOUT_SECONDS, Workers, relist_periodically
 from sglang_rollout.controller.workqueue import WorkQueue
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict
 from tests.support.virtual_time import run
@@ -40,7 +40,7 @@ class Bench:
             workers.start(2)
             queue.add(KEY)
             await asyncio.sleep(seconds)
-            assert workers.dead() == ""
+            assert workers.find_dead_worker() == ""
             await workers.stop()
             queue.close()
 
@@ -48,7 +48,7 @@ class Bench:
         return self.times
 
     def count(self, line: str) -> float:
-        text = self.metrics.text().decode()
+        text = self.metrics.render_text().decode()
         found = [value for value in text.splitlines() if value.startswith(f"sglang_rollout_operator_{line} ")]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
 
@@ -94,7 +94,7 @@ def test_a_defect_is_logged_with_its_traceback_and_does_not_end_the_worker(caplo
     assert bench.run(1000) == [0.0, 1.0]
     assert bench.count('reconcile_total{result="error"}') == 1
     assert "Traceback" in caplog.text
-    assert "n/demo: a defect in the operator" in caplog.text
+    assert "n/demo: defect in the operator" in caplog.text
 
 
 def test_a_reconcile_that_hangs_is_cut_off() -> None:
@@ -103,7 +103,7 @@ def test_a_reconcile_that_hangs_is_cut_off() -> None:
         return Result("ok")
 
     times = Bench(hang).run(1000)
-    assert times == [0.0, RECONCILE_DEADLINE + 1.0]
+    assert times == [0.0, RECONCILE_TIMEOUT_SECONDS + 1.0]
 
 
 def test_a_worker_that_ended_is_reported() -> None:
@@ -117,7 +117,7 @@ def test_a_worker_that_ended_is_reported() -> None:
         workers.start(2)
         queue.add(KEY)
         await asyncio.sleep(1.0)
-        sentence = workers.dead()
+        sentence = workers.find_dead_worker()
         await workers.stop()
         return sentence
 
@@ -140,7 +140,7 @@ def test_relist_queues_all_rollouts_and_survives_an_outage() -> None:
 
     async def main() -> None:
         queue: WorkQueue[Key] = WorkQueue()
-        task = asyncio.create_task(relist(Lists(), queue, (), seconds=300, metrics=Metrics()))  # type: ignore[arg-type]
+        task = asyncio.create_task(relist_periodically(Lists(), queue, (), seconds=300, metrics=Metrics()))  # type: ignore[arg-type]
         loop = asyncio.get_running_loop()
         seen = [(await queue.get(), loop.time()) for _ in range(3)]
         assert seen == [(("n", "a"), 0.0), (("n", "b"), 0.0), (("n", "c"), 305.0)]
