@@ -19,7 +19,7 @@ from sglang_rollout.wire.intent import Intent, WantedEngine
 from sglang_rollout.wire.policy import Deadlines, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, TERM_HEADER
 from sglang_rollout.wire.states import FleetMode
-from tests.properties.support.simulated_agent import FakeAgent
+from tests.properties.support.simulated_agent import SimulatedAgent
 from tests.support.ports import free_port
 
 TOKEN = "secret"
@@ -28,9 +28,9 @@ QUICK = Deadlines(group=3.0, update=3.0, idle=5.0, pause=3.0)
 
 @dataclass
 class HttpAgent:
-    """A FakeAgent behind HTTP; ``slow`` paths wait, ``broken`` paths fail."""
+    """A SimulatedAgent behind HTTP; ``slow`` paths wait, ``broken`` paths fail."""
 
-    agent: FakeAgent
+    agent: SimulatedAgent
     port: int = field(default_factory=free_port)
     broken: dict[str, str] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
@@ -254,7 +254,7 @@ async def fleet_lab(
 ) -> AsyncIterator[Lab]:
     """A coordinator over fake agents, serving; in the mode colocated it falls asleep."""
     async with AsyncExitStack() as stack:
-        agents = [HttpAgent(FakeAgent(f"e{index}")) for index in range(engines)]
+        agents = [HttpAgent(SimulatedAgent(f"e{index}")) for index in range(engines)]
         for agent in agents:
             await agent.start()
             stack.push_async_callback(agent.stop)

@@ -14,7 +14,7 @@ from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.states import FleetState
 from tests.properties.coordinator.test_spec_state import tell
 from tests.properties.support.coordinator_world import World, push
-from tests.properties.support.simulated_agent import FakeAgent
+from tests.properties.support.simulated_agent import SimulatedAgent
 
 A, B = Adapter(name="a", path="/lora/a"), Adapter(name="b", path="/lora/b")
 
@@ -66,7 +66,7 @@ def test_a_joiner_and_a_restarted_engine_get_them_also_after_a_push() -> None:
     world = make(A)
     push(world, "1")
     world.agents["e1"].restart()
-    world.agents["e2"] = FakeAgent("e2")
+    world.agents["e2"] = SimulatedAgent("e2")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
     world.want()
     settled(world)
@@ -75,7 +75,7 @@ def test_a_joiner_and_a_restarted_engine_get_them_also_after_a_push() -> None:
 
 def test_a_fleet_whose_spec_says_nothing_of_adapters_is_left_alone() -> None:
     world = World([1])
-    world.agents["e0"].adapters = {"mine": "/x"}
+    world.agents["e0"].forget(adapters={"mine": "/x"})
     settled(world)
     assert held(world) == [{"mine": "/x"}]
 
@@ -283,7 +283,8 @@ def test_an_adapter_of_which_an_agent_does_not_know_whether_it_is_loaded_is_unlo
     """The agent was restarted during the call."""
     world = make(A) if spec else make()
     agent = world.agents["e1"]
-    agent.adapters, agent.read = {"a": ""}, {"a": "nobody knows"}
+    agent.forget(adapters={"a": ""})
+    agent.engine.read = {"a": "nobody knows"}
     tell(world)
     assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(1, "")] * spec
     settled(world)
@@ -299,7 +300,7 @@ def test_a_pinned_adapter_is_pinned_on_joiners_on_restarted_engines_and_by_a_new
     world = make()
     assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
     world.agents["e1"].restart()
-    world.agents["e2"] = FakeAgent("e2")
+    world.agents["e2"] = SimulatedAgent("e2")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
     world.want()
     settled(world)
@@ -316,7 +317,7 @@ def test_a_pinned_adapter_is_pinned_on_joiners_on_restarted_engines_and_by_a_new
 def test_joiners_get_a_trainers_adapter_also_where_the_spec_lists_none() -> None:
     world = World([1, 1])
     settled(world)
-    world.agents["e0"].adapters = {"mine": "/x"}
+    world.agents["e0"].forget(adapters={"mine": "/x"})
     settled(world)
     assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
     world.agents["e1"].restart()

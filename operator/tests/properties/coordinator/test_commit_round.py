@@ -10,7 +10,7 @@ from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version
-from tests.properties.support.coordinator_world import FakeAgent, World, group_body, push
+from tests.properties.support.coordinator_world import SimulatedAgent, World, group_body, push
 
 V2 = Version(run=1, step=2, label="2")
 
@@ -41,7 +41,7 @@ def told(world: World, path: str) -> set[str]:
     return {name for send in world.sent if send.path == path for name in send.bodies}
 
 
-def runs(agent: FakeAgent) -> bool:
+def runs(agent: SimulatedAgent) -> bool:
     """Whether it generates what is committed now."""
     return agent.gate_open and not agent.paused and agent.version == V2
 

@@ -19,7 +19,7 @@ from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body
 from tests.properties.support.search_depth import examples
-from tests.properties.support.simulated_agent import MEMORY, NAMES, FakeAgent
+from tests.properties.support.simulated_agent import MEMORY, NAMES, SimulatedAgent
 
 ENGINES = ["e0", "e1", "e2"]
 names = st.frozensets(st.sampled_from(ENGINES))
@@ -228,7 +228,7 @@ class Fence(RuleBasedStateMachine):
         for name in ENGINES[:count]:
             if name not in self.world.agents:
                 # Another pod of that name: no process ever has the boot id of another.
-                self.world.agents[name] = FakeAgent(name, life=1000 * self.world.generation, backup=self.backup)
+                self.world.agents[name] = SimulatedAgent(name, life=1000 * self.world.generation, backup=self.backup)
         for name in ENGINES[count:]:
             self.world.agents.pop(name, None)  # its pod is deleted with it
         self.world.engines = [WantedEngine(name=name) for name in ENGINES[:count]]
@@ -311,7 +311,7 @@ class Fence(RuleBasedStateMachine):
         assert self.world.machine.fleet.pause is None
         assert self.world.machine.fleet.update is None
 
-    def held_to_the_end(self, members: list[FakeAgent]) -> None:
+    def held_to_the_end(self, members: list[SimulatedAgent]) -> None:
         """No lease has ended the hold, all are paused, and a whole push commits and opens nothing."""
         world = self.world
         assert all(agent.paused and not agent.session and not agent.gate_open for agent in members)

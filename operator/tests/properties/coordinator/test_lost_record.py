@@ -8,7 +8,7 @@ from sglang_rollout.coordinator.update.versions import key
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.weights import EngineState
 from tests.properties.support.coordinator_world import World, group_body
-from tests.properties.support.simulated_agent import NAMES, FakeAgent
+from tests.properties.support.simulated_agent import NAMES, SimulatedAgent
 
 
 def without_a_record(world: World, names: tuple[str, ...], refusing: frozenset[str] = frozenset()) -> None:
@@ -36,7 +36,7 @@ def test_a_number_that_may_have_been_committed_never_names_other_weights() -> No
     without_a_record(world, NAMES)
     lost = world.agents["e0"]
     lost.answers = False
-    world.agents["e1"].restart()
+    world.agents["e1"] = SimulatedAgent("e1", life=2)  # a new pod: its agent never heard of the commit
     world.sync_all()
     world.tick(6.0)
     assert world.machine.fleet.committed is not None
@@ -49,6 +49,7 @@ def test_a_number_that_may_have_been_committed_never_names_other_weights() -> No
     now = world.machine.fleet.committed
     assert key(now) > key(before)
     lost.answers = True
+    world.sync_all()  # asks what it holds; only the next message says what is committed
     world.sync_all()
     world.drain()
     assert (lost.content, lost.gate_open) == (held, False)
@@ -60,7 +61,7 @@ def test_nor_does_one_that_only_pods_could_have_proved_which_were_made_anew() ->
     without_a_record(world, NAMES)
     before = world.agents["e0"].version
     assert before is not None
-    world.agents["e0"] = FakeAgent("e0", life=9)
+    world.agents["e0"] = SimulatedAgent("e0", life=9)
     world.sync_all()
     assert world.machine.fleet.committed is not None
     assert world.machine.fleet.committed.is_base

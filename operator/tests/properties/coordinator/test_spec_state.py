@@ -11,7 +11,7 @@ from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body, push
-from tests.properties.support.simulated_agent import FakeAgent
+from tests.properties.support.simulated_agent import SimulatedAgent
 
 TENSORS = {"names": ["w"]}
 
@@ -96,9 +96,8 @@ def test_weights_are_taken_while_paused_and_the_commit_opens_no_gate(pauses: boo
 
 def test_a_joiner_and_a_restarted_engine_come_up_paused() -> None:
     world = make()
-    world.agents["e1"].restart()
-    world.agents["e1"].hold = FleetState.ACTIVE  # a new pod: nobody has told its agent
-    world.agents["e2"] = FakeAgent("e2")
+    world.agents["e1"] = SimulatedAgent("e1", life=2)  # a new pod
+    world.agents["e2"] = SimulatedAgent("e2")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
     world.want()
     for _ in range(3):
@@ -171,7 +170,7 @@ def test_an_engine_that_cannot_be_paused_is_tried_again_and_trainers_are_not_kep
     world.set_state(FleetState.PAUSED)
     world.complete()  # the sync
     world.complete(broken=frozenset({"e1"}))
-    world.agents["e1"].paused = False
+    world.agents["e1"].forget(paused=False)
     for _ in range(3):
         world.tick(0.5)
         world.sync_all()
@@ -191,7 +190,7 @@ def test_an_engine_that_is_not_paused_in_a_trainers_pause_is_paused_before_its_s
     if how == "it came up since":
         world.agents["e1"].restart()
     else:
-        world.agents["e1"].paused = False
+        world.agents["e1"].forget(paused=False)
     tell(world)
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     world.sent.clear()
@@ -209,7 +208,7 @@ def test_an_engine_that_came_up_in_a_pause_and_is_no_part_of_it_yet_is_paused_to
     world = World([1])
     world.sync_all()
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
-    world.agents["e1"] = FakeAgent("e1")
+    world.agents["e1"] = SimulatedAgent("e1")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e1"})]
     world.want()
     tell(world)

@@ -107,10 +107,7 @@ class TwoLead(RuleBasedStateMachine):
     def restart_engine(self, name: str) -> None:
         """Its agent lives on, and remembers what it was told."""
         if name in self.pair.agents:
-            agent = self.pair.agents[name]
-            known = agent.committed
-            agent.restart()
-            agent.committed = known
+            self.pair.agents[name].restart()
 
     @rule(seconds=st.sampled_from([0.5, 6.0, 200.0]))
     def wait(self, seconds: float) -> None:

@@ -28,7 +28,7 @@ from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import Version
-from tests.properties.support.simulated_agent import FakeAgent
+from tests.properties.support.simulated_agent import SimulatedAgent
 
 SILENCE = "no answer within 60 s."
 Contents = frozenset[tuple[str, object]]
@@ -72,7 +72,7 @@ class Pair:
 
     def __init__(self, engines: int, min_committed: int | None) -> None:
         self.policy = WeightsPolicy(min_committed=min_committed)
-        self.agents = {f"e{index}": FakeAgent(f"e{index}") for index in range(engines)}
+        self.agents = {f"e{index}": SimulatedAgent(f"e{index}") for index in range(engines)}
         self.now = 100.0
         self.store: Record | None = None
         self.lease = 0
@@ -220,6 +220,6 @@ class Pair:
         return who.answers.get(call)
 
 
-def contents(agent: FakeAgent) -> Contents:
+def contents(agent: SimulatedAgent) -> Contents:
     """What the engine's tensors really are."""
     return frozenset(agent.tensors.items())

@@ -35,7 +35,7 @@ from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetMode, FleetState
 from sglang_rollout.wire.weights import EngineState, Version
-from tests.properties.support.simulated_agent import NAMES, FakeAgent
+from tests.properties.support.simulated_agent import NAMES, SimulatedAgent
 
 SNAPSHOTS = "/snapshots"
 
@@ -45,7 +45,7 @@ class World:
 
     def __init__(self, sizes: list[int], min_committed: int | str | None = None) -> None:
         self.policy = WeightsPolicy(min_committed=min_committed)
-        self.agents = {f"e{index}": FakeAgent(f"e{index}") for index in range(len(sizes))}
+        self.agents = {f"e{index}": SimulatedAgent(f"e{index}") for index in range(len(sizes))}
         self.engines = [WantedEngine(name=f"e{index}", tensor_size=size) for index, size in enumerate(sizes)]
         self.now = 100.0
         self.record: Record | None = None
@@ -214,10 +214,7 @@ class World:
         agent, fleet = self.agents[name], self.machine.fleet
         status = None
         if agent.answers:
-            if fleet.committed is not None:
-                agent.committed, agent.tolerated, agent.hold = fleet.committed, fleet.tolerated(), fleet.applied_state
-                agent.follow_the_spec()
-            status = agent.status()
+            status = agent.call(AGENT_SYNC, fleet.sync_request(name).model_dump(mode="json"), None, works=True).agent
         self.on_its_way[name] = Seen(name, status, self.now, self.now)
 
     def arrive(self, name: str) -> None:
