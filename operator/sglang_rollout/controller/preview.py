@@ -82,7 +82,7 @@ def describe_plan(plan: Plan) -> list[str]:
 @click.option("--live", "live_file", type=click.File(), help="YAML of the live objects, from kubectl get.  [default: an empty namespace]")
 @image_options
 def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_image: str, router_image: str, image_pull_policy: str) -> None:
-    """Print the steps that the operator would take in its next pass.
+    r"""Print the steps that the operator would take in its next pass.
 
     Without --live, the steps create a new fleet. Take the live objects from the cluster:
 

@@ -1,6 +1,6 @@
-"""Check that the open parts of a spec (``podTemplate`` and ``affinity``, also the router's) have the shape of a Pod, as far as
-rendering reads them. Pure.
+"""Check that the open parts of a spec have the shape of a Pod. Pure.
 
+The open parts are ``podTemplate`` and ``affinity``, also the router's; they are checked as far as rendering reads them.
 The API server stores any value there and checks it only when a child is applied. Rendering would fail on another shape.
 """
 

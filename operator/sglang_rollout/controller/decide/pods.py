@@ -281,7 +281,7 @@ def _container(pod_spec: Object, name: str) -> Object:
 
 
 def _follows_other_pod(ended: Object) -> bool:
-    """The agent writes this marker into the termination message, which is all that the kubelet keeps of a container."""
+    """Return True if the termination message has the agent's marker. The kubelet keeps nothing else of an ended container."""
     return WITH_THE_OTHERS in str(ended.get("message"))
 
 
