@@ -43,7 +43,7 @@ PENDING = (
     "bench/",
     "charts/",
     "crds/",
-    "docs/",
+    "docs/reference/",
     "e2e/",
     "images/",
     "operator/sglang_rollout/agent/",
