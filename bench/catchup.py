@@ -24,8 +24,8 @@ from bench.fleets import LocalFleet, bare_coordinator, local_fleet, stand_ins, u
 from bench.pusher import pusher
 from e2e.engine import environment
 
+from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.checkpoints.snapshots import latest_snapshot
-from sglang_rollout.wire.policy import CatchUp
 
 GROUPS = ((1, 4), (50,))
 """Joiners that are measured on one fleet: of whole sets of processes, and with all agents in one process."""
@@ -88,7 +88,7 @@ def measure(joiners: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="rollout-snapshots-")))
         engines = stack.enter_context(stand_ins(max(joiners) + 2, model=model))
         alone, engines = engines[0], engines[1:]
-        weights = {"catch_up": {"disk": str(folder)}}
+        weights = {"catchUp": {"disk": str(folder)}}
         fleet = stack.enter_context((local_fleet if whole else bare_coordinator)(engines, weights=weights))
         trainer = stack.enter_context(pusher(fleet.url, "--model", str(model), "--snapshots", str(folder)))
         trainer.push()

@@ -104,13 +104,13 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def verification(engines: list[str], options: Sequence[str]) -> dict[str, Any]:
-    """What comparing checksums costs: pushes with ``weights.verify`` off and always, in blocks that take turns."""
-    times: dict[str, list[float]] = {"off": [], "always": []}
-    for verify in ("off", "always") * BLOCKS:
+    """What comparing checksums costs: pushes with ``weights.verify`` Off and Always, in blocks that take turns."""
+    times: dict[str, list[float]] = {"Off": [], "Always": []}
+    for verify in ("Off", "Always") * BLOCKS:
         with local_fleet(engines, weights={"verify": verify}, fresh=False) as fleet:
             times[verify] += [row["whole"] for row in work(fleet, [*options, "--rounds", str(VERIFY_ROUNDS), "--ways", "fleet"])["fleet"]]
-    middle = {f"{verify}_ms": round(median(values), 1) for verify, values in times.items()}
-    return {**middle, "ratio": round(middle["always_ms"] / middle["off_ms"], 2), "pushes": len(times["off"])}
+    middle = {f"{verify.lower()}_ms": round(median(values), 1) for verify, values in times.items()}
+    return {**middle, "ratio": round(middle["always_ms"] / middle["off_ms"], 2), "pushes": len(times["Off"])}
 
 
 def summary(case: Case, rows: Rows) -> dict[str, Any]:

@@ -21,9 +21,16 @@ from e2e.child import start_child
 
 POLICY = {
     "backend": "gloo",
-    "verify": "always",
-    "deadlines": {"group": 10, "update": 12, "pause": 8, "idle": 10, "total": 60, "stuck": 4},
-    "trainer_lease": {"ttl": 3},
+    "verify": "Always",
+    "deadlines": {
+        "groupSeconds": 10,
+        "updateSeconds": 12,
+        "pauseSeconds": 8,
+        "idleSeconds": 10,
+        "totalSeconds": 60,
+        "stuckSeconds": 4,
+    },
+    "trainerLease": {"ttlSeconds": 3},
 }
 """Short, so that the matrix ends; what is tested is that they hold."""
 HUNG_FOR = 20.0

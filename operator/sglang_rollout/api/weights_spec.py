@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.schema import ApiModel, rule, rules
+from sglang_rollout.sglang import api as sglang
 
 
 class Backend(StrEnum):
@@ -29,6 +30,11 @@ class PauseMode(StrEnum):
     RETRACT = "Retract"
     ABORT = "Abort"
     IN_PLACE = "InPlace"
+
+    @property
+    def sglang(self) -> sglang.PauseMode:
+        """SGLang's name of the mode (``/pause_generation``)."""
+        return sglang.PauseMode[self.name]
 
 
 class Deadlines(ApiModel):

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any
 
+from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.leader import DeposedError, Leadership
 from sglang_rollout.coordinator.members import Members
@@ -37,7 +38,6 @@ from sglang_rollout.coordinator.update.events import (
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
-from sglang_rollout.wire.intent import Intent
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState, held_sentence
 

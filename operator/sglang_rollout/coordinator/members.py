@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator.record_store import IntentSource
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import KubeError
 from sglang_rollout.kube.resources import ENDPOINTSLICES, Object
 from sglang_rollout.kube.watch import follow
-from sglang_rollout.wire.intent import Intent
 from sglang_rollout.wire.ports import GATE_PORT
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
+from sglang_rollout.api.intent import Intent
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, KubeError, NotFound
 from sglang_rollout.kube.resources import CONFIGMAPS, Object
 from sglang_rollout.kube.watch import follow
-from sglang_rollout.wire.intent import Intent
 from sglang_rollout.wire.record import Record
 
 log = logging.getLogger(__name__)

@@ -20,14 +20,13 @@ import aiohttp
 import click
 from pydantic import ValidationError
 
+from sglang_rollout.api.weights_spec import Backend, PauseMode, Weights
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
 from sglang_rollout.local.sizes import SizesError, check_sizes, read_sizes
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, find_haproxy
 from sglang_rollout.proxy.smg import POLICIES
-from sglang_rollout.sglang.api import PauseMode
-from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
 
 _START_SECONDS = 60.0
@@ -62,8 +61,8 @@ class CannotStartError(click.ClickException):
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="Routing policy of smg.")
 @click.option(
     "--pause-mode",
-    type=click.Choice([mode.value for mode in PauseMode]),
-    default="retract",
+    type=click.Choice(list(PauseMode), case_sensitive=False),
+    default=PauseMode.RETRACT,
     show_default=True,
     help="How engines are paused for an update when the trainer does not pause them itself.",
 )
@@ -72,7 +71,7 @@ class CannotStartError(click.ClickException):
     "weights_json",
     default="{}",
     metavar="JSON",
-    help='Further settings of weight updates: \'{"verify": "always", "min_committed": 1, "catch_up": {"disk": "/ckpt"}}\'.',
+    help='Further settings of spec.weights: \'{"verify": "Always", "minCommitted": 1, "catchUp": {"disk": "/ckpt"}}\'.',
 )
 @click.option("--tensor-size", type=click.IntRange(1), help="tp=N for engines without tp=N [default: what the server reports].")
 @click.option(
@@ -93,7 +92,7 @@ def command(
     listen: Address,
     backend: str,
     policy: str,
-    pause_mode: str,
+    pause_mode: PauseMode,
     weights_json: str,
     tensor_size: int | None,
     state_dir: Path | None,
@@ -115,12 +114,12 @@ def command(
     _check_engines(parsed)
     _check_can_listen(listen, "--listen")
     try:
-        more = WeightsPolicy.model_validate_json(weights_json)
+        more = Weights.model_validate_json(weights_json)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
-    named = {"backend": backend, "pause_mode": PauseMode(pause_mode)}
+    named = {"backend": Backend(backend), "pause_mode": pause_mode}
     weights = more.model_copy(update={key: value for key, value in named.items() if key not in more.model_fields_set})
     silent = asyncio.run(_check_sizes(parsed, weights))
     ports = _choose_ports(count_ports(len(parsed)), base_port, taken={listen.port, *(engine.address.port for engine in parsed)})
@@ -232,7 +231,7 @@ def _check_engines(engines: tuple[EngineArg, ...]) -> None:
             raise CannotStartError(f"the host of engine {engine.url} cannot be resolved: {error.strerror}") from None
 
 
-async def _check_sizes(engines: tuple[EngineArg, ...], weights: WeightsPolicy) -> list[EngineArg]:
+async def _check_sizes(engines: tuple[EngineArg, ...], weights: Weights) -> list[EngineArg]:
     """Refuse engines whose sizes do not fit. Return the engines that do not answer yet; their agents check them later."""
     try:
         found = await read_sizes(engines)

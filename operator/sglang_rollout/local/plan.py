@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports as wire
-from sglang_rollout.wire.intent import Intent, WantedEngine
-from sglang_rollout.wire.policy import WeightsPolicy
 
 NAME = "local"
 """Name and namespace of a local fleet."""
@@ -100,7 +100,7 @@ class Plan:
 
     listen: Address
     engines: tuple[EngineArg, ...]
-    weights: WeightsPolicy
+    weights: Weights
     policy: str
     ports: tuple[int, ...]
     """Free loopback ports, as many as :func:`count_ports` returns."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
+from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.local.plan import EngineArg
-from sglang_rollout.wire.policy import Transport, WeightsPolicy
 
 _TIMEOUT_SECONDS = 5.0
 """An engine answers at once, unless its scheduler is busy. A busy engine is treated like an engine that is not up."""
@@ -45,7 +45,7 @@ async def read_sizes(engines: Sequence[EngineArg]) -> dict[EngineArg, Sizes]:
     return {engine: sizes for engine, sizes in zip(engines, found, strict=True) if sizes is not None}
 
 
-def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: WeightsPolicy) -> None:
+def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: Weights) -> None:
     """Compare the reported sizes with the command line.
 
     Raises:
@@ -64,7 +64,7 @@ def check_sizes(sizes: Mapping[EngineArg, Sizes], weights: WeightsPolicy) -> Non
                 raise SizesError(
                     f"engine {engine.url} runs with {what} parallel size {size}: SGLang cannot take weights over a process group then."
                     f" Start the engine with {flag} 1, or add"
-                    """ --weights '{"transport": "disk"}' and send checkpoints with /update_weights_from_disk"""
+                    """ --weights '{"transport": "Disk"}' and send checkpoints with /update_weights_from_disk"""
                 )
 
 

@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from sglang_rollout.wire.intent import Adapter
 from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.states import FleetState
@@ -30,6 +29,15 @@ class EngineRow(Message):
     """What it released is back in memory, and what it holds now is to be compared with what the fleet serves."""
     all_reduce: float | None = None
     """GB/s that its ranks reached before the start; None: not measured."""
+
+
+class Adapter(Message):
+    """An adapter (LoRA) that every engine should load."""
+
+    name: str
+    path: str
+    pinned: bool = False
+    """True if SGLang must never evict the adapter from the slots of running adapters."""
 
 
 class AdapterRow(Adapter):

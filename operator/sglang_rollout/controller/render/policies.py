@@ -5,29 +5,17 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 
+from sglang_rollout.api.intent import Intent, WantedEngine
 from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.spec import State
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.api.weights_spec import OnLoss as ApiOnLoss
-from sglang_rollout.api.weights_spec import PauseMode as ApiPauseMode
-from sglang_rollout.api.weights_spec import Transport as ApiTransport
-from sglang_rollout.api.weights_spec import Verify as ApiVerify
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, child
 from sglang_rollout.controller.render.ports import engine_ports
-from sglang_rollout.sglang.api import PauseMode
-from sglang_rollout.wire.intent import Adapter, Intent, WantedEngine
-from sglang_rollout.wire.policy import CatchUp, Deadlines, OnLoss, TrainerLease, Transport, Verify, WeightsPolicy
 from sglang_rollout.wire.ports import GATE_PORT
+from sglang_rollout.wire.record import Adapter
 from sglang_rollout.wire.states import FleetMode, FleetState
 
-_PAUSE_MODES = {
-    ApiPauseMode.RETRACT: PauseMode.RETRACT,
-    ApiPauseMode.ABORT: PauseMode.ABORT,
-    ApiPauseMode.IN_PLACE: PauseMode.IN_PLACE,
-}
-_VERIFY = {ApiVerify.ALWAYS: Verify.ALWAYS, ApiVerify.EVERY_N: Verify.EVERY_N, ApiVerify.OFF: Verify.OFF}
-_TRANSPORTS = {ApiTransport.DISTRIBUTED: None, ApiTransport.DISK: Transport.DISK}
 _STATES = {
     State.ACTIVE: FleetState.ACTIVE,
     State.PAUSED: FleetState.PAUSED,
@@ -36,32 +24,6 @@ _STATES = {
 }
 """A suspended fleet has no engines that could be held."""
 _MODES = {Mode.STANDALONE: None, Mode.HYBRID: FleetMode.HYBRID, Mode.COLOCATED: FleetMode.COLOCATED}
-_ON_LOSS = {ApiOnLoss.KEEP_SERVING: OnLoss.KEEP_SERVING, ApiOnLoss.PAUSE: OnLoss.PAUSE}
-
-
-def weights_policy(rollout: SGLangRollout) -> WeightsPolicy:
-    """Return ``spec.weights`` in wire form."""
-    spec = rollout.spec.weights
-    return WeightsPolicy(
-        transport=_TRANSPORTS[spec.transport],
-        backend=spec.backend.value,
-        pause_mode=_PAUSE_MODES[spec.pause_mode],
-        deadlines=Deadlines(
-            group=spec.deadlines.group_seconds,
-            update=spec.deadlines.update_seconds,
-            idle=spec.deadlines.idle_seconds,
-            pause=spec.deadlines.pause_seconds,
-            total=spec.deadlines.total_seconds,
-            stuck=spec.deadlines.stuck_seconds,
-            silent=spec.deadlines.silent_seconds,
-        ),
-        catch_up=CatchUp(disk=spec.catch_up.disk, parallel=spec.catch_up.parallel),
-        max_staleness=spec.max_staleness or 0,
-        min_committed=spec.min_committed,
-        verify=_VERIFY[spec.verify],
-        verify_every=spec.verify_every,
-        trainer_lease=TrainerLease(ttl=spec.trainer_lease.ttl_seconds, on_loss=_ON_LOSS[spec.trainer_lease.on_loss]),
-    )
 
 
 def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
@@ -82,14 +44,14 @@ def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
             for index in range(rollout.spec.engines)
         ],
         base=rollout.spec.base if rollout.spec.elastic else None,
-        weights=weights_policy(rollout),
+        weights=rollout.spec.weights,
         state=_STATES[rollout.spec.state],
         drain=rollout.spec.sleep.drain_seconds,
         adapters=_adapters(rollout),
         mode=_MODES[rollout.spec.mode],
     )
     made = _config_map(rollout, names.intent_name(rollout.name))
-    made["data"] = {names.INTENT_KEY: wanted.model_dump_json(exclude_none=True)}
+    made["data"] = {names.INTENT_KEY: wanted.model_dump_json(by_alias=True, exclude_none=True)}
     return made
 
 

@@ -61,7 +61,7 @@ async def lease(request: web.Request) -> web.Response:
     group = fleet.groups.get(str(body.get("group_name")))
     live = group is not None and fleet.is_live(group)
     return web.json_response(
-        {"success": True, "message": "", "epoch": fleet.epoch, "group_open": live, "lease": fleet.policy.trainer_lease.ttl}
+        {"success": True, "message": "", "epoch": fleet.epoch, "group_open": live, "lease": fleet.policy.trainer_lease.ttl_seconds}
     )
 
 

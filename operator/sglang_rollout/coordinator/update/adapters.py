@@ -19,8 +19,7 @@ from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter
 from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Results, failures, same, send, told
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.intent import Adapter
-from sglang_rollout.wire.record import AdapterRow
+from sglang_rollout.wire.record import Adapter, AdapterRow
 from sglang_rollout.wire.states import FleetState
 
 MAX_ADAPTERS_CHARACTERS = 80_000
@@ -185,7 +184,7 @@ def _body(adapter: Adapter) -> Body:
 
 async def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Results:
     """Make the call, and know already what agents will say of the adapters that their engines hold."""
-    results = await send(path, bodies, fleet.policy.deadlines.update)
+    results = await send(path, bodies, fleet.policy.deadlines.update_seconds)
     for name in _done(results):
         adapter, engine = str(bodies[name]["lora_name"]), fleet.engines.get(name)
         if engine is not None:

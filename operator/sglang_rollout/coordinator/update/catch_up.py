@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_rollout.api.weights_spec import Verify
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
@@ -18,7 +19,6 @@ from sglang_rollout.coordinator.update.verify import CHECKSUM, Checksums, vouche
 from sglang_rollout.coordinator.update.versions import key
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
-from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version
@@ -46,7 +46,7 @@ class _FailedError(Exception):
 
 def source(fleet: Fleet) -> Source | None:
     """Where the committed version can be had; None: only from the trainer."""
-    version, limit = fleet.committed, fleet.policy.deadlines.update
+    version, limit = fleet.committed, fleet.policy.deadlines.update_seconds
     if version is None or version.is_base:
         return None
     if fleet.weights.disk is not None and fleet.weights.disk.version == version:
@@ -106,7 +106,7 @@ async def catch_up(fleet: Fleet, name: str, found: Source) -> Answer:
 
 
 async def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -> None:
-    name, limit = engine.wanted.name, fleet.policy.deadlines.update
+    name, limit = engine.wanted.name, fleet.policy.deadlines.update_seconds
     boot = engine.boot
     request = found.request.model_copy(update={"names": True})
     reply = await _one(name, AGENT_CHECKPOINT, request.model_dump(mode="json"), limit + MARGIN)
@@ -123,7 +123,7 @@ async def _load(fleet: Fleet, engine: Engine, found: Source, version: Version) -
     if not loaded.ok:
         raise _FailedError(f"the engine did not load {reply.path or found.request.path}: {loaded.message.rstrip('.')}")
     await _compare(fleet, engine, version)
-    await _one(name, ControlCall.FLUSH_CACHE.path, {}, fleet.policy.deadlines.pause)
+    await _one(name, ControlCall.FLUSH_CACHE.path, {}, fleet.policy.deadlines.pause_seconds)
 
 
 async def _compare(fleet: Fleet, joiner: Engine, version: Version) -> None:
@@ -136,7 +136,7 @@ async def _compare(fleet: Fleet, joiner: Engine, version: Version) -> None:
         right = fleet.weights.checksums.get(size) or await _ask_peer(fleet, peer, size, version)
     if right is None:
         return
-    mine = await _one(name, ControlCall.CHECK_WEIGHTS.path, CHECKSUM, fleet.policy.deadlines.update)
+    mine = await _one(name, ControlCall.CHECK_WEIGHTS.path, CHECKSUM, fleet.policy.deadlines.update_seconds)
     if mine.checksums != right:
         raise _FailedError("it then held other weights than the engines that got them from the trainer")
 
@@ -157,14 +157,14 @@ async def _open(fleet: Fleet, engine: Engine, version: Version) -> None:
     if fleet.engines.get(name) is not engine or engine.boot is None:
         raise _FailedError("the engine is gone")
     if fleet.pause is not None or fleet.applied_state is FleetState.PAUSED:
-        mode = fleet.pause.mode if fleet.pause is not None else fleet.policy.pause_mode.value
-        paused = await _one(name, ControlCall.PAUSE.path, {"mode": mode} if mode else {}, fleet.policy.deadlines.pause)
+        mode = fleet.pause.mode if fleet.pause is not None else fleet.policy.pause_mode.sglang.value
+        paused = await _one(name, ControlCall.PAUSE.path, {"mode": mode} if mode else {}, fleet.policy.deadlines.pause_seconds)
         if not paused.ok:
             raise _FailedError(f"it could not be paused like the rest of the fleet: {paused.message.rstrip('.')}")
     if fleet.pause is not None:
         fleet.pause.engines = (*fleet.pause.engines, name)
     body = AckRequest(version=version, boot_id=engine.boot, cohort=[name]).model_dump(mode="json")
-    reply = await _one(name, AGENT_ACK, body, fleet.policy.deadlines.pause)
+    reply = await _one(name, AGENT_ACK, body, fleet.policy.deadlines.pause_seconds)
     if not reply.ok:
         raise _FailedError(reply.message.rstrip("."))
     await sync(fleet, [name])

@@ -140,7 +140,7 @@ async def put_to_sleep(fleet: Fleet, names: list[str]) -> Answer:
     await memory.note_checksums(fleet)
     silent = memory.unnoted(fleet)
     bodies = {name: {"tags": _missing(fleet, name)} for name in names if name not in silent}
-    results = await send(ControlCall.RELEASE_MEMORY.path, bodies, fleet.policy.deadlines.pause)
+    results = await send(ControlCall.RELEASE_MEMORY.path, bodies, fleet.policy.deadlines.pause_seconds)
     failed = failures(results)
     for name in bodies.keys() - failed.keys():
         memory.note_released(fleet.engines[name], [*_released(fleet.engines[name]), *bodies[name]["tags"]])

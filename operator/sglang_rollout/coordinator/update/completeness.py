@@ -81,7 +81,7 @@ async def look_up(fleet: Fleet, update: Update) -> None:
     """Ask for the tensors of the model, if engines that hold none of them may commit: what a trainer never brings they lack, too."""
     blank = sorted(update.blank & set(update.standing()))
     if blank and not update.opaque:
-        limit = fleet.policy.deadlines.pause
+        limit = fleet.policy.deadlines.pause_seconds
         body = CheckpointRequest(path="", names=True, deadline=limit).model_dump(mode="json")
         results = await send(AGENT_CHECKPOINT, same(blank[:1], body), limit + MARGIN, patience=PATIENCE, idempotent=True)
         update.model = results[blank[0]].names or frozenset()

@@ -46,7 +46,7 @@ async def from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
     if released:
         raise Refusal(f"engine {released[0]} has released memory: call resume_memory_occupation first.", status=409, fleet=fleet.advice())
     if fleet.pause is None:
-        mode = fleet.policy.pause_mode.value
+        mode = fleet.policy.pause_mode.sglang.value
         failed = await hold_all(fleet, Cause.UPDATE, mode, {"mode": mode})
     else:
         failed = await hold_late(fleet, boots)
@@ -61,7 +61,9 @@ async def from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
         note_trust(fleet, update, boots)
         update.tensors[tuple(boots)] = set(names)
     fleet.weights.attempted |= names or frozenset()
-    results = await soil(fleet, ControlCall.UPDATE_DISK.path, same(boots, _body(ask)), fleet.policy.deadlines.update, patience=PATIENCE)
+    results = await soil(
+        fleet, ControlCall.UPDATE_DISK.path, same(boots, _body(ask)), fleet.policy.deadlines.update_seconds, patience=PATIENCE
+    )
     broken = failures(results)
     update.fed.update(name for name in boots if name not in broken)
     for name, result in broken.items():
@@ -113,7 +115,7 @@ class _Checked:
 
 async def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> _Checked:
     """Have every pod look at the checkpoint; refuse it if one cannot load it, or if they see different ones."""
-    limit = fleet.policy.deadlines.update
+    limit = fleet.policy.deadlines.update_seconds
     body = CheckpointRequest(path=path, deadline=limit).model_dump(mode="json")
     bodies, first = same(boots, body), next(iter(boots))
     bodies[first] = {**body, "names": True}

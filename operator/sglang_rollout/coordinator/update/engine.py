@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.wire.agent import AgentStatus
-from sglang_rollout.wire.intent import WantedEngine
 from sglang_rollout.wire.record import EngineRow
 from sglang_rollout.wire.weights import EngineState, Version
 

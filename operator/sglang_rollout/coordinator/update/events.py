@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator.update.requests import Answer, Body, Request
 from sglang_rollout.wire.agent import AgentStatus
-from sglang_rollout.wire.intent import Intent
 from sglang_rollout.wire.record import Record
 
 

@@ -87,7 +87,7 @@ async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
     body = dict(ask.body)
     if fleet.pause is not None and fleet.pause.mode == PauseMode.IN_PLACE:
         body["flush_cache"] = False  # SGLang would write the tensors and then answer 400 for the flush
-    results = await send(ControlCall.UPDATE_TENSOR.path, {name: body}, fleet.policy.deadlines.update)
+    results = await send(ControlCall.UPDATE_TENSOR.path, {name: body}, fleet.policy.deadlines.update_seconds)
     result = results[name]
     if not result.ok:
         return await fail(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name)
@@ -199,7 +199,7 @@ async def _delivered(fleet: Fleet, name: str) -> Answer | None:
 
 def _limit(fleet: Fleet, update: Update) -> float:
     """How long a session may take to end: when half of the engines have ended theirs, as if all of them had been told at once."""
-    limit = fleet.policy.deadlines.update
+    limit = fleet.policy.deadlines.update_seconds
     return limit if 2 * len(update.ended) < len(fleet.engines) else min(limit, max(PATIENCE, SLOWER * update.slowest_end))
 
 

@@ -34,7 +34,7 @@ async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> An
     if not names:
         raise Refusal(_nobody(fleet, at, "release"), status=503)
     tags = ask.tags or MEMORY_TAGS
-    results = await send(ControlCall.RELEASE_MEMORY.path, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause)
+    results = await send(ControlCall.RELEASE_MEMORY.path, same(names, {"tags": list(tags)}), fleet.policy.deadlines.pause_seconds)
     for name in names:
         if results[name].ok:
             note_released(fleet.engines[name], [*_released(fleet.engines[name]), *tags])
@@ -56,7 +56,7 @@ async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answ
             bodies[name] = {"tags": tags}
     if not bodies:
         return Answer(200, "No engine has released such memory: there was nothing to do.")
-    results = await send(ControlCall.RESUME_MEMORY.path, bodies, fleet.policy.deadlines.pause)
+    results = await send(ControlCall.RESUME_MEMORY.path, bodies, fleet.policy.deadlines.pause_seconds)
     for name, body in bodies.items():
         if results[name].ok:
             note_released(fleet.engines[name], [tag for tag in _released(fleet.engines[name]) if tag not in body["tags"]])
@@ -157,13 +157,13 @@ async def prove(fleet: Fleet, names: list[str]) -> Answer:
     await note_checksums(fleet)
     right = {name: _own(fleet, name) or fleet.weights.checksums.get(fleet.engines[name].tensor_size) for name in names}
     known = [name for name in names if right[name] is not None]
-    results = await send(ControlCall.CHECK_WEIGHTS.path, same(known, CHECKSUM), fleet.policy.deadlines.update)
+    results = await send(ControlCall.CHECK_WEIGHTS.path, same(known, CHECKSUM), fleet.policy.deadlines.update_seconds)
     same_bytes = [name for name in known if results[name].checksums == right[name]]
     acks = {
         name: AckRequest(version=committed, boot_id=fleet.engines[name].boot or "", cohort=[name], verified=True).model_dump(mode="json")
         for name in same_bytes
     }
-    await send(AGENT_ACK, acks, fleet.policy.deadlines.pause, idempotent=True)
+    await send(AGENT_ACK, acks, fleet.policy.deadlines.pause_seconds, idempotent=True)
     await sync(fleet)
     for name, boot in boots.items():
         fleet.engines[name].compared = boot

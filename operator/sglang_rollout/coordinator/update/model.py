@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption, Interruptions, in_order
 from sglang_rollout.coordinator.update.phases import Phase, PhaseClock
@@ -19,9 +20,7 @@ from sglang_rollout.coordinator.update.ranks import RankTable, rank_table
 from sglang_rollout.coordinator.update.tensors import Brought, packed
 from sglang_rollout.coordinator.update.versions import history, newest, next_version
 from sglang_rollout.wire.agent import SyncRequest
-from sglang_rollout.wire.intent import Adapter
-from sglang_rollout.wire.policy import WeightsPolicy
-from sglang_rollout.wire.record import LastUpdate, Noted, OnDisk, Record, UpdateOutcome
+from sglang_rollout.wire.record import Adapter, LastUpdate, Noted, OnDisk, Record, UpdateOutcome
 from sglang_rollout.wire.states import FleetMode, FleetState
 from sglang_rollout.wire.weights import Version
 
@@ -163,7 +162,7 @@ class Fleet:
     term: int
     coordinator_id: str = ""
     """Identifies this coordinator process."""
-    policy: WeightsPolicy = field(default_factory=WeightsPolicy)
+    policy: Weights = field(default_factory=Weights)
     generation: int = 0
     """Generation of the intent that was acted on."""
     weights: Committed = field(default_factory=Committed)
@@ -276,7 +275,7 @@ class Fleet:
 
     def commit(self, version: Version) -> None:
         """Make this the committed version."""
-        self.weights.commit(version, self.policy.max_staleness)
+        self.weights.commit(version, self.policy.max_staleness or 0)
 
     def tolerated(self) -> list[Version]:
         """Return the older versions that may be served."""
@@ -321,8 +320,8 @@ class Fleet:
         return SyncRequest(
             committed=self.committed if proved else None,
             tolerated=self.tolerated() if proved else [],
-            lease=self.policy.trainer_lease.ttl,
-            silent=self.policy.deadlines.silent,
+            lease=self.policy.trainer_lease.ttl_seconds,
+            silent=self.policy.deadlines.silent_seconds,
             hold=self.applied_state if proved else None,
             drain=self.interruptions.drain_seconds,
             at=self.now,

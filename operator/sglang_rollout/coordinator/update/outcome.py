@@ -86,7 +86,7 @@ async def _end_session(fleet: Fleet, update: Update) -> Results:
     if not suffice(fleet, update):
         return {}
     inside = [name for name in update.standing() if name not in update.ended]
-    results = await send(ControlCall.END_UPDATE.path, same(inside), fleet.policy.deadlines.update, patience=PATIENCE)
+    results = await send(ControlCall.END_UPDATE.path, same(inside), fleet.policy.deadlines.update_seconds, patience=PATIENCE)
     for name, result in failures(results).items():
         update.dropped[name] = f"could not end the session: {result.message}"
     for name in update.standing():
@@ -115,7 +115,7 @@ async def _flush(fleet: Fleet, update: Update, names: list[str]) -> list[str]:
     """
     if not names:
         return []
-    results = await send(ControlCall.FLUSH_CACHE.path, same(names), fleet.policy.deadlines.pause, patience=PATIENCE)
+    results = await send(ControlCall.FLUSH_CACHE.path, same(names), fleet.policy.deadlines.pause_seconds, patience=PATIENCE)
     failed = failures(results)
     update.dropped |= {name: f"did not flush its cache: {result.message}" for name, result in failed.items() if result.status == 0}
     return list(failed)
@@ -176,7 +176,7 @@ async def _acknowledge(fleet: Fleet, update: Update, version: Version) -> Result
     """Every engine that still stands records that it holds the version; drop those that do not say so."""
     cohort = update.standing()
     bodies = {name: AckRequest(version=version, boot_id=update.boots[name], cohort=cohort).model_dump(mode="json") for name in cohort}
-    results = await send(AGENT_ACK, bodies, fleet.policy.deadlines.pause, patience=PATIENCE, idempotent=True)
+    results = await send(AGENT_ACK, bodies, fleet.policy.deadlines.pause_seconds, patience=PATIENCE, idempotent=True)
     for name in cohort:
         if not _acknowledged(results, name, version):
             said = results[name].message if name in results else "no answer"

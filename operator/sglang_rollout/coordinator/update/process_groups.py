@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sglang_rollout.api.weights_spec import Transport
 from sglang_rollout.coordinator.update import nccl
 from sglang_rollout.coordinator.update.membership import absent_sentence, present
 from sglang_rollout.coordinator.update.model import Fleet
@@ -17,7 +18,6 @@ from sglang_rollout.coordinator.update.steps import FENCE_DEADLINE, GRACE, Resul
 from sglang_rollout.coordinator.update.trainer import knock
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import PreflightRequest
-from sglang_rollout.wire.policy import Transport
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 MARGIN = 2.0
@@ -42,8 +42,8 @@ async def open_group(fleet: Fleet, ask: OpenGroup) -> Answer:
     started = fleet.now
     boots = present(fleet)
     spec = _spec(fleet, ask.body)
-    limit = fleet.policy.deadlines.group
-    backend = spec.backend or fleet.policy.backend
+    limit = fleet.policy.deadlines.group_seconds
+    backend = spec.backend or fleet.policy.backend.value
     nccl.check(fleet, boots, backend, ask.body)
     await _preflight(fleet, spec, boots, limit)
     await turn()
@@ -196,4 +196,4 @@ async def _leave(fleet: Fleet, group: Group) -> Results:
     """Those members that are still the processes that joined leave the group."""
     gone = set(fleet.changed(group.boots))
     names = [name for name in group.boots if name not in gone and fleet.engines[name].up]
-    return await send(ControlCall.DESTROY_GROUP.path, same(names, {"group_name": group.name}), fleet.policy.deadlines.pause)
+    return await send(ControlCall.DESTROY_GROUP.path, same(names, {"group_name": group.name}), fleet.policy.deadlines.pause_seconds)

@@ -51,8 +51,8 @@ async def _before_sleep(fleet: Fleet) -> None:
 
 async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
     """Pause these engines: the spec holds the fleet, and they came up since, or could not be paused before."""
-    body = {"mode": fleet.policy.pause_mode.value}
-    failed = failures(await send(ControlCall.PAUSE.path, same(names, body), fleet.policy.deadlines.pause))
+    body = {"mode": fleet.policy.pause_mode.sglang.value}
+    failed = failures(await send(ControlCall.PAUSE.path, same(names, body), fleet.policy.deadlines.pause_seconds))
     for name in failed:
         fleet.engines[name].pause_at = fleet.now + AGAIN
     return Answer(500 if failed else 200, f"{len(names) - len(failed)} of {len(names)} engines were paused, as the spec says.")

@@ -32,7 +32,7 @@ GRACE = 2.0
 """After one engine failed, how long the others may still take until the trainer is told."""
 PATIENCE = 10.0
 """How much later than half of the engines another may answer a call that is the same work for all: more than a hiccup of the network, and
-a trainer learns within seconds who is silent, not after ``deadlines.update``."""
+a trainer learns within seconds who is silent, not after ``deadlines.updateSeconds``."""
 
 SLOWER = 10
 """So many times as long as those another may take: an engine on one GPU has eight times the tensors of one on eight to look through."""
@@ -124,7 +124,7 @@ def told(results: Results) -> dict[str, Any]:
 
 async def fence(fleet: Fleet, names: Iterable[str], reason: str) -> Results:
     """Give up on these engines: sessions end, what is clean runs on, what is dirty stays closed."""
-    body = FenceRequest(reason=reason, stuck_after=fleet.policy.deadlines.stuck).model_dump(mode="json")
+    body = FenceRequest(reason=reason, stuck_after=fleet.policy.deadlines.stuck_seconds).model_dump(mode="json")
     return await send(AGENT_FENCE, same(names, body), FENCE_DEADLINE, idempotent=True)
 
 
@@ -138,7 +138,7 @@ async def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Results:
 async def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Results:
     """Let engines generate again: continue what is clean, fence what is not or does not answer."""
     clean, dirty = _apart(fleet, names)
-    results = dict(await send(ControlCall.CONTINUE.path, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE))
+    results = dict(await send(ControlCall.CONTINUE.path, same(clean, body), fleet.policy.deadlines.pause_seconds, patience=PATIENCE))
     for name, result in results.items():
         if result.ok and name in fleet.engines:
             fleet.engines[name].know(fleet.now, paused=False)
@@ -150,7 +150,7 @@ async def run(fleet: Fleet, names: Iterable[str]) -> Results:
     """Tell all agents what is committed, and let these engines generate again: :func:`sync` and :func:`resume`, in one call to each."""
     clean, dirty = _apart(fleet, names)
     body = fleet.sync_request().model_dump(mode="json")
-    results = dict(await send(AGENT_RUN, same(clean, body), fleet.policy.deadlines.pause, patience=PATIENCE))
+    results = dict(await send(AGENT_RUN, same(clean, body), fleet.policy.deadlines.pause_seconds, patience=PATIENCE))
     failed = failures(results)
     # While the operator is upgraded an agent may be of the release before: it knows the two calls, not the one.
     older = [name for name, result in failed.items() if result.status == NOT_FOUND]

@@ -2,8 +2,8 @@
 
 Its calls and heartbeats prove that it lives. An unmodified trainer sends no heartbeats: after a silence the store that it
 hosts is asked for, from engine pods. A store that takes no connection means that the process is gone. One that does
-proves little (a stopped process still accepts), so silence has an absolute limit, too: ``deadlines.idle``, or
-``deadlines.total`` while heartbeats arrive or a call of its is under way.
+proves little (a stopped process still accepts), so silence has an absolute limit, too: ``deadlines.idleSeconds``, or
+``deadlines.totalSeconds`` while heartbeats arrive or a call of its is under way.
 
 Groups outlive trainers, and nothing in a call tells which trainer sends it. So the stores are asked for when a trainer has just
 paused, too: one that takes no connection then is another's, and its silence later tells nothing of this one.
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from sglang_rollout.api.weights_spec import OnLoss
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.steps import same, send
 from sglang_rollout.wire.agent import PreflightRequest
-from sglang_rollout.wire.policy import OnLoss
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 PROBE = 2.0
@@ -65,7 +65,7 @@ class Trainer:
 
     def suspicious(self, fleet: Fleet) -> bool:
         """Whether its store should be asked for now."""
-        silent = fleet.now - self.alive >= fleet.policy.trainer_lease.ttl
+        silent = fleet.now - self.alive >= fleet.policy.trainer_lease.ttl_seconds
         if self.waiting and fleet.update is None and fleet.transaction.joining is None:
             return False  # nothing waits for it in a collective, and its call is proof enough
         return not self.probing and not self.gone and (self.left or silent) and bool(self.stores(fleet))
@@ -87,11 +87,11 @@ class Trainer:
         since = [fleet.pause.since if fleet.pause is not None else None, fleet.update.started if fleet.update is not None else None]
         started = min((moment for moment in since if moment is not None), default=fleet.now)
         limits = fleet.policy.deadlines
-        if fleet.now - started > limits.total:
-            return f"it had lasted {fleet.now - started:.0f} s (deadlines.total)"
-        beating = fleet.now - self.beat < fleet.policy.trainer_lease.ttl
-        if not beating and not self.waiting and fleet.now - self.heard > limits.idle:
-            return f"nothing was heard of the trainer for {fleet.now - self.heard:.0f} s (deadlines.idle)"
+        if fleet.now - started > limits.total_seconds:
+            return f"it had lasted {fleet.now - started:.0f} s (weights.deadlines.totalSeconds)"
+        beating = fleet.now - self.beat < fleet.policy.trainer_lease.ttl_seconds
+        if not beating and not self.waiting and fleet.now - self.heard > limits.idle_seconds:
+            return f"nothing was heard of the trainer for {fleet.now - self.heard:.0f} s (weights.deadlines.idleSeconds)"
         return ""
 
 

@@ -57,7 +57,7 @@ async def hold_late(fleet: Fleet, names: Collection[str]) -> Answer | None:
 async def _halt(fleet: Fleet, running: Collection[str], names: Collection[str], body: Body) -> Answer | None:
     """Pause the engines that are running. If one fails, all of ``names`` go on."""
     fleet.enter(Phase.PAUSE)
-    results = await send(ControlCall.PAUSE.path, same(running, body), fleet.policy.deadlines.pause)
+    results = await send(ControlCall.PAUSE.path, same(running, body), fleet.policy.deadlines.pause_seconds)
     for name in running:
         if results[name].ok:
             fleet.engines[name].know(fleet.now, paused=True)
@@ -130,7 +130,7 @@ async def update(fleet: Fleet, ask: Update) -> Answer:
         body["flush_cache"] = False
     names = names_of(ask.body)
     new = note_names(fleet, names)
-    results = await send(ControlCall.UPDATE_DISTRIBUTED.path, same(group.boots, body), fleet.policy.deadlines.update, grace=GRACE)
+    results = await send(ControlCall.UPDATE_DISTRIBUTED.path, same(group.boots, body), fleet.policy.deadlines.update_seconds, grace=GRACE)
     if fleet.update is not None:
         note_call(fleet, fleet.update, names, new, results)
     broken = failures(results)
@@ -162,7 +162,7 @@ async def tell(fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_se
             reason = f"engine {name} cannot take an update now: {engine.why_absent().rstrip('.')}."
             raise Refusal(reason, status=503, fleet=fleet.advice())
     if fleet.pause is None:
-        mode = fleet.policy.pause_mode.value
+        mode = fleet.policy.pause_mode.sglang.value
         failed = await hold_all(fleet, Cause.UPDATE, mode, {"mode": mode})
     else:
         failed = await hold_late(fleet, missing)
@@ -175,7 +175,7 @@ async def tell(fleet: Fleet, boots: Mapping[str, str], body: Body, *, trainer_se
     update = fleet.require_update()
     update.boots.update(missing)
     note_trust(fleet, update, missing)
-    results = await soil(fleet, ControlCall.BEGIN_UPDATE.path, same(missing, body), fleet.policy.deadlines.update, grace=GRACE)
+    results = await soil(fleet, ControlCall.BEGIN_UPDATE.path, same(missing, body), fleet.policy.deadlines.update_seconds, grace=GRACE)
     failed_calls = failures(results)
     if failed_calls:
         name, result = next(iter(failed_calls.items()))
@@ -205,7 +205,7 @@ async def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -
     if not names:
         raise Refusal("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
     path = ControlCall.FLUSH_CACHE.path if ask.timeout is None else f"{ControlCall.FLUSH_CACHE.path}?timeout={ask.timeout:g}"
-    results = await send(path, same(names), fleet.policy.deadlines.pause + (ask.timeout or 0))
+    results = await send(path, same(names), fleet.policy.deadlines.pause_seconds + (ask.timeout or 0))
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sglang_rollout.api.weights_spec import OnLoss
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import colocated as sharing
 from sglang_rollout.coordinator.update import memory, spec_state
@@ -20,7 +21,6 @@ from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import Operation, resume
 from sglang_rollout.coordinator.update.trainer import Trainer
 from sglang_rollout.coordinator.update.transaction import hold_all
-from sglang_rollout.wire.policy import OnLoss
 from sglang_rollout.wire.states import FleetState
 
 STRAY_AFTER = 3.0
@@ -139,7 +139,7 @@ class Upkeep:
 async def _pause_for_loss(fleet: Fleet) -> Answer:
     """Pause an idle fleet whose trainer is lost. Its groups are of no use to anybody else."""
     fleet.membership.groups = {}
-    mode = fleet.policy.pause_mode.value
+    mode = fleet.policy.pause_mode.sglang.value
     failed = await hold_all(fleet, Cause.TRAINER_LOST, mode, {"mode": mode})
     return failed or Answer(200, "The fleet pauses until a trainer calls.")
 

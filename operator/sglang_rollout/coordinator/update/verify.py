@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from sglang_rollout.api.weights_spec import Verify
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.steps import PATIENCE, same, send, sync
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.states import FleetMode
 from sglang_rollout.wire.weights import EngineState, Version
 
@@ -38,7 +38,7 @@ async def verify(fleet: Fleet, names: list[str]) -> dict[str, str]:
     """Compare these engines; returns those that differ or could not be asked, and why. Every SGLang that can be driven knows the
     call; a build of somebody's own without it is not taken on trust."""
     expected = fleet.update.checksums if fleet.update is not None else {}
-    results = await send(ControlCall.CHECK_WEIGHTS.path, same(names, CHECKSUM), fleet.policy.deadlines.update, patience=PATIENCE)
+    results = await send(ControlCall.CHECK_WEIGHTS.path, same(names, CHECKSUM), fleet.policy.deadlines.update_seconds, patience=PATIENCE)
     wrong = {
         name: f"could not be verified: {result.message or 'no checksum in its answer'} (weights.verify Off commits without)"
         for name, result in results.items()
@@ -56,7 +56,7 @@ async def vouched(fleet: Fleet, names: Iterable[str], version: Version) -> dict[
     """What engines that hold a version say that it is. They are heard once more after that: one that was restarted, and of which
     nobody knows yet, speaks of what it was started with."""
     boots = {name: fleet.boot(name) for name in names}
-    results = await send(ControlCall.CHECK_WEIGHTS.path, same(boots, CHECKSUM), fleet.policy.deadlines.update)
+    results = await send(ControlCall.CHECK_WEIGHTS.path, same(boots, CHECKSUM), fleet.policy.deadlines.update_seconds)
     heard = await sync(fleet, [name for name in boots if results[name].checksums is not None])
     found = {}
     for name, result in results.items():

@@ -9,9 +9,9 @@ import pytest
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine
+from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.controller.render import names
 from sglang_rollout.coordinator.update.engine import Engine as Member
-from sglang_rollout.wire.intent import WantedEngine
 from tests.contract.support.stub_engine import stub_engine
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.api.weights_spec import Verify
 from sglang_rollout.coordinator.update import disk, outcome, verify
 from sglang_rollout.coordinator.update import steps as calls
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN
 from tests.contract.support.coordinator_process import QUICK, Lab, fleet_lab
 
-MINUTES = 300.0
-SLOW = QUICK.model_copy(update={"update": MINUTES, "pause": MINUTES, "idle": MINUTES})
+MINUTES = 300
+SLOW = QUICK.model_copy(update={"update_seconds": MINUTES, "pause_seconds": MINUTES, "idle_seconds": MINUTES})
 UPDATE = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g", "weight_version": 1}
 STEPS = {
     "/end_weight_update": "could not end the session",

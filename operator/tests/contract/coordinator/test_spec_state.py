@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.wire.intent import Intent
+from sglang_rollout.api.intent import Intent
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState, held_sentence
 from tests.contract.support.coordinator_process import Lab, fleet_lab

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.api.weights_spec import OnLoss, TrainerLease
 from sglang_rollout.wire.agent import AgentStatus, Nccl
-from sglang_rollout.wire.policy import OnLoss, TrainerLease
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT, FLEET_LEASE, FLEET_RUN
 from tests.contract.support.coordinator_process import Lab, fleet_lab
 
@@ -77,7 +77,7 @@ async def test_the_document_tells_the_nccl_of_each_engine(lab: Lab) -> None:
 
 
 async def test_on_loss_pause_an_idle_fleet_pauses_when_the_trainers_store_is_closed(tmp_path: Path) -> None:
-    lease = TrainerLease(ttl=1.0, on_loss=OnLoss.PAUSE)
+    lease = TrainerLease(ttl_seconds=1, on_loss=OnLoss.PAUSE)
     async with fleet_lab(tmp_path, trainer_lease=lease) as lab:
         await push(lab, "g", 1)
         assert not any(agent.agent.paused for agent in lab.agents)

@@ -24,16 +24,16 @@ from tests.contract.support.trainer_dialects import Fleet, Trainer, fleet, train
 pytestmark = [pytest.mark.engine, pytest.mark.router, pytest.mark.timeout(300)]
 
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
-LIMIT = 4.0
+LIMIT = 4
 """Seconds that an engine may take for a bucket."""
-QUICK = {"update": LIMIT, "group": 30, "pause": 8, "idle": 20, "stuck": 60}
+QUICK = {"updateSeconds": LIMIT, "groupSeconds": 30, "pauseSeconds": 8, "idleSeconds": 20, "stuckSeconds": 60}
 SCALE = 1.5
 BITS = random.Random(7)
 
 
 @pytest.fixture(scope="module")
 def lab(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet("stand-in", tmp_path_factory.mktemp("spoilt"), 3, verify="always", min_committed=2, deadlines=QUICK) as made:
+    with fleet("stand-in", tmp_path_factory.mktemp("spoilt"), 3, verify="Always", minCommitted=2, deadlines=QUICK) as made:
         yield made
 
 

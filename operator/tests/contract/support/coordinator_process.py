@@ -13,17 +13,17 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.weights_spec import Deadlines, Weights
 from sglang_rollout.coordinator.cli import Options, serve
 from sglang_rollout.sglang.api import DATA_PATHS
-from sglang_rollout.wire.intent import Intent, WantedEngine
-from sglang_rollout.wire.policy import Deadlines, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, TERM_HEADER
 from sglang_rollout.wire.states import FleetMode
 from tests.properties.support.simulated_agent import SimulatedAgent
 from tests.support.ports import free_port
 
 TOKEN = "secret"
-QUICK = Deadlines(group=3.0, update=3.0, idle=5.0, pause=3.0)
+QUICK = Deadlines(group_seconds=3, update_seconds=3, idle_seconds=5, pause_seconds=3)
 
 
 @dataclass
@@ -186,7 +186,7 @@ class Lab:
         ]
         intent = Intent(
             generation=self.generation, name="demo", namespace="default", engines=engines,
-            weights=WeightsPolicy(backend="gloo", deadlines=self.deadlines, **self.policy), mode=self.mode,
+            weights=Weights(backend="gloo", deadlines=self.deadlines, **self.policy), mode=self.mode,
         )  # fmt: skip
         (self.folder / "intent.json").write_text(intent.model_dump_json())
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 
+from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.cli import Options, serve
-from sglang_rollout.wire.intent import Intent, WantedEngine
-from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import FLEET
 from sglang_rollout.wire.states import FleetMode
 from tests.contract.support.agent_pod import TOKEN, Answer, Pod, Process, pod, until
@@ -90,7 +90,7 @@ async def whole_fleet(
             await process.start()
             stack.push_async_callback(process.end)
         wanted = [WantedEngine(name=made.name, tensor_size=1, url=made.url) for made in pods]
-        intent = Intent(generation=1, name="demo", namespace="default", mode=mode, weights=WeightsPolicy(backend="gloo"), engines=wanted)
+        intent = Intent(generation=1, name="demo", namespace="default", mode=mode, weights=Weights(backend="gloo"), engines=wanted)
         (folder / "intent.json").write_text(intent.model_dump_json())
         options = Options(
             name="demo", namespace="default", host="127.0.0.1", port=int(own.split(":")[1]), smg_url=f"http://{smg}", policy=policy,

@@ -10,7 +10,7 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.adapters import rows
 from sglang_rollout.coordinator.update.events import Write
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.intent import Adapter
+from sglang_rollout.wire.record import Adapter
 from sglang_rollout.wire.states import FleetState
 from tests.properties.coordinator.test_spec_state import tell
 from tests.properties.support.coordinator_world import World, push

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.api.weights_spec import CatchUp, Weights
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import CatchUp, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.weights import Version
 from tests.properties.support.coordinator_world import SNAPSHOTS, World
@@ -18,7 +18,7 @@ TENSORS = {"names": ["w"]}
 def make(engines: int = 2, *, parallel: int = 4) -> World:
     """A fleet that serves version 1."""
     world = World([1] * engines)
-    world.policy = WeightsPolicy(catch_up=CatchUp(disk=SNAPSHOTS, parallel=parallel))
+    world.policy = Weights(catch_up=CatchUp(disk=SNAPSHOTS, parallel=parallel))
     world.want()
     for agent in world.agents.values():
         agent.stocked = True

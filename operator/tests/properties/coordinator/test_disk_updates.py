@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.weights import Version
 from tests.properties.support.coordinator_world import World
@@ -16,7 +16,7 @@ ASK = rq.FromDisk("/snapshots/5", "5", {"model_path": "/snapshots/5", "abort_all
 
 def make(**policy: object) -> World:
     world = World([1, 1, 1])
-    world.policy = WeightsPolicy.model_validate(policy)
+    world.policy = Weights.model_validate(policy)
     world.want()
     world.sync_all()
     world.sync_all()  # the first proves what is committed, the second tells the agents

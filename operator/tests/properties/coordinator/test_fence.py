@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from sglang_rollout.api.intent import WantedEngine
+from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.tensors import digest
 from sglang_rollout.coordinator.update.versions import key
-from sglang_rollout.wire.intent import WantedEngine
-from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_rollout.api.weights_spec import Verify
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.requests import Answer, AtEngine
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import Verify
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetMode, FleetState
 from sglang_rollout.wire.weights import BASE, EngineState
@@ -235,7 +235,7 @@ def test_a_trainer_that_comes_to_one_engine_only_is_told_of_after_the_idle_deadl
     world = make()
     assert feed(world, "e0", "a").success
     assert at(world, "e0", rq.Flush()).success
-    world.tick(world.policy.deadlines.idle + 1)
+    world.tick(world.policy.deadlines.idle_seconds + 1)
     settle(world)
     assert world.machine.fleet.update is None
     last = world.machine.fleet.last_update

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.api.weights_spec import OnLoss, TrainerLease, Weights
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import OnLoss, TrainerLease, WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.weights import Version
@@ -22,7 +22,7 @@ TENSORS = {"names": ["w"]}
 def make(**policy: Any) -> World:
     """Two engines that hold version 1, and an open group g."""
     world = World([1, 1])
-    world.policy = WeightsPolicy(**policy)
+    world.policy = Weights(**policy)
     world.want()
     world.sync_all()
     size = world.machine.fleet.table.world_size
@@ -149,7 +149,7 @@ def test_nobody_asks_for_an_idle_trainer_of_a_fleet_that_keeps_serving() -> None
 
 
 def test_on_loss_pause_ends_with_the_next_trainer() -> None:
-    world = make(trainer_lease=TrainerLease(ttl=5, on_loss=OnLoss.PAUSE))
+    world = make(trainer_lease=TrainerLease(ttl_seconds=5, on_loss=OnLoss.PAUSE))
     world.tick(6)
     world.complete(probe(world), broken=EVERYBODY)
     world.drain()
@@ -166,7 +166,7 @@ def test_on_loss_pause_ends_with_the_next_trainer() -> None:
 
 
 def test_on_loss_pause_outlives_the_coordinator() -> None:
-    world = make(trainer_lease=TrainerLease(ttl=5, on_loss=OnLoss.PAUSE))
+    world = make(trainer_lease=TrainerLease(ttl_seconds=5, on_loss=OnLoss.PAUSE))
     world.tick(6)
     world.complete(probe(world), broken=EVERYBODY)
     world.drain()
@@ -308,7 +308,7 @@ def test_a_call_that_is_under_way_does_not_hold_a_pause_for_ever() -> None:
     world.complete(1)
     assert world.machine.fleet.pause is None
     assert world.machine.fleet.last_update is not None
-    assert "deadlines.total" in world.machine.fleet.last_update.reason
+    assert "deadlines.totalSeconds" in world.machine.fleet.last_update.reason
 
 
 def test_a_call_that_its_trainer_has_left_speaks_for_nobody() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version
 from tests.properties.coordinator.test_spec_state import make, tell

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update import steps as calls
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import CatchUp
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import Version
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body, push
@@ -157,7 +157,7 @@ def test_a_trainers_own_pause_outlasts_the_hold_and_keeps_its_lease() -> None:
 def test_a_trainer_that_dies_in_a_held_fleet_loses_its_pause_and_the_fleet_stays_paused() -> None:
     world = make()
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
-    world.tick(world.policy.deadlines.idle + 1)
+    world.tick(world.policy.deadlines.idle_seconds + 1)
     world.drain()
     assert world.machine.fleet.pause is None
     tell(world)

@@ -48,7 +48,7 @@ class Silence(Fence):
         world.drain()
         if self.last is not None:
             world.do(self.last)
-        until = world.now + world.policy.deadlines.idle + UPKEEP + 3 * self.jump + within
+        until = world.now + world.policy.deadlines.idle_seconds + UPKEEP + 3 * self.jump + within
         while world.now < until:
             world.tick(self.jump)
             world.sync_all()
@@ -73,7 +73,7 @@ def test_the_last_engine_to_end_its_session_is_waited_for_by_what_the_others_too
     for name in world.agents:
         for call in (rq.ResumeMemory(), rq.Begin(), tensors("a")):
             assert at(world, name, call).success
-    assert world.policy.deadlines.update == 300
+    assert world.policy.deadlines.update_seconds == 300
     for name, limit in {"e0": 300.0, "e1": 300.0, "e2": 20.0, "e3": 50.0}.items():
         world.ask(AtEngine(name, rq.End()))
         ending = world.pending[0]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.api.weights_spec import CatchUp, Weights
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Answer
-from sglang_rollout.wire.policy import CatchUp, WeightsPolicy
 from sglang_rollout.wire.states import FleetState
 from tests.properties.support.coordinator_world import World, group_body, push
 from tests.properties.support.simulated_agent import NAMES
@@ -84,7 +84,7 @@ def test_where_no_pod_can_read_the_model_what_was_pushed_before_tells_what_is_co
 def test_what_a_failed_catch_up_has_written_must_be_pushed_again(restarted: bool) -> None:
     """The folder of that name is another run's: the comparison tells, and the engine holds all of it."""
     world = World([1, 1], min_committed=1)
-    world.policy = WeightsPolicy(min_committed=1, catch_up=CatchUp(disk="/ckpt/{version}"))
+    world.policy = Weights(min_committed=1, catch_up=CatchUp(disk="/ckpt/{version}"))
     world.want()
     world.sync_all()
     push(world, "1", SOME)
@@ -92,7 +92,7 @@ def test_what_a_failed_catch_up_has_written_must_be_pushed_again(restarted: bool
     settle(world)
     assert "other weights" in world.machine.fleet.engines["e1"].note
     if restarted:
-        world.policy = WeightsPolicy(min_committed=1)  # else it tries again, and takes part in no push meanwhile
+        world.policy = Weights(min_committed=1)  # else it tries again, and takes part in no push meanwhile
         world.start()
         settle(world)
     answer = update(world, *SOME)

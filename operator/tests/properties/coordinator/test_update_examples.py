@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.weights import Version
@@ -266,7 +266,7 @@ def test_the_latest_only_is_served_by_default() -> None:
 
 def test_max_staleness_lets_an_engine_serve_that_is_not_further_behind() -> None:
     world = World([1, 1])
-    world.policy = WeightsPolicy(max_staleness=1)
+    world.policy = Weights(max_staleness=1)
     world.want()
     away_for_one_update(world)
     assert [agent.gate_open for agent in world.agents.values()] == [True, True]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_rollout.api.weights_spec import Verify, Weights
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.verify import differing
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.policy import Verify, WeightsPolicy
 from sglang_rollout.wire.weights import Version
 from tests.properties.support.coordinator_world import World
 
@@ -17,7 +17,7 @@ from tests.properties.support.coordinator_world import World
 def begun(sizes: list[int], **policy: object) -> World:
     """An update that lacks only its end."""
     world = World(sizes)
-    world.policy = WeightsPolicy.model_validate({"verify": Verify.ALWAYS, **policy})
+    world.policy = Weights.model_validate({"verify": Verify.ALWAYS, **policy})
     world.want()
     world.sync_all()
     again(world)

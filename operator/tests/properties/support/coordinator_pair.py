@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import (
     Answered,
@@ -23,8 +25,6 @@ from sglang_rollout.coordinator.update.events import (
 )
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.update.versions import key
-from sglang_rollout.wire.intent import Intent, WantedEngine
-from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import Version
@@ -71,7 +71,7 @@ class Pair:
     """The agents, the store, and coordinators that do not know of each other."""
 
     def __init__(self, engines: int, min_committed: int | None) -> None:
-        self.policy = WeightsPolicy(min_committed=min_committed)
+        self.policy = Weights(min_committed=min_committed)
         self.agents = {f"e{index}": SimulatedAgent(f"e{index}") for index in range(engines)}
         self.now = 100.0
         self.store: Record | None = None

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from sglang_rollout.api.intent import Intent, WantedEngine
+from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import (
@@ -29,10 +31,8 @@ from sglang_rollout.coordinator.update.events import (
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.update.versions import key
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.intent import Adapter, Intent, WantedEngine
-from sglang_rollout.wire.policy import WeightsPolicy
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
-from sglang_rollout.wire.record import Record
+from sglang_rollout.wire.record import Adapter, Record
 from sglang_rollout.wire.states import FleetMode, FleetState
 from sglang_rollout.wire.weights import EngineState, Version
 from tests.properties.support.simulated_agent import NAMES, SimulatedAgent
@@ -44,7 +44,7 @@ class World:
     """Agents, a store and a machine. Sends are answered when the test says so, in any order."""
 
     def __init__(self, sizes: list[int], min_committed: int | str | None = None) -> None:
-        self.policy = WeightsPolicy(min_committed=min_committed)
+        self.policy = Weights(min_committed=min_committed)
         self.agents = {f"e{index}": SimulatedAgent(f"e{index}") for index in range(len(sizes))}
         self.engines = [WantedEngine(name=f"e{index}", tensor_size=size) for index, size in enumerate(sizes)]
         self.now = 100.0

@@ -207,7 +207,7 @@ def test_a_failed_update_is_told_once() -> None:
 
 
 def test_a_pause_that_was_given_up_is_told_and_needs_nobody() -> None:
-    why = "the pause was given up: nothing was heard of the trainer for 120 s (deadlines.idle)"
+    why = "the pause was given up: nothing was heard of the trainer for 120 s (weights.deadlines.idleSeconds)"
     last = partial(why).model_copy(update={"outcome": UpdateOutcome.ABORTED, "engines": []})
     after = world([pod(0), pod(1)], written=record(row(0), row(1), last=last))
     status = build_status(after, NOW)

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from sglang_rollout.api.intent import Intent, WantedEngine
 from sglang_rollout.coordinator.members import Members
 from sglang_rollout.kube.client import Listing
-from sglang_rollout.wire.intent import Intent, WantedEngine
 
 
 class Intents:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.nccl import check
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.wire.agent import AgentStatus, Nccl
-from sglang_rollout.wire.intent import WantedEngine
 from sglang_rollout.wire.weights import EngineState
 
 

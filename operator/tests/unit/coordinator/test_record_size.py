@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.coordinator.agents import LONGEST_MESSAGE
 from sglang_rollout.coordinator.update.adapters import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
 from sglang_rollout.coordinator.update.engine import Engine
@@ -14,8 +15,7 @@ from sglang_rollout.coordinator.update.progress import Group
 from sglang_rollout.coordinator.update.ranks import LONGEST_GROUP_NAME
 from sglang_rollout.coordinator.update.versions import LONGEST_LABEL
 from sglang_rollout.wire.agent import AgentStatus
-from sglang_rollout.wire.intent import Adapter, WantedEngine
-from sglang_rollout.wire.record import AdapterRow, EngineRow, GroupRow, LastUpdate, Noted, Record, UpdateOutcome
+from sglang_rollout.wire.record import Adapter, AdapterRow, EngineRow, GroupRow, LastUpdate, Noted, Record, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
 
 KIB = 1024

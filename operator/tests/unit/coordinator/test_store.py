@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator import record_store as store
 from sglang_rollout.coordinator.generate.smg_workers import plan
 from sglang_rollout.coordinator.leader import DeposedError
@@ -18,7 +19,6 @@ from sglang_rollout.coordinator.members import gate_url, hostnames
 from sglang_rollout.coordinator.record_store import RECORD_KEY, ConfigMapRecord, FileIntent, FileRecord, Keeper, LostError, StoreError
 from sglang_rollout.coordinator.takeover import claim
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, NotFound
-from sglang_rollout.wire.intent import Intent
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import Version
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.local.plan import Folders, Plan, count_ports, parse_engine
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.wire.policy import WeightsPolicy
 
 ENGINES = (parse_engine("http://127.0.0.1:1001"), parse_engine("127.0.0.1:1002,tp=2"))
 PLAN = Plan(
     listen=Address("0.0.0.0", 30000),
     engines=ENGINES,
-    weights=WeightsPolicy(backend="gloo"),
+    weights=Weights(backend="gloo"),
     policy="RoundRobin",
     ports=tuple(range(24001, 24011)),
 )

@@ -21,12 +21,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from sglang_rollout.api.weights_spec import Transport, Weights
 from sglang_rollout.local import cli
 from sglang_rollout.local.plan import EngineArg
 from sglang_rollout.local.sizes import Sizes, SizesError, check_sizes, read_sizes
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.testing import StandIn
-from sglang_rollout.wire.policy import Transport, WeightsPolicy
 from tests.support.ports import free_port
 
 LINE = [sys.executable, "-m", "sglang_rollout.cli", "local"]
@@ -142,15 +142,15 @@ async def test_what_engines_report_at_the_start(status: int, info: dict[str, obj
         engine = EngineArg(Address("127.0.0.1", server.port or 0))
         if not isinstance(found, str):
             sizes = await read_sizes([engine])
-            check_sizes(sizes, WeightsPolicy())
+            check_sizes(sizes, Weights())
             assert sizes.get(engine) == found
             return
         with pytest.raises(SizesError, match=re.escape(found)):
-            check_sizes(await read_sizes([engine]), WeightsPolicy())
+            check_sizes(await read_sizes([engine]), Weights())
 
 
 def test_engines_that_take_checkpoints_only_may_have_stages_and_copies() -> None:
-    check_sizes({ONE: Sizes(2, pipeline=2, data=2)}, WeightsPolicy(transport=Transport.DISK))
+    check_sizes({ONE: Sizes(2, pipeline=2, data=2)}, Weights(transport=Transport.DISK))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

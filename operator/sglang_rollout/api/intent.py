@@ -1,0 +1,45 @@
+"""What the operator asks of the coordinator: the fleet's engines and adapters, and ``spec.weights`` as the user wrote it."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from sglang_rollout.api.weights_spec import Weights
+from sglang_rollout.wire.message import Message
+from sglang_rollout.wire.record import Adapter
+from sglang_rollout.wire.states import FleetMode, FleetState
+
+
+class WantedEngine(Message):
+    """One engine that the fleet should have."""
+
+    name: str
+    """Name of the engine; in Kubernetes, of its StatefulSet (``<rollout>-engine-<i>``)."""
+    tensor_size: int | None = Field(default=1, ge=1)
+    """Tensor-parallel ranks of the engine, which are consecutive in a trainer's process group. None: as the engine reports."""
+    url: str | None = None
+    """Base URL of its gate. None: found by the hostname ``<name>-0`` in an EndpointSlice (Kubernetes)."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of its gate. None: the port of every gate whose pod has its own network."""
+
+
+class Intent(Message):
+    """ConfigMap ``<name>-intent``, key ``intent.json``. Only the operator writes it."""
+
+    generation: int
+    """``metadata.generation`` of the rollout that this intent comes from."""
+    name: str
+    namespace: str
+    engines: list[WantedEngine]
+    base: int | None = Field(default=None, ge=0)
+    """Engines that a fleet without any update waits for. None: all of them."""
+    weights: Weights = Weights()
+    """``spec.weights``."""
+    state: FleetState = FleetState.ACTIVE
+    """State that ``spec.state`` asks for."""
+    drain: float = 300.0
+    """Seconds that requests have to end before an engine sleeps."""
+    adapters: list[Adapter] | None = None
+    """Adapters of the spec. None: engines load no adapters, or only those that trainers name."""
+    mode: FleetMode | None = None
+    """None: the engines have their own GPUs and take weights."""
