@@ -96,7 +96,7 @@ ENGINE = {"scheduling": {"gang": {"scope": "Engine"}}}
 
 @given(replicas=st.integers(1, 5), base=st.integers(1, 5), nodes=st.sampled_from([1, 2]), room=st.integers(0, 10))
 @settings(deadline=None, max_examples=30)
-def test_no_engine_is_half_started_and_the_base_comes_whole_or_not_at_all(replicas: int, base: int, nodes: int, room: int) -> None:
+def test_no_engine_starts_in_part_and_the_base_starts_completely_or_not_at_all(replicas: int, base: int, nodes: int, room: int) -> None:
     base = min(base, replicas)
     cluster = Room(rollout(**spec(replicas, base, nodes, **BASE)), room=room)
     for _ in range(8):
@@ -141,7 +141,7 @@ def test_a_rolling_update_from_any_shape_to_any_other_ends(first: Object, then: 
     assert groups == wanted
 
 
-def test_while_engines_come_into_the_base_none_of_them_starts_in_part() -> None:
+def test_engine_that_enters_the_base_never_starts_in_part() -> None:
     cluster = Room(rollout(**spec(2, 2, 2, **ENGINE)))
     cluster.run()
     cluster.edit_spec({**cluster.cr["spec"], **BASE})
@@ -156,7 +156,7 @@ def test_while_engines_come_into_the_base_none_of_them_starts_in_part() -> None:
 
 
 @pytest.mark.parametrize("gang", [BASE, {}], ids=["gang", "none"])
-def test_the_base_is_made_first_and_an_engine_that_is_there_stays(gang: Object) -> None:
+def test_base_is_created_first_and_existing_engines_stay(gang: Object) -> None:
     cluster = Room(rollout(**spec(3, 2, **gang)), room=1)
     cluster.step()
     cluster.step()
@@ -175,7 +175,7 @@ def restarted(cluster: Room) -> list[str]:
     return [action.name for action in cluster.plan().actions if isinstance(action, Delete)]
 
 
-def test_an_engine_that_waits_for_room_holds_no_rolling_update() -> None:
+def test_surplus_engine_without_room_does_not_block_a_rolling_update() -> None:
     cluster = Room(rollout(**spec(3, 2)), room=2)
     cluster.run()
     cluster.edit_spec({**cluster.cr["spec"], "model": {"path": "/models/other"}})
@@ -192,7 +192,7 @@ def test_an_engine_that_waits_for_room_holds_no_rolling_update() -> None:
     assert cluster.serving() == {"demo-engine-0", "demo-engine-1"}
 
 
-def test_an_engine_of_the_base_that_waits_for_room_does_hold_it() -> None:
+def test_base_engine_without_room_blocks_a_rolling_update() -> None:
     cluster = Room(rollout(**spec(3, 2)), room=3)
     cluster.run()
     cluster.room = 2
@@ -207,7 +207,7 @@ def test_an_engine_of_the_base_that_waits_for_room_does_hold_it() -> None:
 
 
 @pytest.mark.parametrize("gang", [BASE, ENGINE], ids=["Base", "Engine"])
-def test_an_engine_that_is_preempted_in_part_gives_back_the_rest_and_comes_again_whole(gang: Object) -> None:
+def test_partly_preempted_engine_releases_its_room_and_returns_completely(gang: Object) -> None:
     cluster = Room(rollout(**spec(2, 1, 2, **gang)), room=4)
     cluster.run()
     cluster.room = 3
@@ -226,7 +226,7 @@ def test_an_engine_that_is_preempted_in_part_gives_back_the_rest_and_comes_again
     assert cluster.serving() == {"demo-engine-0", "demo-engine-1"}
 
 
-def test_an_engine_whose_pods_get_their_nodes_one_by_one_is_let_alone() -> None:
+def test_starting_engine_keeps_its_room() -> None:
     cluster = Room(rollout(**spec(2, 1, 2, **BASE)), room=3)
     cluster.run()
     cluster.now = LATER
@@ -238,7 +238,7 @@ def test_an_engine_whose_pods_get_their_nodes_one_by_one_is_let_alone() -> None:
 
 
 @pytest.mark.parametrize(("base", "gang"), [(2, BASE), (2, ENGINE), (1, {})], ids=["of the base", "of the base by engine", "no gang"])
-def test_what_would_come_back_in_part_is_let_alone(base: int, gang: Object) -> None:
+def test_partly_preempted_engine_without_a_group_of_its_own_is_left_alone(base: int, gang: Object) -> None:
     cluster = Room(rollout(**spec(2, base, 2, **gang)), room=4)
     cluster.run()
     cluster.room = 3
@@ -263,7 +263,7 @@ def uids(cluster: Cluster) -> dict[str, str]:
         pytest.param(spec(4, 2), spec(4, elastic={"base": 2, "priorityClassName": "spare"}), {2, 3}, id="another priority beyond the base"),
     ],
 )
-def test_only_engines_that_change_sides_are_restarted(before: Object, after: Object, moved: set[int]) -> None:
+def test_only_engines_that_enter_or_leave_the_base_are_restarted(before: Object, after: Object, moved: set[int]) -> None:
     cluster = Room(rollout(**before))
     cluster.run()
     old = uids(cluster)
@@ -274,7 +274,7 @@ def test_only_engines_that_change_sides_are_restarted(before: Object, after: Obj
     assert len(cluster.serving()) == 4
 
 
-def test_scaling_down_takes_engines_beyond_the_base_first() -> None:
+def test_scaling_down_removes_surplus_engines_first() -> None:
     cluster = Room(rollout(**spec(4, 2, **BASE)))
     cluster.run()
     old = uids(cluster)

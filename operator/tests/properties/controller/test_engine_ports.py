@@ -87,7 +87,7 @@ NETWORKS = [None, {"hostNetwork": True}, {"hostNetwork": True, "basePort": 22000
 
 @given(st.lists(st.sampled_from(NETWORKS), min_size=2, max_size=4), st.integers(1, 4))
 @settings(deadline=None, max_examples=20)
-def test_while_ports_change_the_coordinator_is_told_where_each_gate_is(steps: list[Object | None], replicas: int) -> None:
+def test_intent_has_the_present_gate_ports_during_a_change(steps: list[Object | None], replicas: int) -> None:
     cluster = Cluster(rollout(replicas=replicas, engine=engine(steps[0])))
     cluster.converge()
     for network in steps[1:]:

@@ -90,7 +90,7 @@ def failed_three_times(**scheduling: Any) -> Nodes:
     return made
 
 
-def test_an_engine_that_fails_on_a_node_is_moved_once_and_the_others_are_left_alone() -> None:
+def test_failing_engine_is_moved_once_and_others_stay() -> None:
     made = failed_three_times()
     before = made.places()
     assert made.go_on(6) == ["demo-engine-1-0"]
@@ -102,7 +102,7 @@ def test_an_engine_that_fails_on_a_node_is_moved_once_and_the_others_are_left_al
     assert made.plan().actions == ()
 
 
-def test_the_pod_is_deleted_after_its_statefulset_keeps_off_the_node() -> None:
+def test_pod_is_deleted_after_its_statefulset_avoids_the_node() -> None:
     made = failed_three_times()
     first = made.plan().actions
     assert {(type(action), action.object["kind"]) for action in first if isinstance(action, Apply)} == {(Apply, "StatefulSet")}
@@ -127,7 +127,7 @@ def test_an_engine_of_several_pods_is_moved_as_a_whole() -> None:
     }
 
 
-def test_nothing_is_done_before_it_is_written_down() -> None:
+def test_no_engine_is_moved_before_the_status_is_written() -> None:
     made = fleet()
     made.fail(1, 1)
     made.fail(1, 3)
@@ -146,7 +146,7 @@ def test_nothing_is_done_before_it_is_written_down() -> None:
     assert made.plan().actions != ()
 
 
-def test_an_engine_that_came_up_again_stays_until_it_fails_again() -> None:
+def test_recovered_engine_stays_until_it_fails_again() -> None:
     made = failed_three_times()
     made.heal(1)
     assert made.go_on(6) == []
@@ -155,7 +155,7 @@ def test_an_engine_that_came_up_again_stays_until_it_fails_again() -> None:
     assert made.go_on(9) == ["demo-engine-1-0"]
 
 
-def test_when_its_time_is_over_engines_may_go_there_again_and_none_is_restarted() -> None:
+def test_expired_avoidance_restarts_no_engine() -> None:
     made = failed_three_times()
     made.go_on(6)
     before = made.places()
@@ -169,7 +169,7 @@ def test_when_its_time_is_over_engines_may_go_there_again_and_none_is_restarted(
     assert made.places()["demo-engine-1-0"][0] == "b"
 
 
-def test_who_takes_the_field_away_has_all_nodes_again() -> None:
+def test_removing_the_field_allows_all_nodes() -> None:
     made = failed_three_times()
     made.go_on(6)
     before = made.places()
@@ -179,7 +179,7 @@ def test_who_takes_the_field_away_has_all_nodes_again() -> None:
     assert "affinity" not in made.objects["StatefulSet", "demo-engine-1"]["spec"]["template"]["spec"]
 
 
-def test_a_broken_spec_moves_nobody() -> None:
+def test_broken_spec_moves_no_engine() -> None:
     made = fleet()
     for minute in (1, 3, 5, 7):
         for engine in (0, 1):

@@ -61,7 +61,7 @@ def damage(cluster: Cluster, seed: list[int]) -> None:
 )  # a StatefulSet of two pods is deleted, its pods stay, and the next one has one pod
 @given(first=specs, then=specs, harm=st.lists(st.integers(0, 1000), max_size=6))
 @settings(deadline=None, max_examples=30)
-def test_any_world_converges_and_a_second_pass_plans_nothing(first: Any, then: Any, harm: list[int]) -> None:
+def test_any_state_converges_and_a_second_pass_plans_nothing(first: Any, then: Any, harm: list[int]) -> None:
     cluster = Cluster(rollout(**first))
     cluster.execute(cluster.plan().actions)
     cluster.settle()
@@ -98,7 +98,7 @@ def test_a_rolling_update_keeps_all_engines_but_one(then: Any) -> None:
 
 
 @pytest.mark.parametrize("overlay", [{"nodeSelector": {}}, {"rewritten": "As It Is Written"}])
-def test_what_the_api_server_makes_of_a_template_holds_no_rolling_update(overlay: Any) -> None:
+def test_defaulting_of_a_template_does_not_block_a_rolling_update(overlay: Any) -> None:
     spec = {**HEALTHY, "podTemplate": {"spec": overlay}}
     cluster = Cluster(rollout(**spec))
     for image in ("example.org/engine:1", "example.org/engine:2"):
@@ -110,7 +110,7 @@ def test_what_the_api_server_makes_of_a_template_holds_no_rolling_update(overlay
     assert len(cluster.serving()) == 3
 
 
-def test_a_template_that_somebody_changed_is_healed_before_a_pod_is_made_from_it() -> None:
+def test_edited_template_is_healed_before_a_pod_is_created_from_it() -> None:
     cluster = Cluster(rollout(**HEALTHY))
     cluster.converge()
     cluster.edit_spec({**HEALTHY, "engine": {"image": "example.org/engine:2", "gpuResource": ""}})
@@ -143,7 +143,7 @@ def test_a_broken_image_stops_the_rolling_update_at_the_first_engine() -> None:
     assert len(cluster.serving()) == 3
 
 
-def test_the_first_pass_makes_everything_and_the_second_nothing() -> None:
+def test_first_pass_creates_everything_and_the_second_nothing() -> None:
     cluster = Cluster(rollout())
     made = cluster.plan()
     assert all(isinstance(action, Apply) for action in made.actions)
@@ -162,7 +162,7 @@ def test_scaling_down_removes_the_highest_index_first() -> None:
     assert deleted == ["demo-engine-3", "demo-engine-2", "demo-engine-1"]
 
 
-def test_a_new_release_of_the_operator_restarts_no_engine() -> None:
+def test_new_release_of_the_operator_restarts_no_engine() -> None:
     cluster = Cluster(rollout())
     cluster.converge()
     uids = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
@@ -194,7 +194,7 @@ def test_no_pod_is_deleted_before_its_statefulset_has_the_new_template() -> None
     assert restart.name == "demo-engine-1-0"
 
 
-def test_an_engine_without_the_committed_weights_holds_the_rolling_update() -> None:
+def test_engine_without_the_committed_weights_blocks_a_rolling_update() -> None:
     cluster = Cluster(rollout())
     cluster.converge()
     cluster.edit_spec({**cluster.cr["spec"], "model": {"path": "/models/other"}})
@@ -212,7 +212,7 @@ def test_an_engine_without_the_committed_weights_holds_the_rolling_update() -> N
     assert made.requeue_after is not None
 
 
-def test_leftovers_of_an_earlier_rollout_of_the_same_name_are_waited_for() -> None:
+def test_rollout_waits_for_leftovers_of_an_earlier_one() -> None:
     cluster = Cluster(rollout())
     cluster.converge()
     cluster.cr["metadata"]["uid"] = "uid-of-the-new-one"
@@ -225,7 +225,7 @@ def test_leftovers_of_an_earlier_rollout_of_the_same_name_are_waited_for() -> No
     assert len(cluster.serving()) == 2
 
 
-def test_only_what_the_list_did_not_show_may_be_somebody_elses() -> None:
+def test_only_unseen_objects_are_checked_for_ownership() -> None:
     cluster = Cluster(rollout())
     cluster.converge()
     del cluster.objects["Service", "demo-router"]
@@ -246,7 +246,7 @@ def test_orphans_are_adopted() -> None:
     assert {pod["metadata"]["uid"] for pod in cluster.pods.values()} == uids
 
 
-def test_the_token_is_made_once_and_kept() -> None:
+def test_token_is_created_once_and_kept() -> None:
     cluster = Cluster(rollout())
     (secret,) = [a for a in cluster.plan().actions if isinstance(a, Apply) and a.object["kind"] == "Secret"]
     assert secret.needs_token
@@ -261,7 +261,7 @@ def test_the_token_is_made_once_and_kept() -> None:
     assert emptied.needs_token
 
 
-def test_a_deleted_or_unreadable_rollout_plans_nothing() -> None:
+def test_deleted_or_invalid_rollout_has_an_empty_plan() -> None:
     deleting = rollout()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T03:00:00Z"
     assert Cluster(deleting).plan().actions == ()
@@ -271,7 +271,7 @@ def test_a_deleted_or_unreadable_rollout_plans_nothing() -> None:
     assert cluster.plan().actions == ()
 
 
-def test_a_prefetch_comes_and_goes_without_an_engine_and_stays_while_none_is_wanted() -> None:
+def test_prefetch_does_not_depend_on_engines() -> None:
     without = {key: value for key, value in PREFETCHED.items() if key != "prefetch"}
     cluster = Cluster(rollout(model=without))
     cluster.converge()

@@ -78,7 +78,7 @@ async def test_an_empty_plan_does_nothing() -> None:
     assert not kube.calls
 
 
-async def test_a_refusal_does_not_stop_other_applies_but_every_delete() -> None:
+async def test_refused_apply_stops_all_deletes_but_no_other_apply() -> None:
     kube = Recorder(a=Refused("a is nonsense", code=422), b=Refused("b too", code=422))
     assert await run(kube, apply("a"), apply("b"), apply("c"), delete("d")) == Outcome(1, Failure(Reason.APPLY_FAILED, "a is nonsense"))
     assert ("apply", "c") in kube.calls
@@ -86,7 +86,7 @@ async def test_a_refusal_does_not_stop_other_applies_but_every_delete() -> None:
 
 
 @pytest.mark.parametrize(("seen", "deleted"), [("7", False), ("8", True), ("", False)])
-async def test_a_pod_stays_when_its_template_was_healed_a_moment_ago(seen: str, deleted: bool) -> None:
+async def test_pod_is_not_deleted_if_the_same_plan_healed_its_template(seen: str, deleted: bool) -> None:
     """Its controller may not have seen that yet, and would make the pod anew from what somebody had changed."""
     kube = Recorder()
     made = await run(kube, apply("a", version=seen), delete("a-0", unless_healed="a"), delete("b-0"))
@@ -95,25 +95,25 @@ async def test_a_pod_stays_when_its_template_was_healed_a_moment_ago(seen: str, 
     assert ("delete", "b-0") in kube.calls
 
 
-async def test_a_delete_that_is_refused_is_told_and_stops_no_other() -> None:
+async def test_refused_delete_is_reported_and_does_not_stop_other_deletes() -> None:
     kube = Recorder(b=Refused("denied by policy", code=403))
     assert await run(kube, apply("a"), delete("b"), delete("c")) == Outcome(2, Failure(Reason.APPLY_FAILED, "denied by policy"))
     assert ("delete", "c") in kube.calls
 
 
 @pytest.mark.parametrize("error", [NotFound("gone"), Conflict("another uid")])
-async def test_what_is_gone_already_needs_no_delete(error: KubeError) -> None:
+async def test_delete_of_a_missing_object_is_not_counted(error: KubeError) -> None:
     kube = Recorder(a=error)
     assert await run(kube, delete("a"), delete("b")) == Outcome(1)
 
 
 @pytest.mark.parametrize("error", [ApiUnavailable("away"), Conflict("changed"), NotFound("namespace is gone")])
-async def test_what_may_work_later_is_for_the_caller(error: KubeError) -> None:
+async def test_outage_and_conflict_are_raised_to_the_caller(error: KubeError) -> None:
     with pytest.raises(type(error)):
         await run(Recorder(a=error), apply("a"))
 
 
-async def test_the_token_is_random_and_only_where_the_plan_asks_for_one() -> None:
+async def test_token_is_random_and_added_only_if_the_plan_asks_for_it() -> None:
     kube = Recorder()
     await run(kube, apply("s", "Secret", needs_token=True), apply("s", "Secret", needs_token=True), apply("s", "Secret"))
     first, second, third = (obj.get("data") or obj.get("stringData") for obj in kube.objects)
@@ -123,26 +123,26 @@ async def test_the_token_is_random_and_only_where_the_plan_asks_for_one() -> Non
 
 
 @pytest.mark.parametrize("unseen", [True, False])
-async def test_a_token_that_is_there_stays_also_when_the_plan_did_not_see_it(unseen: bool) -> None:
+async def test_existing_token_is_kept_even_if_the_plan_did_not_see_it(unseen: bool) -> None:
     kube = Recorder({"s": {"metadata": {"labels": LABELS}, "data": {"token": "Zmlyc3Q="}}})
     assert await run(kube, apply("s", "Secret", needs_token=True, unseen=unseen)) == Outcome(1)
     assert kube.calls == [("apply", "s")]
     assert kube.objects[0]["data"] == {"token": "Zmlyc3Q="}
 
 
-async def test_a_secret_that_lost_its_token_gets_a_new_one() -> None:
+async def test_secret_without_token_gets_a_new_one() -> None:
     kube = Recorder({"s": {"metadata": {"labels": LABELS}}})
     await run(kube, apply("s", "Secret", needs_token=True))
     assert kube.calls == [("apply", "s")]
     assert kube.objects[0]["data"]["token"]
 
 
-async def test_two_operators_make_one_token() -> None:
+async def test_two_operators_create_one_token() -> None:
     with pytest.raises(Conflict):
         await run(Recorder(s=Conflict("exists", reason="AlreadyExists")), apply("s", "Secret", needs_token=True, unseen=True))
 
 
-async def test_what_is_new_is_made_without_force() -> None:
+async def test_new_objects_are_applied_without_force() -> None:
     kube = Recorder()
     assert await run(kube, apply("a", unseen=True), apply("b")) == Outcome(2)
     assert kube.calls == [("apply without force", "a"), ("apply", "b")]
@@ -153,7 +153,7 @@ async def test_what_is_new_is_made_without_force() -> None:
     [{"labels": LABELS}, {"labels": {}, "ownerReferences": [OWNER]}],
     ids=["left by an earlier rollout", "a child that lost its label"],
 )
-async def test_what_is_ours_is_healed(metadata: dict[str, Any]) -> None:
+async def test_objects_with_our_label_or_owner_are_applied_over(metadata: dict[str, Any]) -> None:
     kube = Recorder({"a": {"metadata": metadata}})
     assert await run(kube, apply("a", unseen=True)) == Outcome(1)
     assert kube.calls == [("apply", "a")]
@@ -165,7 +165,7 @@ async def test_what_is_ours_is_healed(metadata: dict[str, Any]) -> None:
     ids=["a user's", "another rollout's", "another controller's"],
 )
 @pytest.mark.parametrize("kind", ["Service", "Secret"])
-async def test_an_object_that_only_has_the_name_is_left_alone(metadata: dict[str, Any], kind: str) -> None:
+async def test_foreign_object_with_the_same_name_is_left_alone(metadata: dict[str, Any], kind: str) -> None:
     kube = Recorder({"a": {"metadata": metadata}})
     outcome = await run(kube, apply("a", kind, unseen=True, needs_token=kind == "Secret"), apply("b"), delete("c"))
     assert kube.calls == [("apply", "b")], "others are made; nothing is deleted by half a plan"

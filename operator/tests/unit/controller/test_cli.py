@@ -29,7 +29,7 @@ def test_help_and_version_import_no_subcommand() -> None:
     assert output.strip().endswith("set()")
 
 
-def test_help_shows_what_people_start_apart_from_what_is_started_for_them() -> None:
+def test_help_separates_commands_from_processes_of_a_fleet() -> None:
     commands, parts = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1].split("Processes of a fleet")
     assert [line.split()[0] for line in commands.strip().splitlines()] == ["crd", "local", "operator", "plan", "stand-in"]
     assert [line.split()[0] for line in parts.splitlines()[1:]] == ["agent", "coordinator", "proxy"]
@@ -53,7 +53,7 @@ def test_every_option_is_explained_by_a_sentence(line: list[str]) -> None:
     assert "..." not in CliRunner().invoke(main, [*line, "--help"]).output.replace("ARGS]...", "").replace("OPTIONS...]", "")
 
 
-def test_a_missing_library_is_a_sentence_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_module: str) -> None:
         raise ModuleNotFoundError("No module named 'kopf'", name="kopf.on")
 
@@ -63,12 +63,12 @@ def test_a_missing_library_is_a_sentence_that_names_the_extra(monkeypatch: pytes
     assert "needs the library kopf.on, which is not installed: install sglang-rollout[operator]" in result.output
 
 
-def test_a_missing_module_of_ours_is_a_defect_and_no_advice() -> None:
+def test_missing_module_of_the_package_is_raised() -> None:
     with pytest.raises(ModuleNotFoundError):
         load("x", Subcommand("sglang_rollout.nowhere:command", "coordinator", ""))
 
 
-def test_a_target_that_is_no_command_is_a_defect() -> None:
+def test_target_that_is_not_a_command_is_refused() -> None:
     with pytest.raises(TypeError, match="is not a click command"):
         load("x", Subcommand("sglang_rollout:__version__", "coordinator", ""))
 
@@ -109,7 +109,7 @@ def test_the_operators_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert settings.kubeconfig == str(kubeconfig)
 
 
-def test_no_credentials_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_credentials_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from sglang_rollout.controller import cli as operator_cli
 
     monkeypatch.setattr(operator_cli, "configure_logging", lambda *_, **__: None)
@@ -144,7 +144,7 @@ async def test_metrics_and_health_over_http() -> None:
         assert (reply.status, await reply.text()) == (500, "worker 0 has ended: cancelled\n")
 
 
-def test_all_subcommands_that_are_here_are_commands() -> None:
+def test_all_subcommands_are_commands() -> None:
     for name, subcommand in SUBCOMMANDS.items():
         module = Path(cli.__file__).parent.joinpath(*subcommand.target.partition(":")[0].split(".")[1:]).with_suffix(".py")
         if module.exists():

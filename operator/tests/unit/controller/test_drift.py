@@ -87,7 +87,7 @@ CONTAINER: Object = {
 RENDERED: Object = {"kind": "X", "metadata": {"name": "n"}, "spec": {"containers": [CONTAINER], "hostNetwork": False}}
 
 
-def test_defaults_and_additions_of_others_are_no_drift() -> None:
+def test_defaults_and_foreign_additions_are_not_drift() -> None:
     live = live_of(RENDERED)
     live["metadata"] |= {"uid": "u", "labels": {"theirs": "x"}}
     live["spec"]["dnsPolicy"] = "ClusterFirst"
@@ -111,19 +111,19 @@ def test_defaults_and_additions_of_others_are_no_drift() -> None:
         ("spec.containers[engine]", lambda c: c.update(name="other")),
     ],
 )
-def test_an_edit_is_drift(path: str, edit: Any) -> None:
+def test_edited_field_is_drift(path: str, edit: Any) -> None:
     live = live_of(RENDERED)
     edit(live["spec"]["containers"][0])
     assert find_difference(stamp(RENDERED), live) == path
 
 
-def test_a_field_that_is_no_longer_wanted_is_noticed() -> None:
+def test_removed_field_is_drift() -> None:
     live = live_of(RENDERED)
     less = {**RENDERED, "spec": {"containers": [CONTAINER]}}
     assert find_difference(stamp(less), live) == "the wanted object changed"
 
 
-def test_no_hash_of_the_token_in_an_annotation() -> None:
+def test_annotation_does_not_depend_on_the_token() -> None:
     first, second = (
         next(made for made in render_all(rollout(), SETTINGS, token=token) if made["kind"] == "Secret") for token in ("a", "b")
     )
@@ -134,7 +134,7 @@ def rollout(**spec: Any) -> SGLangRollout:
     return SGLangRollout.model_validate(cr(**spec))
 
 
-def test_the_revision_is_about_what_the_user_wrote() -> None:
+def test_revision_depends_only_on_what_the_user_wrote() -> None:
     first = revision(rollout())
     engine = {"image": "example.org/engine:1", "gpuResource": ""}
     assert revision(rollout(engine={**engine, "parallelism": {"tensor": 1}, "args": [], "shm": "16Gi"})) == first, "defaults"
@@ -150,7 +150,7 @@ def test_the_revision_is_about_what_the_user_wrote() -> None:
     assert revision(rollout(scheduling={"gang": {"scheduler": "other", "timeoutSeconds": 600}})) != ganged != first
 
 
-def test_operations_tells_which_defaults_restart_engines_when_they_are_written_out() -> None:
+def test_writing_out_a_computed_default_changes_the_revision() -> None:
     engine: Object = {"image": "example.org/engine:1", "gpuResource": ""}
     first = revision(rollout())
     for more in ({"nodes": 1}, {"network": {}}):
@@ -162,7 +162,7 @@ def test_operations_tells_which_defaults_restart_engines_when_they_are_written_o
 
 
 @pytest.mark.parametrize(("enabled", "told"), [(True, [{"name": "a", "path": "/a", "pinned": False}]), (False, None)])
-def test_adapters_that_are_switched_off_are_listed_and_wanted_by_nobody(enabled: bool, told: object) -> None:
+def test_adapters_are_not_wanted_while_lora_is_disabled(enabled: bool, told: object) -> None:
     lora = {"enabled": enabled, "maxRank": 8, "targetModules": ["all"], "adapters": [{"name": "a", "path": "/a"}]}
     custom = rollout(engine={"image": "e:1", "lora": lora})
     assert json.loads(intent(custom, {})["data"][names.INTENT_KEY]).get("adapters") == told
@@ -178,7 +178,7 @@ def test_the_longest_name_fits_every_label() -> None:
         assert all(len(value) <= 63 for value in made["metadata"]["labels"].values())
 
 
-def test_a_key_added_to_a_services_selector_is_drift() -> None:
+def test_additional_key_in_a_service_selector_is_drift() -> None:
     """The Service would select nothing: the fleet's URL is dead although every rendered key is there."""
     service = {
         "apiVersion": "v1",
@@ -205,7 +205,7 @@ EMPTIED: Object = {
 }
 
 
-def test_what_the_api_server_drops_or_fills_in_is_no_drift() -> None:
+def test_fields_that_the_api_server_drops_or_fills_in_are_not_drift() -> None:
     live = live_of(EMPTIED)
     del live["metadata"]["labels"], live["spec"]["nodeSelector"]
     live["spec"] |= {"schedulerName": "default-scheduler", "dnsPolicy": "ClusterFirst"}
@@ -214,7 +214,7 @@ def test_what_the_api_server_drops_or_fills_in_is_no_drift() -> None:
     assert find_difference(stamp(EMPTIED), live) == ""
 
 
-def test_an_empty_map_that_says_something_and_an_empty_variable_are_healed() -> None:
+def test_removed_empty_map_and_changed_empty_variable_are_drift() -> None:
     live = live_of(EMPTIED)
     live["spec"]["volumes"] = [{"name": "x", "hostPath": {"path": "/"}}]
     assert find_difference(stamp(EMPTIED), live) == "spec.volumes[x].emptyDir"

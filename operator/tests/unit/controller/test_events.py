@@ -52,7 +52,7 @@ def poster(store: Store) -> EventPoster:
     return EventPoster(store, component="operator", instance="pod", now=lambda: next(times))  # type: ignore[arg-type]
 
 
-async def test_news_of_one_kind_are_one_object_that_counts_up() -> None:
+async def test_repeated_event_is_one_object_with_a_growing_count() -> None:
     store = Store()
     post = poster(store)
     for number in (7, 8, 9):
@@ -64,7 +64,7 @@ async def test_news_of_one_kind_are_one_object_that_counts_up() -> None:
     assert store.calls == ["create", "patch", "patch"]
 
 
-async def test_other_news_and_other_rollouts_have_objects_of_their_own() -> None:
+async def test_other_events_and_other_rollouts_have_their_own_objects() -> None:
     store = Store()
     post = poster(store)
     await post.post(ROLLOUT, NEWS)
@@ -75,7 +75,7 @@ async def test_other_news_and_other_rollouts_have_objects_of_their_own() -> None
     assert all(name.startswith("demo.") for name in store.objects)
 
 
-async def test_a_restarted_operator_goes_on_counting() -> None:
+async def test_restarted_operator_continues_the_count() -> None:
     store = Store()
     await poster(store).post(ROLLOUT, NEWS)
     await poster(store).post(ROLLOUT, NEWS)
@@ -83,7 +83,7 @@ async def test_a_restarted_operator_goes_on_counting() -> None:
     assert event["count"] == 2
 
 
-async def test_an_event_that_has_expired_is_made_anew() -> None:
+async def test_expired_event_is_created_again() -> None:
     store = Store()
     post = poster(store)
     await post.post(ROLLOUT, NEWS)
@@ -94,7 +94,7 @@ async def test_an_event_that_has_expired_is_made_anew() -> None:
     assert event["count"] == 2
 
 
-async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_remembered_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "MAX_REMEMBERED_COUNTS", 3)
     store = Store()
     post = poster(store)
@@ -105,7 +105,7 @@ async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(event["count"] for event in store.objects.values()) == [1] * 9 + [2]
 
 
-async def test_long_messages_are_cut_and_failures_are_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_long_messages_are_cut_and_failures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     store = Store()
     post = poster(store)
     await post.post(ROLLOUT, EventToPost("Normal", "R", "m" * 5000, "k"))

@@ -23,7 +23,7 @@ def status_of(name: str, state: Object, before: Object | None = None, *, last: O
 
 
 @pytest.mark.parametrize("name", ["download", "my-own"])
-def test_its_failure_is_told_until_it_comes_through(name: str) -> None:
+def test_failure_is_reported_until_the_container_succeeds(name: str) -> None:
     backing_off = status_of(name, {"waiting": {"reason": "CrashLoopBackOff"}})
     engine = backing_off["engines"][1]
     told = f"container {name} exited with code 3: error: no such repository (restarted 2 times)."
@@ -34,11 +34,11 @@ def test_its_failure_is_told_until_it_comes_through(name: str) -> None:
     assert (through["phase"], through["message"]) == ("Starting", "it is starting.")
 
 
-def test_one_that_runs_again_after_it_ended_well_has_not_failed() -> None:
+def test_repeated_init_container_that_succeeded_is_not_a_failure() -> None:
     engine = status_of("download", {"running": {}}, last=ENDED)["engines"][1]
     assert (engine["phase"], engine["message"]) == ("Starting", "it is starting.")
 
 
-def test_a_sidecar_that_runs_again_is_no_failure() -> None:
+def test_restarted_sidecar_is_not_a_failure() -> None:
     engine = status_of("gate", {"running": {}})["engines"][1]
     assert (engine["phase"], engine["message"]) == ("Starting", "it is starting.")

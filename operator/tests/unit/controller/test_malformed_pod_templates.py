@@ -47,7 +47,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("spec", "says"), CASES, ids=[says for _, says in CASES])
-def test_what_is_no_part_of_a_pod_is_named(spec: dict[str, Any], says: str) -> None:
+def test_misshapen_field_is_named(spec: dict[str, Any], says: str) -> None:
     seen = build_fleet_view(cr(**spec), [], [])
     assert make_plan(seen, SETTINGS).actions == ()
     found = condition(status_of(seen), "Ready")
@@ -66,7 +66,7 @@ def test_what_is_no_part_of_a_pod_is_named(spec: dict[str, Any], says: str) -> N
         {"scheduling": {"affinity": {"podAffinity": {REQUIRED: [{"topologyKey": "a"}]}}, "topologyKey": "rack"}},
     ],
 )
-def test_what_a_pod_may_hold_is_planned_and_the_rest_is_the_servers_to_judge(spec: dict[str, Any]) -> None:
+def test_well_shaped_template_is_planned(spec: dict[str, Any]) -> None:
     seen = build_fleet_view(cr(**spec), [], [])
     assert seen.invalid == ""
     assert make_plan(seen, SETTINGS).actions

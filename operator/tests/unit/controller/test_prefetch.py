@@ -63,14 +63,14 @@ def told(found: FleetView) -> tuple[Object | None, str]:
     return status.get("prefetch"), conditions["Degraded"]["reason"]
 
 
-def test_nodes_that_have_the_files_are_counted() -> None:
+def test_nodes_with_the_model_are_counted() -> None:
     assert told(seen(on(1, ready=True), on(2, ready=True), on(3, status=download({"running": {}})))) == (
         {"ready": 2, "wanted": 3, "reason": "", "message": ""},
         "AsExpected",
     )
 
 
-def test_a_pod_that_holds_the_model_before_does_not_count() -> None:
+def test_pods_of_the_previous_model_are_not_counted() -> None:
     found, reason = told(seen(on(1, ready=True, current=False), on(2, ready=True)))
     assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": "", "message": ""}, "AsExpected")
 
@@ -84,7 +84,7 @@ def test_a_pod_that_holds_the_model_before_does_not_count() -> None:
     ],
     ids=["backing-off", "tried-again", "just-ended"],
 )
-def test_a_download_that_failed_is_told_with_its_node_until_it_comes_through(status: Object) -> None:
+def test_failed_download_is_reported_with_its_node_until_it_succeeds(status: Object) -> None:
     found, reason = told(seen(on(1, ready=True), on(2, status=status), on(3, status=status)))
     why = "pod demo-prefetch-2 on node node-2: the download exited with code 3: error: no such repository. (1 more)"
     assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": "DownloadFailed", "message": why}, "PrefetchFailed")
@@ -99,7 +99,7 @@ def test_a_download_that_failed_is_told_with_its_node_until_it_comes_through(sta
         (unschedulable("Insufficient cpu"), "Unschedulable", "no room for its pod: Insufficient cpu."),
     ],
 )
-def test_a_node_that_cannot_take_its_pod_is_told(status: Object, code: str, words: str) -> None:
+def test_unschedulable_prefetch_pod_is_reported(status: Object, code: str, words: str) -> None:
     found, reason = told(seen(on(1, status=status)))
     assert found is not None
     assert found["reason"] == code
@@ -107,22 +107,22 @@ def test_a_node_that_cannot_take_its_pod_is_told(status: Object, code: str, word
     assert reason == "PrefetchFailed"
 
 
-def test_nothing_is_claimed_before_the_nodes_are_counted() -> None:
+def test_no_prefetch_status_before_nodes_are_counted() -> None:
     assert told(seen(on(1, ready=True), observed=0)) == (None, "AsExpected")
 
 
-def test_without_the_field_nothing_is_said() -> None:
+def test_no_prefetch_status_without_the_field() -> None:
     status = build_status(world([pod(0), pod(1)]), NOW)
     assert "prefetch" not in status
 
 
-def test_it_restarts_no_engine() -> None:
+def test_prefetch_restarts_no_engine() -> None:
     with_it, without = (SGLangRollout.model_validate(custom(prefetch=on)) for on in (True, False))
     assert revision(with_it) == revision(without)
     older = {key: value for key, value in MODEL.items() if key != "prefetch"}
     assert revision(without) == revision(SGLangRollout.model_validate(cr(model=older)))
 
 
-def test_an_overlay_that_takes_the_download_away_takes_the_prefetch_away() -> None:
+def test_overlay_without_the_download_has_no_prefetch() -> None:
     rollout = SGLangRollout.model_validate({**custom(), "spec": {**custom()["spec"], "podTemplate": {"spec": {"initContainers": None}}}})
     assert "DaemonSet" not in {one["kind"] for one in render_all(rollout, SETTINGS, "t")}

@@ -81,7 +81,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(monkeypatch)
 
 
-async def test_a_change_goes_through_all_steps_and_status_speaks_of_the_world_afterwards(stage: Stage) -> None:
+async def test_change_passes_all_steps_and_status_uses_a_fresh_view(stage: Stage) -> None:
     stage.worlds, stage.outcome, stage.plan = [world(1), world(2)], Outcome(3), Plan((), 5.0)
     assert await stage.run() == Result("ok", 5.0)
     assert stage.done == ["observe", "plan", "execute", "observe", "status", "event Ready"]
@@ -92,7 +92,7 @@ async def test_a_change_goes_through_all_steps_and_status_speaks_of_the_world_af
     assert 'rollouts{ready="True"} 1.0' in stage.metrics.render_text().decode()
 
 
-async def test_a_steady_world_is_read_and_left_alone(stage: Stage) -> None:
+async def test_steady_fleet_is_only_read(stage: Stage) -> None:
     status = stage.build_status(world(1), "")
     stage.worlds = [world(1, status=status)]
     assert await stage.run() == Result("ok")
@@ -100,7 +100,7 @@ async def test_a_steady_world_is_read_and_left_alone(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(("planned", "then"), [(None, 7.0), (5.0, 5.0), (10.0, 7.0)])
-async def test_it_looks_again_when_a_node_may_be_used_again(
+async def test_requeue_when_an_avoided_node_expires(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, planned: float | None, then: float
 ) -> None:
     stage.plan = Plan((), planned)
@@ -109,7 +109,7 @@ async def test_it_looks_again_when_a_node_may_be_used_again(
 
 
 @pytest.mark.parametrize("seen", [None, world(1, metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})])
-async def test_what_is_gone_or_going_is_left_to_the_garbage_collector(stage: Stage, seen: FleetView | None) -> None:
+async def test_missing_or_terminating_rollout_is_left_to_the_garbage_collector(stage: Stage, seen: FleetView | None) -> None:
     stage.metrics.set_ready(KEY, "True")
     stage.worlds = [seen]
     assert await stage.run() == Result("gone")
@@ -117,18 +117,18 @@ async def test_what_is_gone_or_going_is_left_to_the_garbage_collector(stage: Sta
     assert 'rollouts{ready="True"} 0.0' in stage.metrics.render_text().decode()
 
 
-async def test_a_rollout_that_goes_while_we_write_is_gone(stage: Stage) -> None:
+async def test_rollout_deleted_during_a_reconcile_is_gone(stage: Stage) -> None:
     stage.worlds, stage.outcome = [world(1), None], Outcome(1)
     assert await stage.run() == Result("gone")
 
 
-async def test_a_refusal_reaches_the_status_and_is_tried_again(stage: Stage) -> None:
+async def test_refusal_reaches_the_status_and_is_retried(stage: Stage) -> None:
     stage.outcome = Outcome(0, Failure(Reason.APPLY_FAILED, "no such field"))
     assert await stage.run() == Result("refused", retry=True)
     assert stage.applied[0][0]["status"]["failure"] == stage.outcome.failure
 
 
-async def test_a_spec_on_which_planning_fails_is_told_and_tried_again(
+async def test_failed_planning_reaches_the_status_and_is_retried(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> Plan:
@@ -145,7 +145,7 @@ async def test_a_spec_on_which_planning_fails_is_told_and_tried_again(
 
 
 @pytest.mark.parametrize("error", [NotFound("gone"), Conflict("another uid")])
-async def test_no_status_for_a_rollout_that_is_not_there_any_more(stage: Stage, error: KubeError) -> None:
+async def test_no_event_if_the_rollout_is_gone(stage: Stage, error: KubeError) -> None:
     stage.error = error
     assert (await stage.run()).name == "ok"
     assert "event Ready" not in stage.done
@@ -158,7 +158,7 @@ async def test_no_event_before_the_status_is_written(stage: Stage) -> None:
     assert "event Ready" not in stage.done
 
 
-async def test_a_status_that_the_crd_refuses_names_the_likely_cause(stage: Stage) -> None:
+async def test_refused_status_names_the_crd(stage: Stage) -> None:
     stage.error = Refused("status.x: unknown", code=422)
     with pytest.raises(Refused, match="is the installed CRD of this release"):
         await stage.run()

@@ -35,7 +35,7 @@ from tests.unit.controller.support.worlds import (
 )
 
 
-def test_a_fleet_that_serves() -> None:
+def test_serving_fleet() -> None:
     status = status_of(world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1)))
     assert status["ready"] == "2/2"
     assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (2, 2, 2)
@@ -62,7 +62,7 @@ def test_the_base_version_is_called_base() -> None:
     assert status["weights"]["committedVersion"] == "base"
 
 
-def test_nothing_yet() -> None:
+def test_status_before_anything_exists() -> None:
     status = status_of(world([], router=False))
     assert "weights" not in status
     assert condition(status, "Ready")["reason"] == "RouterNotReady"
@@ -119,7 +119,7 @@ OSError: /models/none does not exist
         ({}, "PodsNotReady", ["demo-engine-1", "starting"]),
     ],
 )
-def test_why_an_engine_does_not_come_up(said: Object, reason: str, parts: list[str]) -> None:
+def test_status_says_why_an_engine_does_not_start(said: Object, reason: str, parts: list[str]) -> None:
     seen = world([pod(0), pod(1, ready=False, status=said)], written=record(row(0)))
     status, found, message = ready(seen)
     assert (status, found) == ("False", reason)
@@ -128,7 +128,7 @@ def test_why_an_engine_does_not_come_up(said: Object, reason: str, parts: list[s
     assert condition(status_of(seen), "Available")["status"] == "True", "the other engine serves"
 
 
-def test_a_crash_loop_does_not_look_like_a_recovery_at_each_restart() -> None:
+def test_restart_in_a_crash_loop_is_not_a_recovery() -> None:
     def seen(*, waiting: bool, status: Object | None = None) -> FleetView:
         broken = pod(1, ready=False, status=crashed(message=TRACEBACK, waiting=waiting))
         return world([pod(0), broken], written=record(row(0)), custom=cr(status=status))
@@ -145,13 +145,13 @@ def test_a_sidecar_without_its_image_is_named() -> None:
     assert "container gate" in message
 
 
-def test_several_engines_with_one_trouble_are_counted() -> None:
+def test_engines_with_the_same_problem_are_counted() -> None:
     said = crashed(message="ValueError: no")
     _, _, message = ready(world([pod(0, ready=False, status=said), pod(1, ready=False, status=said)], written=record()))
     assert "1 more engine for the same reason" in message
 
 
-def test_an_engine_outside_the_trainers_group_says_what_would_help_it() -> None:
+def test_engine_outside_the_process_group_says_what_helps() -> None:
     written = record(row(0, V1), row(1, BASE, gate=False), committed=V1)
     group = GroupRow(name="g", epoch=3, world_size=2, master="10.0.0.9:1", backend="nccl", places=[0])
     outside = ready(world([pod(0), pod(1)], written=written.model_copy(update={"joined": [group]})))[2]
@@ -161,7 +161,7 @@ def test_an_engine_outside_the_trainers_group_says_what_would_help_it() -> None:
     assert "waits for the trainer's next weight update" in inside
 
 
-def test_an_engine_restarted_in_place_waits_for_weights() -> None:
+def test_restarted_engine_waits_for_weights() -> None:
     seen = world([pod(0), pod(1)], written=record(row(0, V1), row(1, BASE, gate=False), committed=V1))
     status, reason, message = ready(seen)
     assert (status, reason) == ("False", "WaitingForWeights")
@@ -173,7 +173,7 @@ def test_an_engine_restarted_in_place_waits_for_weights() -> None:
     assert said["engines"][1]["phase"] == "Waiting"
 
 
-def test_an_engine_with_half_an_update() -> None:
+def test_engine_with_part_of_an_update_has_diverged() -> None:
     dirty = row(1, None, gate=False, state=EngineState.DIRTY)
     seen = world([pod(0), pod(1)], written=record(row(0, V1), dirty, committed=V1, failed="engine demo-engine-1: timeout"))
     assert ready(seen)[1] == "WeightsDiverged"
@@ -183,7 +183,7 @@ def test_an_engine_with_half_an_update() -> None:
     assert "timeout" in degraded["message"]
 
 
-def test_an_update_that_is_under_way_is_no_trouble() -> None:
+def test_update_in_progress_does_not_degrade() -> None:
     updating = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V1))
     status, reason, message = ready(updating)
     assert (status, reason) == ("False", "UpdatingWeights")
@@ -205,12 +205,12 @@ def test_a_partial_commit_needs_attention_until_all_serve() -> None:
     assert condition(healed, "Degraded")["status"] == "False"
 
 
-def test_a_record_of_an_earlier_life_does_not_make_an_engine_serve() -> None:
+def test_record_alone_does_not_make_an_engine_serve() -> None:
     seen = world([pod(0), pod(1, ready=False)], written=record(row(0), row(1)))
     assert status_of(seen)["ready"] == "1/2"
 
 
-def test_without_a_router_nobody_serves() -> None:
+def test_no_engine_serves_without_a_router() -> None:
     seen = world([pod(0), pod(1)], written=record(row(0), row(1)), router=False)
     assert status_of(seen)["ready"] == "0/2"
     assert ready(seen)[1] == "RouterNotReady"
@@ -226,13 +226,13 @@ def test_ready_counts_only_engines_of_the_current_revision() -> None:
     assert condition(said, "Progressing")["reason"] == "Updating"
 
 
-def test_a_rolling_update_that_waits_says_for_what() -> None:
+def test_waiting_rolling_update_names_the_cause() -> None:
     behind = record(row(0, V2), row(1, BASE, gate=False), committed=V2)
     _, _, message = ready(world([pod(0, current="older"), pod(1)], written=behind))
     assert "waits for this: Engine demo-engine-1" in message
 
 
-def test_an_apply_that_was_refused_comes_first() -> None:
+def test_refused_apply_comes_first() -> None:
     seen = world([pod(0), pod(1)], written=record(row(0), row(1)))
     sentence = "StatefulSet demo-engine-0 was refused: spec.template.spec.volumes[4].name: Duplicate value"
     for reason in (Reason.APPLY_FAILED, Reason.NAME_TAKEN):
@@ -240,7 +240,7 @@ def test_an_apply_that_was_refused_comes_first() -> None:
         assert condition(status_of(seen, Failure(reason, sentence)), "Degraded")["reason"] == reason
 
 
-def test_adapters_of_any_length_are_told_each_under_a_name_of_its_own() -> None:
+def test_long_adapter_names_are_cut_and_stay_unique() -> None:
     names = ["a" * 256 + "x", "a" * 256 + "y", "b"]
     rows = [AdapterRow(name=name, path="/" * 5000, by_spec=False, loaded=1, wanted=2, reason="r" * 40_000) for name in names]
     written = record(row(0), row(1)).model_copy(update={"adapters": rows})
@@ -248,7 +248,7 @@ def test_adapters_of_any_length_are_told_each_under_a_name_of_its_own() -> None:
     assert [(one["name"], len(one["path"]), len(one["message"])) for one in told] == [("a" * 256, 4096, 2000), ("b", 4096, 2000)]
 
 
-def test_adapters_are_told_and_change_no_revision() -> None:
+def test_adapters_are_reported_and_change_no_revision() -> None:
     rows = [AdapterRow(name="math", path="/m", by_spec=True, loaded=1, wanted=2, reason="engine demo-engine-1: no such path")]
     written = record(row(0), row(1)).model_copy(update={"adapters": rows})
     (told,) = status_of(world([pod(0), pod(1)], written=written))["adapters"]
@@ -269,7 +269,7 @@ def test_adapters_are_told_and_change_no_revision() -> None:
     assert made(8) != made(16)
 
 
-def test_an_object_that_cannot_be_read_says_where() -> None:
+def test_invalid_object_names_the_field() -> None:
     custom = cr(engine={"img": "x"})
     status = build_status(build_fleet_view(custom, [], []), NOW)
     found = condition(status, "Ready")
@@ -277,7 +277,7 @@ def test_an_object_that_cannot_be_read_says_where() -> None:
     assert "spec.engine.image" in found["message"]
 
 
-def test_a_record_that_was_edited_by_hand_is_no_crash() -> None:
+def test_unreadable_record_is_reported() -> None:
     seen = world([pod(0), pod(1)])
     seen.children["ConfigMap", "demo-weights"]["data"] = {"weights.json": "{nonsense"}
     again = build_fleet_view(seen.cr, list(seen.children.values()), [pod.raw for pod in seen.pods.values()])
@@ -286,7 +286,7 @@ def test_a_record_that_was_edited_by_hand_is_no_crash() -> None:
     assert "cannot be read" in said["message"]
 
 
-def test_a_big_fleet_lists_the_engines_that_need_attention() -> None:
+def test_large_fleet_lists_engines_that_do_not_serve_first() -> None:
     pods = [pod(index, ready=index != 79) for index in range(80)]
     seen = world(pods, written=record(*(row(index) for index in range(80))), custom=cr(replicas=80))
     said = status_of(seen)
@@ -295,7 +295,7 @@ def test_a_big_fleet_lists_the_engines_that_need_attention() -> None:
     assert said["engines"][0]["name"] == "demo-engine-79"
 
 
-def test_an_engine_on_its_way_out_is_shown() -> None:
+def test_engine_being_removed_is_listed() -> None:
     small = cr(replicas=1)
     leaving = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "demo-engine-1"}}
     seen = world([pod(0), pod(1)], written=record(row(0), row(1)), custom=small, extra=(leaving,))
@@ -336,13 +336,13 @@ def test_the_spread_of_served_versions_is_shown() -> None:
         pytest.param(world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout")), id="update without"),
     ],
 )
-def test_what_is_quoted_ends_with_one_full_stop(seen: FleetView) -> None:
+def test_quotes_end_with_one_full_stop(seen: FleetView) -> None:
     status = status_of(seen)
     said = [one["message"] for one in status["conditions"]] + [row["message"] for row in status["engines"] if row.get("message")]
     assert [text for text in said if not text.endswith((".", ".)")) or ".." in text or " ." in text] == []
 
 
-def test_operations_explains_every_reason_that_ready_can_have() -> None:
+def test_operations_page_explains_every_reason() -> None:
     page = (DOCS / "operations.md").read_text()
     other_conditions = {
         Reason.ENGINES_SERVING,

@@ -35,7 +35,7 @@ def said(found: FleetView, kind: str = "Ready") -> tuple[str, str, str]:
     return one["status"], one["reason"], one["message"]
 
 
-def test_it_is_ready_with_its_base_and_tells_who_waits() -> None:
+def test_fleet_is_ready_with_its_base_and_names_a_waiting_engine() -> None:
     fleet = seen(pod(0), pod(1), homeless(2), rows=2)
     assert said(fleet) == (
         "True",
@@ -57,22 +57,22 @@ def test_it_is_ready_with_its_base_and_tells_who_waits() -> None:
         pytest.param(pod(2), id="waits for weights"),
     ],
 )
-def test_an_engine_beyond_the_base_does_not_take_ready_away_when_it_comes(coming: Object) -> None:
+def test_starting_surplus_engine_does_not_end_ready(coming: Object) -> None:
     assert said(seen(pod(0), pod(1), coming, rows=2))[:2] == ("True", "BaseServing")
 
 
-def test_with_all_engines_it_says_so() -> None:
+def test_all_engines_serving() -> None:
     assert said(seen(pod(0), pod(1), pod(2)))[:2] == ("True", "AllServing")
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_base_is_asked_for_whatever_the_others_do(index: int) -> None:
+def test_missing_base_engine_ends_ready(index: int) -> None:
     there = [pod(other) for other in range(3) if other != index]
     assert said(seen(*there, homeless(index)))[:2] == ("False", "InsufficientCapacity")
     assert said(seen(*there, homeless(index)), "Degraded")[0] == "True"
 
 
-def test_of_two_that_are_away_the_one_of_the_base_is_spoken_of() -> None:
+def test_base_engine_is_described_before_a_surplus_engine() -> None:
     status, reason, message = said(seen(pod(0), pod(1, ready=False), homeless(2), rows=1))
     assert (status, reason, message) == ("False", "PodsNotReady", "Engine demo-engine-1: it is starting.")
 
@@ -80,28 +80,28 @@ def test_of_two_that_are_away_the_one_of_the_base_is_spoken_of() -> None:
 @pytest.mark.parametrize(
     ("broken", "reason"), [(crashed(), "EngineCrashed"), (waiting("ErrImagePull", "not found"), "ImagePullFailed")], ids=["crash", "image"]
 )
-def test_a_failure_needs_a_person_wherever_it_is(broken: Object, reason: str) -> None:
+def test_failed_surplus_engine_degrades_the_fleet(broken: Object, reason: str) -> None:
     fleet = seen(pod(0), pod(1), pod(2, ready=False, status=broken), rows=2)
     assert said(fleet)[:2] == ("False", reason)
     assert said(fleet, "Degraded")[:2] == ("True", reason)
 
 
-def test_a_partial_commit_is_told_also_of_an_engine_beyond_the_base() -> None:
+def test_partial_commit_without_a_surplus_engine_is_reported() -> None:
     fleet = seen(pod(0), pod(1), pod(2), rows=2, last=partial("demo-engine-2: its session did not end"))
     assert said(fleet)[:2] == ("True", "BaseServing")
     assert said(fleet, "Degraded")[:2] == ("True", "PartlyCommitted")
 
 
-def test_without_a_router_the_base_does_not_help() -> None:
+def test_base_without_a_router_is_not_ready() -> None:
     assert said(seen(pod(0), pod(1), homeless(2), router=False))[:2] == ("False", "RouterNotReady")
 
 
-def test_several_that_wait_are_counted() -> None:
+def test_waiting_surplus_engines_are_counted() -> None:
     fleet = seen(pod(0), pod(1), homeless(2), homeless(3), replicas=4, rows=2)
     assert said(fleet)[2].endswith("(1 more engine not serving either.)")
 
 
-def test_an_engine_that_comes_after_the_base_says_so() -> None:
+def test_surplus_engine_that_waits_for_the_base_is_pending() -> None:
     fleet = seen(pod(0), homeless(1), rows=1)
     children = {key: child for key, child in fleet.children.items() if key != ("StatefulSet", "demo-engine-2")}
     last = build_status(replace(fleet, children=children), NOW)["engines"][2]
@@ -118,13 +118,13 @@ def test_suspended_and_scaled_to_zero_have_no_base() -> None:
     assert build_status(suspended, NOW)["base"] == 0
 
 
-def test_without_the_field_all_engines_are_asked_for_and_status_names_no_base() -> None:
+def test_all_engines_are_needed_without_the_field() -> None:
     fleet = seen(pod(0), pod(1), homeless(2), elastic=None)
     assert said(fleet)[:2] == ("False", "InsufficientCapacity")
     assert "base" not in build_status(fleet, NOW)
 
 
-def test_people_hear_when_the_base_is_up_and_when_all_are() -> None:
+def test_events_when_the_base_and_when_all_engines_serve() -> None:
     starts = build_status(seen(pod(0), rows=1), NOW)
     base = build_status(seen(pod(0), pod(1), homeless(2), rows=2), NOW)
     whole = build_status(seen(pod(0), pod(1), pod(2)), NOW)

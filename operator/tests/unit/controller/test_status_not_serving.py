@@ -30,7 +30,7 @@ def test_scaled_to_zero_is_ready() -> None:
     assert ready(world([], written=record(), custom=cr(replicas=0)))[:2] == ("True", "ScaledToZero")
 
 
-def test_suspended_is_not_ready_and_says_what_is_kept() -> None:
+def test_suspended_fleet_says_what_is_kept() -> None:
     seen = world([], written=record(), custom=cr(replicas=2, state="Suspended"))
     status, reason, message = ready(seen)
     assert (status, reason) == ("False", "Suspended")
@@ -38,7 +38,7 @@ def test_suspended_is_not_ready_and_says_what_is_kept() -> None:
     assert build_status(seen, NOW)["ready"] == "0/0"
 
 
-def test_a_paused_fleet_says_who_holds_it_and_that_nothing_is_lost() -> None:
+def test_fleet_paused_by_the_spec_is_not_degraded() -> None:
     rows = [row(0, V1, gate=False), row(1, V1, gate=False)]
     written = record(*rows, committed=V1).model_copy(update={"state": FleetState.PAUSED})
     seen = world([pod(0), pod(1)], written=written, custom=cr(state="Paused"))
@@ -52,7 +52,7 @@ def test_a_paused_fleet_says_who_holds_it_and_that_nothing_is_lost() -> None:
     assert ready(letting_go)[1:] == ("Paused", "spec.state is Active again: 2 of 2 engines have not resumed yet.")
 
 
-def test_a_fleet_that_is_paused_because_its_trainer_is_lost_says_so_and_what_ends_it() -> None:
+def test_fleet_paused_for_a_lost_trainer_says_what_resumes_it() -> None:
     """``trainerLease.onLoss: Pause``: gates are open, and nothing generates until a trainer calls."""
     written = record(row(0, V1), row(1, V1), committed=V1).model_copy(update={"waits_for_trainer": True})
     seen = world([pod(0), pod(1)], written=written)
@@ -70,13 +70,13 @@ def test_a_fleet_that_is_paused_because_its_trainer_is_lost_says_so_and_what_end
     assert condition(found, "Degraded")["reason"] == "TrainerLost"
 
 
-def test_in_a_paused_fleet_an_engine_in_trouble_is_what_is_said() -> None:
+def test_problem_comes_before_the_pause() -> None:
     written = record(row(0, V1, gate=False), row(1, BASE, gate=False), committed=V1).model_copy(update={"state": FleetState.PAUSED})
     found = ready(world([pod(0), pod(1)], written=written, custom=cr(state="Paused")))
     assert found[:2] == ("False", "WaitingForWeights"), found
 
 
-def test_a_sleeping_fleet_says_what_is_released() -> None:
+def test_sleeping_fleet_lists_released_memory() -> None:
     tags = ["kv_cache", "weights", "cuda_graph"]
     rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update={"released": tags}) for index in range(2)]
     written = record(*rows, committed=V1).model_copy(update={"state": FleetState.ASLEEP})
@@ -99,7 +99,7 @@ def shared(mode: str = "Colocated", claim: str = "judge-gpus-{engine}") -> Objec
 
 
 @pytest.mark.parametrize(("mode", "apart"), [("Colocated", False), ("Hybrid", False), ("Hybrid", True)])
-def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble(mode: str, apart: bool) -> None:
+def test_fleet_asleep_for_its_trainer_is_not_degraded(mode: str, apart: bool) -> None:
     """``apart``: said at each engine's own URL."""
     tags = ["kv_cache", "weights"]
     rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update={"released": tags}) for index in range(2)]
@@ -120,6 +120,6 @@ def test_a_fleet_whose_memory_the_trainer_has_is_asleep_and_not_in_trouble(mode:
     assert find_events(before, status) == []
 
 
-def test_engines_with_other_claims_are_made_anew() -> None:
+def test_other_claims_change_the_revision() -> None:
     one, other = (revision(SGLangRollout.model_validate(shared(claim=claim))) for claim in ("judge-gpus-{engine}", "others-{engine}"))
     assert one != other

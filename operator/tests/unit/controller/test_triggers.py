@@ -42,7 +42,7 @@ def test_only_handlers_that_keep_no_state_are_registered() -> None:
     assert not registry._indexing.get_all_handlers()
 
 
-def test_kopf_is_told_to_select_on_the_server_and_to_be_patient() -> None:
+def test_kopf_selects_on_the_server_and_retries_forever() -> None:
     settings = kopf.OperatorSettings()
     configure_kopf(settings)
     assert settings.scanning.disabled
@@ -61,7 +61,7 @@ def record(name: str, message: str, created: float) -> logging.LogRecord:
     return made
 
 
-def test_an_outage_is_one_warning_a_minute_and_not_a_line_per_watch() -> None:
+def test_outage_is_one_warning_per_minute() -> None:
     name, message = (
         "kopf._cogs.clients.watching",
         "Request attempt #3 failed; will retry: GET x -> ClientConnectorError()",
@@ -82,7 +82,7 @@ def test_an_outage_is_one_warning_a_minute_and_not_a_line_per_watch() -> None:
         ("sglang_rollout.controller", "it failed; will retry"),
     ],
 )
-def test_everything_else_is_logged_as_it_is(name: str, message: str) -> None:
+def test_other_lines_are_not_filtered(name: str, message: str) -> None:
     outages = _OutageFilter()
     for _ in range(3):
         one = record(name, message, 1000.0)

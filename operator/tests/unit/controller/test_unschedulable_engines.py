@@ -52,7 +52,7 @@ def said(seen: FleetView, kind: str = "Ready") -> tuple[str, str, str]:
     return found["status"], found["reason"], found["message"]
 
 
-def test_an_engine_in_a_queue_is_waited_for_and_nothing_is_wrong() -> None:
+def test_queued_engine_does_not_degrade_the_fleet() -> None:
     gated = seen(pod(0), homeless(1, gate="kueue.x-k8s.io/admission", status=GATED), queueName="rollouts")
     assert said(gated) == (
         "False",
@@ -63,7 +63,7 @@ def test_an_engine_in_a_queue_is_waited_for_and_nothing_is_wrong() -> None:
     assert build_status(gated, NOW)["engines"][1]["phase"] == "Pending"
 
 
-def test_a_fleet_that_only_waits_for_room_or_quota_does_not_progress() -> None:
+def test_fleet_that_waits_for_room_or_quota_does_not_progress() -> None:
     full = homeless(1, status=unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu"))
     assert said(seen(pod(0), full), "Progressing") == (
         "False",
@@ -85,7 +85,7 @@ def test_a_fleet_that_only_waits_for_room_or_quota_does_not_progress() -> None:
     assert said(seen(pod(0), homeless(1)), "Progressing")[:2] == ("True", "Scaling"), "the scheduler has not looked at it yet"
 
 
-def test_a_queue_that_admits_nobody_is_told_in_kueues_words() -> None:
+def test_stopped_queue_is_reported_quoting_kueue() -> None:
     local = {"status": {"conditions": [{"type": "Active", "status": "False", "message": "ClusterQueue team doesn't exist"}]}}
     cluster = Cluster(queue_stopped=find_queue_stop(local))
     gated = seen(pod(0), homeless(1, gate="kueue.x-k8s.io/admission"), cluster=cluster, queueName="rollouts")
@@ -94,12 +94,12 @@ def test_a_queue_that_admits_nobody_is_told_in_kueues_words() -> None:
     assert find_queue_stop({}) == "", "Kueue has not looked at it yet"
 
 
-def test_another_gate_is_named() -> None:
+def test_foreign_scheduling_gate_is_named() -> None:
     assert said(seen(pod(0), homeless(1, gate="example.org/quota-review")))[2].endswith("the scheduling gate example.org/quota-review.")
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_a_queue_that_is_none_needs_a_person(installed: bool) -> None:
+def test_missing_queue_degrades_the_fleet(installed: bool) -> None:
     problem = describe_missing_queue("rollouts", "rl", installed=installed)
     waiting = seen(pod(0), homeless(1), cluster=Cluster(queue_problem=problem), queueName="rollouts")
     assert said(waiting) == ("False", "QueueNotFound", problem)
@@ -108,14 +108,14 @@ def test_a_queue_that_is_none_needs_a_person(installed: bool) -> None:
     assert make_plan(waiting, SETTINGS).requeue_after is not None, "nothing else tells when the queue is made"
 
 
-def test_a_fleet_that_runs_is_not_disturbed_by_a_lost_queue() -> None:
+def test_missing_queue_does_not_affect_a_running_fleet() -> None:
     running = seen(
         pod(0), pod(1), cluster=Cluster(queue_problem=describe_missing_queue("rollouts", "rl", installed=True)), queueName="rollouts"
     )
     assert said(running)[:2] == ("True", "AllServing")
 
 
-def test_without_pod_groups_everything_else_is_made_and_the_way_out_is_told() -> None:
+def test_other_children_are_created_without_pod_groups() -> None:
     lacking = seen(cluster=Cluster(gang_problem=describe_gang_problem()), gang={})
     empty = replace(lacking, children={})
     kinds = {action.object["kind"] for action in make_plan(empty, SETTINGS).actions if isinstance(action, Apply)}
@@ -126,7 +126,7 @@ def test_without_pod_groups_everything_else_is_made_and_the_way_out_is_told() ->
     assert make_plan(lacking, SETTINGS).requeue_after is not None
 
 
-def test_pod_groups_go_with_the_gang() -> None:
+def test_pod_groups_are_pruned_with_the_gang() -> None:
     ganged = seen(pod(0), pod(1), gang={})
     groups = [key for key in ganged.children if key[0] == "PodGroup"]
     assert groups == [("PodGroup", "demo-engine-0"), ("PodGroup", "demo-engine-1")]
@@ -140,7 +140,7 @@ def test_pod_groups_go_with_the_gang() -> None:
     assert gone == groups[::-1]
 
 
-def test_a_scheduler_that_never_looks_is_named() -> None:
+def test_silent_scheduler_is_named() -> None:
     ignored = homeless(1)
     ignored["spec"]["schedulerName"] = "coscheduling"
     ignored["status"] = {"phase": "Pending"}
@@ -157,14 +157,14 @@ NODES = [
 
 
 @pytest.mark.parametrize("gate", ["", "kueue.x-k8s.io/admission"])
-def test_a_pod_that_no_node_can_ever_take_is_told_apart(gate: str) -> None:
+def test_pod_larger_than_any_node_is_reported(gate: str) -> None:
     cluster = Cluster(largest=find_largest_node(NODES, "nvidia.com/gpu"))
     status, reason, message = said(seen(pod(0), homeless(1, gate=gate), cluster=cluster))
     assert (status, reason) == ("False", "InsufficientCapacity")
     assert "asks for 8 nvidia.com/gpu, and no node has so many: the largest, large, has 6" in message
 
 
-def test_a_node_that_is_merely_full_is_the_schedulers_to_tell() -> None:
+def test_full_node_is_reported_by_the_scheduler() -> None:
     cluster = Cluster(largest=LargestNode("large", 8))
     full = homeless(1, status=unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu"))
     assert said(seen(pod(0), full, cluster=cluster))[2].endswith(
@@ -172,12 +172,12 @@ def test_a_node_that_is_merely_full_is_the_schedulers_to_tell() -> None:
     )
 
 
-def test_a_cluster_without_gpus_is_asked_for_its_device_plugin() -> None:
+def test_cluster_without_gpus_names_the_device_plugin() -> None:
     cluster = Cluster(largest=find_largest_node([], "nvidia.com/gpu"))
     assert "no node offers nvidia.com/gpu now" in said(seen(pod(0), homeless(1), cluster=cluster))[2]
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_unknown_node_sizes_are_not_mentioned() -> None:
     assert said(seen(pod(0), homeless(1)))[2].endswith("its pod waits for the scheduler.")
 
 
@@ -202,7 +202,7 @@ def unmade(*events: Object, made: int = 0, **spec: Any) -> FleetView:
     )
 
 
-def test_pods_that_cannot_be_made_are_told_in_their_controllers_words() -> None:
+def test_pod_creation_error_is_reported_quoting_the_controller() -> None:
     refused = unmade(failed_create("demo-engine-1", "an old story", last="02:58:30"), failed_create("demo-engine-1", QUOTA, uid="now"))
     says = ("CreateFailed", f"Engine demo-engine-1: its pods cannot be created: {QUOTA}.")
     assert said(refused) == ("False", *says)
@@ -221,11 +221,11 @@ def test_pods_that_cannot_be_made_are_told_in_their_controllers_words() -> None:
         (failed_create("demo-engine-1", "of a pod that was made since"), 1),
     ],
 )
-def test_an_engine_whose_pods_are_about_to_be_made_is_waited_for(event: Object, made: int) -> None:
+def test_recent_creation_error_is_ignored(event: Object, made: int) -> None:
     assert said(unmade(event, made=made)) == ("False", "PodsNotReady", "Engine demo-engine-1: it has no pod yet.")
 
 
-def test_quota_that_engines_beyond_the_base_do_not_get_is_room_that_they_wait_for() -> None:
+def test_surplus_engine_without_quota_waits_for_room() -> None:
     found = unmade(failed_create("demo-engine-1", QUOTA, uid="now"))
     wanted = {**found.cr, "spec": {**found.cr["spec"], "elastic": {"base": 1}}}
     elastic = replace(found, cr=wanted, rollout=SGLangRollout.model_validate(wanted))

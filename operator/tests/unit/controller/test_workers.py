@@ -53,15 +53,15 @@ class Bench:
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
 
 
-def test_success_ends_it() -> None:
+def test_success_is_not_repeated() -> None:
     assert Bench(Result("ok")).run(1000) == [0.0]
 
 
-def test_success_may_ask_to_look_again() -> None:
+def test_success_can_request_a_requeue() -> None:
     assert Bench(Result("ok", 30.0), Result("ok", 30.0), Result("ok")).run(1000) == [0.0, 30.0, 60.0]
 
 
-def test_a_refusal_is_tried_again_ever_more_slowly_until_it_is_accepted() -> None:
+def test_refusal_is_retried_with_growing_delays() -> None:
     refused = Result("refused", retry=True)
     bench = Bench(refused, refused, refused, Result("ok"))
     assert bench.run(1000) == [0.0, 1.0, 3.0, 7.0]
@@ -69,11 +69,11 @@ def test_a_refusal_is_tried_again_ever_more_slowly_until_it_is_accepted() -> Non
     assert bench.count("retries_total") == 3
 
 
-def test_conflicts_are_tried_again() -> None:
+def test_conflict_is_retried() -> None:
     assert Bench(Conflict("changed"), Conflict("changed")).run(1000) == [0.0, 1.0, 3.0]
 
 
-def test_an_outage_is_said_once_and_waited_for_at_an_even_pace(caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_is_logged_once_and_retried_at_a_constant_rate(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     bench = Bench(*[ApiUnavailable("connection refused")] * 20)
     times = bench.run(1000)
@@ -97,7 +97,7 @@ def test_a_defect_is_logged_with_its_traceback_and_does_not_end_the_worker(caplo
     assert "n/demo: defect in the operator" in caplog.text
 
 
-def test_a_reconcile_that_hangs_is_cut_off() -> None:
+def test_hanging_reconcile_times_out() -> None:
     async def hang() -> Result:
         await asyncio.sleep(1e9)
         return Result("ok")

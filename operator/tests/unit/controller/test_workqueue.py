@@ -51,7 +51,7 @@ def test_keys_come_in_the_order_they_were_added() -> None:
     run(main())
 
 
-def test_a_key_that_is_being_processed_is_given_to_nobody_else() -> None:
+def test_key_in_process_is_given_to_no_other_worker() -> None:
     async def main() -> None:
         queue = make()
         queue.add("a")
@@ -64,7 +64,7 @@ def test_a_key_that_is_being_processed_is_given_to_nobody_else() -> None:
     run(main())
 
 
-def test_an_event_during_a_reconcile_leads_to_one_more_after_the_burst_has_settled() -> None:
+def test_events_during_a_reconcile_cause_one_more() -> None:
     async def main() -> None:
         queue = make()
         queue.add("a")
