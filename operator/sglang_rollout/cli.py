@@ -30,7 +30,7 @@ class Subcommand:
 SUBCOMMANDS = {
     "agent": Subcommand("sglang_rollout.agent.cli:command", "coordinator", "Run the agent: the sidecar of one engine.", part=True),
     "coordinator": Subcommand(
-        "sglang_rollout.coordinator.cli:command", "coordinator", "Run the coordinator: the control API of the fleet.", part=True
+        "sglang_rollout.coordinator.main:command", "coordinator", "Run the coordinator: the control API of the fleet.", part=True
     ),
     "crd": Subcommand("sglang_rollout.api.crdgen:command", "operator", "Print the CustomResourceDefinition for kubectl apply."),
     "local": Subcommand("sglang_rollout.local.cli:command", "coordinator", "Run a fleet on this machine, in front of SGLang servers."),

@@ -1,4 +1,4 @@
-"""Client of the agents: every call has a deadline, carries token and term, and ends as a value, not an exception."""
+"""HTTP client of the agents. Every call has a deadline, carries the token and the term, and returns a value instead of raising."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from sglang_rollout.wire.ports import (
     TERM_HEADER,
 )
 
-SYNC_DEADLINE = 2.0
-CONNECT_DEADLINE = 5.0
-READ_DEADLINE = 5.0
-"""For GETs of information: a scheduler that is stuck in a collective must not hold up a reader."""
-LONGEST_MESSAGE = 2000
+SYNC_DEADLINE_SECONDS = 2.0
+CONNECT_DEADLINE_SECONDS = 5.0
+READ_DEADLINE_SECONDS = 5.0
+"""For reads of information: a scheduler that is stuck in a collective must not block a reader."""
+MAX_MESSAGE_CHARACTERS = 2000
 STATUS_PATHS = (AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE)
+"""Calls that an agent answers with its status."""
 CONFLICT = 409
 JSON_BODY = {"Content-Type": "application/json"}
 
 Address = Callable[[str], str | None]
-"""The base URL of an engine's gate; None: it has no address (now)."""
+"""Returns the base URL of an engine's gate; None if the engine has no address now."""
 
 
 class Agents:
-    """Calls agents by engine name. ``outranked`` is told the term of an agent that refused ours."""
+    """Calls agents by engine name. Calls ``outranked`` with the term of an agent that refused this coordinator's lower term."""
 
     def __init__(self, *, address: Address, token: Callable[[], str], term: Callable[[], int]) -> None:
         self._address = address
@@ -56,9 +57,9 @@ class Agents:
 
     async def start(self) -> None:
         """Open the connection pool."""
-        # No limit: a fleet has tens of engines, and a call that waits for a connection would look like a slow engine.
+        # No limit, because a call that waits for a connection would look like a slow engine.
         connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(connect=CONNECT_DEADLINE)
+        timeout = aiohttp.ClientTimeout(connect=CONNECT_DEADLINE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
 
     async def close(self) -> None:
@@ -67,9 +68,11 @@ class Agents:
             await self._session.close()
 
     async def fan_out(self, effect: Send, cut: asyncio.Future[str] | None = None) -> dict[str, Result]:
-        """Carry out a Send effect: all engines at once, one result for each, within its deadline.
+        """Carry out a Send effect: call all engines at once and return one result for each, within the deadline of the effect.
 
-        ``cut`` ends the wait early, with the reason for those that have not answered.
+        Args:
+            effect: Path, bodies and limits.
+            cut: Ends the wait early. Its result is the message for engines that have not answered.
         """
         tasks = {
             asyncio.create_task(self._bounded(name, effect, body), name=f"{effect.path} {name}"): name
@@ -78,7 +81,7 @@ class Agents:
         results: dict[str, Result] = {}
         loop = asyncio.get_running_loop()
         began = loop.time()
-        end, why = math.inf, ""
+        end, message = math.inf, ""
         waiting = set(tasks)
         try:
             while waiting:
@@ -91,32 +94,32 @@ class Agents:
                     results[tasks[task]] = task.result()
                 if not done or (cut is not None and cut.done()):
                     break
-                seconds, reason = _limit(effect, results, loop.time() - began)
+                seconds, limit_message = _remaining_wait(effect, results, loop.time() - began)
                 if loop.time() + seconds < end:
-                    end, why = loop.time() + seconds, reason
+                    end, message = loop.time() + seconds, limit_message
             if cut is not None and cut.done():
-                why = cut.result()
+                message = cut.result()
             for task in waiting:
-                results[tasks[task]] = Result(ok=False, message=why)
+                results[tasks[task]] = Result(ok=False, message=message)
         finally:
             for task in waiting:
                 task.cancel()
         return {name: results[name] for name in effect.bodies}
 
     async def sync(self, name: str, request: SyncRequest) -> AgentStatus | None:
-        """Tell an agent what is committed and hear how it is; None: no answer."""
-        return (await self.call(name, AGENT_SYNC, request.model_dump(mode="json"), SYNC_DEADLINE)).agent
+        """Send an agent the committed version and return its status; None if it does not answer."""
+        return (await self.call(name, AGENT_SYNC, request.model_dump(mode="json"), SYNC_DEADLINE_SECONDS)).agent
 
     def silence(self, name: str) -> float:
-        """Seconds since the agent last answered a call, whatever it said."""
+        """Return the seconds since the agent last answered any call."""
         return time.monotonic() - self._heard.get(name, -math.inf)
 
-    async def get(self, name: str, path: str, deadline: float = READ_DEADLINE) -> tuple[int, Any]:
-        """GET a JSON document from an agent: status and body; status 0 and a sentence when there is no answer."""
+    async def get(self, name: str, path: str, deadline: float = READ_DEADLINE_SECONDS) -> tuple[int, Any]:
+        """GET a JSON document from an agent. Return status and body; without an answer, status 0 and a message."""
         return await self._read("GET", name, path, deadline, headers=self._headers())
 
     async def ask(self, name: str, path: str, body: Body, deadline: float) -> tuple[int, Any]:
-        """POST a question to an agent and return the engine's answer: status and body; status 0 and a sentence when there is no answer."""
+        """POST a read to an agent. Return the engine's status and body; without an answer, status 0 and a message."""
         return await self._read("POST", name, path, deadline, json=dict(body), headers=self._headers(deadline))
 
     async def _read(self, method: str, name: str, path: str, deadline: float, **options: Any) -> tuple[int, Any]:
@@ -127,10 +130,10 @@ class Agents:
             async with asyncio.timeout(deadline), self._pool().request(method, url + path, **options) as reply:
                 return reply.status, _json(await reply.read())
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            return 0, _reason(error, deadline)
+            return 0, _error_message(error, deadline)
 
     async def _bounded(self, name: str, effect: Send, body: bytes) -> Result:
-        """One call of a fan-out; repeated where that is harmless: a lost connection says nothing of the engine."""
+        """Make one call of a fan-out. Retry an idempotent call after a lost connection, which says nothing about the engine."""
         if not effect.idempotent:
             return await self.call(name, effect.path, body, effect.deadline)
         loop = asyncio.get_running_loop()
@@ -151,25 +154,25 @@ class Agents:
         return result
 
     async def call(self, name: str, path: str, body: Body | bytes, deadline: float) -> Result:
-        """POST to one agent. A body of bytes is JSON already."""
+        """POST to one agent. A body of type bytes is already JSON."""
         if path not in (AGENT_SYNC, AGENT_RUN):
             return await self._post(name, path, body, deadline)
-        # A sync that is under way with an older version must not arrive after this one: it would close the gate again.
+        # A running sync with an older version must not arrive after this one: it would close the gate again.
         lock = self._sync_locks.setdefault(name, asyncio.Lock())
         try:
             async with asyncio.timeout(deadline):
                 async with lock:
                     if path == AGENT_SYNC:
                         return await self._post(name, path, body, deadline)
-                # Without the lock: an engine may take long to continue, and syncs that begin now know this version too.
+                # Released: an engine may need long to continue, and syncs that begin now carry this version too.
                 return await self._post(name, path, body, deadline)
         except TimeoutError as error:
-            return Result(ok=False, message=_reason(error, deadline))
+            return Result(ok=False, message=_error_message(error, deadline))
 
     async def _post(self, name: str, path: str, body: Body | bytes, deadline: float) -> Result:
         url = self._address(name)
         if url is None:
-            return Result(ok=False, message="it has no address: its pod does not run (yet).")
+            return Result(ok=False, message="it has no address: its pod does not run yet.")
         data = body if isinstance(body, bytes) else json.dumps(dict(body)).encode()
         try:
             async with (
@@ -181,7 +184,7 @@ class Agents:
                 self._heard[name] = time.monotonic()
                 return self._result(path, reply.status, _json(answer))
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            return Result(ok=False, message=_reason(error, deadline))
+            return Result(ok=False, message=_error_message(error, deadline))
 
     def _result(self, path: str, status: int, body: Any) -> Result:
         ok = 200 <= status < 300
@@ -189,19 +192,19 @@ class Agents:
         if not ok:
             return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.")
         if path in STATUS_PATHS:
-            return _status(status, fields)
+            return _status_result(status, fields)
         if path == AGENT_PREFLIGHT:
             return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""))
         if path == AGENT_CHECKPOINT:
-            return _checkpoint(status, fields)
+            return _checkpoint_result(status, fields)
         # SGLang says 200 and success: false in some places.
         ok = fields.get("success") is not False
         if ok and path == ControlCall.CHECK_WEIGHTS.path:
-            return _summed(status, body)
+            return _checksum_result(status, body)
         return Result(ok=ok, status=status, message=_message(body))
 
     def _check_term(self, reply: aiohttp.ClientResponse) -> None:
-        """An agent that refuses our term says which one it follows."""
+        """Report the higher term that an agent names when it refuses this coordinator's term."""
         text = reply.headers.get(TERM_HEADER, "")
         if reply.status == CONFLICT and text.isascii() and text.isdigit() and int(text) > self._term():
             self.outranked(int(text))
@@ -209,22 +212,24 @@ class Agents:
     def _headers(self, deadline: float | None = None) -> Mapping[str, str]:
         headers = {"Authorization": f"Bearer {self._token()}", TERM_HEADER: str(self._term())}
         if deadline is not None:
-            # The agent answers a little before we stop listening: its sentence says more than our silence.
+            # The agent answers shortly before our own limit, because its message says more than a timeout.
             headers[DEADLINE_HEADER] = f"{max(deadline * 0.5, deadline - 1.0):.3f}"
         return headers
 
     def _pool(self) -> aiohttp.ClientSession:
         if self._session is None:
             raise RuntimeError("Agents.start() has not been called")
+        if self._session.closed:  # aiohttp raises RuntimeError, and every call must return a value
+            raise aiohttp.ClientConnectionError("the coordinator ends")
         return self._session
 
 
 class _NoAnswerError(Exception):
-    """The call did not reach the agent, or its answer did not reach us."""
+    """The call did not reach the agent, or its answer did not reach the coordinator."""
 
 
 def _encode_bodies(bodies: Mapping[str, Body]) -> dict[str, bytes]:
-    """Return the JSON of each body. Equal bodies, as of a bucket with thousands of names, are encoded once."""
+    """Return the JSON of each body. Encode equal bodies once, because a bucket may hold thousands of names."""
     found: dict[str, bytes] = {}
     last: tuple[Body, bytes] | None = None
     for name, body in bodies.items():
@@ -234,8 +239,8 @@ def _encode_bodies(bodies: Mapping[str, Body]) -> dict[str, bytes]:
     return found
 
 
-def _limit(effect: Send, results: Mapping[str, Result], took: float) -> tuple[float, str]:
-    """How many seconds to wait for those that have not answered yet, and what is said of them then."""
+def _remaining_wait(effect: Send, results: Mapping[str, Result], took: float) -> tuple[float, str]:
+    """Return how many seconds to wait for the engines that have not answered, and their message after that."""
     if effect.grace is not None and any(not result.ok for result in results.values()):
         return effect.grace, "not waited for, because another engine failed."
     if effect.patience is not None and 2 * len(results) >= len(effect.bodies):
@@ -244,20 +249,20 @@ def _limit(effect: Send, results: Mapping[str, Result], took: float) -> tuple[fl
     return math.inf, ""
 
 
-def _status(status: int, fields: Mapping[str, Any]) -> Result:
+def _status_result(status: int, fields: Mapping[str, Any]) -> Result:
     try:
         return Result(ok=True, status=status, agent=AgentStatus.model_validate(fields))
     except ValidationError as error:
         where = "; ".join(str(problem["loc"]) for problem in error.errors()[:3])
-        return Result(ok=False, status=status, message=f"its agent's answer is no status (fields {where}).")
+        return Result(ok=False, status=status, message=f"the answer of its agent is not a status (fields {where}).")
 
 
-def _checkpoint(status: int, fields: Mapping[str, Any]) -> Result:
+def _checkpoint_result(status: int, fields: Mapping[str, Any]) -> Result:
     try:
         reply = CheckpointReply.model_validate(fields)
     except ValidationError as error:
         return Result(
-            ok=False, status=status, message=f"its agent's answer about the checkpoint cannot be read: {error.errors()[0]['msg']}."
+            ok=False, status=status, message=f"the answer of its agent about the checkpoint cannot be read: {error.errors()[0]['msg']}."
         )
     names = None if reply.names is None else frozenset(reply.names)
     return Result(
@@ -266,7 +271,7 @@ def _checkpoint(status: int, fields: Mapping[str, Any]) -> Result:
     )  # fmt: skip
 
 
-def _summed(status: int, body: Any) -> Result:
+def _checksum_result(status: int, body: Any) -> Result:
     checksums = _checksums(body)
     if checksums is None:
         return Result(ok=False, status=status, message="its answer holds no checksum of each rank.")
@@ -274,45 +279,45 @@ def _summed(status: int, body: Any) -> Result:
 
 
 def _checksums(body: Any) -> tuple[str, ...] | None:
-    """One checksum per rank, in rank order, of SGLang's answer; None: it is another answer."""
+    """Return one checksum per rank, in rank order, from SGLang's answer; None for any other answer."""
     ranks = body.get("ranks") if isinstance(body, dict) else None
     if not isinstance(ranks, list) or not ranks:
         return None
     try:
-        ordered = sorted(ranks, key=_place)
+        ordered = sorted(ranks, key=_rank_key)
         return tuple(str(rank["per_gpu_checksum"]) for rank in ordered)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
         return None
 
 
-def _place(rank: Mapping[str, Any]) -> tuple[str, int]:
-    """Where a rank stands. SGLang gives a list: of one, but with draft models. 0.5.20 gives one place, without a role."""
+def _rank_key(rank: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the sort key of a rank. ``parallelism_info`` is a list with one entry per model; in 0.5.20 it is one entry without a role."""
     found = rank["parallelism_info"]
-    place = found[0] if isinstance(found, list) else found
-    return str(place.get("role", "")), int(place["rank"])
+    first = found[0] if isinstance(found, list) else found
+    return str(first.get("role", "")), int(first["rank"])
 
 
 def _json(data: bytes) -> Any:
-    """What an answer says. Half of a character becomes a question mark: what engines say is kept in the record, which cannot hold it."""
+    """Return the JSON of an answer, or its text. Lone surrogates become question marks, because the record cannot store them."""
     try:
         found = json.loads(data)
         if data.isascii() and b"\\" not in data:
-            return found  # as most do, and nothing of it can be half
+            return found  # the usual case: no surrogate can be in it
         return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
-        return data[:LONGEST_MESSAGE].decode("utf-8", "replace").strip()
+        return data[:MAX_MESSAGE_CHARACTERS].decode("utf-8", "replace").strip()
 
 
 def _message(body: Any) -> str:
-    """The sentence in a reply: SGLang puts it under ``message`` (about adapters: ``error_message``), proxies and FastAPI elsewhere."""
+    """Return the message in a reply. SGLang uses ``message`` (``error_message`` for adapters), proxies and FastAPI other fields."""
     if isinstance(body, dict):
         body = body.get("message") or body.get("error_message") or body.get("error") or body.get("detail") or ""
     if isinstance(body, list):
         body = "; ".join(str(part) for part in body)
-    return str(body or "").strip()[:LONGEST_MESSAGE]
+    return str(body or "").strip()[:MAX_MESSAGE_CHARACTERS]
 
 
-def _reason(error: BaseException, deadline: float) -> str:
+def _error_message(error: BaseException, deadline: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {deadline:g} s."
     return f"{str(error) or type(error).__name__}."

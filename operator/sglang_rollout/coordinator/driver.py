@@ -1,4 +1,4 @@
-"""Carries out the state machine's effects and feeds it events. Decides nothing itself."""
+"""Carries out the effects of the state machine and feeds it events: the coordinator's I/O around one fleet. Decides nothing itself."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.leader import DeposedError, Leadership
 from sglang_rollout.coordinator.members import Members
 from sglang_rollout.coordinator.metrics import Metrics
-from sglang_rollout.coordinator.record_store import Keeper, LostError, RecordStore
-from sglang_rollout.coordinator.takeover import claim
+from sglang_rollout.coordinator.record import HigherTermError, RecordStore, RecordWriter, take_over
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import (
     Answered,
@@ -43,16 +42,17 @@ from sglang_rollout.wire.states import FleetState, held_sentence
 
 log = logging.getLogger(__name__)
 
-SYNC_EVERY = 0.5
-SYNC_AT_LEAST = 2.0
-"""Also in the middle of an update: a restart of the engine must not wait for the end of its buckets."""
-TICK_EVERY = 1.0
-READ_AGAIN = 2.0
-RELEASE_DEADLINE = 2.0
+SYNC_SECONDS = 0.5
+"""Interval of syncs with each agent."""
+SYNC_SECONDS_IN_UPDATE = 2.0
+"""Longest interval of syncs with an agent that takes part in an update, so that a restarted engine is noticed before its last bucket."""
+TICK_SECONDS = 1.0
+RELEASE_DEADLINE_SECONDS = 2.0
+DEPOSED = "This coordinator does not lead the fleet any more. Try again: another coordinator answers in a moment."
 
 
 class Driver:
-    """One machine with everything around it that does I/O."""
+    """Runs one state machine: sends its calls, writes its record, answers its callers."""
 
     def __init__(
         self, *, name: str, members: Members, agents: Agents, store: RecordStore, leadership: Leadership, metrics: Metrics
@@ -63,76 +63,90 @@ class Driver:
         self._store = store
         self._leadership = leadership
         self._metrics = metrics
-        self.keeper = Keeper(store)
+        self.record_writer = RecordWriter(store)
         self._machine: Machine | None = None
         self._calls = itertools.count(1)
         self._cuts: dict[int, asyncio.Future[str]] = {}
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
-        self._kept = FleetState.ACTIVE
-        self._reported = 0
-        """Ended updates that the log holds."""
-        self._phase: Phase | None = None
-        """The phase that the log named last."""
+        self._ended = False
+        """True after this coordinator has stopped leading. Events are ignored from then on."""
+        self._logged_state = FleetState.ACTIVE
+        self._logged_updates = 0
+        """Number of ended updates in the log."""
+        self._logged_phase: Phase | None = None
         self._syncing: dict[str, asyncio.Task[None]] = {}
         self._synced: dict[str, float] = {}
-        self._claimed = 0
-        """The highest term that was claimed because an agent knew the one below."""
+        """Time of the last sync by engine."""
+        self._announced = 0
+        """Highest term that was announced because an agent knew the term below."""
 
     @property
     def machine(self) -> Machine | None:
-        """The state machine; None until the record could be read."""
+        """The state machine; None until the record has been read."""
         return self._machine
 
     @property
     def term(self) -> int:
-        """This coordinator's term."""
+        """Term of this coordinator; 0 until the record has been read."""
         return self._machine.fleet.term if self._machine is not None else 0
 
     async def run(self) -> None:
-        """Lead until something ends it. Raises DeposedError, or whatever was a bug: a fresh process proves all again."""
+        """Lead until the task is cancelled or something fails.
+
+        Raises:
+            DeposedError: Another coordinator leads.
+            Exception: A bug. The caller ends the process, and a new process starts from the record and the agents.
+        """
         self._failed = asyncio.get_running_loop().create_future()
         try:
             await self._lead()
         finally:
-            await self._resign()
+            await self._stop()
 
-    async def _resign(self) -> None:
-        """Write what is left, and only then let another one lead: it must not find that over its own record."""
+    async def _stop(self) -> None:
+        """Cancel all work, write the newest record, and release the leadership only then: the next leader reads that record."""
+        self._ended = True
+        tasks = [*self._tasks, *self._syncing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._failed is not None:
+            self._failed.cancel()
+            if not self._failed.cancelled():
+                self._failed.exception()  # asyncio complains about exceptions that are not retrieved
         try:
-            await self.keeper.close()
-        except LostError as error:
+            await self.record_writer.close()
+        except HigherTermError as error:
             log.warning("the last record is not written: %s", error)
         finally:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RELEASE_DEADLINE):
+                async with asyncio.timeout(RELEASE_DEADLINE_SECONDS):
                     await self._leadership.release()
 
     async def _lead(self) -> None:
-        held = await self._leadership.acquire()
-        term, record = await claim(self._store, self._leadership.announce, held)
+        acquired = await self._leadership.acquire()
+        term, record = await take_over(self._store, self._leadership.announce, acquired)
         log.info("leading, term %d", term)
         if record is not None:
-            self.keeper.save(record.model_copy(update={"term": term}))  # again and again, if it could not be written yet
+            self.record_writer.save(record.model_copy(update={"term": term}))  # if it could not be written yet, it is retried
         at = time.monotonic()
         self._machine = Machine(name=self._name, term=term, record=record, at=at, wall_offset=time.time() - at, new_id=uuid.uuid4().hex)
         self._agents.outranked = self._outranked
         self._members.changed = self._changed
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch_failure(), name="failure")
-                group.create_task(self._leadership.hold(), name="leadership")
-                group.create_task(self._members.run(), name="members")
-                group.create_task(self._sync_all(), name="sync")
-                group.create_task(self._tick(), name="tick")
-                group.create_task(self.keeper.run(), name="record")
-        finally:
-            for task in [*self._tasks, *self._syncing.values()]:
-                task.cancel()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_failure(), name="failure")
+            group.create_task(self._leadership.hold(), name="leadership")
+            group.create_task(self._members.run(), name="members")
+            group.create_task(self._sync_all(), name="sync")
+            group.create_task(self._tick(), name="tick")
+            group.create_task(self.record_writer.run(), name="record")
 
     async def ask(self, request: Request) -> Answer:
-        """Put a trainer's request to the machine; returns its answer. Cancelled: the trainer has gone."""
+        """Put a request to the state machine and return its answer. A cancellation means that the client has gone."""
+        if self._ended:
+            return Answer(503, DEPOSED)
         if self._machine is None:
             return Answer(503, "The coordinator has just started and cannot read its record yet. Try again in a moment.")
         call = next(self._calls)
@@ -147,40 +161,46 @@ class Driver:
         finally:
             self._waiting.pop(call, None)
 
-    def beat(self) -> None:
-        """Take the trainer's heartbeat."""
+    def note_heartbeat(self) -> None:
+        """Record a heartbeat of the trainer."""
         self.feed(Beat(time.monotonic()))
 
     def feed(self, event: Event) -> None:
-        """Give the machine an event and start what it wants done."""
-        if self._machine is None:
+        """Give the state machine an event and start its effects. Ignore the event before the record is read and after the end."""
+        if self._machine is None or self._ended:
             return
         try:
             effects = self._machine.handle(event)
-        except Exception as error:  # a bug: the state cannot be trusted any more, a fresh process proves it again
+        except Exception as error:  # a bug: this state cannot be trusted, a new process rebuilds it
             self._fail(error)
             raise
         for effect in effects:
             match effect:
                 case Send():
-                    # Not in its task, which begins later: a Cut of it may be the next effect.
+                    # Created here and not in the task, which starts later: the next effect may be a Cut of this one.
                     cut = self._cuts[effect.id] = asyncio.get_running_loop().create_future()
                     self._spawn(self._send(effect, cut))
                 case Write():
                     self._spawn(self._write(effect))
                 case Save(record):
-                    self.keeper.save(record)
+                    self.record_writer.save(record)
                 case Cut():
                     self._cut(effect)
                 case Reply(call, answer):
                     future = self._waiting.get(call)
                     if future is not None and not future.done():
                         future.set_result(answer)
-        self._log_phase(self._machine.phase)
-        self._report(self._machine.fleet)
-        if self._machine.fleet.applied_state is not self._kept:
-            self._kept = self._machine.fleet.applied_state
-            log.info("%s", held_sentence(self._kept) or "The fleet is active, as its spec says.")
+        self._log_changes(self._machine)
+
+    def _log_changes(self, machine: Machine) -> None:
+        """Log each phase when it begins, so that the log of a killed coordinator names the phase. Log ended updates and the state."""
+        if machine.phase is not self._logged_phase:
+            self._logged_phase = machine.phase
+            log.info("update phase: %s", machine.phase)
+        self._count_update(machine.fleet)
+        if machine.fleet.applied_state is not self._logged_state:
+            self._logged_state = machine.fleet.applied_state
+            log.info("%s", held_sentence(self._logged_state) or "The fleet is active, as its spec says.")
 
     def _cut(self, effect: Cut) -> None:
         log.warning("%s", effect.reason)
@@ -188,24 +208,19 @@ class Driver:
         if future is not None and not future.done():
             future.set_result(effect.reason)
 
-    def _log_phase(self, phase: Phase) -> None:
-        """Log each phase when it begins: the log of a coordinator that was killed names the phase it was killed in."""
-        if phase is not self._phase:
-            self._phase = phase
-            log.info("update phase: %s", phase)
-
-    def _report(self, fleet: Fleet) -> None:
+    def _count_update(self, fleet: Fleet) -> None:
         """Count an update that has just ended, and log one line about it."""
-        self._metrics.count(fleet.transaction.outcomes)
-        last, ended = fleet.last_update, fleet.transaction.outcomes.total()
-        if last is None or ended == self._reported:
+        outcomes = fleet.transaction.outcomes
+        self._metrics.count_updates(outcomes)
+        last = fleet.last_update
+        if last is None or outcomes.total() == self._logged_updates:
             return
-        self._reported = ended
-        what = f"{last.outcome}: version {last.version} (label {last.version.label}) {last.phases_ms}"
+        self._logged_updates = outcomes.total()
+        summary = f"{last.outcome}: version {last.version} (label {last.version.label}) {last.phases_ms}"
         if last.outcome is UpdateOutcome.COMMITTED:
-            log.info("%s", what)
+            log.info("%s", summary)
         else:
-            log.warning("%s: %s", what, last.reason)
+            log.warning("%s: %s", summary, last.reason)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -235,14 +250,14 @@ class Driver:
         for name, result in results.items():
             if not result.ok:
                 log.warning("%s on %s: %s %s", effect.path, name, result.status or "no answer:", result.message)
-        self._metrics.fan_out(effect.path, ended - began, results)
+        self._metrics.count_fan_out(effect.path, ended - began, results)
         log.debug("%s on %d engines: %.0f ms", effect.path, len(results), (ended - began) * 1000)
         self.feed(Answered(effect.id, results, ended))
 
     async def _write(self, effect: Write) -> None:
         try:
-            ok = await self.keeper.write(effect.record)
-        except LostError as error:
+            ok = await self.record_writer.write(effect.record)
+        except HigherTermError as error:
             raise DeposedError(str(error)) from error
         self.feed(Written(effect.id, ok, time.monotonic()))
 
@@ -255,34 +270,38 @@ class Driver:
             return
         if machine.outranked(term):
             self._fail(DeposedError(f"an agent follows a coordinator of term {term}; this one is of term {machine.fleet.term}"))
-        elif machine.fleet.committed is None and term >= self._claimed:
-            self._claimed = term + 1
-            self._spawn(self._rise(machine, term + 1))
+        elif machine.fleet.committed is None and term >= self._announced:
+            self._announced = term + 1
+            self._spawn(self._raise_term(machine, term + 1))
 
-    async def _rise(self, machine: Machine, term: int) -> None:
-        """Only who may still lead goes above a term that an agent knows: else two coordinators would have one term."""
+    async def _raise_term(self, machine: Machine, term: int) -> None:
+        """Announce a higher term before it is used. Otherwise two coordinators could have the same term."""
         await self._leadership.announce(term)
         machine.rise(term)
 
     async def _sync_all(self) -> None:
-        """Each agent on its own: one that does not answer delays no other."""
+        """Sync each agent in its own task, so that an agent that does not answer delays no other."""
         while True:
             machine = self._machine
             names = list(machine.fleet.engines) if machine is not None else []
             for name in names:
                 running = self._syncing.get(name)
-                if (running is None or running.done()) and not self._busy(name):
+                if (running is None or running.done()) and not self._can_skip_sync(name):
                     self._syncing[name] = asyncio.create_task(self._sync(name), name=f"sync {name}")
             for name in [name for name in self._syncing if name not in names]:
                 self._syncing.pop(name).cancel()
-            await asyncio.sleep(SYNC_EVERY)
+            await asyncio.sleep(SYNC_SECONDS)
 
-    def _busy(self, name: str) -> bool:
-        """Whether the update under way has just heard from the agent. In a large fleet the calls of an update and as many syncs
-        would take turns on the coordinator's one core."""
+    def _can_skip_sync(self, name: str) -> bool:
+        """Return True if the agent has just answered a call of the running update.
+
+        In a large fleet as many syncs as calls of the update would compete for the coordinator's one core.
+        """
         machine = self._machine
-        updating = machine is not None and machine.fleet.update is not None
-        return updating and self._agents.silence(name) < SYNC_EVERY and time.monotonic() - self._synced.get(name, 0.0) < SYNC_AT_LEAST
+        if machine is None or machine.fleet.update is None:
+            return False
+        since_sync = time.monotonic() - self._synced.get(name, 0.0)
+        return self._agents.silence(name) < SYNC_SECONDS and since_sync < SYNC_SECONDS_IN_UPDATE
 
     async def _sync(self, name: str) -> None:
         machine = self._machine
@@ -292,10 +311,10 @@ class Driver:
         try:
             status = await self._agents.sync(name, machine.fleet.sync_request(name))
             self.feed(Seen(name, status, asked, time.monotonic()))
-        except Exception as error:  # noqa: BLE001 - reported through _fail, which ends the process
+        except Exception as error:  # noqa: BLE001 - _fail reports it and ends the process
             self._fail(error)
 
     async def _tick(self) -> None:
         while True:
             self.feed(Tick(time.monotonic()))
-            await asyncio.sleep(TICK_EVERY)
+            await asyncio.sleep(TICK_SECONDS)

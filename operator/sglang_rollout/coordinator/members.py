@@ -1,29 +1,87 @@
-"""Where the wanted engines are: URLs of the intent, or EndpointSlices by the hostname ``<engine>-0``."""
+"""The engines that the fleet should have (the intent) and their addresses (URLs of the intent, or EndpointSlices)."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import ValidationError
 
 from sglang_rollout.api.intent import Intent
-from sglang_rollout.coordinator.record_store import IntentSource
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import KubeError
-from sglang_rollout.kube.resources import ENDPOINTSLICES, Object
+from sglang_rollout.kube.resources import CONFIGMAPS, ENDPOINTSLICES, Object
 from sglang_rollout.kube.watch import follow
 from sglang_rollout.wire.ports import GATE_PORT
 
 log = logging.getLogger(__name__)
 
+INTENT_KEY = "intent.json"
+FILE_POLL_SECONDS = 0.5
 SERVICE_LABEL = "kubernetes.io/service-name"
 
 
-def hostnames(slices: Iterable[Object]) -> dict[str, str]:
-    """Address of every pod, ready or not, by hostname.
+class IntentSource(Protocol):
+    """Reads the intent."""
 
-    An engine must be reached before it is ready: it becomes ready only through us.
-    """
+    def follow(self) -> AsyncIterator[Intent]:
+        """Yield the intent, and again after each change, forever."""
+
+
+class FileIntent:
+    """The intent in a file, read again when the file changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def follow(self) -> AsyncIterator[Intent]:
+        """Yield the intent of the file. An unreadable or invalid file changes nothing."""
+        seen, last_warning = "", ""
+        while True:
+            try:
+                text = await asyncio.to_thread(self._path.read_text)
+                if text != seen:
+                    seen = text
+                    yield Intent.model_validate_json(text)
+                last_warning = ""
+            except (OSError, ValidationError) as error:
+                if str(error) != last_warning:
+                    last_warning = str(error)
+                    log.warning("the intent %s cannot be used: %s", self._path, last_warning)
+            await asyncio.sleep(FILE_POLL_SECONDS)
+
+
+class ConfigMapIntent:
+    """The intent in ConfigMap ``<name>-intent``, which the operator writes."""
+
+    def __init__(self, kube: Kube, namespace: str, name: str) -> None:
+        self._kube = kube
+        self._namespace = namespace
+        self._name = f"{name}-intent"
+
+    async def follow(self) -> AsyncIterator[Intent]:
+        """Yield the intent of the ConfigMap. An absent or invalid ConfigMap changes nothing."""
+
+        def warn(error: KubeError) -> None:
+            log.warning("the intent cannot be followed: %s", error)
+
+        async for objects in follow(self._kube, CONFIGMAPS, self._namespace, name=self._name, on_error=warn):
+            text = (objects.get(self._name, {}).get("data") or {}).get(INTENT_KEY)
+            if not text:
+                log.warning("ConfigMap %s has no %s yet", self._name, INTENT_KEY)
+                continue
+            try:
+                yield Intent.model_validate(json.loads(text))
+            except ValueError as error:
+                log.error("the intent in ConfigMap %s cannot be used: %s", self._name, error)  # noqa: TRY400
+
+
+def addresses_by_hostname(slices: Iterable[Object]) -> dict[str, str]:
+    """Return the address of each pod, ready or not: an engine becomes ready only after the coordinator has reached it."""
     found: dict[str, str] = {}
     for item in slices:
         for endpoint in item.get("endpoints") or []:
@@ -34,13 +92,13 @@ def hostnames(slices: Iterable[Object]) -> dict[str, str]:
 
 
 def gate_url(address: str, port: int | None = None) -> str:
-    """URL of a pod's gate; IPv6 addresses need brackets."""
+    """Return the URL of a pod's gate, with brackets around an IPv6 address."""
     host = f"[{address}]" if ":" in address else address
     return f"http://{host}:{port or GATE_PORT}"
 
 
 class Members:
-    """Follows intent and addresses; ``changed`` is told each new picture."""
+    """Follows the intent and the addresses. Calls ``changed`` with the intent and the names of the engines that have an address."""
 
     def __init__(self, source: IntentSource, *, kube: Kube | None, namespace: str, name: str) -> None:
         self._source = source
@@ -53,11 +111,11 @@ class Members:
         self.changed: Callable[[Intent, frozenset[str]], None] = lambda intent, addressed: None
 
     def url(self, name: str) -> str | None:
-        """Base URL of an engine's gate; None: it has no pod that runs."""
+        """Return the base URL of an engine's gate; None if its head pod has no address."""
         return self._urls.get(name)
 
     async def run(self) -> None:
-        """Follow both, for ever."""
+        """Follow both forever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_intent(), name="intent")
             if self._kube is not None:
@@ -69,16 +127,16 @@ class Members:
             self._update()
 
     async def _follow_slices(self, kube: Kube) -> None:
-        def complain(error: KubeError) -> None:
-            log.warning("addresses of engines cannot be followed: %s", error)
+        def warn(error: KubeError) -> None:
+            log.warning("the engines' addresses cannot be followed: %s", error)
 
         labels: dict[str, str | None] = {SERVICE_LABEL: self._service}
-        async for slices in follow(kube, ENDPOINTSLICES, self._namespace, labels=labels, on_error=complain):
-            self._pods = hostnames(slices.values())
+        async for slices in follow(kube, ENDPOINTSLICES, self._namespace, labels=labels, on_error=warn):
+            self._pods = addresses_by_hostname(slices.values())
             self._update()
 
     def _update(self) -> None:
-        """Nothing is concluded before both are known: an engine without a known address would count as empty."""
+        # Both must be known: an engine without a known address would count as empty.
         if self.intent is None or self._pods is None:
             return
         urls: dict[str, str] = {}
@@ -89,7 +147,7 @@ class Members:
                 urls[engine.name] = url.rstrip("/")
         if any(self._urls.get(name) != url for name, url in urls.items()):
             log.info("engines: %s", ", ".join(f"{name}={url}" for name, url in urls.items()) or "none has an address")
-        # An engine that left the intent keeps its address: it may still take part in an update, which then ends.
+        # An engine that left the intent keeps its address, because it may still take part in an update.
         names = {engine.name for engine in self.intent.engines}
         self._urls = {**{name: url for name, url in self._urls.items() if name not in names}, **urls}
         self.changed(self.intent, frozenset(urls))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.machine import Machine
-from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.record import UpdateOutcome
@@ -17,75 +18,81 @@ from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 
 PREFIX = "sglang_rollout_coordinator"
-# From a call on an idle engine (milliseconds) to a bucket of a large model (minutes).
-BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+# From a call to an idle engine (milliseconds) to a bucket of a large model (minutes).
+BUCKETS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _CALLS = (
     *(ControlCall.INIT_GROUP, ControlCall.DESTROY_GROUP, ControlCall.BEGIN_UPDATE, ControlCall.UPDATE_DISTRIBUTED),
     *(ControlCall.UPDATE_DISK, ControlCall.UPDATE_TENSOR, ControlCall.END_UPDATE, ControlCall.PAUSE, ControlCall.CONTINUE),
     *(ControlCall.FLUSH_CACHE, ControlCall.CHECK_WEIGHTS, ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY),
     *(ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER),
 )
-PATHS = (
+FAN_OUT_PATHS = (
     *(call.path for call in _CALLS),
     *(ports.AGENT_SYNC, ports.AGENT_RUN, ports.AGENT_PREFLIGHT, ports.AGENT_CHECKPOINT, ports.AGENT_ACK, ports.AGENT_FENCE),
 )
-"""Calls that the coordinator makes on several engines."""
+"""Paths that the coordinator calls on several engines."""
 
 
 class Metrics:
-    """The coordinator's own registry: no process-wide state.
+    """Metrics in a registry of their own.
 
-    Series whose labels are known start at 0: ``increase()`` does not see a first failure that makes its own series.
+    Counters with known labels start at 0, because ``increase()`` misses a first failure that creates its own series.
+
+    Args:
+        machine: Returns the state machine, or None until the record has been read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, machine: Callable[[], Machine | None] = lambda: None) -> None:
         self.registry = CollectorRegistry()
-        self._engines = Gauge(f"{PREFIX}_engines", "Engines by state", ["state"], registry=self.registry)
-        self._serving = Gauge(f"{PREFIX}_serving", "Engines with an open gate", registry=self.registry)
-        self._run = Gauge(f"{PREFIX}_committed_run", "Run of the committed version", registry=self.registry)
-        self._step = Gauge(f"{PREFIX}_committed_step", "Step of the committed version within its run", registry=self.registry)
-        self._epoch = Gauge(f"{PREFIX}_epoch", "Epoch of the members", registry=self.registry)
-        self._term = Gauge(f"{PREFIX}_term", "Term of this coordinator", registry=self.registry)
-        self._paused = Gauge(f"{PREFIX}_paused", "1 while the fleet is paused", registry=self.registry)
-        self._updates = Counter(f"{PREFIX}_updates", "Weight updates that ended", ["outcome"], registry=self.registry)
-        self._calls = Histogram(f"{PREFIX}_fan_out_seconds", "Calls on all engines", ["path"], buckets=BUCKETS, registry=self.registry)
-        self._failures = Counter(f"{PREFIX}_fan_out_failures", "Engines on which a call failed", ["path"], registry=self.registry)
+        self.registry.register(_FleetCollector(machine))
+        self._updates = Counter(f"{PREFIX}_updates", "Ended weight updates", ["outcome"], registry=self.registry)
+        self._calls = Histogram(
+            f"{PREFIX}_fan_out_seconds", "Duration of a call to all engines", ["path"], buckets=BUCKETS_SECONDS, registry=self.registry
+        )
+        self._failures = Counter(f"{PREFIX}_fan_out_failures", "Failed calls to an engine", ["path"], registry=self.registry)
         self._counted: Tally[UpdateOutcome] = Tally()
         for outcome in UpdateOutcome:
             self._updates.labels(outcome.value)
-        for state in EngineState:
-            self._engines.labels(state.value)
-        for path in PATHS:
+        for path in FAN_OUT_PATHS:
             self._failures.labels(path)
 
-    def count(self, ended: Tally[UpdateOutcome]) -> None:
-        """Raise the counter of ended updates to ``ended``, the numbers by outcome."""
+    def count_updates(self, ended: Tally[UpdateOutcome]) -> None:
+        """Raise the counter of updates to ``ended``, the numbers by outcome since the start."""
         for outcome, number in (ended - self._counted).items():
             self._updates.labels(outcome.value).inc(number)
         self._counted = Tally(ended)
 
-    def fan_out(self, path: str, seconds: float, results: Mapping[str, Result]) -> None:
-        """Count one call on several engines."""
+    def count_fan_out(self, path: str, seconds: float, results: Mapping[str, Result]) -> None:
+        """Count one call to several engines."""
         path = path.partition("?")[0]
         self._calls.labels(path).observe(seconds)
         self._failures.labels(path).inc(sum(not result.ok for result in results.values()))
 
-    def text(self, machine: Machine | None) -> bytes:
-        """The Prometheus text format. Figures of the machine's facts are taken now: facts change far more often than anybody asks."""
-        if machine is not None:
-            self._observe(machine.fleet)
-        return generate_latest(self.registry)
 
-    def _observe(self, fleet: Fleet) -> None:
-        states: dict[str, int] = {state.value: 0 for state in EngineState}
-        for engine in fleet.engines.values():
+class _FleetCollector(Collector):
+    """Gauges that are read from the state machine at each scrape, because it changes far more often than it is scraped."""
+
+    def __init__(self, machine: Callable[[], Machine | None]) -> None:
+        self._machine = machine
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the gauges. Without a state machine all of them are 0."""
+        machine = self._machine()
+        fleet = machine.fleet if machine is not None else None
+        states = dict.fromkeys((state.value for state in EngineState), 0)
+        for engine in fleet.engines.values() if fleet is not None else ():
             states[engine.row().state.value] += 1
+        engines = GaugeMetricFamily(f"{PREFIX}_engines", "Engines by state of their weights", labels=["state"])
         for state, number in states.items():
-            self._engines.labels(state).set(number)
-        self._serving.set(sum(engine.serving for engine in fleet.engines.values()))
-        self._epoch.set(fleet.epoch)
-        self._term.set(fleet.term)
-        self._paused.set(fleet.pause is not None or fleet.applied_state is FleetState.PAUSED)
-        if fleet.committed is not None:
-            self._run.set(fleet.committed.run)
-            self._step.set(fleet.committed.step)
+            engines.add_metric([state], number)
+        yield engines
+        committed = fleet.committed if fleet is not None else None
+        for name, help_text, value in (
+            ("serving", "Engines with an open gate", sum(engine.serving for engine in fleet.engines.values()) if fleet else 0),
+            ("committed_run", "Run of the committed version", committed.run if committed else 0),
+            ("committed_step", "Step of the committed version within its run", committed.step if committed else 0),
+            ("epoch", "Epoch of the members", fleet.epoch if fleet else 0),
+            ("term", "Term of this coordinator", fleet.term if fleet else 0),
+            ("paused", "1 while the fleet is paused", bool(fleet and (fleet.pause or fleet.applied_state is FleetState.PAUSED))),
+        ):
+            yield GaugeMetricFamily(f"{PREFIX}_{name}", help_text, value=float(value))

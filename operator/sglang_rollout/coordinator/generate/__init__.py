@@ -1,1 +1,1 @@
-"""The data path beside the weight update: batches, streams and the worker list of smg."""
+"""The data path beside the transaction: batches, requests that bypass smg, and smg's list of workers."""

@@ -1,7 +1,7 @@
-"""Batched ``/generate`` bodies, taken apart into single requests, and answers put together again. Pure.
+"""Batched ``/generate`` bodies: split into single requests, and their answers joined. Pure.
 
-SGLang takes lists of prompts with lists of nearly every other field; smg takes few of them, and sends a batch that it takes to one engine.
-The rules here are those of SGLang's ``GenerateReqInput.normalize_batch_and_arguments`` (0.5.23), with its own words where it refuses.
+SGLang accepts lists of prompts with lists of nearly every other field. smg accepts few of these fields, and sends a whole batch to one
+engine. The rules here are those of SGLang's ``GenerateReqInput.normalize_batch_and_arguments`` (0.5.23), with its error messages.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any, TypeGuard
 Item = dict[str, Any]
 
 _PER_ITEM = ("lora_path", "lora_id", "video_data", "audio_data", "positional_embed_overrides")
-"""A list holds one value for each prompt; anything else is for all."""
+"""A list holds one value for each prompt; any other value is for all prompts."""
 _COUNTED = ("watermark", "return_hidden_states", "extra_key", "cache_salt", "kv_hints")
-"""As before, and SGLang says so when the list has another length."""
+"""The same, and SGLang refuses a list of another length."""
 _NOT_SAMPLED = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask", "sampling_logprobs_mode")
-"""As before, but no list together with several samples of each prompt."""
+"""The same, but SGLang refuses a list together with several samples of each prompt."""
 _PLACEMENT = ("bootstrap_host", "bootstrap_port", "bootstrap_pair_key", "decode_tp_size")
 _NESTED = ("multi_item_delimiter_indices", "token_indices_to_pool")
 _HASHES = ("mm_hashes", "mm_content_hashes")
 """One hash, or a list of them, for each prompt."""
 
-_LEFT_OUT = ("text", "input_ids", "input_embeds", "modalities")
-"""Of prompts given in two ways SGLang takes one; modalities follow from the images."""
+_OMITTED = ("text", "input_ids", "input_embeds", "modalities")
+"""Fields that an item does not inherit. SGLang uses one form of the prompt, and derives modalities from the images."""
 
 
 class BatchError(Exception):
-    """SGLang would refuse this batch; the message is the sentence, its own where it has one."""
+    """SGLang would refuse this batch; the message is SGLang's own where it has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as single requests, in order."""
+    """A batch as single requests in order."""
 
     items: tuple[Item, ...]
     samples: int
@@ -44,7 +44,7 @@ class Batch:
 
 
 def split(body: Mapping[str, Any]) -> Batch | None:
-    """The single requests of a batch; None if the body holds one prompt (or none). Raises BatchError."""
+    """Return the single requests of a batch; None if the body holds one prompt or none. Raises BatchError."""
     prompts = _prompts(body)
     if prompts is None:
         return None
@@ -55,7 +55,7 @@ def split(body: Mapping[str, Any]) -> Batch | None:
     for key in _PER_ITEM + _PLACEMENT:
         columns[key] = _column(body, key, size)
     for key in _COUNTED:
-        columns[key] = _column(body, key, size, complaint=f"The length of {key} should be equal to the batch size.")
+        columns[key] = _column(body, key, size, length_error=f"The length of {key} should be equal to the batch size.")
     for key in (*_NOT_SAMPLED, "custom_logit_processor"):
         if samples > 1 and isinstance(body.get(key), list):
             raise BatchError(f"Cannot use list {key} with parallel_sample_num > 1")
@@ -63,48 +63,49 @@ def split(body: Mapping[str, Any]) -> Batch | None:
     columns["token_ids_logprob"] = _token_ids(body.get("token_ids_logprob"), size, samples)
     columns["image_data"] = _images(body.get("image_data"), size)
     for key in _HASHES:
-        columns[key] = [_listed(value) for value in _column(body, key, size, complaint=f"The length of {key} should equal the batch size")]
+        columns[key] = [
+            _as_list(value) for value in _column(body, key, size, length_error=f"The length of {key} should equal the batch size")
+        ]
     for key in _NESTED:
         columns[key] = _column(body, key, size, takes=_is_nested)
     room = body.get("bootstrap_room")
     columns["bootstrap_room"] = [room + i for i in range(size)] if isinstance(room, int) else _column(body, "bootstrap_room", size)
-    common = {key: value for key, value in body.items() if key not in columns and key not in _LEFT_OUT}
+    common = {key: value for key, value in body.items() if key not in columns and key not in _OMITTED}
     items = tuple(common | {key: column[i] for key, column in columns.items() if column[i] is not None} for i in range(size))
     return Batch(items, samples, bool(body.get("stream")))
 
 
 def join(answers: Sequence[bytes]) -> bytes:
-    """One list out of the bodies of single answers, in order. An answer with several samples is a list itself and is laid open.
+    """Return one JSON list of the single answers in order. An answer with several samples is a list itself and is flattened.
 
-    Bytes, not objects: with logprobs an answer has megabytes, and reading them would hold up everything else.
+    Works on bytes: with logprobs an answer has megabytes, and parsing them would block the event loop.
     """
-    return b"[" + b",".join(inner for inner in map(_inner, answers) if inner) + b"]"
+    return b"[" + b",".join(items for items in map(_list_items, answers) if items) + b"]"
 
 
-def indexed(event: bytes, item: int, samples: int) -> bytes:
-    """An event (JSON) of the stream of one item, with its place in the batch as SGLang numbers it."""
+def add_index(event: bytes, item: int, samples: int) -> bytes:
+    """Return an event (JSON) of one item's stream with its index in the batch, as SGLang numbers it."""
     fields = json.loads(event)
     own = fields.get("index")
     fields["index"] = item * samples + (own if isinstance(own, int) else 0)
-    return encoded(fields)
+    return encode(fields)
 
 
-def encoded(fields: Mapping[str, Any]) -> bytes:
-    """A body, as short as JSON can say it. Half of a character, which UTF-8 cannot write, stays the escape that it came as: whoever
-    gets it has words of his own for it."""
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """Return compact JSON. A lone surrogate, which UTF-8 cannot encode, stays an escape: the receiver refuses it itself."""
     try:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
         return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def _inner(answer: bytes) -> bytes:
+def _list_items(answer: bytes) -> bytes:
     answer = answer.strip()
     return answer[1:-1].strip() if answer.startswith(b"[") and answer.endswith(b"]") else answer
 
 
 def _prompts(body: Mapping[str, Any]) -> dict[str, list[Any]] | None:
-    """The columns that make it a batch. ``text`` decides before ``input_ids``, and either before ``input_embeds``."""
+    """Return the columns that make a body a batch. ``text`` wins over ``input_ids``, and both win over ``input_embeds``."""
     text, ids, embeds = body.get("text"), body.get("input_ids"), body.get("input_embeds")
     if text is not None:
         if not isinstance(text, list):
@@ -126,14 +127,14 @@ def _column(
     key: str,
     size: int,
     *,
-    complaint: str | None = None,
+    length_error: str | None = None,
     takes: Callable[[Any], TypeGuard[list[Any]]] = _is_list,
 ) -> Sequence[Any]:
     value = body.get(key)
     if not takes(value):
         return [value] * size
-    if len(value) < size or (complaint and len(value) != size):
-        raise BatchError(complaint or f"{key} has {len(value)} entries for {size} prompts.")
+    if len(value) < size or (length_error and len(value) != size):
+        raise BatchError(length_error or f"{key} has {len(value)} entries for {size} prompts.")
     return list(value)
 
 
@@ -160,9 +161,9 @@ def _rids(value: Any, size: int) -> Sequence[Any]:
         raise BatchError("The rid should be a string or a list of strings.")
     if len(value) != size:
         raise BatchError("The specified rids length mismatch with the batch_size for batch processing.")
-    twice = [rid for rid, count in Counter(map(str, value)).items() if count > 1]
-    if twice:
-        raise BatchError(f"Duplicate request IDs detected within the request: {twice}")
+    duplicates = [rid for rid, count in Counter(map(str, value)).items() if count > 1]
+    if duplicates:
+        raise BatchError(f"Duplicate request IDs detected within the request: {duplicates}")
     return value
 
 
@@ -184,7 +185,7 @@ def _images(value: Any, size: int) -> Sequence[Any]:
     return [None if images == [None] else images for images in value] or [None] * size
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return value if value is None or isinstance(value, list) else [value]
 
 

@@ -1,8 +1,7 @@
-"""Requests for tokens that smg would refuse or change: batches, sent to it one by one, and what it cannot carry at all, sent to an engine.
-So are requests for embeddings, rewards and scores.
+"""Routes of the data path: batches, which go to smg one item at a time, and requests that bypass smg and go to an engine.
 
-The front sends only such requests here, and those whose prompt it cannot see because it stands behind a long field; whatever else
-comes is passed on to smg as it is.
+Embeddings, rewards and scores bypass smg too. The front sends only such requests here, and requests whose prompt it cannot see behind a
+long field. Every other request is forwarded to smg unchanged.
 """
 
 from __future__ import annotations
@@ -10,44 +9,48 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.coordinator.generate.batches import Batch, BatchError, encoded, join, split
-from sglang_rollout.coordinator.generate.client import HOLD_SECONDS, BrokeOffError, NobodyAnswersError
+from sglang_rollout.coordinator.generate.batches import Batch, BatchError, encode, join, split
+from sglang_rollout.coordinator.generate.client import HOLD_SECONDS, ConnectionLostError, UnreachableError
 from sglang_rollout.coordinator.generate.streams import BatchStream
-from sglang_rollout.coordinator.generate.token_ids import why_mixed
 from sglang_rollout.coordinator.http.parts import PARTS, Handler
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
 from sglang_rollout.sglang.smg_limits import should_bypass_smg
 from sglang_rollout.wire.ports import VERSION_HEADER
 
-LARGEST_BODY = 64 * 2**20
-"""Of a batch; as much as smg keeps of a request in order to send it again."""
-_SESSION = ("x-smg-routing-key", "x-session-id")
-"""Headers that name a conversation, as smg is told to read them."""
+MAX_BODY_BYTES = 64 * 2**20
+"""Largest batch; as much as smg buffers of a request for a retry."""
+_SESSION_HEADERS = ("x-smg-routing-key", "x-session-id")
+"""Headers that name a conversation, as smg is configured to read them."""
 _JSON = "application/json"
-_HOP = frozenset(
+_HOP_HEADERS = frozenset(
     {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authorization", "proxy-authenticate"}
     | {"host", "content-length", "expect", "accept-encoding", "content-type"}
 )
 """Headers that belong to one connection or one body, not to the request."""
-_PAUSE = 0.25
-UNLISTED_SECONDS = 10.0
-"""smg restarts in 0.1 s, and its list of engines is kept twice a second."""
-NOBODY = (
+_RETRY_SECONDS = 0.25
+NO_WORKERS_SECONDS = 10.0
+"""Longest wait for smg's first worker after its restart, which takes 0.1 s; its list is compared twice a second."""
+NO_ENGINE = (
     "No engine can take this request now: none holds the weights that the fleet has committed, or the router is restarting. "
     "GET /fleet tells the state of each engine. Try again."
 )
 
+_TOKEN_ID_FIELDS = ("input_ids", "label_token_ids", "stop_token_ids", "tokens")
+"""Fields that hold token IDs, also in lists of lists."""
+_TOKEN_ID_OR_TEXT_FIELDS = ("input", "query", "items", "prompt")
+"""Fields that hold token IDs or texts, never both in one list."""
+
 
 class ItemError(Exception):
-    """One request of a batch was not answered with tokens; the whole batch is answered like it."""
+    """An item of a batch failed; the whole batch gets the same answer."""
 
     def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         super().__init__(f"HTTP {status}")
@@ -56,186 +59,188 @@ class ItemError(Exception):
         self.headers = headers
 
 
-def _told(handler: Handler) -> Handler:
-    """Turn what can go wrong into answers in the shape of SGLang's data paths."""
+def _with_errors(handler: Handler) -> Handler:
+    """Turn the errors of this module into answers in the shape of SGLang's data paths."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         machine = request.app[PARTS].driver.machine
-        if held := machine.fleet.why_not_generating if machine is not None else "":
-            return _refused(503, held)
+        if reason := machine.fleet.why_not_generating if machine is not None else "":
+            return _refuse(503, reason)
         try:
             return await handler(request)
         except BatchError as error:
-            return _refused(400, str(error))
+            return _refuse(400, str(error))
         except ItemError as error:
             return web.Response(status=error.status, body=error.body, headers=error.headers)
-        except NobodyAnswersError:
-            return _refused(503, NOBODY)
-        except BrokeOffError as error:
-            return _refused(502, str(error))
+        except UnreachableError:
+            return _refuse(503, NO_ENGINE)
+        except ConnectionLostError as error:
+            return _refuse(502, str(error))
 
     return handle
 
 
-@_told
+@_with_errors
 async def generate(request: web.Request) -> web.StreamResponse:
-    """``POST /generate``: a batch in parts, anything else as it came."""
-    data = await _read(request)
-    body = _document(data)
+    """``POST /generate``: split a batch, forward any other body."""
+    data = await _read_body(request)
+    body = _parse(data)
     batch = split(body) if isinstance(body, dict) else None
     if batch is None:
         return await _single(request, data, body)
     if batch.stream:
-        return await BatchStream(request, batch, lambda item: _item(request, item)).run()
-    return await _whole(request, batch)
+        return await BatchStream(request, batch, lambda item: _send_item(request, item)).run()
+    return await _answer_batch(request, batch)
 
 
-@_told
+@_with_errors
 async def completions(request: web.Request) -> web.StreamResponse:
-    """``POST /v1/completions``: smg reads prompts of token ids as an error, so an engine is asked directly."""
-    data, body = _with_adapter(request, await _read(request))
+    """``POST /v1/completions``: smg refuses prompts of token IDs, so they go to an engine."""
+    data, body = _with_adapter(request, await _read_body(request))
     prompt = body.get("prompt") if isinstance(body, dict) else None
     ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
     return await _single(request, data, body, direct=ids)
 
 
-@_told
+@_with_errors
 async def chat(request: web.Request) -> web.StreamResponse:
-    """``POST /v1/chat/completions`` with numbers that smg refuses and engines take, or for a model with an adapter."""
-    data, body = _with_adapter(request, await _read(request))
+    """``POST /v1/chat/completions`` with values that smg refuses, or for a model with an adapter."""
+    data, body = _with_adapter(request, await _read_body(request))
     return await _single(request, data, body)
 
 
-@_told
+@_with_errors
 async def direct(request: web.Request) -> web.StreamResponse:
-    """Embeddings, rewards, scores and the tokenizer: an engine that serves answers.
+    """Embeddings, rewards, scores and the tokenizer: a serving engine answers.
 
-    The body is written again, so that the gate's filter sees every key and number in its plain form.
+    The body is encoded again, so that the gate's filter sees every key and number in its plain form.
     """
-    body = _document(await _read(request))
+    body = _parse(await _read_body(request))
     if not isinstance(body, dict):
-        return _refused(400, f"{request.path} needs a JSON object as its body.")
-    if why := why_mixed(body):
-        return _refused(400, why)
+        return _refuse(400, f"{request.path} needs a JSON object as its body.")
+    if problem := find_mixed_token_ids(body):
+        return _refuse(400, problem)
     try:
-        data = encoded(body)
+        data = encode(body)
     except RecursionError:
-        return _refused(400, f"{request.path}: the body nests too deep.")
+        return _refuse(400, f"{request.path}: the body nests too deep.")
     async with _by_engine(request, data) as reply:
-        return await _copied(request, reply)
+        return await _copy(request, reply)
 
 
 def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
-    """The body and its JSON. SGLang's ``model: "name:adapter"`` is said with ``lora_path``: smg knows models by their names alone, and
-    answers with 404 when the adapter is not one of the fleet's."""
-    body = _document(data)
+    """Return the body and its JSON, with SGLang's ``model: "name:adapter"`` written as ``model`` and ``lora_path``.
+
+    smg knows models by their names alone, and answers 404 if the adapter is not one of the fleet's.
+    """
+    body = _parse(data)
     model = body.get("model") if isinstance(body, dict) else None
     name, _, adapter = model.rpartition(":") if isinstance(model, str) else ("", "", "")
     if not name or adapter not in lora.wanted(request.app[PARTS].machine.fleet):
         return data, body
     body = {**body, "model": name, "lora_path": adapter}
-    return encoded(body), body
+    return encode(body), body
 
 
 async def _single(request: web.Request, data: bytes, body: Any, *, direct: bool = False) -> web.StreamResponse:
     if not direct and not should_bypass_smg(request.path, body):
-        return await _passed_on(request, data)
+        return await _forward_to_smg(request, data)
     async with _by_engine(request, data) as reply:
-        return await _copied(request, reply)
+        return await _copy(request, reply)
 
 
-async def _whole(request: web.Request, batch: Batch) -> web.Response:
-    """All answers in one list. The first that fails ends the others: their requests are cancelled."""
-    async with _tasks([_answer(request, item) for item in batch.items]) as tasks:
+async def _answer_batch(request: web.Request, batch: Batch) -> web.Response:
+    """Return all answers in one list. The first failed item cancels the others."""
+    async with _tasks([_answer_item(request, item) for item in batch.items]) as tasks:
         answers = await asyncio.gather(*tasks)
     versions = list(dict.fromkeys(version for _, version in answers if version))
     headers = {VERSION_HEADER: ", ".join(versions)} if versions else {}
     return web.Response(body=join([body for body, _ in answers]), content_type=_JSON, headers=headers)
 
 
-async def _answer(request: web.Request, item: dict[str, Any]) -> tuple[bytes, str | None]:
-    async with _item(request, item) as reply:
-        return await _rest(reply), reply.headers.get(VERSION_HEADER)
+async def _answer_item(request: web.Request, item: dict[str, Any]) -> tuple[bytes, str | None]:
+    async with _send_item(request, item) as reply:
+        return await _read_answer(reply), reply.headers.get(VERSION_HEADER)
 
 
 @asynccontextmanager
-async def _item(request: web.Request, item: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-    """One request of a batch, answered with 200. Raises ItemError for any other answer.
+async def _send_item(request: web.Request, item: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Yield the answer 200 to one item of a batch. Raise ItemError for any other answer.
 
-    A 404 is an smg that has just (re)started and has no engines yet; the others of the batch should not be lost for that.
+    A 404 comes from an smg that has just started and has no workers yet. It is retried, so that the batch is not lost.
     """
-    data = encoded(item)
-    ask = _by_engine if should_bypass_smg(GENERATE, item) else _by_smg
+    data = encode(item)
+    send = _by_engine if should_bypass_smg(GENERATE, item) else _by_smg
     loop = asyncio.get_running_loop()
-    end = loop.time() + UNLISTED_SECONDS
+    end = loop.time() + NO_WORKERS_SECONDS
     while True:
-        async with ask(request, data) as reply:
+        async with send(request, data) as reply:
             if reply.status == 200:
                 yield reply
                 return
             if reply.status != 404:
                 headers = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
-                raise ItemError(reply.status, await _rest(reply), headers)
+                raise ItemError(reply.status, await _read_answer(reply), headers)
         if loop.time() >= end:
-            raise NobodyAnswersError(NOBODY)
-        await asyncio.sleep(_PAUSE)
+            raise UnreachableError(NO_ENGINE)
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
 @asynccontextmanager
 async def _by_smg(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-    async with request.app[PARTS].smg.post(request.path_qs, data, _forwarded(request)) as reply:
+    async with request.app[PARTS].generate.post(request.path_qs, data, _forwarded_headers(request)) as reply:
         yield reply
 
 
-async def _passed_on(request: web.Request, data: bytes) -> web.StreamResponse:
+async def _forward_to_smg(request: web.Request, data: bytes) -> web.StreamResponse:
     async with _by_smg(request, data) as reply:
         if reply.status == 404 and request.path == GENERATE:
-            return _refused(503, NOBODY)
-        return await _copied(request, reply)
+            return _refuse(503, NO_ENGINE)
+        return await _copy(request, reply)
 
 
 @asynccontextmanager
 async def _by_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-    """A gate that has just closed sends the request to the next engine."""
-    smg = request.app[PARTS].smg
+    """Yield the answer of a serving engine. If its gate has just closed, ask the next engine."""
+    client = request.app[PARTS].generate
     loop = asyncio.get_running_loop()
     end = loop.time() + HOLD_SECONDS
     while loop.time() < end:
-        for url in _serving(request):
+        for url in _serving_urls(request):
             async with AsyncExitStack() as stack:
                 try:
-                    reply = await stack.enter_async_context(smg.post_to(url + request.path_qs, data, _forwarded(request)))
-                except NobodyAnswersError:
+                    reply = await stack.enter_async_context(client.post_to(url + request.path_qs, data, _forwarded_headers(request)))
+                except UnreachableError:
                     continue
                 if reply.status != 503:
                     yield reply
                     return
-        await asyncio.sleep(_PAUSE)
-    raise NobodyAnswersError(NOBODY)
+        await asyncio.sleep(_RETRY_SECONDS)
+    raise UnreachableError(NO_ENGINE)
 
 
-def _serving(request: web.Request) -> list[str]:
-    """Base URLs of the gates of engines that serve: a session always begins with the same one, others take turns."""
+def _serving_urls(request: web.Request) -> list[str]:
+    """Return the gates of serving engines in the order to ask: by session if the request names one, else round robin."""
     parts = request.app[PARTS]
     urls = [parts.members.url(name) for name, engine in parts.machine.fleet.engines.items() if engine.serving]
     found = [url for url in urls if url is not None]
-    session = next((request.headers[name] for name in _SESSION if name in request.headers), None)
+    session = next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), None)
     if session is not None:
         return sorted(found, key=lambda url: hashlib.sha256(f"{session} {url}".encode()).digest())
-    start = next(parts.smg.turns) % len(found) if found else 0
+    start = next(parts.generate.turns) % len(found) if found else 0
     return found[start:] + found[:start]
 
 
-async def _copied(request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
-    """The answer as it comes, chunk by chunk."""
-    headers = {name: value for name, value in reply.headers.items() if name.lower() not in _HOP - {"content-type"}}
+async def _copy(request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Forward an answer chunk by chunk."""
+    headers = {name: value for name, value in reply.headers.items() if name.lower() not in _HOP_HEADERS - {"content-type"}}
     answer = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
     await answer.prepare(request)
     try:
         async for chunk in reply.content.iter_any():
             await answer.write(chunk)
     except (aiohttp.ClientError, OSError):
-        # The status is out. A connection that breaks is the only honest end.
+        # The status is sent already: a broken connection is the only way left to report the failure.
         if request.transport is not None:
             request.transport.abort()
         return answer
@@ -243,53 +248,53 @@ async def _copied(request: web.Request, reply: aiohttp.ClientResponse) -> web.St
     return answer
 
 
-async def _rest(reply: aiohttp.ClientResponse) -> bytes:
+async def _read_answer(reply: aiohttp.ClientResponse) -> bytes:
     try:
         return await reply.read()
     except (aiohttp.ClientError, OSError) as error:
-        raise BrokeOffError(f"The engine broke the connection in the middle of an answer ({type(error).__name__}).") from None
+        raise ConnectionLostError(f"The engine broke the connection in the middle of an answer ({type(error).__name__}).") from None
 
 
-async def _read(request: web.Request) -> bytes:
-    """The body. Not ``request.read()``, whose limit is meant for control calls."""
+async def _read_body(request: web.Request) -> bytes:
+    """Return the body. ``request.read()`` has the limit of control calls."""
     parts, size = [], request.content_length or 0
-    if size <= LARGEST_BODY:
+    if size <= MAX_BODY_BYTES:
         size = 0
         async for chunk in request.content.iter_any():
             size += len(chunk)
-            if size > LARGEST_BODY:
+            if size > MAX_BODY_BYTES:
                 break
             parts.append(chunk)
         else:
             return b"".join(parts)
-    message = f"A batch of more than {LARGEST_BODY >> 20} MiB is not taken: send it in several."
+    message = f"A batch may have at most {MAX_BODY_BYTES >> 20} MiB: split it."
     raise ItemError(413, json.dumps({"error": {"message": message}}).encode(), {"Content-Type": _JSON, "Connection": "close"})
 
 
-def _document(data: bytes) -> Any:
-    """The body's JSON; None for what is none, about which smg has its own words."""
+def _parse(data: bytes) -> Any:
+    """Return the JSON of a body; None if it is invalid, which smg refuses itself."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
         return None
 
 
-def _forwarded(request: web.Request) -> dict[str, str]:
-    return {name: value for name, value in request.headers.items() if name.lower() not in _HOP} | {
+def _forwarded_headers(request: web.Request) -> dict[str, str]:
+    return {name: value for name, value in request.headers.items() if name.lower() not in _HOP_HEADERS} | {
         "Content-Type": _JSON,
         "Accept-Encoding": "identity",
     }
 
 
-def _refused(status: int, message: str) -> web.Response:
-    """A refusal in the shape of SGLang's data paths."""
+def _refuse(status: int, message: str) -> web.Response:
+    """Return a refusal in the shape of SGLang's data paths."""
     headers = {"Retry-After": "1"} if status == 503 else {}
     return web.json_response({"error": {"message": message}}, status=status, headers=headers)
 
 
 @asynccontextmanager
 async def _tasks(coroutines: Sequence[Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Tasks that do not outlive the block: a client that goes away takes its whole batch along."""
+    """Yield tasks that are cancelled at the end of the block, so that a batch ends when its client has gone."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         yield tasks
@@ -297,6 +302,35 @@ async def _tasks(coroutines: Sequence[Any]) -> AsyncIterator[list[asyncio.Task[A
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def find_mixed_token_ids(body: Mapping[str, Any]) -> str | None:
+    """Return a message about the first field that mixes token IDs with strings; None if there is none.
+
+    SGLang also accepts a token ID that is written as a string. The gate's filter reads numbers only, so such a body is refused here.
+    """
+    sampling = body.get("sampling_params")
+    rows = [body, *(sampling if isinstance(sampling, list) else [sampling])]
+    for key in _TOKEN_ID_FIELDS:
+        lists = (found for row in rows if isinstance(row, Mapping) for found in _nested_lists(row.get(key)))
+        if any(isinstance(item, str) for found in lists for item in found):
+            return f"{key} holds a string: write token ids as numbers."
+    for key in _TOKEN_ID_OR_TEXT_FIELDS:
+        for found in _nested_lists(body.get(key)):
+            texts = sum(isinstance(item, str) for item in found)
+            if texts and texts < len(found):
+                return f"{key} holds strings beside other values in one list: use token ids or texts."
+    return None
+
+
+def _nested_lists(value: Any) -> Iterator[list[Any]]:
+    """Yield the lists in a value, at any depth."""
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, list):
+            yield found
+            pending += [item for item in found if isinstance(item, list)]
 
 
 routes = [

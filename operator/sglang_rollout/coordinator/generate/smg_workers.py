@@ -1,7 +1,7 @@
-"""smg's list of workers: kept equal to the engines that may be asked.
+"""smg's list of workers, kept equal to the engines that smg may ask.
 
-smg is only routing; the fence is the gate of each engine. smg forgets workers when it restarts, so its list is compared
-about twice a second and engines are posted again.
+smg only routes; the gate of each engine is the fence. smg loses its workers when it restarts, so its list is compared about twice a
+second and missing workers are posted again.
 """
 
 from __future__ import annotations
@@ -20,36 +20,42 @@ from sglang_rollout.wire.states import FleetState
 
 log = logging.getLogger(__name__)
 
-EVERY = 0.5
-DEADLINE = 5.0
+COMPARE_SECONDS = 0.5
+REQUEST_SECONDS = 5.0
 CONFLICT = 409
 NOT_FOUND = 404
-POST_AGAIN = 5.0
-"""A worker that was posted shows up in the list only when smg has probed it: seconds until it is posted again."""
+REPOST_SECONDS = 5.0
+"""Seconds until a missing worker is posted again. A posted worker is listed only after smg has probed it."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to do so that smg's list becomes the wanted one."""
+class Changes:
+    """Changes that make smg's list the wanted one."""
 
     add: tuple[str, ...]
     remove: tuple[str, ...]
-    """Ids of workers."""
+    """IDs of workers."""
 
 
-def plan(wanted: frozenset[str], listed: dict[str, str], pending: frozenset[str]) -> Plan:
-    """``listed``: URL by worker id, without those that drain; ``pending``: posted a moment ago and not yet listed."""
+def plan_changes(wanted: frozenset[str], listed: dict[str, str], pending: frozenset[str]) -> Changes:
+    """Return the changes to smg's list.
+
+    Args:
+        wanted: Base URLs that smg should have.
+        listed: URL by worker ID, without workers that drain.
+        pending: URLs that were posted a moment ago and are not listed yet.
+    """
     there = {url.rstrip("/"): worker for worker, url in listed.items()}
     add = tuple(sorted(wanted - set(there) - pending))
     remove = tuple(sorted(worker for url, worker in there.items() if url not in wanted))
-    return Plan(add, remove)
+    return Changes(add, remove)
 
 
-class Routable:
-    """Which engines smg should have: those that serve, and those that take part in the running update.
+class WantedWorkers:
+    """Engines that smg should have: those that serve, and those that take part in the running update.
 
-    Their gates are closed then, and requests wait at smg, which tries again until a gate opens. While a change is under
-    way nobody is taken out: between a commit and the opening of the gates no engine serves.
+    During an update their gates are closed, and requests wait at smg, which retries until a gate opens. While an operation runs no engine
+    is removed, because between a commit and the opening of the gates no engine serves.
     """
 
     def __init__(self, url: Callable[[str], str | None]) -> None:
@@ -57,13 +63,13 @@ class Routable:
         self._before: frozenset[str] = frozenset()
 
     def urls(self, machine: Machine | None) -> frozenset[str] | None:
-        """Base URLs to have in the list now; None: a new coordinator does not know yet and leaves the list alone."""
+        """Return the wanted base URLs; None if a new coordinator does not know them yet and must leave the list alone."""
         if machine is None or machine.fleet.committed is None:
             return None
         fleet = machine.fleet
         names = {name for name, engine in fleet.engines.items() if engine.serving}
         if fleet.applied_state is not FleetState.ACTIVE:
-            names = set()  # no gate opens at the end of an update either
+            names = set()  # no gate opens, not even at the end of an update
         elif fleet.update is not None:
             names |= set(fleet.update.boots)
         if machine.changing and fleet.applied_state is FleetState.ACTIVE:
@@ -72,46 +78,46 @@ class Routable:
         return frozenset(url for url in map(self._url, names) if url is not None)
 
 
-class Router:
-    """Keeps smg's list. ``wanted`` says which base URLs should be in it now."""
+class SmgWorkers:
+    """Keeps smg's list equal to the base URLs that ``wanted`` returns."""
 
     def __init__(self, url: str, wanted: Callable[[], frozenset[str] | None], labels: Mapping[str, str] | None = None) -> None:
         self._url = url.rstrip("/")
         self._labels = dict(labels or {})
         self._wanted = wanted
         self._posted: dict[str, float] = {}
-        self._complaint = ""
+        self._last_problem = ""
         self.routed: frozenset[str] = frozenset()
         """URLs that smg has in its list."""
         self.wake = asyncio.Event()
-        """Set to look at once."""
+        """Set it to compare at once."""
 
     async def run(self) -> None:
-        """Compare and correct, for ever."""
-        timeout = aiohttp.ClientTimeout(total=DEADLINE)
+        """Compare and correct the list forever."""
+        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
                 try:
-                    await self._settle(session)
-                    self._complain("")
+                    await self._compare(session)
+                    self._log_problem("")
                 except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
                     self.routed = frozenset()
-                    self._complain(str(error) or type(error).__name__)
+                    self._log_problem(str(error) or type(error).__name__)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(EVERY):
+                    async with asyncio.timeout(COMPARE_SECONDS):
                         await self.wake.wait()
                 self.wake.clear()
 
-    async def _settle(self, session: aiohttp.ClientSession) -> None:
+    async def _compare(self, session: aiohttp.ClientSession) -> None:
         listed = await self._listed(session)
         self.routed = frozenset(url.rstrip("/") for url in listed.values())
         now = asyncio.get_running_loop().time()
         wanted = self._wanted()
         if wanted is None:
             return
-        self._posted = {url: at for url, at in self._posted.items() if url in wanted - self.routed and now - at < POST_AGAIN}
-        todo = plan(wanted, listed, frozenset(self._posted))
-        # A worker that is still pending is not listed: one that is not wanted any more must go before it is ready.
+        self._posted = {url: at for url, at in self._posted.items() if url in wanted - self.routed and now - at < REPOST_SECONDS}
+        todo = plan_changes(wanted, listed, frozenset(self._posted))
+        # A pending worker is not listed yet. An unwanted one is removed as soon as it is listed.
         for worker in todo.remove:
             await self._remove(session, worker, listed[worker])
         for url in todo.add:
@@ -124,12 +130,12 @@ class Router:
         return {str(worker["id"]): str(worker["url"]) for worker in workers if worker.get("status") != "draining"}
 
     async def _add(self, session: aiohttp.ClientSession, url: str, now: float) -> None:
-        # Settle 0: a worker that drains cannot be posted again (409), and the gate has closed it already.
+        # No settle time: a draining worker cannot be posted again (409), and its gate is closed already.
         body = {"url": url, "health": {"drain_settle_secs": 0}, "labels": self._labels}
         async with session.post(f"{self._url}/workers", json=body) as reply:
             text = await reply.text()
             if reply.ok or reply.status == CONFLICT:
-                # 409: known already, or draining still; it is posted again when the list says that it is not there.
+                # 409: smg has the worker already or still drains it. If it is missing from the list later, it is posted again.
                 if reply.ok:
                     self._posted[url] = now
                     log.info("smg: added %s", url)
@@ -143,10 +149,10 @@ class Router:
         self._posted.pop(url.rstrip("/"), None)
         log.info("smg: removed %s", url)
 
-    def _complain(self, complaint: str) -> None:
-        if complaint != self._complaint:
-            self._complaint = complaint
-            if complaint:
-                log.warning("smg's list of workers cannot be kept: %s", complaint)
+    def _log_problem(self, problem: str) -> None:
+        if problem != self._last_problem:
+            self._last_problem = problem
+            if problem:
+                log.warning("smg's list of workers cannot be updated: %s", problem)
             else:
                 log.info("smg answers again")

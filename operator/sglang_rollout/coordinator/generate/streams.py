@@ -1,4 +1,4 @@
-"""``stream: true`` on a batch: the streams of its items as one, each event with its place in the batch, as SGLang does it."""
+"""``stream: true`` on a batch: one stream of all items' events, each with its index in the batch, as SGLang sends it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.coordinator.generate.batches import Batch, Item, indexed
-from sglang_rollout.coordinator.generate.client import BrokeOffError
+from sglang_rollout.coordinator.generate.batches import Batch, Item, add_index
+from sglang_rollout.coordinator.generate.client import ConnectionLostError
 from sglang_rollout.wire.ports import VERSION_HEADER
 
 _WAITING_EVENTS = 256
-"""A slow reader holds the engines' streams up, not the coordinator's memory."""
+"""Limit of buffered events: a slow reader slows the engines' streams and does not fill the coordinator's memory."""
 _KEEPALIVE_SECONDS = 15.0
 _DONE = b"[DONE]"
 
@@ -24,7 +24,7 @@ Open = Callable[[Item], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 
 
 class BatchStream:
-    """One answer. Whatever fails before the first event is raised, so that it gets its own status."""
+    """One streamed answer. A failure before the first event is raised, so that it gets its own status."""
 
     def __init__(self, request: web.Request, batch: Batch, opened: Open) -> None:
         self._request = request
@@ -35,7 +35,7 @@ class BatchStream:
         self._answer: web.StreamResponse | None = None
 
     async def run(self) -> web.StreamResponse:
-        """Pass on events until all items have ended, one has failed, or the client has gone."""
+        """Forward events until all items have ended, an item has failed, or the client has gone."""
         tasks = [asyncio.create_task(self._follow(place, item)) for place, item in enumerate(self._batch.items)]
         try:
             return await self._write(len(tasks))
@@ -50,15 +50,17 @@ class BatchStream:
                 version = reply.headers.get(VERSION_HEADER)
                 if version:
                     self._versions[version] = None
-                async for event in events(reply):
+                async for event in read_events(reply):
                     if event == _DONE:
                         await self._events.put(None)
                         return
-                    await self._events.put(indexed(event, place, self._batch.samples))
-                raise BrokeOffError("The engine ended a stream before its end.")
+                    await self._events.put(add_index(event, place, self._batch.samples))
+                raise ConnectionLostError("The engine ended a stream before its end.")
         except (aiohttp.ClientError, OSError) as error:
-            await self._events.put(BrokeOffError(f"The engine broke the connection in the middle of a stream ({type(error).__name__})."))
-        except Exception as error:  # noqa: BLE001 - told to the writer, who tells the client
+            await self._events.put(
+                ConnectionLostError(f"The engine broke the connection in the middle of a stream ({type(error).__name__}).")
+            )
+        except Exception as error:  # noqa: BLE001 - the writer sends it to the client
             await self._events.put(error)
 
     async def _write(self, running: int) -> web.StreamResponse:
@@ -67,13 +69,13 @@ class BatchStream:
             if event is None:
                 running -= 1
             elif isinstance(event, BaseException):
-                return await self._failed(event)
+                return await self._write_failure(event)
             else:
                 await self._send(b"data: " + event + b"\n\n")
                 if b'"error"' in event and "error" in json.loads(event):
-                    break  # SGLang refused one, which ends its batch too
+                    break  # SGLang refused one item, which ends its batch too
         await self._send(b"data: " + _DONE + b"\n\n")
-        return await self._ended()
+        return await self._finish()
 
     async def _next(self) -> bytes | BaseException | None:
         while True:
@@ -83,13 +85,13 @@ class BatchStream:
             except TimeoutError:
                 await self._send(b": waiting\n\n")
 
-    async def _failed(self, error: BaseException) -> web.StreamResponse:
+    async def _write_failure(self, error: BaseException) -> web.StreamResponse:
         if self._answer is None:
             raise error
-        # No [DONE]: that is how clients know that a stream is not whole.
-        told: dict[str, Any] = {"error": {"message": str(error), "type": "server_error", "code": 502, "retryable": True}}
-        await self._send(b"data: " + json.dumps(told).encode() + b"\n\n")
-        return await self._ended()
+        # No [DONE]: clients recognize an incomplete stream by its absence.
+        failure: dict[str, Any] = {"error": {"message": str(error), "type": "server_error", "code": 502, "retryable": True}}
+        await self._send(b"data: " + json.dumps(failure).encode() + b"\n\n")
+        return await self._finish()
 
     async def _send(self, data: bytes) -> None:
         if self._answer is None:
@@ -100,15 +102,15 @@ class BatchStream:
             await self._answer.prepare(self._request)
         await self._answer.write(data)
 
-    async def _ended(self) -> web.StreamResponse:
+    async def _finish(self) -> web.StreamResponse:
         if self._answer is None:
             raise RuntimeError("nothing was sent")
         await self._answer.write_eof()
         return self._answer
 
 
-async def events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. Lines of any length: with logprobs they outgrow a reader's usual limit."""
+async def read_events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the data of each server-sent event. With logprobs a line may exceed the usual limit of a reader."""
     held = bytearray()
     async for chunk in reply.content.iter_any():
         held += chunk

@@ -1,1 +1,1 @@
-"""The HTTP routes of the coordinator: request bodies become requests to the state machine, answers become replies."""
+"""HTTP routes of the coordinator: bodies become requests to the state machine, answers become replies."""

@@ -1,30 +1,31 @@
-"""The coordinator's HTTP application: limits, errors and the table of routes."""
+"""HTTP application of the coordinator: limits, errors and routes."""
 
 from __future__ import annotations
 
 import logging
 
 from aiohttp import web
+from prometheus_client.aiohttp import make_aiohttp_handler
 
 from sglang_rollout.coordinator.generate.routes import routes as data_routes
 from sglang_rollout.coordinator.http.control import routes as control_routes
-from sglang_rollout.coordinator.http.engine_calls import routes as engine_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
 from sglang_rollout.coordinator.http.parts import PARTS, Handler, Parts, refuse
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.sglang.refused_paths import find_refusal
+from sglang_rollout.wire.ports import FLEET_METRICS
 
 log = logging.getLogger(__name__)
 
-LARGEST_BODY = 8 * 2**20
-"""A list of all tensors of the largest models is some megabytes; weights themselves never pass here."""
+MAX_BODY_BYTES = 8 * 2**20
+"""Largest body of a control call. The tensor list of the largest models has some megabytes; weights never pass here."""
 
 
 @web.middleware
-async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse what is too large before it is read, and turn every error into a sentence."""
-    if request.content_length is not None and request.content_length > LARGEST_BODY and request.path not in DATA_PATHS:
+async def handle_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse a body that is too large before it is read, and turn every error into a reply with a message."""
+    if request.content_length is not None and request.content_length > MAX_BODY_BYTES and request.path not in DATA_PATHS:
         return _too_large(request.content_length)
     try:
         return await handler(request)
@@ -37,15 +38,15 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return refuse(502, f"{request.path}: {str(error) or type(error).__name__}")
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        return refuse(500, f"{request.path} failed in the coordinator; its log says why.")
+        return refuse(500, f"{request.path} failed in the coordinator; its log has the reason.")
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return _too_large(None)
     if isinstance(error, web.HTTPNotFound):
-        why = find_refusal(request.path)
-        return refuse(501, why) if why is not None else refuse(404, _unknown(request))
+        reason = find_refusal(request.path)
+        return refuse(501, reason) if reason is not None else refuse(404, _unknown_path(request))
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = " or ".join(sorted(error.allowed_methods - {"HEAD"}))
         return refuse(405, f"{request.method} {request.path}: use {allowed}.")
@@ -53,15 +54,14 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
 
 
 def _too_large(length: int | None) -> web.Response:
-    size = f"{length} bytes" if length is not None else "this body"
-    sentence = f"{size} are too many for a control call (limit {LARGEST_BODY}): tensors go through the group."
-    response = refuse(413, sentence)
-    # What is left of the body is not read: it may be anything.
+    size = f"a body of {length} bytes" if length is not None else "this body"
+    response = refuse(413, f"{size} is too large for a control call (limit {MAX_BODY_BYTES}): tensors go through the process group.")
+    # The rest of the body is not read: it may have any size.
     response.force_close()
     return response
 
 
-def _unknown(request: web.Request) -> str:
+def _unknown_path(request: web.Request) -> str:
     paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
     control = ", ".join(sorted(paths - set(DATA_PATHS)))
     return (
@@ -71,8 +71,9 @@ def _unknown(request: web.Request) -> str:
 
 def make_app(parts: Parts) -> web.Application:
     """Return the application with all of its routes."""
-    app = web.Application(middlewares=[guard], client_max_size=LARGEST_BODY)
+    app = web.Application(middlewares=[handle_errors], client_max_size=MAX_BODY_BYTES)
     app[PARTS] = parts
-    for routes in (info_routes, control_routes, engine_routes, data_routes):
+    app.router.add_get(FLEET_METRICS, make_aiohttp_handler(parts.metrics.registry))
+    for routes in (info_routes, control_routes, data_routes):
         app.add_routes(routes)
     return app

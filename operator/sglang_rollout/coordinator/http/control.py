@@ -1,4 +1,4 @@
-"""Routes that change something: bodies in, requests to the machine, answers in SGLang's shape."""
+"""Control routes, at the fleet's URL and, through an engine's agent, at one engine's own URL."""
 
 from __future__ import annotations
 
@@ -8,55 +8,56 @@ from typing import Any
 
 from aiohttp import web
 
-from sglang_rollout.coordinator.http import dialects as compat
+from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.http.parts import PARTS, refuse
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.hybrid import AT_ENGINES
-from sglang_rollout.coordinator.update.requests import NewRun, Request
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import AtEngine, Call, NewRun, Request
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.ports import FLEET_LEASE, FLEET_RUN, VERSION_HEADER
+from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_LEASE, FLEET_RUN, VERSION_HEADER
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode
 
-ABORT_DEADLINE = 10.0
+ABORT_DEADLINE_SECONDS = 10.0
 Parser = Callable[[Mapping[str, Any]], Request]
 
 ONE_PROCESS = (
-    "{path} is not for a fleet: its payload belongs to the GPUs of one process on one machine."
+    "{path} does not work for a fleet: its payload belongs to the GPUs of one process on one machine."
     " Open a group with init_weights_update_group and send the tensors with update_weights_from_distributed."
 )
 
 
-async def ask(request: web.Request, wanted: Request) -> web.Response:
-    """Put a request to the machine, and its answer into SGLang's shape."""
+async def reply_to(request: web.Request, asked: Request) -> web.Response:
+    """Ask the state machine and return its answer in SGLang's shape."""
     parts = request.app[PARTS]
-    answer = await parts.driver.ask(wanted)
+    answer = await parts.driver.ask(asked)
     if not answer.success:
         return refuse(answer.status, answer.message, dict(answer.fleet) or None)
     headers = {}
     committed = parts.machine.fleet.committed
     if committed is not None:
-        headers[VERSION_HEADER] = compat.reason_phrase(committed.label)
-    return web.json_response(compat.shape(wanted, answer), headers=headers)
+        headers[VERSION_HEADER] = dialects.reason_phrase(committed.label)
+    return web.json_response(dialects.format_answer(asked, answer), headers=headers)
 
 
-def _control(parse: Parser) -> Callable[[web.Request], Any]:
+def _handler(parse: Parser) -> Callable[[web.Request], Any]:
     async def handle(request: web.Request) -> web.Response:
-        return await ask(request, parse(compat.parse(await request.read())))
+        return await reply_to(request, parse(dialects.parse(await request.read())))
 
     return handle
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    """``GET`` and ``POST /flush_cache``: trainers use both; a POST may carry anything."""
+    """``GET`` and ``POST /flush_cache``: trainers use both. The body of a POST is ignored."""
     await request.read()
-    return await ask(request, compat.flush(request.query))
+    return await reply_to(request, dialects.flush(request.query))
 
 
 async def lease(request: web.Request) -> web.Response:
-    """``POST /fleet/lease``: the heartbeat of a trainer that holds a group. Says whether the group is still good."""
-    body = compat.parse(await request.read())
+    """``POST /fleet/lease``: heartbeat of a trainer with an open process group. The reply says whether the group is still usable."""
+    body = dialects.parse(await request.read())
     parts = request.app[PARTS]
-    parts.driver.beat()
+    parts.driver.note_heartbeat()
     fleet = parts.machine.fleet
     group = fleet.groups.get(str(body.get("group_name")))
     live = group is not None and fleet.is_live(group)
@@ -66,13 +67,15 @@ async def lease(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """``/abort_request`` on every engine, or the one that the path names, at once: it must work while an update waits for running
-    requests."""
-    body = compat.parse(await request.read())
+    """``/abort_request`` on all engines, or on the engine that the path names.
+
+    Not queued behind other operations: it must work while an update waits for running requests.
+    """
+    body = dialects.parse(await request.read())
     parts = request.app[PARTS]
-    at = request.match_info.get("engine")
-    names = [name for name in parts.machine.fleet.up() if at is None or name == at]
-    send = Send(ControlCall.ABORT_REQUEST.path, dict.fromkeys(names, body), ABORT_DEADLINE)
+    engine = request.match_info.get("engine")
+    names = [name for name in parts.machine.fleet.up() if engine is None or name == engine]
+    send = Send(ControlCall.ABORT_REQUEST.path, dict.fromkeys(names, body), ABORT_DEADLINE_SECONDS)
     results = await asyncio.shield(parts.agents.fan_out(send)) if names else {}
     failed = {name: result.message for name, result in results.items() if not result.ok}
     if failed:
@@ -82,14 +85,15 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def add_worker(request: web.Request) -> web.Response:
-    """``POST /workers``: several trainers register servers with what they take for a router. The fleet knows its own."""
-    body = compat.parse(await request.read())
+    """``POST /workers``: some trainers register servers with the router. The fleet registers its own engines, so nothing is done."""
+    body = dialects.parse(await request.read())
     url = str(body.get("url") or request.query.get("url") or "")
     message = "The fleet registers its own engines; nothing was changed."
     return web.json_response({"status": "accepted", "success": True, "message": message, "url": url}, status=202)
 
 
-async def _one_process(request: web.Request) -> web.Response:
+async def refuse_one_process(request: web.Request) -> web.Response:
+    """Refuse a call whose payload only a process on the engine's node can use."""
     fleet = request.app[PARTS].machine.fleet
     if fleet.keeps_weights:
         return refuse(400, KEEPS_WEIGHTS)
@@ -98,28 +102,58 @@ async def _one_process(request: web.Request) -> web.Response:
     return refuse(501, ONE_PROCESS.format(path=request.path))
 
 
+_ENGINE_CALLS: dict[str, Callable[[Mapping[str, Any]], Call]] = {
+    ControlCall.BEGIN_UPDATE: dialects.begin,
+    ControlCall.UPDATE_TENSOR: dialects.tensors,
+    ControlCall.END_UPDATE: dialects.end,
+    ControlCall.SET_VERSION: dialects.set_label,
+    ControlCall.RELEASE_MEMORY: dialects.release_memory,
+    ControlCall.RESUME_MEMORY: dialects.resume_memory,
+}
+"""Calls of a co-located trainer at one engine's own URL; the engine's agent relays them."""
+
+
+async def call_engine(request: web.Request) -> web.Response:
+    """``POST /fleet/engines/{engine}/{call}``."""
+    engine, call = request.match_info["engine"], request.match_info["call"]
+    parse = _ENGINE_CALLS.get(call)
+    if parse is None:
+        known = ", ".join([*_ENGINE_CALLS, ControlCall.FLUSH_CACHE, ControlCall.ABORT_REQUEST])
+        raise Refusal(f"{call} is no call for one engine: use {known}.", status=404)
+    return await reply_to(request, AtEngine(engine, parse(dialects.parse(await request.read()))))
+
+
+async def flush_engine(request: web.Request) -> web.Response:
+    """``POST /fleet/engines/{engine}/flush_cache``."""
+    await request.read()
+    return await reply_to(request, AtEngine(request.match_info["engine"], dialects.flush(request.query)))
+
+
 routes = [
-    web.post(ControlCall.INIT_GROUP.path, _control(compat.open_group)),
-    web.post(ControlCall.DESTROY_GROUP.path, _control(compat.close_group)),
-    web.post(ControlCall.BEGIN_UPDATE.path, _control(compat.begin)),
-    web.post(ControlCall.UPDATE_DISTRIBUTED.path, _control(compat.update)),
-    web.post(ControlCall.END_UPDATE.path, _control(compat.end)),
-    web.post(ControlCall.PAUSE.path, _control(compat.pause)),
-    web.post(ControlCall.CONTINUE.path, _control(compat.resume)),
-    web.post(ControlCall.SET_VERSION.path, _control(compat.set_label)),
+    web.post(ControlCall.INIT_GROUP.path, _handler(dialects.open_group)),
+    web.post(ControlCall.DESTROY_GROUP.path, _handler(dialects.close_group)),
+    web.post(ControlCall.BEGIN_UPDATE.path, _handler(dialects.begin)),
+    web.post(ControlCall.UPDATE_DISTRIBUTED.path, _handler(dialects.update)),
+    web.post(ControlCall.END_UPDATE.path, _handler(dialects.end)),
+    web.post(ControlCall.PAUSE.path, _handler(dialects.pause)),
+    web.post(ControlCall.CONTINUE.path, _handler(dialects.resume)),
+    web.post(ControlCall.SET_VERSION.path, _handler(dialects.set_label)),
     web.post(ControlCall.FLUSH_CACHE.path, flush_cache),
     web.get(ControlCall.FLUSH_CACHE.path, flush_cache, allow_head=False),
     web.post(ControlCall.ABORT_REQUEST.path, abort_request),
     web.post(FLEET_LEASE, lease),
-    web.post(FLEET_RUN, _control(lambda body: NewRun())),
+    web.post(FLEET_RUN, _handler(lambda body: NewRun())),
     web.post("/workers", add_worker),
     web.post("/add_worker", add_worker),
-    web.post(ControlCall.UPDATE_TENSOR.path, _one_process),
-    web.post(ControlCall.UPDATE_IPC.path, _one_process),
-    web.post(ControlCall.UPDATE_DISK.path, _control(compat.from_disk)),
-    web.post(ControlCall.LOAD_ADAPTER.path, _control(compat.load_adapter)),
-    web.post(ControlCall.UNLOAD_ADAPTER.path, _control(compat.unload_adapter)),
-    web.post(ControlCall.LOAD_ADAPTER_FROM_TENSORS.path, _one_process),
-    web.post(ControlCall.RELEASE_MEMORY.path, _control(compat.release_memory)),
-    web.post(ControlCall.RESUME_MEMORY.path, _control(compat.resume_memory)),
+    web.post(ControlCall.UPDATE_TENSOR.path, refuse_one_process),
+    web.post(ControlCall.UPDATE_IPC.path, refuse_one_process),
+    web.post(ControlCall.UPDATE_DISK.path, _handler(dialects.from_disk)),
+    web.post(ControlCall.LOAD_ADAPTER.path, _handler(dialects.load_adapter)),
+    web.post(ControlCall.UNLOAD_ADAPTER.path, _handler(dialects.unload_adapter)),
+    web.post(ControlCall.LOAD_ADAPTER_FROM_TENSORS.path, refuse_one_process),
+    web.post(ControlCall.RELEASE_MEMORY.path, _handler(dialects.release_memory)),
+    web.post(ControlCall.RESUME_MEMORY.path, _handler(dialects.resume_memory)),
+    web.post(f"{FLEET_ENGINES}/{{engine}}/flush_cache", flush_engine),
+    web.post(f"{FLEET_ENGINES}/{{engine}}/abort_request", abort_request),
+    web.post(f"{FLEET_ENGINES}/{{engine}}/{{call}}", call_engine),
 ]

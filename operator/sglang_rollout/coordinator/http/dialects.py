@@ -1,7 +1,7 @@
-"""The dialects of trainers: the bodies they send, turned into requests; answers, in SGLang's own shape.
+"""Dialects of trainers: bodies become requests, and answers get SGLang's shape.
 
-Accepted although SGLang would refuse or trip: ports and versions as the other type, no backend, no group name, the
-singular ``{name, dtype, shape}`` of older clients, empty bodies. Unknown fields are kept and passed on.
+Accepted although SGLang refuses it or fails: ports and versions of the other type, no backend, no group name, the singular
+``{name, dtype, shape}`` of older clients, empty bodies. Unknown fields are forwarded.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEM
 from sglang_rollout.wire.text import unwritable
 from sglang_rollout.wire.trainer import ControlReply
 
-LONGEST_REASON = 200
-LONGEST_FLUSH = 60.0
-LONGEST_ADAPTER = 256
-LONGEST_PATH = 4096
+MAX_REASON_CHARACTERS = 200
+MAX_FLUSH_SECONDS = 60.0
+MAX_ADAPTER_CHARACTERS = 256
+MAX_PATH_CHARACTERS = 4096
 ADAPTER_FIELDS = ("lora_name", "lora_path", "pinned")
-"""Of ``/load_lora_adapter``, in SGLang 0.5.20 to 0.5.23. ``lora_id`` and ``rid`` of its request class are set by SGLang itself."""
-LARGEST_TRUNCATION = 100
-"""Rows of a tensor that ``/get_weights_by_name`` gives at most; SGLang's default. All rows of a large model do not fit into one answer."""
-LONGEST_SIZE = 6
-"""Digits of an engine's tensor size. Python reads no number of thousands."""
+"""Fields of ``/load_lora_adapter`` in SGLang 0.5.20 to 0.5.23. SGLang itself sets ``lora_id`` and ``rid`` of its request class."""
+MAX_TENSOR_ROWS = 100
+"""Largest ``truncate_size`` of ``/get_weights_by_name``; SGLang's default. All rows of a large tensor do not fit into one answer."""
+MAX_SIZE_DIGITS = 6
+"""Digits of an engine's tensor parallel size. Python refuses to parse thousands of digits."""
 Fields = Mapping[str, Any]
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """The JSON object of a body; an empty body is an empty object."""
+    """Return the JSON object of a body; an empty body is an empty object. Raises Refusal."""
     if not data.strip():
         return {}
     try:
         body = json.loads(data)
     except UnicodeDecodeError as error:
-        raise Refusal(f"the body is no JSON: byte {error.start} is no UTF-8.") from error
+        raise Refusal(f"the body is not JSON: byte {error.start} is not UTF-8.") from error
     except json.JSONDecodeError as error:
-        raise Refusal(f"the body is no JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from error
+        raise Refusal(f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from error
     except (RecursionError, ValueError) as error:
-        raise Refusal("the body is JSON that cannot be read: it nests too deep, or a number is too long.") from error
+        raise Refusal("the JSON of the body cannot be parsed: it nests too deep, or a number is too long.") from error
     if body is None:
         return {}
     if not isinstance(body, dict):
@@ -71,12 +71,12 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def open_group(body: Fields) -> Request:
-    """``/init_weights_update_group``: checked against the fleet when its turn comes."""
+    """``/init_weights_update_group``. The operation checks it against the fleet."""
     return OpenGroup(body)
 
 
 def close_group(body: Fields) -> Request:
-    """``/destroy_weights_update_group``; without a name: the only open group."""
+    """``/destroy_weights_update_group``. Without a name it means the only open group."""
     return CloseGroup(_name(body, "group_name"))
 
 
@@ -84,8 +84,8 @@ def pause(body: Fields) -> Request:
     """``/pause_generation``."""
     mode = body.get("mode")
     if mode is not None and mode not in list(PauseMode):  # not a set: the mode may be anything
-        raise Refusal(f"mode {_clip(mode)} is no pause mode: use {', '.join(mode.value for mode in PauseMode)}.")
-    # What SGLang does without a mode is said here, because the fleet must know which it was.
+        raise Refusal(f"mode {_clip(mode)} is not a pause mode: use {', '.join(mode.value for mode in PauseMode)}.")
+    # SGLang's default is written out, because the fleet must know the mode.
     mode = mode or DEFAULT_PAUSE_MODE.value
     return Pause(mode, {**body, "mode": mode})
 
@@ -101,27 +101,27 @@ def begin(body: Fields) -> Begin:
 
 
 def end(body: Fields) -> End:
-    """``/end_weight_update``; ``checksums`` is our own field."""
+    """``/end_weight_update``. ``checksums`` is a field of this project."""
     checksums = body.get("checksums") or {}
     if not isinstance(checksums, dict):
         raise Refusal(_CHECKSUMS)
-    return End(dict(_expected(size, ranks) for size, ranks in checksums.items()))
+    return End(dict(_checksums_entry(size, ranks) for size, ranks in checksums.items()))
 
 
-_CHECKSUMS = 'checksums must be an object: for each tensor size of an engine its ranks\' checksums, {"2": ["ab12…", "cd34…"]}.'
+_CHECKSUMS = 'checksums must be an object: all ranks\' checksums by an engine\'s tensor parallel size, {"2": ["ab12…", "cd34…"]}.'
 
 
-def _expected(size: str, ranks: object) -> tuple[int, tuple[str, ...]]:
-    number = size.isascii() and size.isdigit() and len(size) <= LONGEST_SIZE
+def _checksums_entry(size: str, ranks: object) -> tuple[int, tuple[str, ...]]:
+    number = size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
     if not number or not isinstance(ranks, list) or not all(isinstance(rank, str) for rank in ranks):
         raise Refusal(_CHECKSUMS)
     if len(ranks) != int(size):
-        raise Refusal(f"checksums: an engine of tensor size {size} has as many ranks, and {len(ranks)} checksums are given.")
+        raise Refusal(f"checksums: an engine of tensor parallel size {size} needs {size} checksums, not {len(ranks)}.")
     return int(size), tuple(ranks)
 
 
 def update(body: Fields) -> Request:
-    """``/update_weights_from_distributed``: lists are made of the singular form, versions become strings."""
+    """``/update_weights_from_distributed``. Singular fields become lists, versions become strings."""
     forwarded = {key: value for key, value in body.items() if key not in {"name", "dtype", "shape"}}
     for singular, plural in (("name", "names"), ("dtype", "dtypes"), ("shape", "shapes")):
         if plural not in forwarded and singular in body:
@@ -134,8 +134,8 @@ def update(body: Fields) -> Request:
         lengths[plural] = len(value)
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{number} {plural}" for plural, number in lengths.items())
-        raise Refusal(f"the tensors do not add up: {shown}. Engines would wait for tensors that never come.")
-    # Several clients send the dtype as torch prints it; SGLang looks it up by its bare name.
+        raise Refusal(f"the tensor lists differ in length: {shown}. Engines would wait for tensors that never come.")
+    # Some clients send the dtype as torch prints it; SGLang looks it up by its bare name.
     forwarded["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in forwarded["dtypes"]]
     label = _label(body.get("weight_version"), "weight_version")
     if label is not None:
@@ -150,19 +150,19 @@ def from_disk(body: Fields) -> Request:
         raise Refusal("model_path is missing: name the checkpoint's folder, as the engines see it.")
     form = body.get("load_format")
     if form is not None and form not in DISK_LOAD_FORMATS:
-        # Checked before any engine counts as told: SGLang dies of loaders that it does not know.
-        raise Refusal(f"load_format {_clip(form)} is not offered: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out.")
+        # Checked before any engine is called, because a loader that SGLang does not know ends its process.
+        raise Refusal(f"load_format {_clip(form)} is not supported: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out.")
     return FromDisk(path, _label(body.get("weight_version"), "weight_version"), body)
 
 
 def tensors(body: Fields) -> Tensors:
-    """``/update_weights_from_tensor``: one string for each rank of the engine."""
+    """``/update_weights_from_tensor``, with one string for each rank of the engine."""
     handles = body.get("serialized_named_tensors")
-    if not isinstance(handles, list) or not handles or not all(isinstance(one, str) and one for one in handles):
+    if not isinstance(handles, list) or not handles or not all(isinstance(handle, str) and handle for handle in handles):
         raise Refusal("serialized_named_tensors is missing: it must be a list with one string for each rank of the engine.")
     form = body.get("load_format")
     if form not in TENSOR_LOAD_FORMATS:
-        raise Refusal(f"load_format {_clip(form)} is not offered: use {', '.join(filter(None, TENSOR_LOAD_FORMATS))}, or leave it out.")
+        raise Refusal(f"load_format {_clip(form)} is not supported: use {', '.join(filter(None, TENSOR_LOAD_FORMATS))}, or leave it out.")
     return Tensors(_label(body.get("weight_version"), "weight_version"), body)
 
 
@@ -182,9 +182,9 @@ def flush(query: Mapping[str, str]) -> Flush:
     try:
         timeout = float(text)
     except ValueError as error:
-        raise Refusal(f"timeout {_clip(text)} is no number of seconds.") from error
-    if not 0 <= timeout <= LONGEST_FLUSH:
-        raise Refusal(f"timeout {timeout:g} is out of range: use 0 to {LONGEST_FLUSH:g} seconds.")
+        raise Refusal(f"timeout {_clip(text)} is not a number of seconds.") from error
+    if not 0 <= timeout <= MAX_FLUSH_SECONDS:
+        raise Refusal(f"timeout {timeout:g} is out of range: use 0 to {MAX_FLUSH_SECONDS:g} seconds.")
     return Flush(timeout)
 
 
@@ -199,15 +199,15 @@ def resume_memory(body: Fields) -> ResumeMemory:
 
 
 def load_adapter(body: Fields) -> Request:
-    """``/load_lora_adapter``. A field that SGLang would ignore is refused: the trainer relies on it, and no engine would act on it."""
+    """``/load_lora_adapter``. Refuse a field that SGLang ignores, because the trainer may rely on it."""
     _check_fields(ControlCall.LOAD_ADAPTER.path, body, ADAPTER_FIELDS)
     pinned = body.get("pinned", False)
     if not isinstance(pinned, bool):
         raise Refusal(f"pinned {_clip(pinned)} is neither true nor false.")
     name, path = _name(body, "lora_name"), _name(body, "lora_path")
     if name is None or path is None:
-        raise Refusal("lora_name and lora_path are needed: a name, and where every engine finds the adapter.")
-    for key, value, longest in (("lora_name", name, LONGEST_ADAPTER), ("lora_path", path, LONGEST_PATH)):
+        raise Refusal("lora_name and lora_path are missing: give a name, and a path that every engine can read.")
+    for key, value, longest in (("lora_name", name, MAX_ADAPTER_CHARACTERS), ("lora_path", path, MAX_PATH_CHARACTERS)):
         if len(value) > longest:
             raise Refusal(f"{key} is {len(value)} characters long: use at most {longest}.")
     return LoadAdapter(name, path, pinned)
@@ -225,19 +225,19 @@ def unload_adapter(body: Fields) -> Request:
 def _check_fields(path: str, body: Fields, known: tuple[str, ...]) -> None:
     unknown = next((key for key in body if key not in known), None)
     if unknown is not None:
-        raise Refusal(f"{path} takes no field {_clip(unknown)}: SGLang ignores it. Use {', '.join(known)}. No engine was called.")
+        raise Refusal(f"{path} has no field {_clip(unknown)}: SGLang ignores it. Use {', '.join(known)}. No engine was called.")
 
 
 def weights_by_name(query: Fields, body: Fields) -> dict[str, Any]:
-    """``/get_weights_by_name``: a GET may name the tensor in its query."""
+    """``/get_weights_by_name``. A GET may name the tensor in its query."""
     wanted = {**query, **body}
-    name, size = _name(wanted, "name"), wanted.get("truncate_size", LARGEST_TRUNCATION)
+    name, size = _name(wanted, "name"), wanted.get("truncate_size", MAX_TENSOR_ROWS)
     if name is None:
         raise Refusal("name is missing: name a tensor as the checkpoint does, for example model.norm.weight.")
-    digits = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= LONGEST_SIZE
+    digits = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
     rows = int(size) if digits else size
-    if not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows <= LARGEST_TRUNCATION:
-        raise Refusal(f"truncate_size {_clip(size)} is out of range: use 1 to {LARGEST_TRUNCATION} rows.")
+    if not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows <= MAX_TENSOR_ROWS:
+        raise Refusal(f"truncate_size {_clip(size)} is out of range: use 1 to {MAX_TENSOR_ROWS} rows.")
     return {"name": name, "truncate_size": rows}
 
 
@@ -246,12 +246,12 @@ def _tags(body: Fields) -> tuple[str, ...]:
     if tags is None or tags == []:
         return ()
     if not isinstance(tags, list) or any(tag not in MEMORY_TAGS for tag in tags):
-        raise Refusal(f"tags {_clip(tags)} are no kinds of memory: use a list of {', '.join(MEMORY_TAGS)}.")
+        raise Refusal(f"tags {_clip(tags)} are not memory tags: use a list of {', '.join(MEMORY_TAGS)}.")
     return tuple(tags)
 
 
-def shape(request: Request, answer: Answer) -> dict[str, Any]:
-    """The body of an answer, as SGLang's clients expect it."""
+def format_answer(request: Request, answer: Answer) -> dict[str, Any]:
+    """Return the body of an answer as SGLang's clients expect it."""
     call = request.call if isinstance(request, AtEngine) else request
     reply = ControlReply(success=answer.success, message=answer.message, fleet=dict(answer.fleet) or None)
     body = reply.model_dump(mode="json", exclude_none=True)
@@ -265,10 +265,10 @@ def shape(request: Request, answer: Answer) -> dict[str, Any]:
 
 
 def reason_phrase(message: str) -> str:
-    """One line for the status line: clients print it and drop the body. Latin-1, and not long enough to be cut off."""
+    """Return a message as one short line of Latin-1 for the status line, which clients print while they drop the body."""
     line = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")
     line = "".join(character if character.isprintable() else "?" for character in line)
-    return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."
+    return line if len(line) <= MAX_REASON_CHARACTERS else f"{line[: MAX_REASON_CHARACTERS - 3]}..."
 
 
 def _name(body: Fields, key: str) -> str | None:
@@ -276,7 +276,7 @@ def _name(body: Fields, key: str) -> str | None:
     if value is None or value == "":
         return None
     if not isinstance(value, str):
-        raise Refusal(f"{key} {_clip(value)} is no name.")
+        raise Refusal(f"{key} {_clip(value)} is not a name.")
     return value
 
 
@@ -284,7 +284,7 @@ def _label(value: object, key: str) -> str | None:
     if value is None or value == "":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Refusal(f"{key} {_clip(value)} is no version: use a string or a whole number.")
+        raise Refusal(f"{key} {_clip(value)} is not a version: use a string or a whole number.")
     label = str(value)
     if len(label) > LONGEST_LABEL:
         raise Refusal(f"{key} is {len(label)} characters long: use at most {LONGEST_LABEL}.")

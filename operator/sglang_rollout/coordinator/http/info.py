@@ -1,4 +1,4 @@
-"""Routes that only read. None of them waits for an update: what a busy engine cannot say now was remembered."""
+"""Read-only routes. None waits for an update: answers of engines that may be busy are cached."""
 
 from __future__ import annotations
 
@@ -10,97 +10,163 @@ from typing import Any
 from aiohttp import web
 
 from sglang_rollout.coordinator.http.dialects import parse, reason_phrase, weights_by_name
-from sglang_rollout.coordinator.http.discovery import document, server_info
 from sglang_rollout.coordinator.http.parts import PARTS, Parts, refuse
+from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.wire.agent import CheckpointRequest
-from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_METRICS, FLEET_TENSORS, VERSION_HEADER
-from sglang_rollout.wire.trainer import ModelTensors
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_TENSORS, VERSION_HEADER
+from sglang_rollout.wire.trainer import FleetDocument, FleetMember, ModelTensors
 
-LOADS_DEADLINE = 5.0
-TENSORS_DEADLINE = 30.0
-"""For the headers of some hundred files on a slow volume."""
-WEIGHTS_DEADLINE = 30.0
-"""The engine answers between two batches of requests."""
+SECRETS = ("api_key", "admin_api_key")
+LOADS_DEADLINE_SECONDS = 5.0
+TENSORS_DEADLINE_SECONDS = 30.0
+"""Enough for the headers of some hundred files on a slow volume."""
+WEIGHTS_DEADLINE_SECONDS = 30.0
+"""An engine answers between two batches of requests."""
+
+
+def make_document(parts: Parts) -> FleetDocument:
+    """Return the discovery document (``GET /fleet``)."""
+    machine = parts.machine
+    fleet = machine.fleet
+    if fleet.committed is None:
+        raise Refusal("The coordinator has just started and asks the engines for their weights. Try again.", status=503)
+    offsets = fleet.table.offsets()
+    members = []
+    for name, engine in fleet.engines.items():
+        url = parts.members.url(name) or ""
+        members.append(
+            FleetMember(
+                **engine.row().model_dump(),
+                url=url,
+                tensor_size=engine.tensor_size,
+                rank_offset=offsets.get(name),
+                routed=url in parts.workers.routed,
+                sglang_version=engine.status.sglang_version if engine.status is not None else None,
+                nccl=engine.status.nccl if engine.status is not None else None,
+            )
+        )
+    return FleetDocument(
+        name=parts.name,
+        namespace=parts.namespace,
+        term=fleet.term,
+        epoch=fleet.epoch,
+        world_size=fleet.table.world_size,
+        backend=fleet.policy.backend.value,
+        fleet_id=fleet.weights.fleet_id,
+        lease=fleet.policy.trainer_lease.ttl_seconds,
+        committed=fleet.committed,
+        serving=sum(engine.serving for engine in fleet.engines.values()),
+        members=members,
+        groups=[group.shown() for group in fleet.groups.values()],
+        phase=machine.phase.value,
+        last_update=fleet.last_update,
+        adapters=lora.rows(fleet),
+        state=fleet.applied_state,
+        held=fleet.why_not_generating,
+        urls={"control": parts.public_url, "data": parts.public_url},
+    )
+
+
+def make_server_info(parts: Parts) -> dict[str, Any]:
+    """Return the fleet as one large server (``GET /server_info``). All fields give trainers the same number of ranks."""
+    machine = parts.machine
+    info = parts.infos.first(machine, "/server_info")
+    if info is None:
+        raise Refusal("No engine of this fleet has been up yet. Try again.", status=503)
+    for secret in SECRETS:
+        if info.get(secret):
+            info[secret] = "[redacted]"
+    table = machine.fleet.table
+    same = len(set(table.sizes)) == 1
+    sizes = {"tp_size": table.sizes[0], "dp_size": len(table.sizes)} if same else {"tp_size": table.gpus, "dp_size": 1}
+    committed = machine.fleet.committed
+    return {
+        **info,
+        **sizes,
+        "pp_size": 1,
+        "nnodes": 1,
+        "num_gpus": table.gpus,
+        "disaggregation_mode": "null",
+        "fleet": {
+            **machine.fleet.advice(),
+            "name": parts.name,
+            "committed": committed.model_dump(mode="json") if committed is not None else None,
+            "serving": sum(engine.serving for engine in machine.fleet.engines.values()),
+        },
+    }
 
 
 async def fleet_health(request: web.Request) -> web.Response:
-    """The coordinator runs; says nothing of engines."""
+    """Liveness: the coordinator runs. Says nothing about engines."""
     return web.json_response({"status": "ok", "term": request.app[PARTS].driver.term})
 
 
 async def health(request: web.Request) -> web.Response:
-    """Control health: weights can be taken, also while no engine may serve."""
+    """Control health: the fleet can take weights, also while no engine serves."""
     reason = why_incomplete(request.app[PARTS].machine.fleet)
     return refuse(503, reason) if reason else web.Response()
 
 
 async def get_held(request: web.Request) -> web.Response:
-    """Asked by the front: does the coordinator answer requests for tokens now, because something holds the fleet?"""
-    sentence = request.app[PARTS].machine.fleet.why_not_generating
-    return web.json_response({"held": sentence}) if sentence else refuse(404, "Nothing holds the fleet.")
+    """Tell the front whether it must send data requests to the coordinator, because an interruption keeps all engines from serving."""
+    reason = request.app[PARTS].machine.fleet.why_not_generating
+    return web.json_response({"held": reason}) if reason else refuse(404, "No interruption keeps the fleet from serving.")
 
 
 async def get_document(request: web.Request) -> web.Response:
-    """The discovery document."""
-    found = document(request.app[PARTS])
+    """``GET /fleet``."""
+    found = make_document(request.app[PARTS])
     return web.json_response(found.model_dump(mode="json"))
 
 
 async def get_tensors(request: web.Request) -> web.Response:
-    """Names and shapes of the model that the engines were started with, so that a trainer can compare before it pushes."""
+    """Return names and shapes of the engines' model, so that a trainer can compare before it pushes."""
     parts = request.app[PARTS]
-    asked = CheckpointRequest(path="", names=True, deadline=TENSORS_DEADLINE)
+    asked = CheckpointRequest(path="", names=True, deadline=TENSORS_DEADLINE_SECONDS)
     reason = "no engine is up."
     for name in parts.machine.fleet.up()[:1]:
-        result = await parts.agents.call(name, AGENT_CHECKPOINT, asked.model_dump(mode="json"), TENSORS_DEADLINE + 5)
+        result = await parts.agents.call(name, AGENT_CHECKPOINT, asked.model_dump(mode="json"), TENSORS_DEADLINE_SECONDS + 5)
         if result.shapes is not None:
             return web.json_response(ModelTensors(engine=name, shapes=dict(result.shapes)).model_dump(mode="json"))
-        reason = result.message or f"engine {name}: {result.why_unchecked or 'its agent does not tell them'}."
+        reason = result.message or f"engine {name}: {result.why_unchecked or 'its agent does not report them'}."
     return refuse(404, f"The tensors of the engines' model are not known: {reason}")
 
 
-async def metrics(request: web.Request) -> web.Response:
-    """Prometheus text."""
-    parts = request.app[PARTS]
-    body = parts.metrics.text(parts.driver.machine)
-    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-
 async def get_server_info(request: web.Request) -> web.Response:
-    """The fleet as one big server."""
-    return web.json_response(server_info(request.app[PARTS]))
+    """``GET /server_info``."""
+    return web.json_response(make_server_info(request.app[PARTS]))
 
 
 async def get_model_info(request: web.Request) -> web.Response:
-    """The first engine's, with the committed version: only that is served."""
+    """Return the first engine's answer with the committed version."""
     parts = request.app[PARTS]
-    info = _known(parts, "/model_info")
-    label = _label(parts)
+    info = _cached_info(parts, "/model_info")
+    label = _committed_label(parts)
     return web.json_response({**info, "weight_version": label}, headers={VERSION_HEADER: reason_phrase(label)})
 
 
 async def get_weight_version(request: web.Request) -> web.Response:
-    """The committed version; SGLang itself has dropped this path, trainers have not."""
-    label = _label(request.app[PARTS])
+    """Return the committed version. SGLang has removed this path; trainers still use it."""
+    label = _committed_label(request.app[PARTS])
     return web.json_response({"weight_version": label}, headers={VERSION_HEADER: reason_phrase(label)})
 
 
 async def get_world_size(request: web.Request) -> web.Response:
-    """All ranks of all engines, without the trainer's own."""
+    """Return the number of ranks of all engines, without the trainer's own."""
     return web.json_response({"world_size": request.app[PARTS].machine.fleet.table.gpus})
 
 
 async def get_models(request: web.Request) -> web.Response:
-    """The first engine's list of models."""
-    return web.json_response(_known(request.app[PARTS], "/v1/models"))
+    """Return the first engine's list of models."""
+    return web.json_response(_cached_info(request.app[PARTS], "/v1/models"))
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """One entry of the list of models; an unknown name is answered as SGLang does."""
+    """Return one entry of the list of models; an unknown name gets SGLang's answer."""
     wanted = request.match_info["model"]
-    cards = _known(request.app[PARTS], "/v1/models").get("data", [])
+    cards = _cached_info(request.app[PARTS], "/v1/models").get("data", [])
     card = next((card for card in cards if card.get("id") == wanted), None)
     if card is not None:
         return web.json_response(card)
@@ -114,42 +180,42 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Data health: an engine serves."""
+    """Data health: at least one engine serves."""
     fleet = request.app[PARTS].machine.fleet
     if fleet.why_not_generating:
         return refuse(503, fleet.why_not_generating)
     if not any(engine.serving for engine in fleet.engines.values()):
-        return refuse(503, "No engine serves now: none holds the weights that the fleet has committed. GET /fleet tells the state of each.")
+        return refuse(503, "No engine serves now: none holds the committed weights. GET /fleet shows the state of each.")
     return web.Response()
 
 
 async def get_weights_by_name(request: web.Request) -> web.Response:
-    """Rows of one tensor, from an engine that serves: all of these hold the committed version."""
+    """Return rows of one tensor from a serving engine: all serving engines hold the committed version."""
     body = weights_by_name(dict(request.query), parse(await request.read()))
     parts = request.app[PARTS]
     name = next((name for name, engine in parts.machine.fleet.engines.items() if engine.serving), None)
     if name is None:
         raise Refusal(
-            "No engine serves now, so no engine holds the committed weights for certain. GET /fleet tells the state of each.", status=503
+            "No engine serves now, so no engine holds the committed weights for certain. GET /fleet shows the state of each.", status=503
         )
-    status, found = await parts.agents.ask(name, "/get_weights_by_name", body, WEIGHTS_DEADLINE)
+    status, found = await parts.agents.ask(name, "/get_weights_by_name", body, WEIGHTS_DEADLINE_SECONDS)
     if status == 0:
         raise Refusal(f"engine {name} does not answer: {str(found).rstrip('.')}. Try again.", status=502)
-    label = _label(parts)
-    answer = json.dumps(found, separators=(",", ":")).encode()  # as short as SGLang writes it: there may be a million numbers
+    label = _committed_label(parts)
+    answer = json.dumps(found, separators=(",", ":")).encode()  # compact like SGLang's: there may be a million numbers
     headers = {VERSION_HEADER: reason_phrase(label)}
     return web.Response(body=answer, status=status, headers=headers, content_type="application/json")
 
 
 async def get_loads(request: web.Request) -> web.Response:
-    """``/v1/loads`` of all engines in one list."""
+    """Return ``/v1/loads`` of all engines in one list."""
     loads = await _loads(request.app[PARTS])
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return web.json_response({"timestamp": now, "version": "fleet", "loads": loads})
 
 
 async def get_load(request: web.Request) -> web.Response:
-    """The list that SGLang before 0.5.21 answered; trainers add it up to see whether the fleet has drained."""
+    """Return the list of SGLang before 0.5.21. Trainers add it up to see whether the fleet has drained."""
     loads = await _loads(request.app[PARTS])
     entries = []
     for rank, load in enumerate(loads):
@@ -168,7 +234,7 @@ async def get_load(request: web.Request) -> web.Response:
 
 
 async def get_workers(request: web.Request) -> web.Response:
-    """The engines, as routers list their workers; trainers abort and poll each of them directly."""
+    """Return the engines as routers list their workers. Trainers abort and poll each of them directly."""
     parts = request.app[PARTS]
     workers = [
         {
@@ -178,42 +244,41 @@ async def get_workers(request: web.Request) -> web.Response:
             "is_healthy": member.gate_open,
             "status": "ready" if member.gate_open else "not_ready",
         }
-        for member in document(parts).members
+        for member in make_document(parts).members
         if member.url
     ]
     return web.json_response({"workers": workers, "total": len(workers)})
 
 
 async def _loads(parts: Parts) -> list[dict[str, Any]]:
-    """An engine that is up and does not answer must not read as idle: then there is no answer at all."""
+    """Return the loads of all engines. Refuse if an engine does not answer, because it must not look idle."""
     names = parts.machine.fleet.up()
-    replies = await asyncio.gather(*(parts.agents.get(name, "/v1/loads", LOADS_DEADLINE) for name in names))
+    replies = await asyncio.gather(*(parts.agents.get(name, "/v1/loads", LOADS_DEADLINE_SECONDS) for name in names))
     loads: list[dict[str, Any]] = []
     for name, (status, body) in zip(names, replies, strict=True):
         if status != 200 or not isinstance(body, dict) or not isinstance(body.get("loads"), list):
             reason = body if isinstance(body, str) else f"HTTP {status}"
-            raise Refusal(f"engine {name} does not say its load: {reason.rstrip('.')}. It may be busy; try again.", status=503)
+            raise Refusal(f"engine {name} does not report its load: {reason.rstrip('.')}. It may be busy; try again.", status=503)
         loads += [{**load, "dp_rank": len(loads) + index, "engine": name} for index, load in enumerate(body["loads"])]
     return loads
 
 
-def _known(parts: Parts, path: str) -> dict[str, Any]:
+def _cached_info(parts: Parts, path: str) -> dict[str, Any]:
     info = parts.infos.first(parts.machine, path)
     if info is None:
-        raise Refusal("No engine of this fleet has been up yet: nothing is known of its model. Try again.", status=503)
+        raise Refusal("No engine of this fleet has been up yet. Try again.", status=503)
     return info
 
 
-def _label(parts: Parts) -> str:
+def _committed_label(parts: Parts) -> str:
     committed = parts.machine.fleet.committed
     if committed is None:
-        raise Refusal("The committed version is not proved yet: the coordinator has just started.", status=503)
+        raise Refusal("The committed version is not known yet: the coordinator has just started.", status=503)
     return committed.label
 
 
 routes = [
     web.get(FLEET_HEALTH, fleet_health),
-    web.get(FLEET_METRICS, metrics),
     web.get(FLEET_HELD, get_held),
     web.get(FLEET, get_document),
     web.get(FLEET_TENSORS, get_tensors),

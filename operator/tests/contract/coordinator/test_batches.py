@@ -82,7 +82,7 @@ def script() -> Script:
 
 @pytest.fixture
 async def lab(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
-    monkeypatch.setattr(smg, "MOST_AT_ONCE", 8)
+    monkeypatch.setattr(smg, "MAX_CONNECTIONS", 8)
     async with fleet_lab(tmp_path) as made:
         made.smg.answer_tokens = script
         yield made
@@ -199,9 +199,9 @@ async def test_bodies_larger_than_control_calls_are_taken_and_far_larger_ones_ar
     big = "x" * (9 * 2**20)
     status, _, found = await lab.post("/generate", {"text": ["a", big]})
     assert (status, len(found[1]["text"])) == (200, len(big) + 2)
-    monkeypatch.setattr(routes_data, "LARGEST_BODY", 2**20)
+    monkeypatch.setattr(routes_data, "MAX_BODY_BYTES", 2**20)
     status, _, body = await lab.post("/generate", {"text": ["a", big]})
-    assert (status, "send it in several" in body["error"]["message"]) == (413, True)
+    assert (status, "split it" in body["error"]["message"]) == (413, True)
     assert (await lab.post("/begin_weight_update", {"x": big}))[0] == 413
 
 
@@ -214,7 +214,7 @@ async def test_an_smg_without_engines_or_under_restart_is_no_reason_to_give_up(
     assert not asking.done()
     lab.smg.answer_tokens = script
     assert (await asking)[0] == 200
-    monkeypatch.setattr(routes_data, "UNLISTED_SECONDS", 0.3)
+    monkeypatch.setattr(routes_data, "NO_WORKERS_SECONDS", 0.3)
     lab.smg.answer_tokens = None
     for body in ({"text": ["a"]}, {"text": ["a"], "stream": True}, {"text": "a"}):
         status, _, answer = await lab.post("/generate", body)

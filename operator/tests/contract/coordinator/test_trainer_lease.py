@@ -54,7 +54,7 @@ async def test_a_new_run_begins_with_the_next_push_whatever_it_is_called(lab: La
 async def test_handles_of_one_process_are_refused_with_the_way_that_works(lab: Lab) -> None:
     status, reason, body = await lab.post("/update_weights_from_ipc", {"zmq_handles": {"GPU-1": "ipc://@x"}})
     assert (status, body["success"]) == (501, False)
-    assert reason.startswith("/update_weights_from_ipc is not for a fleet: its payload belongs to the GPUs of one process")
+    assert reason.startswith("/update_weights_from_ipc does not work for a fleet: its payload belongs to the GPUs of one process")
     assert "update_weights_from_distributed" in body["message"]
     assert all(agent.calls == [] for agent in lab.agents)
 

@@ -40,7 +40,7 @@ async def test_handles_of_gpu_memory_are_refused_by_a_fleet_with_the_way_out(own
     body = {"serialized_named_tensors": ["AAAA"], "load_format": None, "flush_cache": False}
     status, reason, answer = await own_gpus.post("/update_weights_from_tensor", body)
     assert (status, "init_weights_update_group" in answer["message"]) == (501, True)
-    assert "is not for a fleet" in reason
+    assert "does not work for a fleet" in reason
     assert not any(agent.heard("/update_weights_from_tensor") for agent in own_gpus.agents)
 
 

@@ -108,7 +108,7 @@ async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_a
 async def test_a_pinned_adapter_is_pinned_again_on_an_engine_that_lost_it(fleet: Whole, tmp_path: Path) -> None:
     """With two slots SGLang pins one adapter and refuses a second one: that tells whether the first is pinned."""
     unknown = await load(fleet, "math", str(tmp_path / "math"), added_tokens_config={})
-    assert (unknown.status, "takes no field 'added_tokens_config'" in unknown.body["message"]) == (400, True), unknown
+    assert (unknown.status, "has no field 'added_tokens_config'" in unknown.body["message"]) == (400, True), unknown
     assert (await load(fleet, "math", adapter(tmp_path / "math", 1), pinned=True)).status == 200
     first = fleet.pods[0]
     status = await first.status()

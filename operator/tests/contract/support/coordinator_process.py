@@ -15,7 +15,7 @@ from aiohttp import web
 
 from sglang_rollout.api.intent import Intent, WantedEngine
 from sglang_rollout.api.weights_spec import Deadlines, Weights
-from sglang_rollout.coordinator.cli import Options, serve
+from sglang_rollout.coordinator.main import Options, serve
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, TERM_HEADER
 from sglang_rollout.wire.states import FleetMode

@@ -13,7 +13,7 @@ import aiohttp
 
 from sglang_rollout.api.intent import Intent, WantedEngine
 from sglang_rollout.api.weights_spec import Weights
-from sglang_rollout.coordinator.cli import Options, serve
+from sglang_rollout.coordinator.main import Options, serve
 from sglang_rollout.wire.ports import FLEET
 from sglang_rollout.wire.states import FleetMode
 from tests.contract.support.agent_pod import TOKEN, Answer, Pod, Process, pod, until

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.coordinator.generate.batches import Batch, BatchError, encoded, indexed, join, split
+from sglang_rollout.coordinator.generate.batches import Batch, BatchError, add_index, encode, join, split
 
 
 def items(**body: Any) -> list[dict[str, Any]]:
@@ -133,11 +133,11 @@ def test_an_empty_batch_has_no_items() -> None:
 
 @given(st.dictionaries(KEYS, st.text(st.sampled_from("aé\U0001f600\ud83d"), max_size=3)))
 def test_a_request_is_written_as_it_was_read_half_characters_too(fields: dict[str, str]) -> None:
-    assert json.loads(encoded(fields)) == fields
+    assert json.loads(encode(fields)) == fields
 
 
 def test_text_that_is_whole_stays_as_short_as_it_is() -> None:
-    assert encoded({"text": "é\U0001f600"}) == '{"text":"é\U0001f600"}'.encode()
+    assert encode({"text": "é\U0001f600"}) == '{"text":"é\U0001f600"}'.encode()
 
 
 @pytest.mark.parametrize(
@@ -164,5 +164,5 @@ def test_what_sglang_refuses_is_refused_in_its_words(more: dict[str, Any], words
 
 
 def test_events_are_numbered_as_sglang_does() -> None:
-    assert json.loads(indexed(b'{"text":"x"}', 3, 1)) == {"text": "x", "index": 3}
-    assert json.loads(indexed(b'{"index":1,"text":"\xc3\xa9"}', 3, 2)) == {"text": "é", "index": 7}
+    assert json.loads(add_index(b'{"text":"x"}', 3, 1)) == {"text": "x", "index": 3}
+    assert json.loads(add_index(b'{"index":1,"text":"\xc3\xa9"}', 3, 2)) == {"text": "é", "index": 7}

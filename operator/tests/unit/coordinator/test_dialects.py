@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.coordinator.http import dialects as compat
+from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
     Answer,
@@ -31,15 +31,15 @@ TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.fl
 
 @pytest.mark.parametrize("data", [b"", b"  \n", b"null", b"{}"])
 def test_an_empty_body_is_an_empty_object(data: bytes) -> None:
-    assert compat.parse(data) == {}
+    assert dialects.parse(data) == {}
 
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (b'{"a": ', "the body is no JSON: line 1, column 7: Expecting value."),
+        (b'{"a": ', "the body is not JSON: line 1, column 7: Expecting value."),
         (b'{"a":1}\n{"b"', "line 2, column 1: Extra data."),
-        (b"\xff\xfe{", "no UTF-8"),
+        (b"\xff\xfe{", "not UTF-8"),
         (b"[1]", "the body must be a JSON object, not list."),
         (b'"x"', "not str."),
         (b"[" * 100_000, "nests too deep"),
@@ -51,14 +51,14 @@ def test_an_empty_body_is_an_empty_object(data: bytes) -> None:
 )
 def test_what_cannot_be_read_or_kept_is_refused_with_its_place(data: bytes, sentence: str) -> None:
     with pytest.raises(Refusal) as caught:
-        compat.parse(data)
+        dialects.parse(data)
     assert sentence in str(caught.value)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
     with contextlib.suppress(Refusal):
-        assert isinstance(compat.parse(data), dict)
+        assert isinstance(dialects.parse(data), dict)
 
 
 TEXT = st.text(st.sampled_from('a2"é\U0001f600\ud83d\ude00'), max_size=4) | st.sampled_from(["abort", "2", "weights", "0" * 5000])
@@ -72,20 +72,20 @@ JSON = st.recursive(
 @given(st.dictionaries(TEXT, JSON, max_size=4), st.booleans())
 def test_whatever_is_taken_can_be_written_again(body: dict[str, Any], escaped: bool) -> None:
     try:
-        taken = compat.parse(json.dumps(body, ensure_ascii=escaped).encode("utf-8", "surrogatepass"))
+        taken = dialects.parse(json.dumps(body, ensure_ascii=escaped).encode("utf-8", "surrogatepass"))
     except Refusal:
         return
     assert json.dumps(taken, ensure_ascii=False).encode()
 
 
 def test_both_halves_are_a_character() -> None:
-    assert compat.parse(b'{"lora_name": "\\ud83d\\ude00"}') == {"lora_name": "\U0001f600"}
+    assert dialects.parse(b'{"lora_name": "\\ud83d\\ude00"}') == {"lora_name": "\U0001f600"}
 
 
 PARSERS: list[Callable[[dict[str, Any]], Request]] = [
-    compat.open_group, compat.close_group, compat.pause, compat.resume, compat.begin, compat.update, compat.end,
-    compat.from_disk, compat.tensors, compat.set_label, compat.release_memory, compat.resume_memory,
-    compat.load_adapter, compat.unload_adapter,
+    dialects.open_group, dialects.close_group, dialects.pause, dialects.resume, dialects.begin, dialects.update, dialects.end,
+    dialects.from_disk, dialects.tensors, dialects.set_label, dialects.release_memory, dialects.resume_memory,
+    dialects.load_adapter, dialects.unload_adapter,
 ]  # fmt: skip
 FIELDS = [
     "group_name", "mode", "checksums", "name", "dtype", "shape", "names", "dtypes", "shapes", "weight_version", "new_version",
@@ -104,7 +104,7 @@ def test_a_field_of_any_type_is_taken_or_refused(parse: Callable[[dict[str, Any]
 
 
 def update(body: dict[str, Any]) -> Update:
-    request = compat.update(body)
+    request = dialects.update(body)
     assert isinstance(request, Update)
     return request
 
@@ -126,12 +126,12 @@ def test_a_version_may_be_a_number_and_unknown_fields_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"shapes": [[1]]}, "the tensors do not add up: 2 names, 2 dtypes, 1 shapes."),
+        ({"shapes": [[1]]}, "the tensor lists differ in length: 2 names, 2 dtypes, 1 shapes."),
         ({"names": []}, "names is missing"),
         ({"names": "a"}, "names is missing"),
-        ({"weight_version": 1.5}, "weight_version 1.5 is no version"),
+        ({"weight_version": 1.5}, "weight_version 1.5 is not a version"),
         ({"weight_version": "x" * 300}, "300 characters long"),
-        ({"group_name": 5}, "group_name 5 is no name."),
+        ({"group_name": 5}, "group_name 5 is not a name."),
     ],
 )
 def test_an_update_that_would_hang_or_mislead_is_refused(changes: dict[str, Any], sentence: str) -> None:
@@ -141,69 +141,69 @@ def test_an_update_that_would_hang_or_mislead_is_refused(changes: dict[str, Any]
 
 
 def test_a_pause_without_mode_is_what_sglang_makes_of_it() -> None:
-    assert compat.pause({}) == Pause("abort", {"mode": "abort"})
-    assert compat.pause({"mode": "in_place"}) == Pause("in_place", {"mode": "in_place"})
+    assert dialects.pause({}) == Pause("abort", {"mode": "abort"})
+    assert dialects.pause({"mode": "in_place"}) == Pause("in_place", {"mode": "in_place"})
     for mode in ("nap", ["abort"], {}, 1):
         with pytest.raises(Refusal, match="use retract, abort, in_place"):
-            compat.pause({"mode": mode})
+            dialects.pause({"mode": mode})
 
 
 def test_what_a_trainer_says_of_its_weights() -> None:
-    assert compat.end({"checksums": {"2": ["a", "b"], "1": ["c"]}}) == End({2: ("a", "b"), 1: ("c",)})
-    assert compat.end({}) == compat.end({"checksums": None, "other": 1}) == End()
+    assert dialects.end({"checksums": {"2": ["a", "b"], "1": ["c"]}}) == End({2: ("a", "b"), 1: ("c",)})
+    assert dialects.end({}) == dialects.end({"checksums": None, "other": 1}) == End()
 
 
 @pytest.mark.parametrize("checksums", [["a"], {"one": ["a"]}, {"1": "a"}, {"1": [2]}, {"2": ["a"]}, {"9" * 5000: ["a"]}, {"0" * 5000: []}])
 def test_checksums_that_cannot_be_meant_are_refused(checksums: object) -> None:
     with pytest.raises(Refusal, match="checksums"):
-        compat.end({"checksums": checksums})
+        dialects.end({"checksums": checksums})
 
 
 def test_small_ones() -> None:
-    assert compat.close_group({}) == CloseGroup(None)
-    assert compat.set_label({"new_version": 4, "abort_all_requests": True}) == SetLabel("4")
-    assert compat.flush({"timeout": "3"}) == Flush(3.0)
+    assert dialects.close_group({}) == CloseGroup(None)
+    assert dialects.set_label({"new_version": 4, "abort_all_requests": True}) == SetLabel("4")
+    assert dialects.flush({"timeout": "3"}) == Flush(3.0)
     with pytest.raises(Refusal):
-        compat.set_label({})
+        dialects.set_label({})
     with pytest.raises(Refusal):
-        compat.flush({"timeout": "nan"})
+        dialects.flush({"timeout": "nan"})
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"lora_name": None}, "lora_name and lora_path are needed"),
-        ({"lora_path": ""}, "lora_name and lora_path are needed"),
+        ({"lora_name": None}, "lora_name and lora_path are missing"),
+        ({"lora_path": ""}, "lora_name and lora_path are missing"),
         ({"lora_name": "a" * 257}, "lora_name is 257 characters long: use at most 256."),
         ({"lora_path": "/" * 4097}, "lora_path is 4097 characters long: use at most 4096."),
         ({"pinned": "yes"}, "pinned 'yes' is neither true nor false."),
-        ({"added_tokens_config": {}}, "/load_lora_adapter takes no field 'added_tokens_config': SGLang ignores it."),
+        ({"added_tokens_config": {}}, "/load_lora_adapter has no field 'added_tokens_config': SGLang ignores it."),
     ],
 )
 def test_an_adapter_that_status_could_not_show_or_sglang_would_not_load_as_asked_is_refused(changes: dict[str, Any], sentence: str) -> None:
     longest = {"lora_name": "a" * 256, "lora_path": "/" * 4096}
-    assert compat.load_adapter(longest) == LoadAdapter(longest["lora_name"], longest["lora_path"])
-    assert compat.load_adapter({**longest, "pinned": True}) == LoadAdapter(longest["lora_name"], longest["lora_path"], pinned=True)
+    assert dialects.load_adapter(longest) == LoadAdapter(longest["lora_name"], longest["lora_path"])
+    assert dialects.load_adapter({**longest, "pinned": True}) == LoadAdapter(longest["lora_name"], longest["lora_path"], pinned=True)
     with pytest.raises(Refusal) as caught:
-        compat.load_adapter({**longest, **changes})
+        dialects.load_adapter({**longest, **changes})
     assert sentence in str(caught.value)
 
 
 def test_a_field_that_sglang_does_not_know_is_refused_when_an_adapter_is_unloaded() -> None:
-    with pytest.raises(Refusal, match=r"/unload_lora_adapter takes no field 'force': SGLang ignores it\. Use lora_name\."):
-        compat.unload_adapter({"lora_name": "a", "force": True})
+    with pytest.raises(Refusal, match=r"/unload_lora_adapter has no field 'force': SGLang ignores it\. Use lora_name\."):
+        dialects.unload_adapter({"lora_name": "a", "force": True})
 
 
 def test_answers_have_the_shape_that_clients_read() -> None:
-    paused = compat.shape(Continue(), Answer(200, "Generation continued successfully."))
+    paused = dialects.format_answer(Continue(), Answer(200, "Generation continued successfully."))
     assert paused == {"success": True, "message": "Generation continued successfully.", "status": "ok"}
-    assert compat.shape(SetLabel("7"), Answer(200, "ok"))["new_version"] == "7"
-    json.dumps(compat.shape(Continue(), Answer(400, "no", {"epoch": 3})))
+    assert dialects.format_answer(SetLabel("7"), Answer(200, "ok"))["new_version"] == "7"
+    json.dumps(dialects.format_answer(Continue(), Answer(400, "no", {"epoch": 3})))
 
 
 @given(st.text(max_size=600))
 def test_a_reason_phrase_is_one_short_printable_line(message: str) -> None:
-    phrase = compat.reason_phrase(message)
+    phrase = dialects.reason_phrase(message)
     assert len(phrase) <= 200
     assert phrase.encode("latin-1").decode("latin-1").isprintable() or not phrase
     assert "\n" not in phrase

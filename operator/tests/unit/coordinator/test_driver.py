@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.driver import Driver
+from sglang_rollout.coordinator.leader import DeposedError
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
 from sglang_rollout.coordinator.update.phases import Phase
+from sglang_rollout.coordinator.update.requests import Continue
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import FleetState
@@ -77,7 +80,7 @@ async def test_the_last_record_is_written_before_another_coordinator_may_lead() 
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     task = asyncio.create_task(driver.run())
     await asyncio.sleep(0.01)
-    driver.keeper.save(Record(term=1, epoch=1, committed=Version(run=1, step=7, label="7")))
+    driver.record_writer.save(Record(term=1, epoch=1, committed=Version(run=1, step=7, label="7")))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert done == ["written 1/7", "released"]
@@ -104,3 +107,58 @@ async def test_a_coordinator_goes_above_a_term_that_agents_know_only_when_it_may
     let.set()
     await asyncio.sleep(0.01)
     assert (claims, machine.fleet.term) == ([8], 8)
+
+
+async def test_calls_to_agents_end_as_values_when_the_coordinator_ends() -> None:
+    """aiohttp raises RuntimeError on a closed session. One error would be raised, and asyncio would complain about the others."""
+    agents = Agents(address=lambda _: "http://127.0.0.1:9", token=lambda: "t", term=lambda: 1)
+    await agents.start()
+    await agents.close()
+    results = await agents.fan_out(Send(ControlCall.PAUSE.path, {"e0": {}, "e1": {}}, 5))
+    assert [(result.ok, result.message) for result in results.values()] == [(False, "the coordinator ends.")] * 2
+
+
+async def test_a_deposed_coordinator_calls_no_agent_and_leaves_no_error_behind() -> None:
+    """Another coordinator leads: an answer that its trainers' connections bring about would fail in a task that nothing awaits."""
+    complaints: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+
+    class Lease:
+        async def acquire(self) -> int:
+            return 1
+
+        async def announce(self, term: int) -> None:
+            """Store no term."""
+
+        async def hold(self) -> None:
+            driver._fail(DeposedError("an agent follows a coordinator of term 9"))
+            raise DeposedError("pod-b has taken the Lease")
+
+        async def release(self) -> None:
+            """Hold nothing."""
+
+    class Store:
+        async def read(self) -> Record | None:
+            return Record(term=1, epoch=1, committed=Version(run=1, step=7, label="7"))
+
+        async def write(self, record: Record, *, over: Record | None = None) -> None:
+            """Store nothing."""
+
+    class NoMembers:
+        async def run(self) -> None:
+            await asyncio.sleep(60)
+
+    agents = Agents(address=lambda _: "http://127.0.0.1:9", token=lambda: "t", term=lambda: 1)
+    parts: dict[str, Any] = {"members": NoMembers(), "store": Store(), "leadership": Lease()}
+    driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
+    with pytest.raises(ExceptionGroup) as ended:
+        await driver.run()
+    assert ended.group_contains(DeposedError)
+    machine: Any = Scripted(Send(ControlCall.PAUSE.path, {"e0": {}, "e1": {}}, 5))
+    driver._machine = machine
+    driver.feed(Tick(0.0))
+    assert (await driver.ask(Continue())).status == 503
+    assert machine.effects, "no event reached the state machine"
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from sglang_rollout.api.intent import WantedEngine
-from sglang_rollout.coordinator.agents import LONGEST_MESSAGE
+from sglang_rollout.coordinator.agents import MAX_MESSAGE_CHARACTERS
 from sglang_rollout.coordinator.update.adapters import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Committed, Fleet
@@ -26,6 +26,7 @@ BOOT = "0" * 36
 CHECKSUM = "0" * 64
 """As long as a rank's checksum, a SHA-256."""
 STEP = Version(run=3, step=12345, label="step-12345")
+NOTE = "x" * MAX_MESSAGE_CHARACTERS
 
 
 def group(number: int) -> GroupRow:
@@ -64,7 +65,7 @@ def test_as_many_groups_and_adapters_as_may_be_there_and_the_worst_that_engines_
     fleet.transaction.last = _last(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
     oldest = STEP.model_copy(update={"label": "s" * LONGEST_LABEL})
     for name in NAMES:
-        found = fleet.engines[name.ljust(63, "x")] = Engine(WantedEngine(name=name.ljust(63, "x")), note="x" * LONGEST_MESSAGE, misses=0)
+        found = fleet.engines[name.ljust(63, "x")] = Engine(WantedEngine(name=name.ljust(63, "x")), note=NOTE, misses=0)
         found.status = AgentStatus(
             name=name, boot_id=BOOT, state=EngineState.CLEAN, version=oldest, committed=None, term=7, gate_open=False, reason="x" * 2000
         )
@@ -74,7 +75,7 @@ def test_as_many_groups_and_adapters_as_may_be_there_and_the_worst_that_engines_
     fleet.adapters.of_trainers = {adapter: Adapter(name=adapter, path="/lora/x", pinned=True) for adapter in map(str, range(640))}
     loaded = fleet.adapters.of_trainers.values()
     assert sum(len(json.dumps([a.name, a.path])) + ROW_CHARACTERS for a in loaded) > 0.99 * MAX_ADAPTERS_CHARACTERS
-    fleet.engines[NAMES[0].ljust(63, "x")].adapter_trouble = dict.fromkeys(fleet.adapters.of_trainers, "x" * LONGEST_MESSAGE)
+    fleet.engines[NAMES[0].ljust(63, "x")].adapter_trouble = dict.fromkeys(fleet.adapters.of_trainers, "x" * MAX_MESSAGE_CHARACTERS)
     record = fleet.record()
     assert record is not None
     record = record.model_copy(update={"adapters": rows(fleet, MAX_REASONS_CHARACTERS)})

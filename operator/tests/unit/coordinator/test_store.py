@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.intent import Intent
-from sglang_rollout.coordinator import record_store as store
-from sglang_rollout.coordinator.generate.smg_workers import plan
+from sglang_rollout.coordinator import record as store
+from sglang_rollout.coordinator.generate.smg_workers import plan_changes
 from sglang_rollout.coordinator.leader import DeposedError
-from sglang_rollout.coordinator.members import gate_url, hostnames
-from sglang_rollout.coordinator.record_store import RECORD_KEY, ConfigMapRecord, FileIntent, FileRecord, Keeper, LostError, StoreError
-from sglang_rollout.coordinator.takeover import claim
+from sglang_rollout.coordinator.members import FileIntent, addresses_by_hostname, gate_url
+from sglang_rollout.coordinator.record import RECORD_KEY, ConfigMapRecord, FileRecord, HigherTermError, RecordWriter, StoreError, take_over
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, NotFound
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import Version
@@ -58,7 +57,12 @@ class FakeKube:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"QUIET": 0.01, "FIRST_DELAY": 0.01, "LAST_DELAY": 0.02, "CHECK_EVERY": 0.05, "POLL_EVERY": 0.01}.items():
+    for name, value in {
+        "BACKGROUND_INTERVAL_SECONDS": 0.01,
+        "FIRST_RETRY_SECONDS": 0.01,
+        "LAST_RETRY_SECONDS": 0.02,
+        "CHECK_SECONDS": 0.05,
+    }.items():
         monkeypatch.setattr(store, name, value)
 
 
@@ -88,12 +92,12 @@ async def test_a_write_that_was_too_slow_does_not_replace_a_newer_record(tmp_pat
         really(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(store, "WRITE_DEADLINE", 0.2)
+    monkeypatch.setattr(store, "WRITE_DEADLINE_SECONDS", 0.2)
     files = FileRecord(tmp_path / "record.json")
-    keeper = Keeper(files)
-    assert not await keeper.write(record(5))
-    monkeypatch.setattr(store, "WRITE_DEADLINE", 30.0)
-    assert await keeper.write(record(6))
+    writer = RecordWriter(files)
+    assert not await writer.write(record(5))
+    monkeypatch.setattr(store, "WRITE_DEADLINE_SECONDS", 30.0)
+    assert await writer.write(record(6))
     hung.set()
     await until(lambda: [path.name for path in tmp_path.iterdir()] == ["record.json"])
     assert await files.read() == record(6)
@@ -118,7 +122,7 @@ async def test_a_coordinator_of_a_lower_term_cannot_write() -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     await maps.write(record(5, term=3))
-    with pytest.raises(LostError):
+    with pytest.raises(HigherTermError):
         await maps.write(record(6, term=2))
     assert await maps.read() == record(5, term=3)
 
@@ -143,9 +147,9 @@ async def test_a_commit_that_is_written_while_a_new_coordinator_begins_is_not_lo
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     await maps.write(record(5, term=3))
     late = announcing(lambda: maps.write(record(6, term=3)))
-    assert await claim(maps, late, 1) == (4, record(6, term=3))
+    assert await take_over(maps, late, 1) == (4, record(6, term=3))
     assert await maps.read() == record(6, term=4)
-    with pytest.raises(LostError):
+    with pytest.raises(HigherTermError):
         await maps.write(record(7, term=3))
 
 
@@ -154,7 +158,7 @@ async def test_a_new_coordinator_ends_when_a_newer_one_has_written() -> None:
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     await maps.write(record(5, term=3))
     with pytest.raises(DeposedError, match="is of term 9, this coordinator is of 4"):
-        await claim(maps, announcing(lambda: maps.write(record(5, term=9))), 1)
+        await take_over(maps, announcing(lambda: maps.write(record(5, term=9))), 1)
     assert await maps.read() == record(5, term=9)
 
 
@@ -171,29 +175,29 @@ async def test_a_commit_that_is_written_while_the_new_coordinator_cannot_write_i
         kube.full = False
         kube.data = {RECORD_KEY: record(6, term=3).model_dump_json()}
 
-    assert await claim(maps, announcing(fill), 1) == (4, record(6, term=3))
+    assert await take_over(maps, announcing(fill), 1) == (4, record(6, term=3))
     assert await maps.read() == record(6, term=4)
 
 
 async def test_a_new_coordinator_leads_with_what_it_read_when_it_cannot_write() -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
-    assert await claim(maps, announcing(nothing), 2) == (2, None)
+    assert await take_over(maps, announcing(nothing), 2) == (2, None)
     await maps.write(record(5, term=3))
 
     async def leave() -> None:
         kube.away = True
 
-    assert await claim(maps, announcing(leave), 8) == (8, record(5, term=3))
+    assert await take_over(maps, announcing(leave), 8) == (8, record(5, term=3))
 
 
 async def test_a_deleted_config_map_is_written_again_with_the_record(quick: None) -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
-    keeper = Keeper(maps)
-    task = asyncio.create_task(keeper.run())
+    writer = RecordWriter(maps)
+    task = asyncio.create_task(writer.run())
     try:
-        assert await keeper.write(record(4))
+        assert await writer.write(record(4))
         kube.data = None
         await asyncio.sleep(0.1)
         kube.data, kube.version = {}, 70
@@ -206,26 +210,26 @@ async def test_a_deleted_config_map_is_written_again_with_the_record(quick: None
 async def test_a_commit_does_not_wait_for_an_api_server_that_is_away(quick: None) -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
-    keeper = Keeper(maps)
+    writer = RecordWriter(maps)
     kube.away = True
-    assert not await keeper.write(record(4))
-    assert "cannot be reached" in keeper.problem
-    task = asyncio.create_task(keeper.run())
+    assert not await writer.write(record(4))
+    assert "cannot be reached" in writer.problem
+    task = asyncio.create_task(writer.run())
     try:
         kube.away = False
         await until(lambda: kube.writes == 1)
         assert await maps.read() == record(4)
-        await until(lambda: keeper.problem == "")
+        await until(lambda: writer.problem == "")
     finally:
         task.cancel()
 
 
 @pytest.mark.parametrize("steps", range(5))
-async def test_a_keeper_that_is_ended_just_when_it_is_to_write_ends(quick: None, steps: int) -> None:
+async def test_a_writer_that_is_ended_just_when_it_is_to_write_ends(quick: None, steps: int) -> None:
     """Else a coordinator that is told to end goes on until it is killed."""
-    task = asyncio.create_task((keeper := Keeper(ConfigMapRecord(FakeKube(), "ns", "demo"))).run())  # type: ignore[arg-type]
+    task = asyncio.create_task((writer := RecordWriter(ConfigMapRecord(FakeKube(), "ns", "demo"))).run())  # type: ignore[arg-type]
     await asyncio.sleep(0.02)
-    keeper.save(record(1))
+    writer.save(record(1))
     for _ in range(steps):
         await asyncio.sleep(0)
     task.cancel()
@@ -235,13 +239,13 @@ async def test_a_keeper_that_is_ended_just_when_it_is_to_write_ends(quick: None,
 
 
 async def test_saves_are_gathered(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "QUIET", 0.2)
+    monkeypatch.setattr(store, "BACKGROUND_INTERVAL_SECONDS", 0.2)
     kube = FakeKube()
-    keeper = Keeper(ConfigMapRecord(kube, "ns", "demo"))  # type: ignore[arg-type]
-    task = asyncio.create_task(keeper.run())
+    writer = RecordWriter(ConfigMapRecord(kube, "ns", "demo"))  # type: ignore[arg-type]
+    task = asyncio.create_task(writer.run())
     try:
         for n in range(50):
-            keeper.save(record(n))
+            writer.save(record(n))
             await asyncio.sleep(0.002)
         await until(lambda: kube.data and '"step":49' in kube.data["weights.json"])
         assert kube.writes <= 4
@@ -276,12 +280,12 @@ def test_engines_are_found_before_they_are_ready() -> None:
         {"endpoints": [{"addresses": ["10.0.0.6"]}, {"hostname": "d-engine-1-0", "addresses": ["fd00::7"]}]},
         {"endpoints": None},
     ]
-    assert hostnames(slices) == {"d-engine-0-0": "10.0.0.5", "d-engine-1-0": "fd00::7"}
+    assert addresses_by_hostname(slices) == {"d-engine-0-0": "10.0.0.5", "d-engine-1-0": "fd00::7"}
     assert gate_url("10.0.0.5") == "http://10.0.0.5:30000"
     assert gate_url("fd00::7") == "http://[fd00::7]:30000"
 
 
 def test_the_plan_for_smg() -> None:
-    todo = plan(frozenset({"http://a", "http://b", "http://c"}), {"1": "http://a/", "2": "http://z"}, frozenset({"http://b"}))
+    todo = plan_changes(frozenset({"http://a", "http://b", "http://c"}), {"1": "http://a/", "2": "http://z"}, frozenset({"http://b"}))
     assert (todo.add, todo.remove) == (("http://c",), ("2",))
-    assert plan(frozenset({"http://a"}), {"1": "http://a"}, frozenset()) == plan(frozenset(), {}, frozenset())
+    assert plan_changes(frozenset({"http://a"}), {"1": "http://a"}, frozenset()) == plan_changes(frozenset(), {}, frozenset())

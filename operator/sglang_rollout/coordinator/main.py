@@ -7,7 +7,6 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,37 +18,30 @@ from aiohttp import web
 
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.driver import Driver
-from sglang_rollout.coordinator.engine_infos import Infos
-from sglang_rollout.coordinator.generate.client import Smg
-from sglang_rollout.coordinator.generate.smg_workers import Routable, Router
+from sglang_rollout.coordinator.engine_infos import EngineInfos
+from sglang_rollout.coordinator.generate.client import GenerateClient
+from sglang_rollout.coordinator.generate.smg_workers import SmgWorkers, WantedWorkers
 from sglang_rollout.coordinator.http.app import make_app
 from sglang_rollout.coordinator.http.parts import Parts
 from sglang_rollout.coordinator.leader import DeposedError, FileLeadership, Leadership, LeaseLeadership
-from sglang_rollout.coordinator.members import Members
+from sglang_rollout.coordinator.members import ConfigMapIntent, FileIntent, IntentSource, Members
 from sglang_rollout.coordinator.metrics import Metrics
-from sglang_rollout.coordinator.record_store import (
-    ConfigMapIntent,
-    ConfigMapRecord,
-    FileIntent,
-    FileRecord,
-    IntentSource,
-    LostError,
-    RecordStore,
-)
+from sglang_rollout.coordinator.record import ConfigMapRecord, FileRecord, HigherTermError, RecordStore
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NoCredentials
 from sglang_rollout.kube.lease import Lease
+from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.smg import POLICIES, engine_labels
 
-log = logging.getLogger("sglang_rollout.coordinator")
+log = logging.getLogger(__name__)
 
-SHUTDOWN_GRACE = 2.0
-"""Requests are not waited for at the end: an update cannot outlive its coordinator anyway."""
+SHUTDOWN_GRACE_SECONDS = 2.0
+"""Short, because an update cannot outlive its coordinator."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line."""
+    """Values of the command line."""
 
     name: str
     namespace: str
@@ -65,7 +57,7 @@ class Options:
 
 
 def read_token(path: Path) -> str:
-    """The control token. Read at each start of the process: the operator never rotates it."""
+    """Return the control token. It is read once, because the operator never rotates it."""
     try:
         token = path.read_text().strip()
     except OSError as error:
@@ -76,7 +68,7 @@ def read_token(path: Path) -> str:
 
 
 async def serve(options: Options, token: str) -> None:
-    """Run the coordinator until SIGTERM or SIGINT, or until another one leads."""
+    """Run the coordinator until SIGTERM, SIGINT or a failure."""
     async with contextlib.AsyncExitStack() as stack:
         kube: Kube | None = None
         source: IntentSource
@@ -86,54 +78,57 @@ async def serve(options: Options, token: str) -> None:
             kube = await stack.enter_async_context(await Kube.connect(field_manager="sglang-rollout-coordinator"))
             source = ConfigMapIntent(kube, options.namespace, options.name)
             store = ConfigMapRecord(kube, options.namespace, options.name)
-            lease = Lease(
-                kube,
-                namespace=options.namespace,
-                name=f"{options.name}-router",
-                identity=socket.gethostname(),
-                owners_from=f"{options.name}-weights",
-            )
-            leadership = LeaseLeadership(lease)
+            leadership = LeaseLeadership(_lease(kube, options))
         else:
-            source, store, leadership = _files(options)
-        metrics = Metrics()
+            source, store, leadership = _open_files(options)
+        metrics = Metrics(lambda: driver.machine)
         members = Members(source, kube=kube, namespace=options.namespace, name=options.name)
         agents = Agents(address=members.url, token=lambda: token, term=lambda: driver.term)
         driver = Driver(name=options.name, members=members, agents=agents, store=store, leadership=leadership, metrics=metrics)
-        routable = Routable(members.url)
-        router = Router(options.smg_url, lambda: routable.urls(driver.machine), engine_labels(options.policy))
-        infos = Infos(agents)
-        smg = await stack.enter_async_context(Smg(options.smg_url))
+        wanted = WantedWorkers(members.url)
+        workers = SmgWorkers(options.smg_url, lambda: wanted.urls(driver.machine), engine_labels(options.policy))
+        infos = EngineInfos(agents)
+        generate = await stack.enter_async_context(GenerateClient(options.smg_url))
         parts = Parts(
             name=options.name, namespace=options.namespace, public_url=options.public_url, driver=driver,
-            agents=agents, members=members, router=router, smg=smg, infos=infos, metrics=metrics,
+            agents=agents, members=members, workers=workers, generate=generate, infos=infos, metrics=metrics,
         )  # fmt: skip
         await agents.start()
         stack.push_async_callback(agents.close)
-        runner = web.AppRunner(make_app(parts), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE)
+        runner = web.AppRunner(make_app(parts), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, options.host, options.port).start()
         log.info("coordinator of %s/%s listens on %s:%d", options.namespace, options.name, options.host, options.port)
-        await _until_signal(driver, router, infos)
+        await _run_until_signal(driver, workers, infos)
 
 
-def _files(options: Options) -> tuple[IntentSource, RecordStore, Leadership]:
+def _lease(kube: Kube, options: Options) -> Lease:
+    return Lease(
+        kube,
+        namespace=options.namespace,
+        name=f"{options.name}-router",
+        identity=socket.gethostname(),
+        owners_from=f"{options.name}-weights",
+    )
+
+
+def _open_files(options: Options) -> tuple[IntentSource, RecordStore, Leadership]:
     if options.intent_file is None or options.record_file is None:
         raise click.UsageError("without --kubernetes both --intent-file and --record-file are needed")
     return FileIntent(options.intent_file), FileRecord(options.record_file), FileLeadership(options.record_file)
 
 
-async def _until_signal(driver: Driver, router: Router, infos: Infos) -> None:
-    """Run the loops until a signal or the first of them that fails."""
+async def _run_until_signal(driver: Driver, workers: SmgWorkers, infos: EngineInfos) -> None:
+    """Run the loops until a signal, or until the first loop fails."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loops = {
         asyncio.create_task(driver.run(), name="driver"),
-        asyncio.create_task(router.run(), name="router"),
-        asyncio.create_task(infos.run(lambda: driver.machine), name="infos"),
+        asyncio.create_task(workers.run(), name="smg workers"),
+        asyncio.create_task(infos.run(lambda: driver.machine), name="engine infos"),
     }
     waiter = asyncio.create_task(stop.wait(), name="signal")
     try:
@@ -146,41 +141,41 @@ async def _until_signal(driver: Driver, router: Router, infos: Infos) -> None:
         await asyncio.gather(*loops, waiter, return_exceptions=True)
 
 
-@click.command(name="fleet")
+@click.command(name="coordinator")
 @click.option("--name", required=True, help="Name of the rollout.")
 @click.option("--namespace", default="default", show_default=True, help="Namespace of the rollout.")
 @click.option("--listen", default="127.0.0.1:30020", show_default=True, help="HOST:PORT to listen on.")
 @click.option("--smg-url", default="http://127.0.0.1:30010", show_default=True, help="Base URL of smg.")
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How smg chooses an engine.")
-@click.option("--token-file", required=True, type=click.Path(path_type=Path), help="File with the control token.")
-@click.option("--public-url", required=True, help="The fleet's one URL, as trainers see it.")
-@click.option("--kubernetes", is_flag=True, help="Intent and record in ConfigMaps, engines by EndpointSlices.")
+@click.option("--token-file", required=True, type=click.Path(path_type=Path), help="File that holds the control token.")
+@click.option("--public-url", required=True, help="URL of the fleet, as trainers use it.")
+@click.option("--kubernetes", is_flag=True, help="Read intent and record from ConfigMaps, and addresses from EndpointSlices.")
 @click.option("--intent-file", type=click.Path(path_type=Path), help="Intent as JSON; read again when it changes.")
-@click.option("--record-file", type=click.Path(path_type=Path), help="Where the record is kept.")
-@click.option("--log-level", default="INFO", show_default=True, help="DEBUG, INFO, WARNING or ERROR.")
-def command(listen: str, log_level: str, **given: Any) -> None:
-    """Run the coordinator: one SGLang-compatible control endpoint for all engines of a fleet."""
-    logging.basicConfig(level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+@click.option("--record-file", type=click.Path(path_type=Path), help="File in which the record is stored.")
+@logging_options
+def command(listen: str, log_level: str, log_format: str, **given: Any) -> None:
+    """Run the coordinator: SGLang's control API for all engines of a fleet."""
+    configure_logging(log_level, log_format)
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit():
-        raise click.UsageError(f"--listen {listen} is no HOST:PORT")
+        raise click.UsageError(f"--listen {listen} is not HOST:PORT")
     options = Options(host=host.strip("[]"), port=int(port), **given)
     if not options.kubernetes:
-        _files(options)
-    ended = False
+        _open_files(options)
+    failed = False
     try:
         uvloop.run(serve(options, read_token(options.token_file)))
-    except* (DeposedError, LostError, NoCredentials, OSError) as group:
-        ended = True
-        for error in _flat(group):
-            log.error("the coordinator ends: %s", error)  # noqa: TRY400 - a sentence, not a bug
-    if ended:
+    except* (DeposedError, HigherTermError, NoCredentials, OSError) as group:
+        failed = True
+        for error in _flatten(group):
+            log.error("the coordinator ends: %s", error)  # noqa: TRY400 - an expected end, not a bug
+    if failed:
         raise SystemExit(1)
 
 
-def _flat(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
+def _flatten(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
-            yield from _flat(error)
+            yield from _flatten(error)
         else:
             yield error

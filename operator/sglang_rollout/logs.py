@@ -1,0 +1,63 @@
+"""One logging set-up for all processes: lines to stderr, as text for people or JSON for collectors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+FORMATS = ("text", "json")
+_TEXT = "%(asctime)s %(levelname)-7s %(message)s"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: ``timestamp``, ``severity``, ``logger``, ``message`` and, after an exception, ``traceback``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a log record."""
+        fields = {
+            "timestamp": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "severity": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def make_formatter(log_format: str) -> logging.Formatter:
+    """Return the formatter for ``text`` or ``json``."""
+    return JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT)
+
+
+def configure_logging(level: str = "INFO", log_format: str = "text") -> None:
+    """Send the log of this process to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(make_formatter(log_format))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--log-level`` and ``--log-format`` to a command."""
+    levels = click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False)
+    command = click.option(
+        "--log-format",
+        type=click.Choice(FORMATS),
+        default="text",
+        show_default=True,
+        envvar="SGLANG_ROLLOUT_LOG_FORMAT",
+        help="Format of the log on stderr.",
+    )(command)
+    return click.option(
+        "--log-level",
+        type=levels,
+        default="INFO",
+        show_default=True,
+        envvar="SGLANG_ROLLOUT_LOG_LEVEL",
+        help="Lowest level that is logged.",
+    )(command)
