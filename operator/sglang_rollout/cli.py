@@ -39,6 +39,11 @@ SUBCOMMANDS = {
         "sglang_rollout.controller.preview:plan_command", "operator", "Print the steps that the operator would take for an SGLangRollout."
     ),
     "proxy": Subcommand("sglang_rollout.proxy.cli:command", "coordinator", "Run a proxy: gate or front (haproxy), or smg.", part=True),
+    "render": Subcommand(
+        "sglang_rollout.controller.preview:render_command",
+        "operator",
+        "Print the objects that the operator creates for an SGLangRollout.",
+    ),
     "stand-in": Subcommand("sglang_rollout.testing.cli:command", "testing", "Run stand-ins for SGLang servers, for tests without GPUs."),
 }
 

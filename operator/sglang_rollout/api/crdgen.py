@@ -29,6 +29,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Write scripts as blocks, line by line, so that a person can read and compare them."""
+    is_script = "\n" in text and not text.startswith((" ", "\n"))
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if is_script else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def to_yaml(document: dict[str, Any]) -> str:
     """Return ``document`` as YAML with keys in their own order."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=140, allow_unicode=True)

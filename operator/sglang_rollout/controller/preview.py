@@ -1,4 +1,7 @@
-"""Preview the operator's work from files, without a cluster: ``sglang-rollout plan``. Reads no API server and writes nothing."""
+"""Preview the operator's work from files: ``sglang-rollout plan`` and ``sglang-rollout render``.
+
+Reads no API server and writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from typing import TextIO
 import click
 import yaml
 
+from sglang_rollout.api.crdgen import to_yaml
 from sglang_rollout.api.v1alpha1 import KIND
 from sglang_rollout.controller.cli import image_options
 from sglang_rollout.controller.decide.plan import Apply, Plan, make_plan
 from sglang_rollout.controller.decide.pods import Object
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
-from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.settings import Settings
 
 _CHILD_KINDS = frozenset(kind.kind for kind in (*names.CHILD_KINDS, names.POD_GROUP))
@@ -100,6 +104,21 @@ def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_ima
     plan = make_plan(fleet, settings, now)
     for line in describe_plan(plan) or [_NO_STEPS]:
         click.echo(line)
+
+
+@click.command()
+@click.option("-f", "--file", "rollout_file", type=click.File(), required=True, help="YAML of the SGLangRollout; - reads standard input.")
+@image_options
+def render_command(rollout_file: TextIO, coordinator_image: str, router_image: str, image_pull_policy: str) -> None:
+    """Print the objects that the operator would create for an SGLangRollout, as YAML.
+
+    Owner references have no UID, and the control Secret has no token, because only a cluster has them.
+    """
+    fleet = build_preview(find_rollout(load_objects(rollout_file), rollout_file.name), [])
+    if fleet.rollout is None:
+        raise click.ClickException(fleet.invalid)
+    settings = Settings(coordinator_image=coordinator_image, router_image=router_image, image_pull_policy=image_pull_policy)
+    click.echo("---\n".join(to_yaml(child) for child in render_all(fleet.rollout, settings)), nl=False)
 
 
 def _flatten(documents: Sequence[object], source: str) -> Iterator[Object]:

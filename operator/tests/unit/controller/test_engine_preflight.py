@@ -13,11 +13,12 @@ import yaml
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.pods import Pod
+from sglang_rollout.controller.render import render_all
 from sglang_rollout.controller.render.ports import engine_ports
 from sglang_rollout.controller.render.preflight import FAILED, preflight
 from sglang_rollout.wire.ports import ENGINE_PORT, RENDEZVOUS_PORT
-from tests.support.paths import GOLDEN_OUTPUTS
-from tests.unit.controller.support.worlds import cr, crashed, pod
+from tests.support.paths import GOLDEN_INPUTS
+from tests.unit.controller.support.worlds import SETTINGS, cr, crashed, pod
 
 LISTENS = f"  0: 0100007F:{ENGINE_PORT:04X} 00000000:0000 0A 00000000:00000000\n"
 CONNECTED = f"  0: 0100007F:{ENGINE_PORT:04X} 0100007F:C350 01 00000000:00000000\n"
@@ -145,8 +146,8 @@ def test_rdma_needs_its_devices(root: Path) -> None:
 
 
 def test_the_engine_of_every_golden_input_is_checked_before_it_starts() -> None:
-    for path in GOLDEN_OUTPUTS.glob("*.yaml"):
-        for made in yaml.safe_load_all(path.read_text()):
+    for path in GOLDEN_INPUTS.glob("*.yaml"):
+        for made in render_all(SGLangRollout.model_validate(yaml.safe_load(path.read_text())), SETTINGS):
             if made["kind"] == "StatefulSet":
                 script = made["spec"]["template"]["spec"]["containers"][0]["command"][2]
                 assert "preflight failed" in script.split('"$@" &')[0], path.name

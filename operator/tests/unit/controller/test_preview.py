@@ -1,4 +1,4 @@
-"""``sglang-rollout plan``: the operator's next steps, from files."""
+"""``sglang-rollout plan`` and ``sglang-rollout render``: the operator's next steps and its objects, from files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.drift import stamp
-from sglang_rollout.controller.preview import plan_command
+from sglang_rollout.controller.preview import plan_command, render_command
 from sglang_rollout.controller.render import names, render_all
 from tests.unit.controller.support.worlds import SETTINGS, cr
 
@@ -110,3 +110,18 @@ def test_an_unusable_file_is_refused_with_its_reason(tmp_path: Path, text: str, 
     result = CliRunner().invoke(plan_command, [f"--file={tmp_path / 'cr.yaml'}"])
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_render_prints_every_child_as_the_operator_applies_it(tmp_path: Path, rollout: Object) -> None:
+    (tmp_path / "cr.yaml").write_text(yaml.safe_dump(rollout))
+    result = CliRunner().invoke(render_command, [f"--file={tmp_path / 'cr.yaml'}", *IMAGES])
+    assert result.exit_code == 0, result.output
+    named = {**rollout, "metadata": {"name": "demo", "namespace": "default"}}
+    assert list(yaml.safe_load_all(result.output)) == render_all(SGLangRollout.model_validate(named), SETTINGS)
+
+
+def test_render_refuses_an_invalid_spec(tmp_path: Path, rollout: Object) -> None:
+    rollout["spec"] = {}
+    (tmp_path / "cr.yaml").write_text(yaml.safe_dump(rollout))
+    result = CliRunner().invoke(render_command, [f"--file={tmp_path / 'cr.yaml'}", *IMAGES])
+    assert (result.exit_code, "spec.model: Field required" in result.output) == (1, True)
