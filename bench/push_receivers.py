@@ -11,7 +11,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from sglang_rollout.testing.groups import Rank
+from sglang_rollout.testing.process_groups import Rank
 
 
 def receive(rank: Rank, nbytes: int) -> None:

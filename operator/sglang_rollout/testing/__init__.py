@@ -1,14 +1,16 @@
-"""A stand-in for SGLang servers, for your own tests: its wire, its weight-update groups, its deaths, and faults on demand.
+"""A stand-in for SGLang servers, for your own tests.
 
-    from sglang_rollout.trainer.testing import StandInFleet, expected_tokens
+It speaks SGLang's HTTP API, joins weight-update groups, dies where SGLang dies, and fails on demand.
+
+    from sglang_rollout.testing import StandInFleet, expected_tokens
 
     with StandInFleet(engines=4) as fleet:
         ...                                                       # your trainer, against fleet.urls
         fleet[2].faults.add("die", "received")                    # the third engine dies at the next update
         fleet[2].restart()
 
-It generates no language: which token follows is a hash of the held tensors and the tokens before, so ``expected_tokens`` can say which
-weights answered. Groups need torch, everything else does not.
+It generates no language. The next token is a hash of the held tensors and the tokens before, so ``expected_tokens`` tells which weights
+answered. Only process groups need torch.
 """
 
 from sglang_rollout.testing.engine import StandIn, StandInFleet

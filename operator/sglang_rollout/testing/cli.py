@@ -11,24 +11,24 @@ from pathlib import Path
 import click
 
 from sglang_rollout.testing.engine import StandInFleet
-from sglang_rollout.testing.faults import Fault, into_file
+from sglang_rollout.testing.faults import Fault, append_to_file
 from sglang_rollout.testing.updates import load_groups
 
 
 @click.command(name="stand-in")
-@click.option("--port", type=int, default=30000, show_default=True, help="Port of the first engine; the others follow on the next ones.")
+@click.option("--port", type=int, default=30000, show_default=True, help="Port of the first engine; further engines use the next ports.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--engines", type=click.IntRange(1), default=1, show_default=True, help="Engines in this process.")
 @click.option("--tensor", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of each engine.")
 @click.option("--model", type=click.Path(path_type=Path), help="Folder with safetensors files; default: a tiny model of five tensors.")
-@click.option("--old", is_flag=True, help="Speak as SGLang 0.5.20 and older: no begin_weight_update and end_weight_update.")
-@click.option("--weight-version", default="default", show_default=True, help="Version that a fresh boot reports.")
+@click.option("--old", is_flag=True, help="Behave as SGLang 0.5.20 and older, without begin_weight_update and end_weight_update.")
+@click.option("--weight-version", default="default", show_default=True, help="Version that the engine reports after a start.")
 @click.option("--token-ms", type=click.FloatRange(0), default=0.0, show_default=True, help="Milliseconds per generated token.")
-@click.option("--lora", is_flag=True, help="Adapters can be loaded, as with --enable-lora.")
-@click.option("--memory-saver", is_flag=True, help="Released weights are lost, as with SGLang's --enable-memory-saver.")
-@click.option("--weights-backup", is_flag=True, help="With --memory-saver: they come back, as with --enable-weights-cpu-backup.")
-@click.option("--fault", "faults", multiple=True, metavar="KIND:PHASE[:TIMES]", help="Fault to start with, in every engine; repeatable.")
-@click.option("--hits", type=click.Path(path_type=Path), help="File to which each fault that lands is appended as a line of JSON.")
+@click.option("--lora", is_flag=True, help="Accept adapters, as with --enable-lora.")
+@click.option("--memory-saver", is_flag=True, help="Lose released weights, as with SGLang's --enable-memory-saver.")
+@click.option("--weights-backup", is_flag=True, help="With --memory-saver: restore released weights, as with --enable-weights-cpu-backup.")
+@click.option("--fault", "faults", multiple=True, metavar="KIND:PHASE[:TIMES]", help="Fault that every engine starts with; repeatable.")
+@click.option("--hits", type=click.Path(path_type=Path), help="File that gets a line of JSON for each fault that hits.")
 def command(
     *,
     port: int,
@@ -45,11 +45,11 @@ def command(
     faults: tuple[str, ...],
     hits: Path | None,
 ) -> None:
-    """Run stand-in engines until SIGTERM. One that hosts a single engine ends by SIGKILL of itself where SGLang would die."""
+    """Run stand-in engines until SIGTERM. With a single engine, the process kills itself with SIGKILL where SGLang would die."""
     # Copying a few tensors needs no pool of threads per process; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with suppress(ModuleNotFoundError):  # without torch all works but groups
-        load_groups()  # before anybody waits for an answer: it takes seconds
+    with suppress(ModuleNotFoundError):  # without torch, only process groups do not work
+        load_groups()  # before the engine listens, because the import takes seconds
     try:
         wanted = [Fault.parse(text) for text in faults]
         fleet = StandInFleet(
@@ -69,10 +69,10 @@ def command(
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from None
     for engine in fleet.engines:
-        engine.faults.on_hit = into_file(hits) if hits else None
+        engine.faults.on_hit = append_to_file(hits) if hits else None
         for fault in wanted:
             engine.faults.arm(fault)
-    ended = _until_told()  # whoever sees an engine may tell the process to end
+    ended = _end_signal()  # before the engines are visible, because a client may then send SIGTERM
     try:
         fleet.start()
     except OSError as error:
@@ -82,7 +82,7 @@ def command(
     fleet.close()
 
 
-def _until_told() -> threading.Event:
+def _end_signal() -> threading.Event:
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
@@ -90,6 +90,6 @@ def _until_told() -> threading.Event:
 
 
 def _kill_myself(why: str) -> None:
-    """Nobody is told anything: connections break, and the exit status is that of a kill."""
+    """End without a reply, as SGLang does: connections break, and the exit status is that of SIGKILL."""
     click.echo(f"dies as SGLang would: {why}", err=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -15,13 +15,11 @@ from typing import Any, Self, TypeVar, overload
 import uvloop
 from aiohttp import web
 
-from sglang_rollout.testing.app import App
-from sglang_rollout.testing.control import add_control
-from sglang_rollout.testing.disk import read_folder
+from sglang_rollout.testing.app import App, add_control
+from sglang_rollout.testing.boot import Boot, Setup
 from sglang_rollout.testing.faults import Faults, Hit
-from sglang_rollout.testing.life import Life, Setup
 from sglang_rollout.testing.tokens import VOCABULARY
-from sglang_rollout.testing.weights import Held, default_state, held_from
+from sglang_rollout.testing.weights import Held, default_state, held_from, read_folder
 
 T = TypeVar("T")
 _START_SECONDS = 30.0
@@ -29,7 +27,7 @@ _START_SECONDS = 30.0
 
 
 class StandIn:
-    """One engine: a port, faults, and one life after the other.
+    """One engine: a port, faults, and one boot after the other.
 
     ``state``: the base weights (state dict of torch tensors or numpy arrays); ``model``: a folder with safetensors files instead;
     neither: a tiny model of five tensors. ``port``: 0 takes a free one and keeps it over restarts.
@@ -37,7 +35,8 @@ class StandIn:
     ``tensor``: tensor-parallel ranks. ``token_seconds``: time per generated token. ``weight_version``: what a fresh boot reports.
     ``context_length``: tokens of prompt and completion together. ``health_seconds``: when /health_generate gives up.
     ``lora``: adapters can be loaded. ``memory_saver``: released weights are lost, unless ``weights_backup``.
-    ``on_death``: told why, when the engine dies where SGLang would; called in the engine's event loop, so it must not call the engine.
+    ``on_death``: called with the reason when the engine dies where SGLang would. It runs in the engine's event loop, so it must not call
+    the engine.
 
     Use it in a ``with`` block, or call ``start`` and ``close``. Any thread may call it.
     """
@@ -79,12 +78,12 @@ class StandIn:
         )
         self.host, self.port = host, port
         self.faults = Faults()
-        """What shall go wrong; kept over restarts."""
+        """Faults of the engine; kept over restarts."""
         self.deaths: list[str] = []
-        """Why the engine died by itself, as a real server would have: one sentence each."""
+        """Reason of each death that was not a ``kill``."""
         self._on_death = on_death
         self._loop, self._own_loop = loop, loop is None
-        self._life: Life | None = None
+        self._boot: Boot | None = None
         self._runner: web.AppRunner | None = None
 
     @property
@@ -94,57 +93,57 @@ class StandIn:
 
     @property
     def alive(self) -> bool:
-        """Whether it listens."""
-        return self._life is not None
+        """True while the engine listens."""
+        return self._boot is not None
 
     @property
     def boot_id(self) -> str | None:
-        """Identity of the present life; None while it is dead."""
-        return self._life.boot_id if self._life else None
+        """Identifies the current boot; None while the engine is dead."""
+        return self._boot.boot_id if self._boot else None
 
     @property
     def fired(self) -> list[Hit]:
-        """The faults that have landed, oldest first."""
+        """Faults that have hit, oldest first."""
         return list(self.faults.fired)
 
     @property
     def weight_version(self) -> str | None:
-        """What /model_info says; None while it is dead."""
-        return self._life.weight_version if self._life else None
+        """Version that /model_info reports; None while the engine is dead."""
+        return self._boot.weight_version if self._boot else None
 
     def tensors(self) -> dict[str, Held]:
-        """What it holds now. Raises RuntimeError while it is dead."""
-        if self._life is None:
+        """Return the tensors that the engine holds. Raises RuntimeError while it is dead."""
+        if self._boot is None:
             raise RuntimeError(f"the stand-in at {self.url} is dead and holds nothing")
-        weights = self._life.weights
+        weights = self._boot.weights
         return {name: weights[name] for name in weights}
 
     def state_dict(self) -> dict[str, Any]:
-        """What it holds now, as torch tensors."""
-        from sglang_rollout.testing.groups import tensor  # noqa: PLC0415 - the one thing here that needs torch
+        """Return the tensors that the engine holds, as torch tensors."""
+        from sglang_rollout.testing.process_groups import tensor  # noqa: PLC0415 - the one thing here that needs torch
 
         return {name: tensor(held.data, held.dtype, held.shape) for name, held in self.tensors().items()}
 
     def start(self) -> Self:
-        """Start a life: base weights, everything else forgotten. Raises OSError if the port is taken, RuntimeError if it lives."""
-        if self._life is not None:
+        """Boot with the base weights and no other state. Raises OSError if the port is taken, RuntimeError if the engine runs."""
+        if self._boot is not None:
             raise RuntimeError(f"the stand-in at {self.url} is running already")
         self._loop = self._loop or Loop()
         self._loop.run(self._start())
         return self
 
     def kill(self) -> None:
-        """End this life as SIGKILL does: no answer to anybody, connections closed. Nothing happens if it is dead."""
+        """End the engine as SIGKILL does: no call is answered, connections close. Does nothing if the engine is dead."""
         if self._loop is not None:
             self._loop.run(self._kill())
 
     def restart(self) -> Self:
-        """Kill and start: the same port, base weights, a new boot id. Faults stay armed."""
+        """Kill and start the engine: same port, base weights, new boot ID. Faults stay armed."""
         self.kill()
         return self.start()
 
     def close(self) -> None:
-        """Kill it and free what it uses."""
+        """Kill the engine and free its resources."""
         self.kill()
         if self._own_loop and self._loop is not None:
             self._loop.close()
@@ -157,9 +156,9 @@ class StandIn:
         self.close()
 
     async def _start(self) -> None:
-        life = Life(self._setup, self.faults, port=self.port, die=self._died)
-        app = App(life).make()
-        add_control(app, life, kill=partial(self._died, "asked to by /stand_in/kill"), restart=self._restart_soon)
+        boot = Boot(self._setup, self.faults, port=self.port, die=self._died)
+        app = App(boot).make()
+        add_control(app, boot, kill=partial(self._died, "asked to by /stand_in/kill"), restart=self._restart_soon)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, handle_signals=False)
         await runner.setup()
         site = web.TCPSite(runner, self.host, self.port, reuse_address=True)
@@ -168,13 +167,13 @@ class StandIn:
         except OSError:
             await runner.cleanup()
             raise
-        self.port = life.port = runner.addresses[0][1]
-        self._life, self._runner = life, runner
+        self.port = boot.port = runner.addresses[0][1]
+        self._boot, self._runner = boot, runner
 
     async def _kill(self) -> None:
-        life, runner = self._life, self._runner
-        self._life = self._runner = None
-        if life is None or runner is None:
+        boot, runner = self._boot, self._runner
+        self._boot = self._runner = None
+        if boot is None or runner is None:
             return
         for site in list(runner.sites):
             await site.stop()
@@ -182,7 +181,7 @@ class StandIn:
             for connection in runner.server.connections:
                 if connection.transport is not None:
                     connection.transport.abort()
-        life.kill()
+        boot.kill()
         await runner.cleanup()
 
     def _died(self, why: str) -> None:
@@ -214,7 +213,7 @@ class StandInFleet(Sequence[StandIn]):
         if engines < 1 or (ports is not None and len(ports) != engines):
             raise ValueError(f"{engines} engines on {len(ports) if ports else 'any'} ports: give at least one engine, and a port for each.")
         if options.get("state") is not None:
-            options["state"] = held_from(options["state"])  # once for all: the bytes are shared, and never change
+            options["state"] = held_from(options["state"])  # converted once: engines share the bytes, which never change
         self._loop = Loop()
         chosen = ports or itertools.repeat(0, engines)
         self.engines = [StandIn(port=port, loop=self._loop, **options) for port in chosen]
@@ -231,11 +230,11 @@ class StandInFleet(Sequence[StandIn]):
 
     @property
     def urls(self) -> list[str]:
-        """Base URLs, in order."""
+        """Base URLs of the engines, in order."""
         return [engine.url for engine in self.engines]
 
     def start(self) -> Self:
-        """Start all."""
+        """Start all engines."""
         try:
             for engine in self.engines:
                 engine.start()
@@ -245,7 +244,7 @@ class StandInFleet(Sequence[StandIn]):
         return self
 
     def close(self) -> None:
-        """Kill all and free what they use."""
+        """Kill all engines and free their resources."""
         for engine in self.engines:
             with suppress(RuntimeError):
                 engine.kill()

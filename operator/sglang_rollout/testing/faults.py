@@ -1,4 +1,4 @@
-"""Faults on demand: what shall go wrong, when, how often, and a record of what did. Pure but for the clock of the record."""
+"""Faults on demand: what fails, in which phase, how often, and a record of the hits. Pure except for the clock of the record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Phase(StrEnum):
-    """The moments at which a fault can hit: SGLang's calls, and for an update the time after its tensors have arrived."""
+    """When a fault can hit: at one of SGLang's calls, or in an update after its tensors have arrived."""
 
     PAUSE = "pause"
     INIT = "init"
@@ -36,15 +36,15 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """What goes wrong."""
+    """What a fault does."""
 
     DIE = "die"
-    """The engine is gone at once, as by SIGKILL; a process that hosts only this engine kills itself."""
+    """The engine ends at once, as with SIGKILL. A process that hosts only this engine kills itself."""
     HANG = "hang"
-    """The call never returns, and holds for ever what it holds in SGLang: the scheduler, or for pause and continue the lock for which new
-    requests and updates wait. /model_info, /v1/models and /ping answer."""
+    """The call never returns and keeps its lock, as in SGLang: the scheduler, or for pause and continue the lock that new requests and
+    updates need. /model_info, /v1/models and /ping answer."""
     SLOW = "slow"
-    """The call takes ``seconds`` longer, and holds the same meanwhile."""
+    """The call takes ``seconds`` longer and keeps the same lock meanwhile."""
     DROP = "drop"
     """The tensors of a call are received and not written; the answer says success."""
     CORRUPT = "corrupt"
@@ -56,7 +56,7 @@ class Kind(StrEnum):
     UNAVAILABLE = "unavailable"
     """503, and nothing is done."""
     NCCL = "nccl"
-    """A group of this call behaves as NCCL does: see ``groups``."""
+    """A process group of this call behaves as NCCL does: see ``process_groups``."""
 
 
 _ONLY = {
@@ -66,7 +66,7 @@ _ONLY = {
     Kind.OOM: {Phase.UPDATE, Phase.RECEIVED},
     Kind.NCCL: {Phase.INIT},
 }
-"""Kinds that make sense in some phases only."""
+"""Kinds that are allowed in some phases only."""
 
 
 class Fault(BaseModel):
@@ -77,11 +77,11 @@ class Fault(BaseModel):
     kind: Kind
     phase: Phase
     times: int | None = Field(default=1, ge=1)
-    """How often it hits; None: until it is removed."""
+    """Number of hits; None: until the fault is removed."""
     seconds: float = Field(default=1.0, ge=0)
-    """How long ``slow`` takes."""
+    """Duration of ``slow``."""
     value: str | None = None
-    """What ``wrong_version`` reports."""
+    """Version that ``wrong_version`` reports."""
 
     @model_validator(mode="after")
     def _fits(self) -> Fault:
@@ -104,14 +104,14 @@ class Fault(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A fault that landed."""
+    """A fault that hit."""
 
     kind: str
     phase: str
     at: float
     """Seconds since 1970."""
     boot_id: str
-    """The life that it hit."""
+    """Boot ID of the engine at that time."""
     port: int
     fault: int
     """Number of the fault, as ``add`` returned it."""
@@ -126,11 +126,11 @@ class _Armed:
 
 @dataclass
 class Faults:
-    """The faults of one engine. They outlive the engine's lives; any thread may use them."""
+    """Faults of one engine, kept over its restarts. Any thread may use them."""
 
     on_hit: Callable[[Hit], None] | None = None
     fired: list[Hit] = field(default_factory=list)
-    """What has been hit, oldest first."""
+    """Hits, oldest first."""
     _armed: list[_Armed] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _count: int = 0
@@ -144,30 +144,30 @@ class Faults:
         seconds: float = 1.0,
         value: str | None = None,
     ) -> int:
-        """Arm a fault; returns its number. Raises ValueError for a combination that makes no sense."""
+        """Arm a fault and return its number. Raises ValueError if the phase does not allow the kind."""
         return self.arm(Fault(kind=Kind(kind), phase=Phase(phase), times=times, seconds=seconds, value=value))
 
     def arm(self, fault: Fault) -> int:
-        """Arm a fault that has been made already; returns its number."""
+        """Arm a fault object and return its number."""
         with self._lock:
             self._count += 1
             self._armed.append(_Armed(self._count, fault, fault.times))
             return self._count
 
     def remove(self, number: int) -> bool:
-        """Disarm one fault; whether it was still armed."""
+        """Disarm one fault and return whether it was armed."""
         with self._lock:
             before = len(self._armed)
             self._armed = [armed for armed in self._armed if armed.number != number]
             return len(self._armed) < before
 
     def clear(self) -> None:
-        """Disarm all faults; what has been hit stays on record."""
+        """Disarm all faults. The record of hits stays."""
         with self._lock:
             self._armed.clear()
 
     def take(self, phase: Phase, *, boot_id: str, port: int) -> list[Fault]:
-        """The faults that hit now, in the order in which they were armed; each is recorded before anything happens."""
+        """Return the faults that hit now, in the order in which they were armed. Each is recorded before it takes effect."""
         taken = []
         for armed in self._due(phase):
             hit = Hit(armed.fault.kind, phase, time.time(), boot_id, port, armed.number)
@@ -178,7 +178,7 @@ class Faults:
         return taken
 
     def describe(self) -> dict[str, Any]:
-        """What ``GET /stand_in/faults`` says."""
+        """Return the reply of ``GET /stand_in/faults``."""
         with self._lock:
             armed = [{"number": a.number, "left": a.left, **a.fault.model_dump(mode="json")} for a in self._armed]
         return {"armed": armed, "fired": [asdict(hit) for hit in self.fired]}
@@ -193,8 +193,8 @@ class Faults:
         yield from due
 
 
-def into_file(path: Path) -> Callable[[Hit], None]:
-    """Write each hit as a line of JSON: the record of a process that dies of a fault outlives it."""
+def append_to_file(path: Path) -> Callable[[Hit], None]:
+    """Return a callback that appends each hit to a file as a line of JSON, so that the record survives the process."""
 
     def write(hit: Hit) -> None:
         with path.open("a") as file:

@@ -1,4 +1,4 @@
-"""``/generate``: what a request asks for, its tokens, and the replies in SGLang's shape."""
+"""``/generate``: parse requests, generate tokens, and build replies in SGLang's shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_rollout.testing.life import Life, Running
+from sglang_rollout.testing.boot import Boot, Running
 from sglang_rollout.testing.tokens import advance, decode, encode, logprob, next_token, start
 from sglang_rollout.testing.web import Unhandled
 
@@ -25,7 +25,7 @@ SAMPLING_FIELDS = (
 
 
 class BadRequest(Exception):
-    """SGLang refuses the request: 400. ``plain``: the sentence is the value of ``error`` itself, not of its ``message``."""
+    """SGLang refuses the request with 400. ``plain``: the message is the value of ``error`` itself, not of ``error.message``."""
 
     def __init__(self, message: str, *, plain: bool = False) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One completion that is asked for."""
+    """One requested completion."""
 
     rid: str
     ids: list[int]
@@ -58,13 +58,13 @@ class Wanted:
     stream: bool
 
 
-def parse(life: Life, body: Mapping[str, Any]) -> Wanted:
-    """The prompts of a body, n times each. Raises BadRequest as SGLang would."""
+def parse(boot: Boot, body: Mapping[str, Any]) -> Wanted:
+    """Return the prompts of a body, n times each. Raises BadRequest as SGLang would."""
     given = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
     if given is None:
         raise BadRequest(_MISSING)
     adapter = body.get("lora_path")
-    if isinstance(adapter, str) and adapter not in life.ever_loaded:
+    if isinstance(adapter, str) and adapter not in boot.ever_loaded:
         raise BadRequest(f"Got LoRA adapter that has never been loaded: {adapter}")
     if body.get("input_ids") == []:
         raise BadRequest("input_ids cannot be empty.")
@@ -79,7 +79,7 @@ def parse(life: Life, body: Mapping[str, Any]) -> Wanted:
         raise Unhandled
     rids = _rids(body.get("rid"), len(each), single=single, samples=samples)
     prompts = [
-        _prompt(life, body, said, fields, rids[number])
+        _prompt(boot, body, said, fields, rids[number])
         for number, (said, fields) in enumerate(zip(each, its_params, strict=True))
         for _ in range(max(samples, 1))
     ]
@@ -119,7 +119,7 @@ def _rids(given: Any, prompts: int, *, single: bool, samples: int) -> list[str |
     return [str(given)] if single else [f"{given}_{number}" for number in range(prompts)]
 
 
-def _prompt(life: Life, body: Mapping[str, Any], said: str | list[int], params: Mapping[str, Any], rid: str | None) -> Prompt:
+def _prompt(boot: Boot, body: Mapping[str, Any], said: str | list[int], params: Mapping[str, Any], rid: str | None) -> Prompt:
     for name in params:
         if name not in SAMPLING_FIELDS:
             known = ", ".join(f"`{field}`" for field in SAMPLING_FIELDS)
@@ -128,10 +128,10 @@ def _prompt(life: Life, body: Mapping[str, Any], said: str | list[int], params: 
     if limit < 0:
         raise BadRequest(f"max_new_tokens must be at least 0, got {limit}.")
     for token in params.get("logit_bias") or ():
-        if not 0 <= int(token) < life.setup.vocabulary:
-            raise BadRequest(f"logit_bias must has keys in [0, {life.setup.vocabulary - 1}], got {token}.")
-    ids = encode(said, life.setup.vocabulary) if isinstance(said, str) else [int(token) for token in said]
-    longest = life.setup.context_length
+        if not 0 <= int(token) < boot.setup.vocabulary:
+            raise BadRequest(f"logit_bias must has keys in [0, {boot.setup.vocabulary - 1}], got {token}.")
+    ids = encode(said, boot.setup.vocabulary) if isinstance(said, str) else [int(token) for token in said]
+    longest = boot.setup.context_length
     if len(ids) + limit > longest and params.get("max_new_tokens") is not None:
         raise BadRequest(
             f"Requested token count exceeds the model's maximum context length of {longest} tokens. You requested a total of "
@@ -148,29 +148,29 @@ def _prompt(life: Life, body: Mapping[str, Any], said: str | list[int], params: 
     )
 
 
-async def produce(life: Life, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
-    """The replies of one prompt, after each token; the last one says why it is the last. Waits while the engine is paused."""
-    await life.unpaused()
-    async with life.lock.reader():
-        if not prompt.ids or any(not 0 <= token < life.setup.vocabulary for token in prompt.ids):
-            await life.died("the prompt is empty, or a token of it is outside the vocabulary")
+async def produce(boot: Boot, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
+    """Yield a reply after each token of a prompt. The last reply has the finish reason. Waits while the engine is paused."""
+    await boot.unpaused()
+    async with boot.lock.reader():
+        if not prompt.ids or any(not 0 <= token < boot.setup.vocabulary for token in prompt.ids):
+            await boot.died("the prompt is empty, or a token of it is outside the vocabulary")
         request = Running(prompt.rid, prompt.ids)
         key = uuid.uuid4().hex
-        life.requests[key] = request
+        boot.requests[key] = request
         context, reason = start(prompt.ids), None
         try:
             while reason is None:
-                await life.turn(request)
+                await boot.turn(request)
                 if not request.aborted and len(request.tokens) < prompt.limit:
-                    token = next_token(life.weights.policy, context, life.setup.vocabulary)
-                    request.logprobs.append(logprob(life.weights.policy, context))
+                    token = next_token(boot.weights.policy, context, boot.setup.vocabulary)
+                    request.logprobs.append(logprob(boot.weights.policy, context))
                     request.tokens.append(token)
                     context = advance(context, token)
-                    life.generated += 1
+                    boot.generated += 1
                 reason = _reason(prompt, request)
-                yield _reply(life, prompt, request, reason)
+                yield _reply(boot, prompt, request, reason)
         finally:
-            del life.requests[key]
+            del boot.requests[key]
 
 
 def _reason(prompt: Prompt, request: Running) -> dict[str, Any] | None:
@@ -185,13 +185,13 @@ def _reason(prompt: Prompt, request: Running) -> dict[str, Any] | None:
     return None
 
 
-def _reply(life: Life, prompt: Prompt, request: Running, reason: dict[str, Any] | None) -> dict[str, Any]:
+def _reply(boot: Boot, prompt: Prompt, request: Running, reason: dict[str, Any] | None) -> dict[str, Any]:
     count = len(request.tokens)
     meta: dict[str, Any] = {
         "id": prompt.rid,
         "finish_reason": reason,
         "prompt_tokens": len(prompt.ids),
-        "weight_version": life.weight_version,
+        "weight_version": boot.weight_version,
         "num_retractions": request.retractions,
     }
     if prompt.logprobs:
@@ -201,7 +201,7 @@ def _reply(life: Life, prompt: Prompt, request: Running, reason: dict[str, Any] 
         meta["output_token_logprobs_length"] = count
     meta |= {"reasoning_tokens": 0, "completion_tokens": count, "cached_tokens": 0}
     if reason is not None:
-        meta["weight_versions"] = spans(request.changes, life.scheduler_version, count)
+        meta["weight_versions"] = spans(request.changes, boot.scheduler_version, count)
         meta["weight_version"] = meta["weight_versions"][-1]["version"]
         meta["e2e_latency"] = time.monotonic() - request.started
     meta |= {"cached_tokens_details": None, "dp_rank": None}
@@ -211,7 +211,7 @@ def _reply(life: Life, prompt: Prompt, request: Running, reason: dict[str, Any] 
 
 
 def spans(changes: list[tuple[str, int]], current: str, count: int) -> list[dict[str, Any]]:
-    """SGLang's ``weight_versions``: which version generated which tokens, end exclusive."""
+    """Return SGLang's ``weight_versions``: which version generated which tokens, end exclusive."""
     found: list[dict[str, Any]] = []
     for version, end in [*changes, (current, count)]:
         if found and end <= found[-1]["end"]:

@@ -1,4 +1,4 @@
-"""Deterministic generation: which token follows is a pure function of the held tensors' bytes and of the tokens before. Pure.
+"""Deterministic generation: the next token is a pure function of the held tensors' bytes and of the tokens before.
 
     context 0  = SHA-256(prompt ids, 4 bytes each, little endian)
     token i    = 3 + (first 8 bytes of SHA-256(policy digest + context i), big endian) mod (vocabulary - 3)
@@ -18,38 +18,43 @@ from typing import Any
 from sglang_rollout.testing.weights import held_from, policy_digest
 
 VOCABULARY = 2048
-"""Token ids are below this number."""
+"""Token IDs are below this number."""
 _SPECIAL = 3
 
 
 def start(prompt: Sequence[int]) -> bytes:
-    """The context of a prompt."""
+    """Return the context of a prompt."""
     return hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in prompt)).digest()
 
 
 def next_token(policy: bytes, context: bytes, vocabulary: int = VOCABULARY) -> int:
-    """The token that follows a context under a policy."""
+    """Return the token that follows a context under a policy."""
     number = int.from_bytes(hashlib.sha256(policy + context).digest()[:8], "big")
     return _SPECIAL + number % (vocabulary - _SPECIAL)
 
 
 def advance(context: bytes, token: int) -> bytes:
-    """The context after one more token."""
+    """Return the context after one more token."""
     return hashlib.sha256(context + token.to_bytes(4, "little")).digest()
 
 
 def logprob(policy: bytes, context: bytes) -> float:
-    """A log-probability for ``return_logprob``: between -8 and 0, and as deterministic as the token."""
+    """Return a log-probability for ``return_logprob``: between -8 and 0, and as deterministic as the token."""
     return -8.0 * hashlib.sha256(b"logprob" + policy + context).digest()[0] / 256
 
 
 def expected_tokens(
     state_dict: Mapping[str, Any], prompt_ids: Sequence[int], max_new_tokens: int, *, vocabulary: int = VOCABULARY
 ) -> list[int]:
-    """The tokens that a stand-in which holds exactly these tensors generates.
+    """Return the tokens that a stand-in generates if it holds exactly these tensors.
 
-    ``state_dict``: torch tensors, numpy arrays or ``Held``, all of the model's, in the types that the engine holds. With it a test can say
-    which version answered, whatever the reply claims.
+    A test can prove with it which version answered, whatever the reply claims.
+
+    Args:
+        state_dict: All tensors of the model (torch tensors, numpy arrays or ``Held``), in the types that the engine holds.
+        prompt_ids: Token IDs of the prompt.
+        max_new_tokens: Number of tokens to generate.
+        vocabulary: Token IDs are below this number.
     """
     policy = policy_digest(held_from(state_dict))
     context, tokens = start(prompt_ids), []
@@ -60,12 +65,12 @@ def expected_tokens(
 
 
 def encode(text: str, vocabulary: int = VOCABULARY) -> list[int]:
-    """Token ids of a text: `` t17`` is token 17, any other word gets an id by its hash."""
+    """Return the token IDs of a text: `` t17`` is token 17, any other word gets an ID from its hash."""
     return [_id(word, vocabulary) for word in text.split()]
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """The text of tokens, which encodes to them again."""
+    """Return a text that encodes to these tokens."""
     return "".join(f" t{token}" for token in tokens)
 
 

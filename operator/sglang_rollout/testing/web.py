@@ -1,4 +1,4 @@
-"""How SGLang's HTTP server reads bodies, answers and refuses."""
+"""Request parsing, replies and refusals of SGLang's HTTP server."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from aiohttp import web
 
-from sglang_rollout.testing.life import Unavailable
+from sglang_rollout.testing.boot import Unavailable
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Invalid(Exception):
-    """A body or query that SGLang's validation refuses; the sentence is shorter than SGLang's, the shape is the same."""
+    """A body or query that SGLang's validation refuses. The message is shorter than SGLang's, the shape is the same."""
 
     def __init__(self, kind: str, *places: tuple[object, ...]) -> None:
         found = "\n".join(f"  {{'type': '{kind}', 'loc': {place}}}" for place in places)
@@ -22,11 +22,11 @@ class Invalid(Exception):
 
 
 class Unhandled(Exception):
-    """SGLang fails on the request with an exception that it does not handle: 500."""
+    """SGLang answers 500, because it does not handle an exception."""
 
 
 async def body_of(request: web.Request, *needed: str) -> dict[str, Any]:
-    """The JSON object of a request; a missing body or field is refused."""
+    """Return the JSON object of a request. Raises Invalid if the body or a needed field is missing."""
     raw = await request.read()
     if not raw:
         raise Invalid("missing", ("body",))
@@ -43,7 +43,7 @@ async def body_of(request: web.Request, *needed: str) -> dict[str, Any]:
 
 
 async def while_connected(request: web.Request, parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    """A client that is gone ends its requests; control calls go on without their client."""
+    """Yield parts until the client disconnects. Requests end with their client; control calls continue without it."""
     async for part in parts:
         if request.transport is None or request.transport.is_closing():
             return
@@ -51,7 +51,7 @@ async def while_connected(request: web.Request, parts: AsyncIterator[dict[str, A
 
 
 def always(document: Callable[[], Any]) -> Handler:
-    """A route whose answer needs no scheduler."""
+    """Return a route whose answer needs no scheduler."""
 
     async def handle(_: web.Request) -> web.Response:
         return json_reply(document())
@@ -60,13 +60,13 @@ def always(document: Callable[[], Any]) -> Handler:
 
 
 def json_reply(document: Any, status: int = 200) -> web.Response:
-    """A JSON answer. SGLang's content type has no charset."""
+    """Return a JSON reply. SGLang's content type has no charset."""
     return web.Response(body=json.dumps(document).encode(), status=status, content_type="application/json")
 
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """SGLang's bodies for what it refuses."""
+    """Answer refused requests with SGLang's bodies."""
     try:
         return await handler(request)
     except Invalid as error:

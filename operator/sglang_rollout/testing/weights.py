@@ -1,15 +1,18 @@
-"""What a stand-in holds: tensors as bytes, and what is computed from them. Pure, and without torch.
+"""The tensors that a stand-in holds, as bytes: checksums, digests, and reading safetensors files. Without torch.
 
-A tensor's bytes are immutable and replaced as a whole, so engines of one process can share the base weights and can never share a change.
+A tensor's bytes are immutable and replaced as a whole. So engines of one process can share the base weights, but never a change.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any
 
 ITEM_SIZES = {
@@ -18,7 +21,7 @@ ITEM_SIZES = {
     "int32": 4, "float32": 4,
     "int64": 8, "float64": 8,
 }  # fmt: skip
-"""Bytes per element of the types that a tensor may have, by torch's names."""
+"""Bytes per element, by torch's names of the types."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Held:
 
     @cached_property
     def checksum(self) -> str:
-        """As SGLang's weights_checker on a CPU: the first 8 bytes of SHA-256 over the tensor's bytes, in hexadecimal."""
+        """Checksum of SGLang's weights_checker on a CPU: the first 8 bytes of SHA-256 over the tensor's bytes, in hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()[:16]
 
     @cached_property
@@ -42,7 +45,7 @@ class Held:
 
 
 class Weights:
-    """Named tensors. ``put`` replaces one; the digest is computed anew when it is next asked for, and only of what changed."""
+    """Named tensors. Digests are computed lazily, and only for tensors that changed."""
 
     def __init__(self, tensors: Mapping[str, Held]) -> None:
         self._tensors = dict(tensors)
@@ -63,28 +66,28 @@ class Weights:
         self._policy = None
 
     def lose(self) -> None:
-        """The memory was given away and has come back: what is in it now is nobody's weights."""
+        """Overwrite all tensors with zeros, as released memory loses its contents."""
         for name, held in self._tensors.items():
             self.put(name, Held(held.dtype, held.shape, bytes(len(held.data))))
 
     @property
     def policy(self) -> bytes:
-        """SHA-256 over all names and tensors: what the tokens are made of."""
+        """SHA-256 over all names and tensors, which determines the tokens."""
         if self._policy is None:
             self._policy = policy_digest(self._tensors)
         return self._policy
 
     def checksums(self) -> dict[str, str]:
-        """Each tensor's checksum, as weights_checker lists them."""
+        """Return each tensor's checksum, as weights_checker lists them."""
         return {name: held.checksum for name, held in self._tensors.items()}
 
     def copy(self) -> Weights:
-        """The same tensors, to be changed apart."""
+        """Return an independent copy."""
         return Weights(self._tensors)
 
 
 def policy_digest(tensors: Mapping[str, Held]) -> bytes:
-    """SHA-256 over the sorted names, each with its tensor's digest."""
+    """Return the SHA-256 over the sorted names, each with its tensor's digest."""
     whole = hashlib.sha256()
     for name in sorted(tensors):
         whole.update(name.encode() + b"\0" + tensors[name].digest)
@@ -92,7 +95,7 @@ def policy_digest(tensors: Mapping[str, Held]) -> bytes:
 
 
 def overall_checksum(checksums: Mapping[str, str]) -> str:
-    """SGLang's ``per_gpu_checksum``: SHA-256 over the sorted names and checksums."""
+    """Return SGLang's ``per_gpu_checksum``: SHA-256 over the sorted names and checksums."""
     whole = hashlib.sha256()
     for name in sorted(checksums):
         whole.update(name.encode() + checksums[name].encode())
@@ -100,7 +103,7 @@ def overall_checksum(checksums: Mapping[str, str]) -> str:
 
 
 def held_from(state: Mapping[str, Any]) -> dict[str, Held]:
-    """A state dict of torch tensors, numpy arrays or ``Held``, as held tensors. Tensors on a GPU are copied to the host."""
+    """Convert a state dict of torch tensors, numpy arrays or ``Held``. Tensors on a GPU are copied to the host."""
     return {name: tensor if isinstance(tensor, Held) else _held(tensor) for name, tensor in state.items()}
 
 
@@ -126,14 +129,55 @@ DEFAULT_SHAPES = {
 
 
 def default_state() -> dict[str, Held]:
-    """The base weights of a stand-in without a model folder: the same in every process, values between -1 and 1."""
+    """Return the base weights of a stand-in without a model folder: the same in every process, values between -1 and 1."""
     return {name: Held("float32", shape, _values(name, prod(shape))) for name, shape in DEFAULT_SHAPES.items()}
 
 
 def _values(name: str, count: int) -> bytes:
-    """Finite float32 numbers: random fractions under the exponent of numbers between 0.5 and 1, with a random sign."""
+    """Return finite float32 numbers: random fractions with the exponent of numbers between 0.5 and 1, and a random sign."""
     raw = bytearray(hashlib.shake_256(name.encode()).digest(count * 4))
     for last in range(3, len(raw), 4):  # little endian: sign and high exponent bits are in the last byte
         raw[last] = raw[last] & 0x80 | 0x3F
         raw[last - 1] &= 0x7F
     return bytes(raw)
+
+
+_TYPES = {
+    "BOOL": "bool", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I16": "int16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "F32": "float32", "I64": "int64", "F64": "float64",
+}  # fmt: skip
+
+
+class Incomplete(Exception):
+    """A file that is not a complete safetensors file."""
+
+
+def read_folder(folder: Path) -> dict[str, Held]:
+    """Read all ``*.safetensors`` of a folder. Raises FileNotFoundError if there is none, Incomplete if one is cut off."""
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not folder.is_dir():
+        raise FileNotFoundError(f"Repo id must be in the form 'repo_name' or 'namespace/repo_name': '{folder}'.")
+    if not files:
+        raise FileNotFoundError(f"Cannot find any model weights with `{folder}`")
+    tensors: dict[str, Held] = {}
+    for file in files:
+        tensors.update(read_file(file))
+    return tensors
+
+
+def read_file(file: Path) -> dict[str, Held]:
+    """Read the tensors of one file: 8 bytes length, a JSON header, the bytes."""
+    data = file.read_bytes()
+    try:
+        (length,) = struct.unpack("<Q", data[:8])
+        header: dict[str, Any] = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        found = {}
+        for name, entry in header.items():
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            if end > len(data):
+                raise Incomplete(f"{file} ends at byte {len(data)}, and tensor {name} at {end}")
+            found[name] = Held(_TYPES[entry["dtype"]], tuple(entry["shape"]), data[start:end])
+    except (struct.error, ValueError, KeyError) as error:
+        raise Incomplete(f"{file} is no safetensors file: {error}") from error
+    return found

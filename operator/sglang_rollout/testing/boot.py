@@ -1,8 +1,10 @@
-"""One life of a stand-in, from boot to death: what SGLang's tokenizer process keeps (pause, versions, running requests) and the queue to
-its scheduler. Everything here runs in one event loop; what blocks goes to threads.
+"""State of a stand-in from one boot to its death.
 
-SGLang's scheduler handles one message at a time and generates between messages. Here it is a lock: a control call holds it, tokens wait
-for it, and a call that never ends blocks all others, while what the tokenizer process answers by itself still works.
+This is what SGLang's tokenizer process keeps (pause, versions, running requests) and the queue to its scheduler. Everything runs in one
+event loop; blocking work goes to threads.
+
+SGLang's scheduler handles one message at a time and generates between messages. Here the scheduler is a lock. A control call holds the
+lock, and tokens wait for it. A call that never ends blocks all others, but calls that only the tokenizer process answers still work.
 """
 
 from __future__ import annotations
@@ -18,48 +20,91 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sglang_rollout.testing.faults import Fault, Faults, Kind, Phase
-from sglang_rollout.testing.locks import RequestsOrUpdate
 from sglang_rollout.testing.tokens import VOCABULARY
 from sglang_rollout.testing.weights import Held, Weights
+
+
+class RequestsOrUpdate:
+    """SGLang's lock between generation and updates.
+
+    Readers are requests, writers are updates. A waiting writer blocks new readers.
+    """
+
+    def __init__(self) -> None:
+        self._condition = asyncio.Condition()
+        self.readers = 0
+        self._writing = False
+        self._waiting = 0
+
+    @asynccontextmanager
+    async def reader(self) -> AsyncIterator[None]:
+        """Hold the lock while a request runs."""
+        async with self._condition:
+            await self._condition.wait_for(lambda: not self._writing and not self._waiting)
+            self.readers += 1
+        try:
+            yield
+        finally:
+            async with self._condition:
+                self.readers -= 1
+                self._condition.notify_all()
+
+    @asynccontextmanager
+    async def writer(self) -> AsyncIterator[None]:
+        """Hold the lock for an update of an engine that is not paused. Waits for the last running request."""
+        async with self._condition:
+            self._waiting += 1
+            try:
+                await self._condition.wait_for(lambda: not self._writing and not self.readers)
+            finally:
+                self._waiting -= 1
+            self._writing = True
+        try:
+            yield
+        finally:
+            async with self._condition:
+                self._writing = False
+                self._condition.notify_all()
+
 
 T = TypeVar("T")
 
 NEW_VERSION = "0.5.23"
-"""The SGLang that a stand-in speaks like."""
+"""SGLang version whose API a stand-in has."""
 OLD_VERSION = "0.5.20"
-"""The last one without begin_weight_update and end_weight_update."""
+"""Last SGLang version without begin_weight_update and end_weight_update."""
 _ABORT_AGAIN_SECONDS = 1.0
-"""SGLang asks running requests to abort again after so long, and so a pause with something running takes a second."""
+"""SGLang repeats the abort of running requests after this time. So a pause takes a second if a request runs."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a stand-in is started with; the same for all its lives."""
+    """Start options of a stand-in, the same for all its boots."""
 
     tensors: Mapping[str, Held]
     sessions: bool = True
-    """Updates must run between begin_weight_update and end_weight_update, as since 0.5.21."""
+    """Updates must run between begin_weight_update and end_weight_update, as in SGLang 0.5.21 and later."""
     tensor_size: int = 1
-    """Tensor-parallel ranks: so many consecutive ranks of a weight-update group."""
+    """Number of tensor-parallel ranks. Each is one rank of a weight-update group."""
     weight_version: str = "default"
     model_path: str = "stand-in"
     token_seconds: float = 0.0
-    """Time per token. 0: as fast as it goes; then nothing is ever running when a call arrives."""
+    """Time per token. With 0, requests end at once, so none runs when a control call arrives."""
     context_length: int = 2048
     """Tokens of prompt and completion together."""
     health_seconds: float = 20.0
-    """/health_generate gives up after so long, as SGLang does."""
+    """Timeout of /health_generate."""
     vocabulary: int = VOCABULARY
     memory_saver: bool = False
-    """Memory that is released is gone, and with it the weights, as with --enable-memory-saver. Else a release changes nothing, as there."""
+    """Released memory loses its contents, as with --enable-memory-saver. Without it a release changes nothing, as in SGLang."""
     lora: bool = False
     """Adapters can be loaded."""
     weights_backup: bool = False
-    """As --enable-weights-cpu-backup: weights that come back are what they were."""
+    """Restored weights are unchanged, as with --enable-weights-cpu-backup."""
 
     @property
     def version(self) -> str:
-        """The SGLang version that is reported."""
+        """SGLang version that the stand-in reports."""
         return NEW_VERSION if self.sessions else OLD_VERSION
 
 
@@ -72,7 +117,7 @@ class Running:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     changes: list[tuple[str, int]] = field(default_factory=list)
-    """(version before, tokens generated under it) for each update that came meanwhile."""
+    """(previous version, tokens generated with it) for each update during the request."""
     retractions: int = 0
     waiting: bool = False
     """Moved back to the queue by a pause in mode retract."""
@@ -84,22 +129,22 @@ class Unavailable(Exception):
     """A fault answers this call with 503."""
 
 
-class Life:
-    """State of one boot. ``die`` is told why when the real server would end here."""
+class Boot:
+    """State of one boot. ``die`` is called with the reason where the real server would end."""
 
     def __init__(self, setup: Setup, faults: Faults, *, port: int, die: Callable[[str], None]) -> None:
         self.setup, self.faults, self.port, self._die = setup, faults, port, die
         self.boot_id = secrets.token_hex(8)
         self.started = time.time()
         self.startup_seconds = secrets.randbelow(10**9) / 10**8
-        """Differs at every boot, as a measured time does: what tells one life from another by /server_info."""
+        """Random, like a measured time. /server_info shows it, so that clients can tell one boot from another."""
         self.seed = secrets.randbelow(10**9)
         self.weights = Weights(setup.tensors)
         self.model_path = setup.model_path
         self.weight_version = setup.weight_version
-        """What /model_info says."""
+        """Version that /model_info reports."""
         self.scheduler_version = setup.weight_version
-        """What samples say. Differs from the other only after a flush that failed."""
+        """Version that samples report. Differs from ``weight_version`` only after a flush that failed."""
         self.healthy = True
         self.paused = False
         self.frozen = False
@@ -114,9 +159,9 @@ class Life:
         self.pinned: set[str] = set()
         """Names of the adapters that were loaded with ``pinned``."""
         self.ever_loaded: set[str] = set()
-        """Of an adapter that was unloaded SGLang takes requests all the same."""
+        """Names of all adapters ever loaded. SGLang accepts requests for an adapter that was unloaded."""
         self.calls: set[asyncio.Task[Any]] = set()
-        """Calls that are being answered."""
+        """Calls in progress."""
         self.generated = 0
         self.lock = RequestsOrUpdate()
         self._pausing = asyncio.Lock()
@@ -124,12 +169,12 @@ class Life:
         self._event = asyncio.Event()
 
     async def died(self, why: str) -> None:
-        """The real server ends here: so does this one, and the call is never answered."""
+        """End this boot where the real server would end. The call is never answered."""
         self._die(why)
         await asyncio.Event().wait()
 
     async def reach(self, phase: Phase) -> list[Fault]:
-        """A call has reached a phase: do what armed faults ask for here, and return those that are the caller's to act out."""
+        """Apply the faults that are armed for a phase, and return those that the caller must apply."""
         theirs = []
         for fault in self.faults.take(phase, boot_id=self.boot_id, port=self.port):
             if fault.kind is Kind.DIE:
@@ -146,7 +191,7 @@ class Life:
 
     @asynccontextmanager
     async def scheduler(self) -> AsyncIterator[None]:
-        """For as long as the scheduler handles one message."""
+        """Hold the scheduler while it handles one message."""
         try:
             async with self._scheduler:
                 yield
@@ -155,7 +200,7 @@ class Life:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """As SGLang orders an update: at once when paused (a continue waits), else after all running requests."""
+        """Hold the scheduler for an update: at once if paused (a continue waits), else after all running requests."""
         async with self._pausing:
             paused = self.paused
             if paused:
@@ -167,16 +212,16 @@ class Life:
 
     @property
     def busy(self) -> bool:
-        """Whether the scheduler is in a control call."""
+        """True while the scheduler handles a control call."""
         return self._scheduler.locked()
 
     def changed(self) -> None:
-        """Something happened that a waiting request may want to know."""
+        """Wake waiting requests, so that they look at the state again."""
         event, self._event = self._event, asyncio.Event()
         event.set()
 
     async def pause(self, mode: str) -> None:
-        """``/pause_generation``."""
+        """Pause, as ``/pause_generation`` does."""
         async with self._pausing:
             await self.reach(Phase.PAUSE)
             self.paused = True
@@ -193,7 +238,7 @@ class Life:
                     request.waiting = True
 
     async def resume(self) -> None:
-        """``/continue_generation``."""
+        """Continue, as ``/continue_generation`` does."""
         async with self._pausing:
             await self.reach(Phase.CONTINUE)
             self.paused = self.frozen = False
@@ -202,13 +247,13 @@ class Life:
             self.changed()
 
     def abort(self, rid: str | None) -> None:
-        """``/abort_request``; None means all. Requests that a pause holds back are not in the scheduler yet and stay."""
+        """Abort a request, or all if ``rid`` is None. Requests that a pause holds back are not in the scheduler yet and stay."""
         for request in self.requests.values():
             request.aborted |= rid is None or request.rid == rid
         self.changed()
 
     async def unpaused(self) -> None:
-        """Return when no pause holds new requests back."""
+        """Wait until no pause holds new requests back."""
         while True:
             async with self._pausing:  # held by a pause that waits for requests to abort, and by an update of a paused engine
                 if not self.paused:
@@ -217,7 +262,7 @@ class Life:
             await event.wait()
 
     async def turn(self, request: Running) -> None:
-        """Return when the scheduler can do the next step of a request, or end it."""
+        """Wait until the scheduler can do the next step of a request, or end it."""
         if self.setup.token_seconds:
             await asyncio.sleep(self.setup.token_seconds)
         else:
@@ -226,7 +271,7 @@ class Life:
             await self._event.wait()
 
     def record_version(self, label: str | None) -> None:
-        """The scheduler's note of a new version: from here on, tokens of running requests are of it."""
+        """Record a new version in the scheduler. Later tokens of running requests belong to it."""
         if label is None or label == self.scheduler_version:
             return
         for request in self.requests.values():
@@ -235,11 +280,11 @@ class Life:
         self.scheduler_version = label
 
     def flush(self) -> bool:
-        """Whether the cache can be flushed: nothing runs; while paused, what waits does not count, but for 0.5.20."""
+        """Return whether the cache can be flushed: no request runs. Waiting requests of a paused engine are ignored, except in 0.5.20."""
         return all(request.waiting and self.frozen and self.setup.sessions for request in self.requests.values())
 
     def kill(self) -> None:
-        """End this life: whoever waits in a group gives up, and its peers see closed connections."""
+        """End this boot. Threads that wait in a process group give up, and its peers see closed connections."""
         for rank in [*self.joining, *itertools.chain.from_iterable(self.groups.values())]:
             rank.kill()
         for task in list(self.calls):
@@ -247,7 +292,7 @@ class Life:
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run what blocks, perhaps for ever, in a thread that does not keep the process alive."""
+    """Run blocking work in a daemon thread, because it may never end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -263,7 +308,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         result, error = None, None
         try:
             result = work()
-        except BaseException as raised:  # noqa: BLE001 - it is handed on
+        except BaseException as raised:  # noqa: BLE001 - the future raises it again
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
