@@ -15,7 +15,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 
 from sglang_rollout.coordinator.update.events import Result, Send
 from sglang_rollout.coordinator.update.requests import Body
-from sglang_rollout.coordinator.update.steps import SLOWER
+from sglang_rollout.coordinator.update.steps import SLOWEST_FACTOR
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, SyncRequest
 from sglang_rollout.wire.ports import (
@@ -244,7 +244,7 @@ def _remaining_wait(effect: Send, results: Mapping[str, Result], took: float) ->
     if effect.grace is not None and any(not result.ok for result in results.values()):
         return effect.grace, "not waited for, because another engine failed."
     if effect.patience is not None and 2 * len(results) >= len(effect.bodies):
-        seconds = max(effect.patience, SLOWER * took)
+        seconds = max(effect.patience, SLOWEST_FACTOR * took)
         return seconds, f"no answer for {seconds:g} s after {len(results)} of {len(effect.bodies)} engines had answered."
     return math.inf, ""
 

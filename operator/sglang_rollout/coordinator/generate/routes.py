@@ -136,7 +136,7 @@ def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
     body = _parse(data)
     model = body.get("model") if isinstance(body, dict) else None
     name, _, adapter = model.rpartition(":") if isinstance(model, str) else ("", "", "")
-    if not name or adapter not in lora.wanted(request.app[PARTS].machine.fleet):
+    if not name or adapter not in lora.wanted_adapters(request.app[PARTS].machine.fleet):
         return data, body
     body = {**body, "model": name, "lora_path": adapter}
     return encode(body), body

@@ -31,7 +31,7 @@ from sglang_rollout.coordinator.update.requests import (
     UnloadAdapter,
     Update,
 )
-from sglang_rollout.coordinator.update.versions import LONGEST_LABEL
+from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, PauseMode
 from sglang_rollout.wire.text import unwritable
 from sglang_rollout.wire.trainer import ControlReply
@@ -286,8 +286,8 @@ def _label(value: object, key: str) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise Refusal(f"{key} {_clip(value)} is not a version: use a string or a whole number.")
     label = str(value)
-    if len(label) > LONGEST_LABEL:
-        raise Refusal(f"{key} is {len(label)} characters long: use at most {LONGEST_LABEL}.")
+    if len(label) > MAX_LABEL_CHARACTERS:
+        raise Refusal(f"{key} is {len(label)} characters long: use at most {MAX_LABEL_CHARACTERS}.")
     return label
 
 

@@ -1,8 +1,8 @@
-"""Adapters: those of the spec and those that trainers load, the same on every engine. Pure.
+"""LoRA adapters of the spec and of trainers, the same on every engine. Pure.
 
-Agents know what their engine has loaded in this life; what differs from what is wanted is loaded and unloaded, engine by engine, also on
-those that come later. SGLang loads no name that it holds: other contents under an old name are unload, then load. In the spec they have
-another path; a trainer says that they are others by loading the name again, also from the same path.
+Agents know what their engine has loaded in this boot. What differs from what is wanted is loaded and unloaded, engine by engine, also on
+engines that start later. SGLang loads no name that it holds: new contents under an old name are an unload, then a load. In the spec new
+contents have another path; a trainer replaces contents by loading the name again, also from the same path.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
 from sglang_rollout.coordinator.update.rules import take_turn
-from sglang_rollout.coordinator.update.steps import Results, failures, same, send, told
+from sglang_rollout.coordinator.update.steps import Results, failures, results_by_engine, same_body, send
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.record import Adapter, AdapterRow
 from sglang_rollout.wire.states import FleetState
 
 MAX_ADAPTERS_CHARACTERS = 80_000
-"""Rows in the record of the adapters that trainers have loaded: the record has to fit into a ConfigMap (1 MiB)."""
+"""Room in the record for the adapters that trainers have loaded. The record must fit into a ConfigMap (1 MiB)."""
 ROW_CHARACTERS = 110
-"""Of a row beside name, path and reason."""
+"""Characters of a row beside name, path and reason."""
 MAX_REASONS_CHARACTERS = 20_000
-"""Of all rows in the record together; ``GET /fleet`` has the whole reasons."""
-AGAIN = 30.0
-"""Seconds after which an adapter that an engine could not load or unload is tried again: a volume may yet be filled."""
+"""Room in the record for the reasons of all rows together. ``GET /fleet`` has the whole reasons."""
+RETRY_SECONDS = 30.0
+"""When an adapter that an engine could not load or unload is tried again: the volume may have the files by then."""
 
 
-def wanted(fleet: Fleet) -> dict[str, Adapter]:
+def wanted_adapters(fleet: Fleet) -> dict[str, Adapter]:
     """Return by name the adapters that trainers have loaded and those of the spec, which win."""
     return {**fleet.adapters.of_trainers, **(fleet.adapters.of_spec or {})}
 
@@ -43,8 +43,13 @@ def adapter_of(row: Adapter) -> Adapter:
 
 
 def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
-    """The adapters in the record: on how many of the engines that are up, and what is wrong. ``room``: characters for all reasons."""
-    adapters = wanted(fleet)
+    """Return the adapters for the record: on how many of the engines that are up, and what is wrong.
+
+    Args:
+        fleet: The fleet.
+        room: Characters for all reasons; None: all.
+    """
+    adapters = wanted_adapters(fleet)
     each = None if room is None else room // max(1, len(adapters))
     engines = [engine for engine in fleet.engines.values() if engine.up]
     return [
@@ -57,11 +62,11 @@ def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
     ]  # fmt: skip
 
 
-def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
-    """The next call that brings engines nearer to what is wanted, and to which of them; unloading comes first."""
-    adapters = wanted(fleet)
+def next_call(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
+    """Return the next call that brings engines nearer to what is wanted, and its bodies by engine. Unloading comes first."""
+    adapters = wanted_adapters(fleet)
     goal = {name: adapter.path for name, adapter in adapters.items()}
-    # What an agent was asked before the last call ended tells of the time before it.
+    # An agent that was asked before the last call ended describes the state before the call.
     fresh = {name: engine for name, engine in fleet.engines.items() if engine.asked > fleet.rested}
     for engine in fresh.values():
         _forget_troubles(engine, goal)
@@ -76,8 +81,8 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
         later = {other for other, at in engine.adapters_at.items() if fleet.now < at}
         # Without a list in the spec, adapters that no trainer loaded through the fleet are left alone.
         by_spec = fleet.adapters.of_spec is not None
-        ours = {other: path for other, path in there.items() if other in goal or by_spec or engine.outdated(other)}
-        wrong = [other for other, path in ours.items() if goal.get(other) != path or engine.outdated(other)]
+        ours = {other: path for other, path in there.items() if other in goal or by_spec or engine.has_outdated_adapter(other)}
+        wrong = [other for other, path in ours.items() if goal.get(other) != path or engine.has_outdated_adapter(other)]
         extra = next((other for other in wrong if other not in later), None)
         missing = next((other for other in goal if other not in there and other not in later), None)
         if extra is not None:
@@ -90,71 +95,75 @@ def due(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
 
 
 async def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Answer:
-    """Make the call; what fails is said in the adapter's row and tried again later."""
-    results = await _tell(fleet, path, bodies)
+    """Make the call. A failure is reported in the row of the adapter and tried again later."""
+    results = await _call(fleet, path, bodies)
     for name, result in results.items():
         adapter = str(bodies[name]["lora_name"])
         fleet.engines[name].adapter_trouble.pop(adapter, None)
         if not result.ok:
-            _put_off(fleet, name, adapter, result)
+            _retry_later(fleet, name, adapter, result)
     return Answer(200, f"{path} on {len(results)} engines, {len(failures(results))} refused.")
 
 
 async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
-    """Load on every engine, or on none. What engines hold under the name goes first: while it is gone gates refuse requests for it."""
+    """Load an adapter on every engine, or on none. What engines hold under the name goes first: meanwhile gates refuse requests for it."""
     await take_turn(fleet, ask)
-    _refuse(fleet, ask.name, "loaded")
+    _refuse_name(fleet, ask.name, "loaded")
     adapter = Adapter(name=ask.name, path=ask.path, pinned=ask.pinned)
     _refuse_too_many(fleet, adapter)
     names = fleet.up()
     held = [name for name in names if ask.name in _loaded(fleet.engines[name])]
-    unloaded = await _tell(fleet, ControlCall.UNLOAD_ADAPTER.path, same(held, {"lora_name": ask.name}))
+    unloaded = await _call(fleet, ControlCall.UNLOAD_ADAPTER.path, same_body(held, {"lora_name": ask.name}))
     if failures(unloaded):
-        return await _give_up(fleet, ask, unloaded, unloaded, {})
-    results = await _tell(fleet, ControlCall.LOAD_ADAPTER.path, same(names, _body(adapter)))
+        return await _undo_load(fleet, ask, unloaded, unloaded, {})
+    results = await _call(fleet, ControlCall.LOAD_ADAPTER.path, same_body(names, _body(adapter)))
     if failures(results):
-        return await _give_up(fleet, ask, results, unloaded, results)
+        return await _undo_load(fleet, ask, results, unloaded, results)
     for name, engine in fleet.engines.items():
         engine.adapter_trouble.pop(ask.name, None)
-        if name not in names:  # should it come back with what it holds, that is no longer what the path holds
+        if name not in names:  # should it come back, it holds what the path held before
             engine.overwritten[ask.name] = engine.boot
     fleet.adapters.of_trainers[ask.name] = adapter
-    return Answer(200, "", {"engines": told(results)})
+    return Answer(200, "", {"engines": results_by_engine(results)})
 
 
-async def _give_up(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results, loaded: Results) -> Answer:
-    """End a load that failed on an engine with what there was before; or with none, when that lay under the same path."""
+async def _undo_load(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results, loaded: Results) -> Answer:
+    """End a load that failed on an engine with what was there before; or with nothing if that was under the same path."""
     before = fleet.adapters.of_trainers.get(ask.name)
     what = "load" if loaded else "unload"
-    undone = await _tell(fleet, ControlCall.UNLOAD_ADAPTER.path, same(_done(loaded), {"lora_name": ask.name}))
+    undone = await _call(fleet, ControlCall.UNLOAD_ADAPTER.path, same_body(_succeeded(loaded), {"lora_name": ask.name}))
     if before is None or before.path == ask.path:
         fleet.adapters.of_trainers.pop(ask.name, None)
         stuck = ", ".join(failures(undone if loaded else unloaded))
         return _failed(failed, what, ask.name, f"Still loaded on: {stuck}." if stuck else "It is loaded on no engine.")
-    empty = [name for name in _done(unloaded) if name not in failures(undone)]
-    back = failures(await _tell(fleet, ControlCall.LOAD_ADAPTER.path, same(empty, _body(before))))
+    empty = [name for name in _succeeded(unloaded) if name not in failures(undone)]
+    back = failures(await _call(fleet, ControlCall.LOAD_ADAPTER.path, same_body(empty, _body(before))))
     for name, result in back.items():
-        _put_off(fleet, name, ask.name, result)
+        _retry_later(fleet, name, ask.name, result)
     lack = ", ".join({**back, **failures(undone)})
-    after = f"{before.path} was to be loaded again and is not on: {lack}. It is tried again." if lack else f"It is {before.path} as before."
+    after = (
+        f"{before.path} was to be loaded again and is not on: {lack}. The coordinator tries again."
+        if lack
+        else f"It is {before.path} as before."
+    )
     return _failed(failed, what, ask.name, after)
 
 
 async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
-    """Unload on every engine. One that does not is tried again: nobody wants the adapter any more."""
+    """Unload an adapter on every engine. An engine that fails is tried again, because the adapter is not wanted any more."""
     await take_turn(fleet, ask)
-    _refuse(fleet, ask.name, "unloaded")
+    _refuse_name(fleet, ask.name, "unloaded")
     names = [name for name in fleet.up() if ask.name in _loaded(fleet.engines[name])]
     if not names and ask.name not in fleet.adapters.of_trainers:
-        raise Refusal(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted(fleet)) or 'none'}.")
+        raise Refusal(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted_adapters(fleet)) or 'none'}.")
     fleet.adapters.of_trainers.pop(ask.name, None)
-    results = await _tell(fleet, ControlCall.UNLOAD_ADAPTER.path, same(names, {"lora_name": ask.name}))
+    results = await _call(fleet, ControlCall.UNLOAD_ADAPTER.path, same_body(names, {"lora_name": ask.name}))
     if failures(results):
-        return _failed(results, "unload", ask.name, "It is tried again.")
-    return Answer(200, "", {"engines": told(results)})
+        return _failed(results, "unload", ask.name, "The coordinator tries again.")
+    return Answer(200, "", {"engines": results_by_engine(results)})
 
 
-def _refuse(fleet: Fleet, name: str, what: str) -> None:
+def _refuse_name(fleet: Fleet, name: str, what: str) -> None:
     refuse_asleep(fleet)
     if name in (fleet.adapters.of_spec or {}):
         raise Refusal(
@@ -167,7 +176,7 @@ def _refuse(fleet: Fleet, name: str, what: str) -> None:
 
 
 def _refuse_too_many(fleet: Fleet, adapter: Adapter) -> None:
-    """The record keeps every adapter that trainers have loaded, and has to fit into a ConfigMap."""
+    """Refuse an adapter without room in the record, which keeps every adapter that trainers have loaded."""
     kept = {**fleet.adapters.of_trainers, adapter.name: adapter}
     characters = sum(len(json.dumps([one.name, one.path])) + ROW_CHARACTERS for one in kept.values())
     if characters > MAX_ADAPTERS_CHARACTERS:
@@ -182,10 +191,10 @@ def _body(adapter: Adapter) -> Body:
     return {"lora_name": adapter.name, "lora_path": adapter.path, "pinned": adapter.pinned}
 
 
-async def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Results:
-    """Make the call, and know already what agents will say of the adapters that their engines hold."""
+async def _call(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Results:
+    """Make the call, and note which adapters engines hold before their agents confirm it."""
     results = await send(path, bodies, fleet.policy.deadlines.update_seconds)
-    for name in _done(results):
+    for name in _succeeded(results):
         adapter, engine = str(bodies[name]["lora_name"]), fleet.engines.get(name)
         if engine is not None:
             engine.overwritten.pop(adapter, None)
@@ -193,28 +202,28 @@ async def _tell(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Results:
     return results
 
 
-def _put_off(fleet: Fleet, name: str, adapter: str, result: Result) -> None:
+def _retry_later(fleet: Fleet, name: str, adapter: str, result: Result) -> None:
     engine = fleet.engines[name]
-    engine.adapters_at[adapter] = fleet.now + AGAIN
+    engine.adapters_at[adapter] = fleet.now + RETRY_SECONDS
     engine.adapter_trouble[adapter] = f"engine {name}: {result.message}"
 
 
 def _forget_troubles(engine: Engine, goal: Mapping[str, str]) -> None:
-    """What an engine could not do has been done all the same: its answer came too late, or nobody wants it any more."""
+    """Forget failures that are over: the answer came too late, or the adapter is not wanted any more."""
     there = _loaded(engine)
-    for adapter in [name for name in engine.adapter_trouble if there.get(name) == goal.get(name) and not engine.outdated(name)]:
+    for adapter in [name for name in engine.adapter_trouble if there.get(name) == goal.get(name) and not engine.has_outdated_adapter(name)]:
         del engine.adapter_trouble[adapter]
         engine.adapters_at.pop(adapter, None)
 
 
-def _done(results: Results) -> list[str]:
+def _succeeded(results: Results) -> list[str]:
     return [name for name, result in results.items() if result.ok]
 
 
 def _failed(results: Results, what: str, adapter: str, after: str) -> Answer:
     name, result = next(iter(failures(results).items()))
     sentence = f"engine {name} did not {what} {adapter}: {result.message.rstrip('.')}. {after}"
-    return Answer(400, sentence, {"engine": name, "engines": told(results)})
+    return Answer(400, sentence, {"engine": name, "engines": results_by_engine(results)})
 
 
 def _loaded(engine: Engine) -> dict[str, str]:

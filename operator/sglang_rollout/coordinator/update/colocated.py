@@ -1,7 +1,7 @@
-"""A fleet on its trainer's GPUs (``spec.mode: Colocated`` and ``Hybrid``): it sleeps whenever its trainer has the memory. Pure.
+"""A fleet on its trainer's GPUs (``spec.mode: Colocated`` and ``Hybrid``): it sleeps while its trainer has the memory. Pure.
 
-What the trainer has is said by its last release or resume, at the fleet's URL or at an engine's. It is kept in the record, because
-engines and coordinators that start later know nothing of that call. How a hybrid fleet takes weights: :mod:`.hybrid`.
+The last release or resume call of the trainer, at the fleet's URL or at an engine's, says what the trainer has. The record keeps it,
+because engines and coordinators that start later do not know that call. How a hybrid fleet takes weights: :mod:`.hybrid`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from sglang_rollout.coordinator.update.transaction import flush
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode, FleetState
 
-AGAIN = 10.0
-"""Seconds after which an engine that did not give its memory back is asked again."""
+RETRY_SECONDS = 10.0
+"""When an engine that did not release its memory is asked again."""
 NOT_AT_ENGINES = "this call is for the fleet's URL, which is one for all engines."
 OWN_GPUS = "An engine of this fleet takes no calls of its own (spec.mode: Standalone): call the fleet's URL, which is one for all engines."
 
 
 def operation(fleet: Fleet, request: Request) -> Operation[Answer] | None:
-    """Return the operation of a request that means something else on such a fleet; None if the request means what it always means."""
+    """Return the operation of a request that means something else on such a fleet; None if it means what it always means."""
     at, call = (request.engine, request.call) if isinstance(request, AtEngine) else (None, request)
     if fleet.mode is None:
         return None if at is None else _refused(OWN_GPUS)
@@ -86,14 +86,14 @@ async def _refused(why: str, status: int = 400) -> Answer:
 
 
 async def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Answer:
-    """What the weights are is asked before they are gone: afterwards only a comparison tells whether they came back."""
+    """Release memory. Checksums are asked first: afterwards only a comparison tells whether the weights came back."""
     await take_turn(fleet, ask, at)
     await memory.note_checksums(fleet)
-    silent = memory.unnoted(fleet)
+    silent = memory.engines_without_checksums(fleet)
     if silent:
         raise Refusal(
-            f"engine {silent[0]} did not tell the checksum of its weights, so nobody could say after the sleep whether it holds them"
-            " again. Nothing was released. Call again.",
+            f"engine {silent[0]} did not return the checksum of its weights, so that they could not be compared after the sleep."
+            " Nothing was released. Call again.",
             status=502,
         )
     if fleet.update is None:  # else it is refused
@@ -103,7 +103,7 @@ async def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Answer:
 
 
 async def _resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
-    """Answers only when the engines that have all of their memory serve."""
+    """Resume memory. Answers only when the engines that have all of their memory serve."""
     await turn()
     if fleet.applied_state is not FleetState.ASLEEP:
         await _note_trainer_memory(fleet, at, lambda tags: {tag for tag in tags if ask.tags and tag not in ask.tags})
@@ -115,31 +115,35 @@ async def _resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
     if not back:
         await sync(fleet)
         return answer
-    await memory.prove(fleet, back)
+    await memory.compare_woken(fleet, back)
     committed = fleet.committed
     wrong = [name for name in back if committed is None or not fleet.engines[name].holds(committed)]
     if answer.success and wrong:
-        message = f"engine {wrong[0]} has its memory back, but not the weights that it was started with: restart it. It serves nobody."
+        message = f"engine {wrong[0]} has its memory back, but not the weights that it was started with: restart it. Its gate stays closed."
         return Answer(502, message, {"engine": wrong[0], "unproved": wrong})
     return answer
 
 
-def due(fleet: Fleet) -> list[str]:
-    """Engines that hold memory which the trainer has: they started since, or refused before."""
+def engines_to_release(fleet: Fleet) -> list[str]:
+    """Return the engines that hold memory which the trainer has: they started since, or refused before."""
     if fleet.mode is None or fleet.applied_state is FleetState.ASLEEP:
         return []
-    told = fleet.update.boots if fleet.update is not None else {}
-    found = [name for name, engine in fleet.members().items() if _missing(fleet, name) and engine.heard > fleet.rested and name not in told]
+    in_update = fleet.update.boots if fleet.update is not None else {}
+    found = [
+        name
+        for name, engine in fleet.members().items()
+        if _tags_to_release(fleet, name) and engine.heard > fleet.rested and name not in in_update
+    ]
     return [name for name in found if fleet.now >= fleet.engines[name].release_at]
 
 
-async def put_to_sleep(fleet: Fleet, names: list[str]) -> Answer:
-    """Have these engines give back what the trainer has."""
+async def release_trainer_memory(fleet: Fleet, names: list[str]) -> Answer:
+    """Let these engines release what the trainer has."""
     for name in names:
-        fleet.engines[name].release_at = fleet.now + AGAIN
+        fleet.engines[name].release_at = fleet.now + RETRY_SECONDS
     await memory.note_checksums(fleet)
-    silent = memory.unnoted(fleet)
-    bodies = {name: {"tags": _missing(fleet, name)} for name in names if name not in silent}
+    silent = memory.engines_without_checksums(fleet)
+    bodies = {name: {"tags": _tags_to_release(fleet, name)} for name in names if name not in silent}
     results = await send(ControlCall.RELEASE_MEMORY.path, bodies, fleet.policy.deadlines.pause_seconds)
     failed = failures(results)
     for name in bodies.keys() - failed.keys():
@@ -152,7 +156,7 @@ def _released(engine: Engine) -> list[str]:
     return engine.status.released if engine.status is not None else []
 
 
-def _missing(fleet: Fleet, name: str) -> list[str]:
+def _tags_to_release(fleet: Fleet, name: str) -> list[str]:
     return [tag for tag in fleet.interruptions.trainer_memory(name) if tag not in _released(fleet.engines[name])]
 
 

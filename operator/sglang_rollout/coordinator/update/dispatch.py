@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import colocated as sharing
-from sglang_rollout.coordinator.update import disk, memory, transaction
+from sglang_rollout.coordinator.update import memory, sources, transaction
 from sglang_rollout.coordinator.update import process_groups as groups
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import (
@@ -40,14 +40,14 @@ _OPERATIONS: dict[type[Request], Callable[..., Operation[Answer]]] = {
     OpenGroup: groups.open_group,
     CloseGroup: groups.close_group,
     Pause: transaction.pause,
-    Continue: transaction.resume_all,
+    Continue: transaction.continue_all,
     Begin: transaction.begin,
-    Update: transaction.update,
+    Update: sources.receive_from_group,
     End: transaction.end,
     Flush: transaction.flush,
     SetLabel: transaction.set_label,
     NewRun: transaction.new_run,
-    FromDisk: disk.from_disk,
+    FromDisk: sources.load_from_disk,
     LoadAdapter: lora.load,
     UnloadAdapter: lora.unload,
     ReleaseMemory: memory.release,

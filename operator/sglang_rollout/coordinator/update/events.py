@@ -1,7 +1,6 @@
-"""What the state machine hears (events) and what it wants done (effects). Data only.
+"""Events that the state machine receives and effects that it asks for. Data only.
 
-Time enters only as ``at`` (seconds of any steady clock) in events; waiting is done outside, with the deadlines that
-effects carry.
+Time enters only as ``at`` (seconds of any steady clock) in events. Waiting is done outside, with the deadlines that effects carry.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from sglang_rollout.wire.record import Record
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one call to one engine's agent. Every failure is a value: no answer is ``status`` 0."""
+    """The result of one call to one agent. Every failure is a value: without an answer, ``status`` is 0."""
 
     ok: bool
     status: int = 0
     message: str = ""
     agent: AgentStatus | None = None
-    """Set when the reply was the agent's status (sync, ack, fence)."""
+    """The agent's status, if the reply was one (sync, ack, fence)."""
     checksums: tuple[str, ...] | None = None
-    """Set when the reply was one of ``/weights_checker``: one checksum per rank."""
+    """One checksum per rank, if the reply was one of ``/weights_checker``."""
     digest: str | None = None
-    """Set when the reply was about a checkpoint: what tells its contents from others."""
+    """What distinguishes the contents of a checkpoint, if the reply was about one."""
     names: frozenset[str] | None = None
-    """Set when the reply was about a checkpoint and names were asked for: its tensors."""
+    """The tensors of a checkpoint, if the reply was about one and names were asked for."""
     shapes: Mapping[str, list[int] | None] | None = None
-    """Set when the reply was about the engine's own model: shape of each tensor, None if its values are packed."""
+    """Shape of each tensor, None if its values are packed, if the reply was about the engine's own model."""
     path: str | None = None
-    """Set when the reply was about a checkpoint: its folder."""
+    """The folder of a checkpoint, if the reply was about one."""
     compared: bool = False
-    """The reply was about a checkpoint, which has all tensors of the engine's model."""
+    """True if the reply was about a checkpoint that has all tensors of the engine's model."""
     unchecked: tuple[str, ...] = ()
     """What of a checkpoint could not be compared with the engine's model."""
     why_unchecked: str = ""
@@ -56,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Beat:
-    """The trainer's heartbeat: it lives, although it has nothing to ask."""
+    """The trainer's heartbeat: it lives, although it asks for nothing."""
 
     at: float
 
@@ -71,7 +70,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Answered:
-    """A Send effect ended: one result for each engine it went to."""
+    """A Send effect ended: one result for each engine that was called."""
 
     effect: int
     results: Mapping[str, Result]
@@ -80,7 +79,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Written:
-    """A Write effect ended. ``ok`` False: persisted later; the engines' acknowledgements are the commit."""
+    """A Write effect ended. If not ``ok``, the record is written later, and the acknowledgements of the engines are the commit."""
 
     effect: int
     ok: bool
@@ -89,7 +88,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Seen:
-    """The agent's answer to a sync; None: it did not answer."""
+    """An agent answered a sync; ``status`` None: it did not."""
 
     name: str
     status: AgentStatus | None
@@ -100,11 +99,11 @@ class Seen:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The engines this fleet should have, and the policy."""
+    """The engines that this fleet should have, and the policy."""
 
     intent: Intent
     addressed: frozenset[str]
-    """Engines that have an address: only those can hold anything that a rebuild must hear of."""
+    """Engines that have an address. Only these can hold anything that a rebuild must know."""
     at: float
 
 
@@ -123,25 +122,28 @@ Event = Asked | Beat | Left | Answered | Written | Seen | Wanted | Tick
 
 @dataclass(frozen=True)
 class Send:
-    """POST ``bodies[engine]`` to ``path`` of each engine's agent, all at once. Answered comes within ``deadline``."""
+    """POST ``bodies[engine]`` to ``path`` of each agent, all at once. An Answered event follows within ``deadline``."""
 
     path: str
     bodies: Mapping[str, Body]
     deadline: float
     grace: float | None = None
-    """After the first failure wait only so much longer for the others: whoever pushes must learn it soon, and engines
-    that are blocked in a collective come free only when the trainer has been told."""
+    """How much longer to wait for the other engines after the first failure.
+
+    The trainer must learn of it soon, and engines that are blocked in a collective come free only when the trainer knows.
+    """
     patience: float | None = None
-    """Where all have the same to do: once half of the engines have answered, the others may take ten times as long as those
-    did, and at least so many seconds."""
+    """How much longer another engine may take once half of the engines have answered a call that is the same work for all: ten times as
+    long as those, and at least this many seconds.
+    """
     idempotent: bool = False
-    """A lost connection may be tried again within the deadline."""
+    """True: a lost connection may be tried again within the deadline."""
     id: int = 0
 
 
 @dataclass(frozen=True)
 class Write:
-    """Persist this record, waiting only shortly; ends with Written."""
+    """Persist this record, waiting only shortly. A Written event follows."""
 
     record: Record
     id: int = 0
@@ -156,7 +158,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Cut:
-    """Wait no longer for this Send: whoever has not answered counts as failed, for this reason."""
+    """Stop waiting for this Send: engines that have not answered count as failed, for this reason."""
 
     effect: int
     reason: str

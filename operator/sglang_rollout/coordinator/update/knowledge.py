@@ -8,18 +8,18 @@ from sglang_rollout.coordinator.update.adapters import adapter_of
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Seen, Wanted
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
-from sglang_rollout.coordinator.update.membership import at_first, enough
+from sglang_rollout.coordinator.update.membership import initial_size, is_enough
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.recovery import complete, in_the_middle, prove, rebuild
+from sglang_rollout.coordinator.update.recovery import is_everyone_heard, is_interrupted, prove_version, rebuild
 from sglang_rollout.coordinator.update.steps import Results
-from sglang_rollout.coordinator.update.tensors import recalled, unpacked
-from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.coordinator.update.tensors import tensors_of_record, unpack_hashes
+from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
 
-PATIENCE = 5.0
+REBUILD_SECONDS = 5.0
 """With a record: how long a new coordinator waits for agents that may prove a newer version than the record says."""
 
 
@@ -33,19 +33,19 @@ class Knowledge:
         self._addressed: frozenset[str] | None = None
         self._signature: tuple[tuple[str, int, str | None], ...] | None = None
         self._fresh = True
-        """Whether anything was learned since the last conclusion."""
+        """True if anything was learned since the last conclusion."""
         self.give_up: list[str] = []
-        """Engines that the rebuild found in the middle of an update that nobody leads any more."""
+        """Engines that the rebuild found in an update that no coordinator leads any more."""
 
     def learn(self, results: Results) -> None:
-        """Take in the statuses that calls brought, each of the engine that was called: addresses move from one pod to another."""
+        """Take in the statuses that calls returned. Addresses move between pods, so each must be of the engine that was called."""
         for name, result in results.items():
             if result.agent is not None and result.agent.name == name:
                 self._take(result.agent)
                 self._fresh = True
 
     def seen(self, event: Seen) -> bool:
-        """Take in the answer to a sync, or that there was none. Returns whether anything is known now that was not before."""
+        """Take in the answer to a sync, or its absence. Returns True if anything is known now that was not known before."""
         engine = self._fleet.engines.get(event.name)
         if engine is None:
             return False
@@ -57,28 +57,30 @@ class Knowledge:
         self._fresh = self._fresh or before != (engine.status, engine.misses)
         return self._fresh
 
-    def doubt(self) -> None:
-        """Let the next conclusion be drawn anew, from facts that nobody brought here."""
+    def recompute(self) -> None:
+        """Force a recomputation after a state change that produced no event."""
         self._fresh = True
 
     def _take(self, status: AgentStatus, asked: float = math.inf) -> None:
-        """``asked``: when. A sync's answer may cross a call, and then speaks of what is no longer so."""
+        """Take in a status. ``asked``: when the sync was sent, because its answer may cross a call and then describe an earlier state."""
         engine = self._fleet.engines.get(status.name)
         if engine is None:
             return
         engine.misses, engine.heard = 0, self._fleet.now
         engine.take(status, asked)
         engine.asked = min(asked, self._fleet.now)
-        self._burn(status)
+        self._reserve(status)
 
-    def _burn(self, status: AgentStatus) -> None:
-        """Another coordinator has committed, or has brought to an engine, what this one does not know of: in the middle of an update
-        it cannot be taken over any more, and its number must not name other weights."""
+    def _reserve(self, status: AgentStatus) -> None:
+        """Reserve versions that another coordinator has committed or loaded into an engine, unknown to this one.
+
+        In the middle of an update such a version cannot be adopted any more, and its number must not name other weights.
+        """
         fleet = self._fleet
         outside = fleet.update is None or status.name not in fleet.update.boots
         claims = [status.committed, status.version if outside and status.state is EngineState.CLEAN else None]
         if fleet.committed is not None:
-            fleet.weights.reserve(version for version in claims if version is not None and key(version) > key(fleet.committed))
+            fleet.weights.reserve(version for version in claims if version is not None and order_key(version) > order_key(fleet.committed))
 
     def wanted(self, event: Wanted) -> None:
         """Take in the members and the policy."""
@@ -94,13 +96,13 @@ class Knowledge:
             engine = known.get(wanted.name) or Engine(wanted)
             engine.wanted = wanted
             fleet.engines[wanted.name] = engine
-        # A group loses nothing when an engine joins; one that left takes its groups with it.
+        # A process group stays valid when an engine joins. An engine that left takes its process groups with it.
         fleet.membership.groups = {name: group for name, group in fleet.groups.items() if set(group.boots) <= set(fleet.engines)}
         self._addressed = event.addressed & set(fleet.engines)
         self._fresh = True
 
     def conclude(self) -> None:
-        """Draw the conclusions that the facts allow: called whenever no operation holds the turn."""
+        """Draw the conclusions that the facts allow. Called whenever no operation holds the turn."""
         if not self._fresh and self._fleet.committed is not None:
             return
         self._fresh = False
@@ -113,17 +115,17 @@ class Knowledge:
             self._count_epoch()
             self._drop_lost_groups()
 
-    def awaited(self) -> str:
-        """Whom a rebuild waits for, in words."""
+    def describe_awaited(self) -> str:
+        """Return which engines a rebuild waits for, as a phrase."""
         if self._addressed is None:
             return "the list of engines is not known yet"
         missing = sorted(self._addressed - set(self._heard()))
         return f"waiting for {', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}" if missing else "almost done"
 
-    def in_the_middle(self, since: float) -> list[str]:
-        """Engines that said after ``since`` that they are paused or in a session."""
+    def interrupted_engines(self, since: float) -> list[str]:
+        """Return the engines that said after ``since`` that they are paused or in a session."""
         engines = self._fleet.engines.items()
-        said = [name for name, engine in engines if engine.up and engine.status and in_the_middle(engine.status)]
+        said = [name for name, engine in engines if engine.up and engine.status and is_interrupted(engine.status)]
         return [name for name in said if self._fleet.engines[name].heard > since]
 
     def _statuses(self) -> list[AgentStatus]:
@@ -133,35 +135,38 @@ class Knowledge:
         return [status.name for status in self._statuses()]
 
     def _rebuild(self) -> None:
-        """Decide what is committed, once everybody who could know was heard; with a record not for ever."""
+        """Decide what is committed, once every agent that could know was heard; with a record, after a limited wait."""
         if self._addressed is None:
             return
-        waited = self._fleet.now - self._started >= PATIENCE
-        everybody = complete(self._addressed, self._heard())
-        if not everybody and not (self._record is not None and waited):
+        waited = self._fleet.now - self._started >= REBUILD_SECONDS
+        everyone = is_everyone_heard(self._addressed, self._heard())
+        if not everyone and not (self._record is not None and waited):
             return
         fleet = self._fleet
         proved = rebuild(self._record, self._statuses())
         self.give_up = list(proved.give_up)
-        fleet.weights.reserved, fleet.membership.groups = proved.burned, dict(proved.groups)
-        # Without a record what the spec asks for counts as in effect: no gate opens for a moment in between.
+        fleet.weights.reserved, fleet.membership.groups = proved.reserved, dict(proved.groups)
+        # Without a record the desired state counts as applied, so that no gate opens for a moment.
         fleet.interruptions.apply_state(self._record.state if self._record is not None else fleet.interruptions.desired_state)
         if self._record is not None:
             fleet.transaction.last, fleet.membership.epoch = self._record.last_update, self._record.epoch
             fleet.weights.next_run = self._record.next_run
-            # Whoever is not heard, or was made anew, may have committed what was under way: the store may have been away by then.
-            knows = everybody and not self._made_anew(self._record)
+            # An engine that is not heard, or was recreated, may have committed the open update while the store was away.
+            knows = everyone and not self._has_recreated_engine(self._record)
             fleet.weights.reserve([self._record.burned, None if knows else self._record.under_way])
             self._end_interrupted(self._record, proved.committed)
             fleet.adapters.of_trainers = {row.name: adapter_of(row) for row in self._record.adapters if not row.by_spec}
             fleet.weights.fleet_id = self._record.fleet_id or fleet.weights.fleet_id
             fleet.weights.engine_checksums = dict(self._record.noted)
-            fleet.weights.tensors, fleet.weights.attempted_before = recalled(self._record.tensors), unpacked(self._record.tried)
+            fleet.weights.tensors, fleet.weights.attempted_before = (
+                tensors_of_record(self._record.tensors),
+                unpack_hashes(self._record.tried),
+            )
             fleet.weights.groups = frozenset(self._record.sources)
             if self._record.lent is not None:
                 fleet.interruptions.release_to_trainer(self._record.lent)
             fleet.interruptions.at_engines = {name: frozenset(tags) for name, tags in self._record.lent_apart.items()}
-            fleet.weights.history = [version for version in self._record.history if key(version) < key(proved.committed)]
+            fleet.weights.history = [version for version in self._record.history if order_key(version) < order_key(proved.committed)]
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:
                 self._signature = self._members()
@@ -171,21 +176,21 @@ class Knowledge:
             fleet.weights.checksums, fleet.weights.disk = dict(self._record.checksums), self._record.disk
 
     def _end_interrupted(self, record: Record, committed: Version) -> None:
-        """Note that the update which was open when the coordinator before ended has failed, unless it is proved to be committed."""
+        """Note that the update which was open when the earlier coordinator ended has failed, unless it is proved to be committed."""
         version = record.under_way
-        if version is None or key(committed) >= key(version):
+        if version is None or order_key(committed) >= order_key(version):
             return
         reason = "the coordinator was restarted in the middle of the update"
         finished = self._fleet.finished()
         self._fleet.transaction.end(LastUpdate(version=version, outcome=UpdateOutcome.FAILED, reason=reason, finished=finished))
 
-    def _made_anew(self, record: Record) -> bool:
-        """Whether an engine that the record knows has another life and an agent that was told nothing: what it held, nobody can say."""
+    def _has_recreated_engine(self, record: Record) -> bool:
+        """Return True if an engine of the record has another boot ID, and its agent knows of no commit: what it held is lost."""
         before = {row.name: row.boot_id for row in record.engines if row.boot_id is not None}
         return any(status.committed is None and status.boot_id != before.get(status.name, status.boot_id) for status in self._statuses())
 
     def _wait_for_trainer(self, record: Record) -> None:
-        """Go on with the pause that the coordinator before began when its trainer was lost."""
+        """Continue the pause that the earlier coordinator began when its trainer was lost."""
         statuses = self._statuses() if record.waits_for_trainer else []
         paused = tuple(status.name for status in statuses if status.paused and not status.session)
         if paused:
@@ -194,12 +199,12 @@ class Knowledge:
             self.give_up = [name for name in self.give_up if name not in paused]
 
     def _adopt(self) -> None:
-        """A version that is proved after all: an agent came back that knows of it."""
+        """Adopt a version that is proved late, by an agent that came back."""
         fleet = self._fleet
         if fleet.committed is None or fleet.update is not None:
             return
-        proved = prove(None, self._statuses())
-        if key(proved) > key(fleet.committed):
+        proved = prove_version(None, self._statuses())
+        if order_key(proved) > order_key(fleet.committed):
             fleet.commit(proved)
             fleet.transaction.end(LastUpdate(
                 version=proved, outcome=UpdateOutcome.COMMITTED, finished=fleet.finished(),
@@ -207,7 +212,7 @@ class Knowledge:
                 engines=[name for name, engine in fleet.engines.items() if engine.holds(proved)],
             ))  # fmt: skip
         for status in self._statuses():
-            self._burn(status)
+            self._reserve(status)
 
     def _members(self) -> tuple[tuple[str, int, str | None], ...]:
         engines = self._fleet.members().items()
@@ -220,7 +225,7 @@ class Knowledge:
             fleet.membership.formed = (
                 (fleet.committed is not None and not fleet.committed.is_base)
                 or bool(fleet.groups)
-                or (there > 0 and enough(fleet, there, at_first(fleet)))
+                or (there > 0 and is_enough(fleet, there, initial_size(fleet)))
             )
 
     def _count_epoch(self) -> None:
@@ -230,7 +235,7 @@ class Knowledge:
             self._fleet.membership.epoch += 1
 
     def _drop_lost_groups(self) -> None:
-        """A group of which no member is left needs no name: its trainer gets the same refusal without it."""
+        """Drop process groups without any member left. Their trainer gets the same refusal without them."""
         fleet = self._fleet
         fleet.membership.groups = {
             name: group for name, group in fleet.groups.items() if len(fleet.changed(group.boots)) < len(group.boots)

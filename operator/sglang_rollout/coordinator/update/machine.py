@@ -1,11 +1,11 @@
 """The state machine: events in, effects out.
 
-Operations (``process_groups``, ``transaction``, ``outcome``) say what happens in which order, and ``dispatch`` which of them answers
-a request; this module runs them. One operation at a time holds the *turn* and may change the fleet; the others wait in the
-order in which they came. That is also the one global order in which groups are opened on all engines, without which
-several groups deadlock.
+Operations (:mod:`.transaction`, :mod:`.sources`, :mod:`.process_groups`, …) say what happens in which order, and :mod:`.dispatch` which of
+them answers a request. This module runs them. One operation at a time holds the *turn* and may change the fleet. The others wait in the
+order in which they came. That is also the one global order in which process groups are opened on all engines; without it, several of them
+deadlock.
 
-No I/O, no clock: the same events always make the same effects.
+No I/O, no clock: the same events always produce the same effects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import dispatch
-from sglang_rollout.coordinator.update.catch_up import catch_up, next_joiner, source
+from sglang_rollout.coordinator.update.catch_up import catch_up, find_checkpoint, next_engine
 from sglang_rollout.coordinator.update.events import (
     Answered,
     Asked,
@@ -40,7 +40,7 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Turn, turn
-from sglang_rollout.coordinator.update.trainer import Trainer, masters, unreached
+from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.upkeep import Upkeep
 from sglang_rollout.wire.record import Record
 
@@ -51,11 +51,11 @@ class _Running:
 
     operation: Operation[Answer]
     call: int | None
-    """The request it answers; None: started by the machine itself."""
+    """The request that it answers; None: the machine started it."""
     waiting_for: int | None = None
     answered: bool = False
     left: bool = False
-    """Nobody waits for its answer any more."""
+    """True if no client waits for its answer any more."""
 
 
 class Machine:
@@ -75,30 +75,30 @@ class Machine:
         self._saved: Record | None = record
         self._postponed: Wanted | None = None
         self._with_trainer: set[int] = set()
-        """Sends under way in which engines wait for the trainer."""
+        """Calls under way in which engines wait for the trainer."""
         self._cut: int | None = None
         self._out: list[Effect] = []
 
     @property
     def phase(self) -> Phase:
-        """Phase of the update that runs now."""
+        """The phase of the update."""
         preparing = any(running is not self._turn for running in self._running.values())
         return Phase.PREPARE if self.fleet.phase is Phase.IDLE and preparing else self.fleet.phase
 
     @property
     def changing(self) -> bool:
-        """Whether an operation is changing the fleet at this moment."""
+        """True while an operation holds the turn."""
         return self._turn is not None
 
     def handle(self, event: Event) -> list[Effect]:
-        """Take one event; returns what is to be done now, in order."""
+        """Take one event. Returns the effects to carry out now, in order."""
         self.fleet.now = max(self.fleet.now, event.at)
         match event:
             case Asked():
                 self._asked(event)
             case Beat():
                 self._trainer.beat = event.at
-                self._trainer.proved(event.at)
+                self._trainer.note_alive(event.at)
             case Left():
                 self._left(event.call)
             case Answered():
@@ -113,7 +113,7 @@ class Machine:
             case Wanted():
                 self._postponed = event
             case Tick():
-                self._knowledge.doubt()
+                self._knowledge.recompute()
         self._settle()
         # A status that comes in the middle of an operation is recorded with the operation's next step, or at the next tick.
         if self._turn is None or not isinstance(event, Seen):
@@ -123,18 +123,18 @@ class Machine:
 
     def _asked(self, event: Asked) -> None:
         self._trainer.heard = event.at
-        self._trainer.proved(event.at)
+        self._trainer.note_alive(event.at)
         if self.fleet.committed is None:
             message = (
                 "The coordinator has just started and asks the engines what they hold"
-                f" ({self._knowledge.awaited()}). Try again in a moment."
+                f" ({self._knowledge.describe_awaited()}). Try again in a moment."
             )
             self._out.append(Reply(event.call, Answer(503, message)))
             return
         self._start(_Running(dispatch.operation(self.fleet, event.request), event.call))
 
     def _left(self, call: int) -> None:
-        """Drop what has not begun; what has begun goes on to its end: engines cannot be called back."""
+        """Drop a request that has not begun. One that has begun runs to its end, because engines cannot be called back."""
         for running in [*self._queue, *self._running.values()]:
             if running.call == call and running is not self._turn:
                 running.operation.close()
@@ -191,7 +191,7 @@ class Machine:
 
     def _end(self, running: _Running, answer: Answer) -> None:
         self._reply(running, answer)
-        self._knowledge.doubt()
+        self._knowledge.recompute()
         if running.call is not None:
             self._trainer.heard = self.fleet.now
         if self._turn is not running:
@@ -205,20 +205,20 @@ class Machine:
             self.fleet.enter(rest)
 
     def _settle(self) -> None:
-        """What follows from the facts after every event: own operations, the next in the queue, the record."""
+        """Do what follows from the facts after every event: the coordinator's own operations, the next in the queue, the record."""
         while self._turn is None:
             if self.fleet.update is None and self._postponed is not None:
-                # Members never change under an open update: its idle deadline bounds how long this waits.
+                # Members never change during an open update. Its idle deadline limits the wait.
                 self._knowledge.wanted(self._postponed)
                 self._postponed = None
             self._knowledge.conclude()
-            self._trainer.waiting = self._somebody_waits()
+            self._trainer.waiting = self._client_waits()
             own = self._upkeep.due() if self.fleet.committed is not None else None
             if own is not None:
                 running = _Running(_with_turn(own), None)
             elif self._queue:
                 running = self._queue.popleft()
-                # It has asked for its turn already: it owns it now.
+                # It has asked for its turn already.
                 self._turn = running
             else:
                 break
@@ -227,25 +227,25 @@ class Machine:
         self._start_joiners()
 
     def _start_joiners(self) -> None:
-        """Let engines catch up that can; each runs beside what else goes on."""
-        while self._turn is None and (name := next_joiner(self.fleet)) is not None:
-            found = source(self.fleet)
+        """Let engines catch up. Each does so beside other operations."""
+        while self._turn is None and (name := next_engine(self.fleet)) is not None:
+            found = find_checkpoint(self.fleet)
             if found is None:
                 return
-            self.fleet.engines[name].catching = True
-            self._knowledge.doubt()
+            self.fleet.engines[name].is_catching_up = True
+            self._knowledge.recompute()
             self._advance(_Running(catch_up(self.fleet, name, found), None), None)
 
     def _watch_trainer(self) -> None:
-        """Ask for the trainer's store when it is silent; if it is gone, end the call that waits for it."""
+        """Probe the store of a silent trainer. If it is gone, end the call that waits for it."""
         trainer = self._trainer
-        trainer.waiting = self._somebody_waits()
+        trainer.waiting = self._client_waits()
         if self.fleet.transaction.joining is not None:
-            trainer.others = frozenset()  # dead groups are closed by then, and the new one may have the address of one of them
-        if self.fleet.committed is not None and trainer.unsure(self.fleet):
-            trainer.probing, trainer.looked, trainer.others = True, self.fleet.pause, frozenset()
-            self._advance(_Running(self._tell_apart(), None), None)
-        elif self.fleet.committed is not None and trainer.suspicious(self.fleet):
+            trainer.others = frozenset()  # dead process groups are closed by then, and the new one may have the address of one of them
+        if self.fleet.committed is not None and trainer.should_examine_pause(self.fleet):
+            trainer.probing, trainer.examined_pause, trainer.others = True, self.fleet.pause, frozenset()
+            self._advance(_Running(self._find_other_trainers(), None), None)
+        elif self.fleet.committed is not None and trainer.should_probe(self.fleet):
             trainer.probing = True
             self._advance(_Running(self._probe(), None), None)
         waiting = self._turn.waiting_for if self._turn is not None else None
@@ -254,26 +254,29 @@ class Machine:
             self._out.append(Cut(waiting, f"{trainer.gone}."))
 
     async def _probe(self) -> Answer:
-        """Runs beside the operation that holds the turn."""
+        """Probe the store of the trainer, beside the operation that holds the turn."""
         trainer, before = self._trainer, self._trainer.proofs
-        reasons = await unreached(self.fleet, trainer.stores(self.fleet))
+        reasons = await probe_stores(self.fleet, trainer.stores(self.fleet))
         trainer.probing = False
         if not reasons or trainer.proofs > before:
-            trainer.proved(self.fleet.now)
+            trainer.note_alive(self.fleet.now)
         else:
             trainer.gone = list(reasons.values())[-1]
         return Answer(200, trainer.gone)
 
-    async def _tell_apart(self) -> Answer:
-        """Runs beside the operation that holds the turn: the trainer has just paused, so stores that are silent now are not its own."""
-        others = await unreached(self.fleet, masters(self.fleet))
-        self._trainer.probing = False
-        if not self._trainer.left:  # else it has gone meanwhile, and its store with it
-            self._trainer.others = frozenset(others)
-        return Answer(200, f"{len(others)} stores are another trainer's.")
+    async def _find_other_trainers(self) -> Answer:
+        """Find the stores of other trainers, beside the operation that holds the turn.
 
-    def _somebody_waits(self) -> bool:
-        """Whether the client of a call is there and has not been answered."""
+        The trainer has just paused, so stores that are silent now are not its own.
+        """
+        others = await probe_stores(self.fleet, trainer_stores(self.fleet))
+        self._trainer.probing = False
+        if not self._trainer.left:  # otherwise it has gone meanwhile, and its store with it
+            self._trainer.others = frozenset(others)
+        return Answer(200, f"{len(others)} stores belong to another trainer.")
+
+    def _client_waits(self) -> bool:
+        """Return True if the client of a call is there and has no answer yet."""
         operations = [*self._running.values(), *self._queue]
         return any(running.call is not None and not running.answered and not running.left for running in operations)
 
@@ -287,19 +290,19 @@ class Machine:
             self._out.append(Save(record))
 
     def _with_adapters(self, record: Record) -> Record:
-        """Complete a record: every one that is persisted names the adapters, also the one of a commit."""
+        """Complete a record with the adapters: every record that is persisted names them, also the record of a commit."""
         return record.model_copy(update={"adapters": lora.rows(self.fleet, lora.MAX_REASONS_CHARACTERS)})
 
     def outranked(self, term: int) -> bool:
-        """An agent has seen this term. True: another coordinator leads, this one must end.
+        """Return True if another coordinator leads and this one must end, because an agent has seen this term.
 
-        While nothing is proved yet it may only mean that the record was lost: then it goes on above that term (:meth:`rise`), if nobody
-        else leads.
+        While nothing is proved yet, a higher term may only mean that the record was lost. Then this coordinator continues above that term
+        (:meth:`rise`), if no other one leads.
         """
         return self.fleet.committed is not None and term > self.fleet.term
 
     def rise(self, term: int) -> None:
-        """Go on with a term that no other coordinator has or gets."""
+        """Continue with a term that no other coordinator has or gets."""
         self.fleet.term = max(self.fleet.term, term)
 
 

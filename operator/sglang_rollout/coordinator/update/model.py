@@ -17,7 +17,7 @@ from sglang_rollout.coordinator.update.interruption import Cause, Interruption, 
 from sglang_rollout.coordinator.update.phases import Phase, PhaseClock
 from sglang_rollout.coordinator.update.progress import Group, Update
 from sglang_rollout.coordinator.update.ranks import RankTable, rank_table
-from sglang_rollout.coordinator.update.tensors import Brought, packed
+from sglang_rollout.coordinator.update.tensors import TensorSet, pack_hashes
 from sglang_rollout.coordinator.update.versions import history, newest, next_version
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.record import Adapter, LastUpdate, Noted, OnDisk, Record, UpdateOutcome
@@ -42,14 +42,14 @@ class Committed:
     """Checksums of each engine, on a fleet that keeps the weights it was started with."""
     disk: OnDisk | None = None
     """Where the committed version was loaded from; None: it came from a trainer."""
-    tensors: Brought = field(default_factory=Brought)
+    tensors: TensorSet = field(default_factory=TensorSet)
     """Tensors that make the committed version, over what ``model.path`` holds."""
     attempted: frozenset[str] = frozenset()
     """Tensors that engines may hold from updates that failed."""
     attempted_before: frozenset[bytes] = frozenset()
     """The same of updates that an earlier coordinator led, as hashes of their names."""
     groups: frozenset[str] = frozenset()
-    """Process groups that brought the last committed tensors: the stages of one trainer, if there are several."""
+    """Process groups that sent the last committed tensors: the stages of one trainer, if there are several."""
     reserved: Version | None = None
     """Highest version that an engine acknowledged and that was not committed. Its number never names other weights."""
     next_run: int = 0
@@ -103,7 +103,7 @@ class Membership:
 
     def up(self) -> list[str]:
         """Return the engines that can be called now."""
-        return [name for name, engine in self.engines.items() if engine.up and not engine.catching]
+        return [name for name, engine in self.engines.items() if engine.up and not engine.is_catching_up]
 
     def boot(self, name: str) -> str | None:
         """Return the boot ID of an engine that was last seen; None if the engine is gone or down."""
@@ -312,8 +312,8 @@ class Fleet:
         """Return what agents receive about twice a second.
 
         Args:
-            name: The engine that receives it. An agent that was never heard is asked first: what an earlier coordinator told it may prove
-                a newer version, and the agent forgets that with the first committed version it receives.
+            name: The engine that receives it. An agent that was never heard is asked first: what it received from an earlier coordinator
+                may prove a newer version, and the agent forgets that with the first committed version it receives.
         """
         engine = self.engines.get(name) if name is not None else None
         proved = self.committed is not None and (engine is None or engine.status is not None)
@@ -330,7 +330,7 @@ class Fleet:
 
     def _may_hold(self) -> frozenset[str]:
         """Return the tensors that some engine may hold otherwise than they were committed."""
-        wrote = [engine.wrote for engine in self.engines.values() if engine.wrote]
+        wrote = [engine.written for engine in self.engines.values() if engine.written]
         return self.weights.attempted.union(*wrote) if wrote else self.weights.attempted
 
     def record(self) -> Record | None:
@@ -360,7 +360,7 @@ class Fleet:
             disk=weights.disk,
             tensors=weights.tensors.row,
             sources=sorted(weights.groups),
-            tried=packed(self._may_hold(), weights.tensors.names, weights.attempted_before),
+            tried=pack_hashes(self._may_hold(), weights.tensors.names, weights.attempted_before),
             lent=list(interruptions.released_to_trainer) if self.mode is not None else None,
             lent_apart={name: list(in_order(tags)) for name, tags in interruptions.at_engines.items() if name in self.engines},
             noted={name: noted for name, noted in weights.engine_checksums.items() if name in self.engines},

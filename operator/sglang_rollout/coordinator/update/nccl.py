@@ -1,7 +1,7 @@
-"""Do all sides of a group speak the same NCCL? Compared before anybody joins, as far as it is known. Pure.
+"""Do all ranks of a process group use the same NCCL? Compared before an engine joins, as far as it is known. Pure.
 
-NCCL exchanges versions when the ranks first meet and then fails, or hangs where they differ in how they share memory
-(NVIDIA-NeMo/RL#3612): minutes into the first broadcast, on every side.
+NCCL exchanges versions when the ranks first meet and then fails, or hangs if they differ in how they share memory (NVIDIA-NeMo/RL#3612):
+minutes into the first broadcast, on every rank.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.wire.agent import Nccl
 
 FIELD = "nccl"
-"""Of ``/init_weights_update_group``: what our client says of itself. Other trainers say nothing and are not compared."""
+"""Field of ``/init_weights_update_group`` in which our client describes its NCCL. Other trainers send none and are not compared."""
 COMPARED = ("NCCL_CUMEM_ENABLE",)
 """Settings that must agree on all ranks."""
 
 
-def check(fleet: Fleet, names: Iterable[str], backend: str, said: Mapping[str, Any]) -> None:
-    """Refuse a group whose ranks would not understand each other. ``said``: fields of the trainer's call."""
+def check_nccl(fleet: Fleet, names: Iterable[str], backend: str, said: Mapping[str, Any]) -> None:
+    """Raise Refusal if the ranks of a process group would not understand each other. ``said``: fields of the trainer's call."""
     if backend != "nccl":
         return
     trainer = _trainers(said)
@@ -47,21 +47,21 @@ def _trainers(said: Mapping[str, Any]) -> Nccl | None:
 
 
 def _difference(sides: Mapping[str, Nccl]) -> str:
-    """The first thing in which two sides differ, as a sentence with the way out."""
+    """Return the first difference between two sides, as a sentence with the way out."""
     versions = {side: nccl.version for side, nccl in sides.items() if nccl.version}
-    found = _two(versions)
+    found = _first_difference(versions)
     if found:
         (one, a), (other, b) = found
         return f"{one} has NCCL {a}, {other} has NCCL {b}: all ranks need the same version. Install the same nvidia-nccl package on both."
     for key in COMPARED:
-        found = _two({side: nccl.settings[key] for side, nccl in sides.items() if key in nccl.settings})
+        found = _first_difference({side: nccl.settings[key] for side, nccl in sides.items() if key in nccl.settings})
         if found:
             (one, a), (other, b) = found
             return f"{one} runs with {key}={a}, {other} with {key}={b}: all ranks need the same. Set it in the environment of one of them."
     return ""
 
 
-def _two(values: Mapping[str, str]) -> tuple[tuple[str, str], tuple[str, str]] | None:
-    """The first side and the first that differs from it."""
+def _first_difference(values: Mapping[str, str]) -> tuple[tuple[str, str], tuple[str, str]] | None:
+    """Return the first side and the first that differs from it."""
     pairs = list(values.items())
     return next(((pairs[0], pair) for pair in pairs if pair[1] != pairs[0][1]), None)

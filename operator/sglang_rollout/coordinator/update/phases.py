@@ -50,7 +50,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 class IllegalTransitionError(Exception):
-    """A phase was entered that cannot follow the current one: a bug. The coordinator ends and proves its state anew."""
+    """A phase was entered that cannot follow the current one: a bug. The coordinator ends and proves its state again."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Who gets which rank in a trainer's weight-update group. Pure.
+"""Which engine gets which ranks in a trainer's process group. Pure.
 
-The trainer is rank 0 and hosts the store. Engine *i* takes ``tensor_size_i`` consecutive ranks after those of the
-engines before it, because SGLang computes ``rank = rank_offset + tp_rank`` and every tensor-parallel rank joins.
+The trainer is rank 0 and hosts the store. Engine *i* takes ``tensor_size_i`` consecutive ranks after those of the engines before it,
+because SGLang computes ``rank = rank_offset + tp_rank`` and every tensor-parallel rank joins.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TRAINER_RANKS = 1
-"""The trainer's own ranks: it is rank 0, alone."""
+"""Ranks of the trainer: it is rank 0, alone."""
 DEFAULT_GROUP_NAME = "weight_update_group"
 """SGLang's own default."""
-LONGEST_GROUP_NAME = 200
+MAX_GROUP_NAME_CHARACTERS = 200
 HIGHEST_PORT = 65535
 
 
 class Refusal(Exception):
-    """A request is refused before anything was done. ``str()`` is the sentence for the trainer."""
+    """A request is refused before anything was done. ``str()`` is the message for the trainer."""
 
     def __init__(self, message: str, *, status: int = 400, fleet: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -29,16 +29,16 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A trainer's request to open a weight-update group, checked."""
+    """A checked request of a trainer to open a process group."""
 
     name: str
     host: str
     port: int
     world_size: int
     backend: str | None
-    """None: the trainer named none, the fleet's policy decides."""
+    """None: the trainer named none, so the policy decides."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that we do not know; passed on to every engine."""
+    """Fields that this project does not know. They are passed on to every engine."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RankTable:
 
     @property
     def world_size(self) -> int:
-        """Size of a group opened over these engines: the trainer and all of their ranks."""
+        """Size of a process group over these engines: the trainer and all of their ranks."""
         return TRAINER_RANKS + self.gpus
 
     def offsets(self) -> dict[str, int]:
@@ -74,23 +74,24 @@ def rank_table(engines: Iterable[tuple[str, int]]) -> RankTable:
 
 
 def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:
-    """Check the body of ``/init_weights_update_group`` against the fleet, before any engine hears of it.
+    """Check the body of ``/init_weights_update_group`` against the fleet, before any engine receives it.
 
-    Raises Refusal with a sentence that names the number to use instead.
+    Raises:
+        Refusal: with a message that names the number to use instead.
     """
     name = _group_name(body)
     host = _host(body)
     port = _integer(body, "master_port")
     if not 1 <= port <= HIGHEST_PORT:
-        raise Refusal(f"master_port {port} is no TCP port: use 1 to {HIGHEST_PORT}.")
+        raise Refusal(f"master_port {port} is not a TCP port: use 1 to {HIGHEST_PORT}.")
     world_size = _integer(body, "world_size")
     offset = _integer(body, "rank_offset")
     if not table.gpus:
-        raise Refusal("This fleet has no engines yet, so there is nobody to open a group with. Try again.", status=503)
+        raise Refusal("This fleet has no engines yet, so no group can be opened. Try again.", status=503)
     _check_ranks(world_size, offset, table)
     backend = body.get("backend")
     if backend is not None and (not isinstance(backend, str) or not backend.strip()):
-        raise Refusal(f"backend {_clip(backend)} is no torch.distributed backend: use nccl or gloo, or leave it out.")
+        raise Refusal(f"backend {_clip(backend)} is not a torch.distributed backend: use nccl or gloo, or leave it out.")
     known = {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend", "nccl"}
     extra = {key: value for key, value in body.items() if key not in known}
     return GroupSpec(name, host, port, world_size, backend, extra)
@@ -107,12 +108,12 @@ def _check_ranks(world_size: int, offset: int, table: RankTable) -> None:
         sizes = list(table.sizes)
         raise Refusal(
             f"world_size {world_size} does not fit this fleet: rank_offset {offset} + {_count(table.gpus, 'GPU')}"
-            f" on {_count(len(sizes), 'engine')} {_shown(sizes)} = {right}. Use world_size={right}."
+            f" on {_count(len(sizes), 'engine')} {_show_sizes(sizes)} = {right}. Use world_size={right}."
         )
 
 
-def _shown(sizes: Sequence[int], limit: int = 16) -> str:
-    """A list of sizes that stays short: the sentence goes into an HTTP reason phrase."""
+def _show_sizes(sizes: Sequence[int], limit: int = 16) -> str:
+    """Return a short list of sizes: the message goes into an HTTP reason phrase."""
     if len(sizes) <= limit:
         return str(list(sizes))
     return f"[{', '.join(map(str, sizes[:limit]))}, …]"
@@ -126,9 +127,9 @@ def _group_name(body: Mapping[str, Any]) -> str:
     # An empty name fails an assertion in SGLang and ends its process.
     name = body.get("group_name", DEFAULT_GROUP_NAME)
     if not isinstance(name, str) or not name.strip():
-        raise Refusal(f"group_name {name!r} is no name: use a non-empty string, a new one for each group.")
-    if len(name) > LONGEST_GROUP_NAME:
-        raise Refusal(f"group_name is {len(name)} characters long: use at most {LONGEST_GROUP_NAME}.")
+        raise Refusal(f"group_name {name!r} is not a name: use a non-empty string, a new one for each group.")
+    if len(name) > MAX_GROUP_NAME_CHARACTERS:
+        raise Refusal(f"group_name is {len(name)} characters long: use at most {MAX_GROUP_NAME_CHARACTERS}.")
     return name
 
 
@@ -137,19 +138,19 @@ def _host(body: Mapping[str, Any]) -> str:
     if not isinstance(host, str) or not host.strip():
         raise Refusal("master_address is missing: name the host on which the trainer's rank 0 listens.")
     if host in {"0.0.0.0", "::", "[::]"}:  # noqa: S104 - compared with, not bound
-        raise Refusal(f"master_address {host} is no address to connect to: use the trainer's own IP or name.")
+        raise Refusal(f"master_address {host} is not an address to connect to: use the trainer's own IP or name.")
     return host
 
 
 def _integer(body: Mapping[str, Any], key: str) -> int:
-    """An integer field; several trainers send numbers as strings."""
+    """Return an integer field. Several trainers send numbers as strings."""
     value = body.get(key)
     if value is None:
         raise Refusal(f"{key} is missing: it must be a number.")
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         return int(value.strip()[:20])
     if isinstance(value, bool) or not isinstance(value, int):
-        raise Refusal(f"{key} {_clip(value)} is no whole number.")
+        raise Refusal(f"{key} {_clip(value)} is not a whole number.")
     return value
 
 

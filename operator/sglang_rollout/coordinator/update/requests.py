@@ -1,4 +1,4 @@
-"""What a trainer asks of the fleet, and what it is told. Data only: a request becomes an event when it arrives."""
+"""Requests of a trainer, and answers to it. Data only: a request becomes an event when it arrives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """``/init_weights_update_group``: the body is checked against the engines when its turn comes."""
+    """``/init_weights_update_group``. The body is checked against the engines in the turn of the request."""
 
     body: Body
 
@@ -26,7 +26,7 @@ class CloseGroup:
 
 @dataclass(frozen=True)
 class Pause:
-    """``/pause_generation``. ``mode`` None: the trainer named none, SGLang's own default (abort) applies."""
+    """``/pause_generation``. ``mode`` None: the trainer named none, so SGLang's default (abort) applies."""
 
     mode: str | None
     body: Body = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class Continue:
-    """``/continue_generation``: also the commit point of trainers that use no session."""
+    """``/continue_generation``: also the commit point of trainers without sessions."""
 
     body: Body = field(default_factory=dict)
 
@@ -60,7 +60,7 @@ class End:
     """``/end_weight_update``: the commit point of a session."""
 
     checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """What the trainer says that its weights are: by the number of an engine's ranks, one checksum per rank."""
+    """What the trainer says its weights are: one checksum per rank, by the number of an engine's ranks."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Flush:
 
 @dataclass(frozen=True)
 class SetLabel:
-    """``/update_weight_version``: the trainer's name for the version of the open update."""
+    """``/update_weight_version``: the trainer's label for the version of the open update."""
 
     label: str
 
@@ -88,7 +88,7 @@ class FromDisk:
 
 @dataclass(frozen=True)
 class NewRun:
-    """``/fleet/run``: the next update begins a new run, whatever it is called."""
+    """``/fleet/run``: the next update begins a new run, whatever its label is."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class LoadAdapter:
-    """``/load_lora_adapter``: all that SGLang's call takes, so that every engine gets it, whenever it loads the adapter."""
+    """``/load_lora_adapter``: all fields of SGLang's call, so that every engine gets them, whenever it loads the adapter."""
 
     name: str
     path: str
@@ -162,14 +162,14 @@ Request = Call | AtEngine
 
 @dataclass(frozen=True)
 class Answer:
-    """What the trainer is told."""
+    """The answer to a request."""
 
     status: int
     message: str
     fleet: Mapping[str, Any] = field(default_factory=dict)
-    """Particulars beside SGLang's shape: per-engine results, and on refusals what would be right."""
+    """Details beside SGLang's shape: results by engine and, on refusals, the numbers that would be right."""
 
     @property
     def success(self) -> bool:
-        """Whether the call did what it was asked to."""
+        """True if the call did what it was asked to do."""
         return self.status < 300

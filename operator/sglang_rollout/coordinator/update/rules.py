@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_rollout.coordinator.update.interruption import Cause
-from sglang_rollout.coordinator.update.membership import some, untold
+from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
@@ -91,8 +91,11 @@ def _continues_at_the_engine(fleet: Fleet, _call: Call, at: str | None) -> bool:
 
 
 def _wakes_no_updated_engine(fleet: Fleet, call: Call, at: str | None) -> bool:
-    """A trainer wakes an engine's weights before it sends any. After that it is another trainer, or it starts again."""
-    updated = fleet.update is not None and at in fleet.update.fed
+    """Return True unless this wakes the weights of an engine that has received tensors.
+
+    A trainer wakes weights before it sends any. After that it is another trainer, or the trainer starts again.
+    """
+    updated = fleet.update is not None and at in fleet.update.received
     return not (updated and isinstance(call, ResumeMemory) and MemoryTag.WEIGHTS in call.tags)
 
 
@@ -134,7 +137,9 @@ HYBRID_RULES: dict[type[Call], Rule] = {
     End: Rule(ANY),
     ReleaseMemory: Rule(NO_UPDATE, Abandon("the trainer released memory before all engines had got all of their tensors")),
     ResumeMemory: Rule(
-        NO_UPDATE, Abandon("the trainer began anew at engine {engine} before {rest} had got all of their tensors"), _wakes_no_updated_engine
+        NO_UPDATE,
+        Abandon("the trainer began again at engine {engine} before {rest} had got all of their tensors"),
+        _wakes_no_updated_engine,
     ),
 }
 """Requests that obey other rules on a fleet whose trainer sends each engine its tensors (``spec.mode: Hybrid``)."""
@@ -158,7 +163,7 @@ async def apply_rule(fleet: Fleet, call: Call, at: str | None = None) -> None:
     rule = rules[type(call)]
     if fleet.phase in rule.legal or (rule.exception is not None and rule.exception(fleet, call, at)):
         return
-    words = {"engine": at, "rest": some(untold(fleet)), "last": last_reason(fleet)}
+    words = {"engine": at, "rest": name_engines(engines_without_tensors(fleet)), "last": last_reason(fleet)}
     match rule.otherwise:
         case Refuse(message, status):
             raise Refusal(message.format(**words), status=status, fleet=fleet.advice())

@@ -1,6 +1,6 @@
-"""What ``spec.state`` holds: the whole fleet, whatever trainers do, until the spec lets it go. Pure.
+"""What ``spec.state`` asks of the whole fleet, whatever trainers do, until the spec changes. Pure.
 
-A trainer's pause is another thing (``Fleet.hold``): it has a lease, and its own continue ends it. Both may be there at a
+A trainer's pause is another cause of interruption: it has a lease, and the trainer's own continue ends it. Both may be in effect at a
 time; engines generate when neither is.
 """
 
@@ -13,15 +13,15 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.steps import failures, resume, same, send, sync
+from sglang_rollout.coordinator.update.steps import failures, resume, same_body, send, sync
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import FleetState, held_sentence
 
-AGAIN = 10.0
-"""Seconds after which an engine that could not be paused is tried again. Its gate is closed, and trainers' calls come in between."""
+RETRY_SECONDS = 10.0
+"""When an engine that could not be paused is tried again. Its gate is closed, and trainers' calls may come in between."""
 
 
-async def change(fleet: Fleet) -> Answer:
+async def apply_desired_state(fleet: Fleet) -> Answer:
     """Put into effect what the spec asks for now."""
     before = fleet.applied_state
     if fleet.interruptions.desired_state is FleetState.ASLEEP:
@@ -29,20 +29,20 @@ async def change(fleet: Fleet) -> Answer:
     fleet.interruptions.apply_state(fleet.interruptions.desired_state)
     if fleet.applied_state is FleetState.PAUSED:
         if fleet.pause is not None and fleet.pause.cause is Cause.TRAINER_LOST:
-            fleet.interruptions.end_pause()  # one pause is enough
-        await sync(fleet)  # gates first: what comes now is answered, and does not wait in an engine
-        return await keep_paused(fleet, _to_pause(fleet))
+            fleet.interruptions.end_pause()  # the spec pauses the fleet from now on
+        await sync(fleet)  # gates first: new requests get an answer and do not wait in an engine
+        return await keep_paused(fleet, _running_members(fleet))
     if (
         before is FleetState.PAUSED and fleet.applied_state is FleetState.ACTIVE and fleet.pause is None
-    ):  # else the trainer's own pause goes on
+    ):  # else the trainer's own pause continues
         fleet.enter(Phase.RESUME)
-        await resume(fleet, [name for name in fleet.up() if _says_paused(fleet.engines[name])])
+        await resume(fleet, [name for name in fleet.up() if _is_paused(fleet.engines[name])])
     await sync(fleet)
     return Answer(200, f"The fleet is {fleet.applied_state.value}, as its spec says.")
 
 
 async def _before_sleep(fleet: Fleet) -> None:
-    """Engines fall asleep by themselves when they hear of it, so all that must be known of them is asked before."""
+    """Do what must precede a sleep: engines fall asleep by themselves when they receive the new state."""
     if fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST:
         await abandon(fleet, held_sentence(FleetState.ASLEEP))
     fleet.interruptions.end_pause()
@@ -50,26 +50,26 @@ async def _before_sleep(fleet: Fleet) -> None:
 
 
 async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
-    """Pause these engines: the spec holds the fleet, and they came up since, or could not be paused before."""
+    """Pause these engines for the spec: they came up since, or could not be paused before."""
     body = {"mode": fleet.policy.pause_mode.sglang.value}
-    failed = failures(await send(ControlCall.PAUSE.path, same(names, body), fleet.policy.deadlines.pause_seconds))
+    failed = failures(await send(ControlCall.PAUSE.path, same_body(names, body), fleet.policy.deadlines.pause_seconds))
     for name in failed:
-        fleet.engines[name].pause_at = fleet.now + AGAIN
+        fleet.engines[name].pause_at = fleet.now + RETRY_SECONDS
     return Answer(500 if failed else 200, f"{len(names) - len(failed)} of {len(names)} engines were paused, as the spec says.")
 
 
-def unpaused(fleet: Fleet) -> list[str]:
-    """Engines that have said since the fleet was last at rest that they are not paused although they should be."""
+def engines_to_pause(fleet: Fleet) -> list[str]:
+    """Return the engines that should be paused and have said since the fleet was last at rest that they are not."""
     if fleet.applied_state is not FleetState.PAUSED:
         return []
-    return [name for name in _to_pause(fleet) if fleet.engines[name].heard > fleet.rested]
+    return [name for name in _running_members(fleet) if fleet.engines[name].heard > fleet.rested]
 
 
-def _to_pause(fleet: Fleet) -> list[str]:
-    """One that is being drained ends what it runs."""
+def _running_members(fleet: Fleet) -> list[str]:
+    """Return the members that are not paused. A draining engine ends its requests."""
     found = {name: fleet.engines[name] for name in fleet.up()}
-    return [name for name, engine in found.items() if engine.member and not _says_paused(engine) and fleet.now >= engine.pause_at]
+    return [name for name, engine in found.items() if engine.member and not _is_paused(engine) and fleet.now >= engine.pause_at]
 
 
-def _says_paused(engine: Engine) -> bool:
+def _is_paused(engine: Engine) -> bool:
     return engine.status is not None and engine.status.paused

@@ -22,20 +22,21 @@ from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
 
 COLLECTIVE = frozenset({ControlCall.INIT_GROUP.path, ControlCall.UPDATE_DISTRIBUTED.path})
-"""Calls in which engines wait for the trainer in a collective: its death would hold them for as long as they may take."""
-FENCE_DEADLINE = 15.0
-"""A fence answers as soon as the agent has closed the gate; a scheduler that is stuck in a collective cannot be helped
-over HTTP, and nobody should wait for it."""
-SYNC_DEADLINE = 5.0
+"""Calls in which engines wait for the trainer in a collective. If the trainer dies, they wait for as long as the deadline allows."""
+FENCE_DEADLINE_SECONDS = 15.0
+"""An agent answers a fence as soon as its gate is closed. A scheduler that is stuck in a collective cannot be helped over HTTP."""
+SYNC_DEADLINE_SECONDS = 5.0
 NOT_FOUND = 404
-GRACE = 2.0
-"""After one engine failed, how long the others may still take until the trainer is told."""
-PATIENCE = 10.0
-"""How much later than half of the engines another may answer a call that is the same work for all: more than a hiccup of the network, and
-a trainer learns within seconds who is silent, not after ``deadlines.updateSeconds``."""
+GRACE_SECONDS = 2.0
+"""How long the other engines may still take after one engine failed, until the trainer gets its answer."""
+PATIENCE_SECONDS = 10.0
+"""How much later than half of the engines another one may answer a call that is the same work for all engines.
 
-SLOWER = 10
-"""So many times as long as those another may take: an engine on one GPU has eight times the tensors of one on eight to look through."""
+Longer than a hiccup of the network. A trainer learns within seconds which engine is silent, not after ``deadlines.updateSeconds``.
+"""
+
+SLOWEST_FACTOR = 10
+"""How many times as long as half of the engines another one may take: one GPU reads eight times the tensors of one GPU of eight."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ Step = Send | Write | Turn | Say
 """What an operation hands to the machine and waits for."""
 _T = TypeVar("_T")
 Operation = Coroutine[Any, Any, _T]
-"""Code of one control call, or of one task of the coordinator's own. It awaits only the functions below."""
+"""Code of one control call, or of one task of the coordinator itself. It awaits only the functions below."""
 
 
 @types.coroutine
@@ -87,84 +88,85 @@ async def send(
     patience: float | None = None,
     idempotent: bool = False,
 ) -> Results:
-    """Call engines, all at once. No engines: no call."""
+    """Call engines, all at once, and return one result per engine. Without engines there is no call."""
     if not bodies:
         return {}
     return await _perform(Send(path, bodies, deadline, grace=grace, patience=patience, idempotent=idempotent))
 
 
-async def soil(
+async def send_and_mark_dirty(
     fleet: Fleet, path: str, bodies: Mapping[str, Body], deadline: float, *, grace: float | None = None, patience: float | None = None
 ) -> Results:
-    """The call that crosses the boundary. An engine that was told, and whose answer is lost, is dirty too."""
-    told_now = [fleet.engines[name] for name in bodies]
-    for engine in told_now:
-        engine.soil()
+    """Send the first call that may modify weights. Engines are marked dirty before it is sent, so a lost reply is safe."""
+    called = [fleet.engines[name] for name in bodies]
+    for engine in called:
+        engine.mark_dirty()
     results = await send(path, bodies, deadline, grace=grace, patience=patience)
-    for engine in told_now:
-        engine.told_at = fleet.now
+    for engine in called:
+        engine.updated_at = fleet.now
     return results
 
 
-def same(names: Iterable[str], body: Body | None = None) -> dict[str, Body]:
-    """The same body for each engine. SGLang wants a body on every POST: an empty one is ``{}``."""
+def same_body(names: Iterable[str], body: Body | None = None) -> dict[str, Body]:
+    """Return the same body for each engine. SGLang wants a body on every POST: an empty one is ``{}``."""
     return {name: dict(body or {}) for name in names}
 
 
 def failures(results: Results) -> dict[str, Result]:
-    """The calls that failed; an engine's own reason comes before one that was only not waited for."""
+    """Return the calls that failed. An engine with a reason of its own comes before an engine that merely did not answer in time."""
     failed = {name: result for name, result in results.items() if not result.ok}
     return dict(sorted(failed.items(), key=lambda item: item[1].status == 0))
 
 
-def told(results: Results) -> dict[str, Any]:
-    """Per-engine results for the reply."""
+def results_by_engine(results: Results) -> dict[str, Any]:
+    """Return the results of a call as the reply shows them."""
     return {name: {"success": result.ok, "message": result.message} for name, result in results.items()}
 
 
 async def fence(fleet: Fleet, names: Iterable[str], reason: str) -> Results:
-    """Give up on these engines: sessions end, what is clean runs on, what is dirty stays closed."""
+    """Give up an update on these engines: sessions end, clean engines resume, dirty engines stay closed."""
     body = FenceRequest(reason=reason, stuck_after=fleet.policy.deadlines.stuck_seconds).model_dump(mode="json")
-    return await send(AGENT_FENCE, same(names, body), FENCE_DEADLINE, idempotent=True)
+    return await send(AGENT_FENCE, same_body(names, body), FENCE_DEADLINE_SECONDS, idempotent=True)
 
 
 async def sync(fleet: Fleet, only: Iterable[str] | None = None) -> Results:
-    """Tell agents (all, or ``only`` these) what is committed: this opens and closes gates."""
+    """Send agents (all, or ``only`` these) the committed version. This opens and closes gates."""
     body = fleet.sync_request().model_dump(mode="json")
     names = [name for name, engine in fleet.engines.items() if engine.reachable and (only is None or name in only)]
-    return await send(AGENT_SYNC, same(names, body), SYNC_DEADLINE, idempotent=True)
+    return await send(AGENT_SYNC, same_body(names, body), SYNC_DEADLINE_SECONDS, idempotent=True)
 
 
 async def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -> Results:
-    """Let engines generate again: continue what is clean, fence what is not or does not answer."""
-    clean, dirty = _apart(fleet, names)
-    results = dict(await send(ControlCall.CONTINUE.path, same(clean, body), fleet.policy.deadlines.pause_seconds, patience=PATIENCE))
+    """Let engines generate again: continue clean engines, fence engines that are dirty or do not answer."""
+    clean, dirty = _split_clean_and_dirty(fleet, names)
+    limit = fleet.policy.deadlines.pause_seconds
+    results = dict(await send(ControlCall.CONTINUE.path, same_body(clean, body), limit, patience=PATIENCE_SECONDS))
     for name, result in results.items():
         if result.ok and name in fleet.engines:
-            fleet.engines[name].know(fleet.now, paused=False)
-    results |= await _leave_behind(fleet, [*dirty, *failures(results)])
+            fleet.engines[name].anticipate(fleet.now, paused=False)
+    results |= await _fence_the_rest(fleet, [*dirty, *failures(results)])
     return results
 
 
-async def run(fleet: Fleet, names: Iterable[str]) -> Results:
-    """Tell all agents what is committed, and let these engines generate again: :func:`sync` and :func:`resume`, in one call to each."""
-    clean, dirty = _apart(fleet, names)
+async def sync_and_resume(fleet: Fleet, names: Iterable[str]) -> Results:
+    """Send all agents the committed version and resume these engines: :func:`sync` and :func:`resume` in one call per engine."""
+    clean, dirty = _split_clean_and_dirty(fleet, names)
     body = fleet.sync_request().model_dump(mode="json")
-    results = dict(await send(AGENT_RUN, same(clean, body), fleet.policy.deadlines.pause_seconds, patience=PATIENCE))
+    results = dict(await send(AGENT_RUN, same_body(clean, body), fleet.policy.deadlines.pause_seconds, patience=PATIENCE_SECONDS))
     failed = failures(results)
-    # While the operator is upgraded an agent may be of the release before: it knows the two calls, not the one.
+    # During an upgrade an agent may be of the release before: it knows the two calls, but not the combined one.
     older = [name for name, result in failed.items() if result.status == NOT_FOUND]
     results |= await sync(fleet, [name for name in fleet.engines if name not in clean or name in older])
     await resume(fleet, older)
-    await _leave_behind(fleet, [*dirty, *(name for name in failed if name not in older)])
+    await _fence_the_rest(fleet, [*dirty, *(name for name in failed if name not in older)])
     return results
 
 
-def _apart(fleet: Fleet, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Who may generate again, and who must be fenced.
+def _split_clean_and_dirty(fleet: Fleet, names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the engines that may generate again and those that must be fenced.
 
-    A dirty engine never gets a plain continue: its held requests would be answered from a mixture. In a fleet that its spec holds
-    the clean ones stay paused.
+    A dirty engine never gets a plain continue: SGLang would answer its held requests from a mixture. While ``spec.state`` pauses the fleet,
+    clean engines stay paused.
     """
     clean: list[str] = []
     dirty: list[str] = []
@@ -172,10 +174,10 @@ def _apart(fleet: Fleet, names: Iterable[str]) -> tuple[list[str], list[str]]:
         engine = fleet.engines.get(name)
         status = engine.status if engine is not None else None
         if status is not None and status.released:
-            continue  # nothing can run on it; it goes on when it has its memory back
+            continue  # nothing can run on this engine until its memory is resumed
         (dirty if status is not None and status.state is EngineState.DIRTY else clean).append(name)
     return (clean if fleet.applied_state is FleetState.ACTIVE else []), dirty
 
 
-async def _leave_behind(fleet: Fleet, names: list[str]) -> Results:
-    return await fence(fleet, names, "the fleet resumed and this engine did not or must not")
+async def _fence_the_rest(fleet: Fleet, names: list[str]) -> Results:
+    return await fence(fleet, names, "the fleet resumed, and this engine did not or must not resume")

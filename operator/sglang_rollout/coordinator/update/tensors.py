@@ -1,4 +1,4 @@
-"""Which tensors make a version, by name or, where only a record tells of them, by a digest of their names. Pure."""
+"""Which tensors make a version: by name, or by a digest of the names where only a record tells. Pure."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from sglang_rollout.wire.record import Tensors
 
 
 @dataclass(frozen=True)
-class Brought:
+class TensorSet:
     """The tensors that make a committed version, over what ``model.path`` holds."""
 
     names: frozenset[str] = frozenset()
-    """As far as they are known by name."""
+    """The names that are known."""
     rest: Tensors | None = None
-    """What a coordinator before this one has seen of them: a name that is not in ``names`` may be among these."""
+    """What an earlier coordinator has seen of them: a name that is not in ``names`` may be among these."""
 
-    def plus(self, names: frozenset[str]) -> Brought:
-        """With those of one more commit."""
+    def plus(self, names: frozenset[str]) -> TensorSet:
+        """Return the set with the tensors of one more commit."""
         both = self.names | names
         known = self._stands_for_rest(names) or self._stands_for_rest(both)
-        return Brought(both, None if known else self.rest)
+        return TensorSet(both, None if known else self.rest)
 
     def _stands_for_rest(self, names: frozenset[str]) -> bool:
-        """Equal names prove it. More names than there were are taken for a trainer that trains more by now: else no push would ever be
-        complete again."""
-        return self.rest is None or len(names) > self.rest.count or digest(names) == self.rest
+        """Return True if these names account for what an earlier coordinator has seen.
+
+        Equal names prove it. More names are taken for a trainer that trains more tensors now: otherwise no push would ever be complete
+        again.
+        """
+        return self.rest is None or len(names) > self.rest.count or digest_names(names) == self.rest
 
     @cached_property
     def row(self) -> Tensors | None:
-        """For the record; None: nothing was brought."""
-        return self.rest or (digest(self.names) if self.names else None)
+        """Return what the record holds; None if no tensors were sent."""
+        return self.rest or (digest_names(self.names) if self.names else None)
 
     def lacks(self, got: frozenset[str]) -> str:
-        """Why an engine that held something else is not whole with these tensors, as a phrase; empty if it is."""
+        """Return why an engine that held something else is incomplete with these tensors, as a phrase; empty if it is complete."""
         missing = sorted(self.names - got)
         if missing:
             return f"{len(missing)} of {len(self.names)} tensors that make a version of this run, the first is {missing[0]}"
@@ -46,39 +49,40 @@ class Brought:
         return ""
 
 
-def digest(names: Iterable[str]) -> Tensors:
-    """What tells a set of names from others."""
+def digest_names(names: Iterable[str]) -> Tensors:
+    """Return what distinguishes a set of names from others."""
     ordered = sorted(names)
     return Tensors(count=len(ordered), digest=hashlib.sha256("\n".join(ordered).encode()).hexdigest())
 
 
-_MARK = 4
-"""Bytes of a name's digest that stand for it. Of 50,000 names 267 kB remain; one that is missing is taken for another once in 86,000."""
+_HASH_BYTES = 4
+"""Bytes of the hash of a name. 50,000 names take 267 kB. A missing name is mistaken for another one once in 86,000."""
 
-_MOST_MARKS = 50_000
+_MAX_STORED_HASHES = 50_000
 
 
-@lru_cache(maxsize=2 * _MOST_MARKS)
-def mark(name: str) -> bytes:
-    """What stands for a name where there is no room for names."""
-    return hashlib.sha256(name.encode()).digest()[:_MARK]
+@lru_cache(maxsize=2 * _MAX_STORED_HASHES)
+def hash_name(name: str) -> bytes:
+    """Return the hash of a name, for the record, which has no room for names."""
+    return hashlib.sha256(name.encode()).digest()[:_HASH_BYTES]
 
 
 @lru_cache(maxsize=1)
-def packed(names: frozenset[str], but: frozenset[str] = frozenset(), marks: frozenset[bytes] = frozenset()) -> str:
-    """Marks of names, ``but`` for these, and others, as text for the record, which is made with every event: they seldom change.
+def pack_hashes(names: frozenset[str], but: frozenset[str] = frozenset(), marks: frozenset[bytes] = frozenset()) -> str:
+    """Return the hashes of ``names`` without ``but``, and other hashes, as text for the record.
 
-    Of more than there is room for, these are as good as drawn by lot: an update that lacks some of the names shows all the same.
+    Cached, because the record is made with every event. At most 50,000 hashes are stored. They act as a random sample, so an incomplete
+    push is still detected.
     """
-    return base64.b64encode(b"".join(sorted({*marks, *map(mark, names - but)})[:_MOST_MARKS])).decode()
+    return base64.b64encode(b"".join(sorted({*marks, *map(hash_name, names - but)})[:_MAX_STORED_HASHES])).decode()
 
 
-def unpacked(text: str) -> frozenset[bytes]:
-    """The marks that :func:`packed` wrote."""
+def unpack_hashes(text: str) -> frozenset[bytes]:
+    """Return the hashes that :func:`pack_hashes` wrote."""
     raw = base64.b64decode(text)
-    return frozenset(raw[at : at + _MARK] for at in range(0, len(raw), _MARK))
+    return frozenset(raw[at : at + _HASH_BYTES] for at in range(0, len(raw), _HASH_BYTES))
 
 
-def recalled(tensors: Tensors | None) -> Brought:
-    """What a record says; a record of a release before says nothing."""
-    return Brought(rest=tensors)
+def tensors_of_record(tensors: Tensors | None) -> TensorSet:
+    """Return the tensors that a record describes. A record of an earlier release describes none."""
+    return TensorSet(rest=tensors)

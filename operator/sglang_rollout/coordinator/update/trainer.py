@@ -1,12 +1,12 @@
-"""Whether the trainer is still there. Pure: what is known, and the operation that asks.
+"""Whether the trainer is still there. Pure: what is known, and the operations that ask.
 
-Its calls and heartbeats prove that it lives. An unmodified trainer sends no heartbeats: after a silence the store that it
-hosts is asked for, from engine pods. A store that takes no connection means that the process is gone. One that does
-proves little (a stopped process still accepts), so silence has an absolute limit, too: ``deadlines.idleSeconds``, or
-``deadlines.totalSeconds`` while heartbeats arrive or a call of its is under way.
+Calls and heartbeats of a trainer prove that it lives. An unmodified trainer sends no heartbeats. After a silence, engine pods try to reach
+the store that it hosts. A store that accepts no connection means that the process is gone. A store that accepts one proves little (a
+stopped process still accepts), so silence has an absolute limit, too: ``deadlines.idleSeconds``, or ``deadlines.totalSeconds`` while
+heartbeats arrive or a call of the trainer is under way.
 
-Groups outlive trainers, and nothing in a call tells which trainer sends it. So the stores are asked for when a trainer has just
-paused, too: one that takes no connection then is another's, and its silence later tells nothing of this one.
+Process groups outlive trainers, and no call tells which trainer sends it. So the stores are also probed when a trainer has just paused: a
+store that accepts no connection then belongs to another trainer, and its silence later says nothing about this one.
 """
 
 from __future__ import annotations
@@ -17,73 +17,73 @@ from dataclasses import dataclass
 from sglang_rollout.api.weights_spec import OnLoss
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.steps import same, send
+from sglang_rollout.coordinator.update.steps import same_body, send
 from sglang_rollout.wire.agent import PreflightRequest
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
-PROBE = 2.0
-"""Seconds that an engine's pod tries to reach the store: a live one is reached within milliseconds."""
-MARGIN = 2.0
+PROBE_SECONDS = 2.0
+"""How long an engine pod tries to reach the store. A live store is reached within milliseconds."""
+ANSWER_MARGIN_SECONDS = 2.0
 WITNESSES = 2
-"""So many engines are asked, so that one with a broken network does not bear witness alone."""
-JUST = 1.0
-"""A trainer that was heard so many seconds ago is there now."""
+"""How many engine pods are asked, so that one pod with a broken network does not decide alone."""
+JUST_HEARD_SECONDS = 1.0
+"""A trainer that was heard less than this ago is there now."""
 
 
 @dataclass
 class Trainer:
-    """What is known of the trainer."""
+    """What is known about the trainer."""
 
     heard: float
     """When its last call arrived."""
     beat: float = float("-inf")
     """When its last heartbeat arrived."""
-    presumed: float = float("-inf")
-    """When its store was last reached."""
+    reached_at: float = float("-inf")
+    """When its store was last reached, or something else proved that it lives."""
     left: bool = False
-    """It closed the connection of a call that was under way."""
+    """True if it closed the connection of a call that was under way."""
     waiting: bool = False
-    """It waits for the answer to a call."""
-    looked: Interruption | None = None
-    """The last pause for which it was asked which stores are another trainer's."""
+    """True while it waits for the answer to a call."""
+    examined_pause: Interruption | None = None
+    """The last pause for which the stores of other trainers were determined."""
     others: frozenset[str] = frozenset()
-    """These, until a group is opened: they took no connection while the trainer of that pause was there."""
+    """Stores that accepted no connection while the trainer of that pause was there. Cleared when a process group is opened."""
     probing: bool = False
     proofs: int = 0
-    """How often something spoke for its life."""
+    """How many times something proved that it lives."""
     gone: str = ""
     """Why it counts as lost, as a sentence; empty while it does not."""
 
     @property
     def alive(self) -> float:
-        """When something last spoke for its life."""
-        return max(self.heard, self.beat, self.presumed)
+        """When something last proved that it lives."""
+        return max(self.heard, self.beat, self.reached_at)
 
-    def proved(self, now: float) -> None:
-        """Something spoke for its life."""
-        self.presumed, self.left, self.gone, self.proofs = now, False, "", self.proofs + 1
+    def note_alive(self, now: float) -> None:
+        """Note that something proved that it lives."""
+        self.reached_at, self.left, self.gone, self.proofs = now, False, "", self.proofs + 1
 
-    def suspicious(self, fleet: Fleet) -> bool:
-        """Whether its store should be asked for now."""
+    def should_probe(self, fleet: Fleet) -> bool:
+        """Return True if its store should be probed now."""
         silent = fleet.now - self.alive >= fleet.policy.trainer_lease.ttl_seconds
         if self.waiting and fleet.update is None and fleet.transaction.joining is None:
-            return False  # nothing waits for it in a collective, and its call is proof enough
+            return False  # no engine waits for it in a collective, and its call proves that it lives
         return not self.probing and not self.gone and (self.left or silent) and bool(self.stores(fleet))
 
     def stores(self, fleet: Fleet) -> list[str]:
-        """Stores (HOST:PORT) that tell whether it is there."""
-        paused = fleet.pause is self.looked and fleet.update is None
-        return [master for master in masters(fleet) if not (paused and master in self.others)]
+        """Return the stores (HOST:PORT) that tell whether it is there."""
+        paused = fleet.pause is self.examined_pause and fleet.update is None
+        return [master for master in trainer_stores(fleet) if not (paused and master in self.others)]
 
-    def unsure(self, fleet: Fleet) -> bool:
-        """Whether it has just paused, and it should be asked now which stores are another trainer's."""
-        hold = fleet.pause
-        begun = hold is not None and hold.cause is Cause.TRAINER and hold is not self.looked and fleet.update is None
-        there = not self.left and fleet.now - self.heard < JUST
-        return begun and there and not self.probing and bool(masters(fleet))
+    def should_examine_pause(self, fleet: Fleet) -> bool:
+        """Return True if it has just paused, so that the stores of other trainers should be determined now."""
+        pause = fleet.pause
+        begun = pause is not None and pause.cause is Cause.TRAINER and pause is not self.examined_pause and fleet.update is None
+        there = not self.left and fleet.now - self.heard < JUST_HEARD_SECONDS
+        return begun and there and not self.probing and bool(trainer_stores(fleet))
 
-    def overdue(self, fleet: Fleet) -> str:
-        """Why a pause or an update is given up, whether or not anybody is there; empty if it is not."""
+    def why_overdue(self, fleet: Fleet) -> str:
+        """Return why a pause or an update is given up whether or not a trainer is there; empty if it is not."""
         since = [fleet.pause.since if fleet.pause is not None else None, fleet.update.started if fleet.update is not None else None]
         started = min((moment for moment in since if moment is not None), default=fleet.now)
         limits = fleet.policy.deadlines
@@ -95,31 +95,31 @@ class Trainer:
         return ""
 
 
-def masters(fleet: Fleet) -> list[str]:
-    """Stores (HOST:PORT) of the trainer that something depends on now."""
+def trainer_stores(fleet: Fleet) -> list[str]:
+    """Return the stores (HOST:PORT) of the trainer that something depends on now."""
     if fleet.transaction.joining is not None:
         return [fleet.transaction.joining]
-    held = fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST
-    if fleet.update is not None or held or (fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.pause is None):
+    is_paused = fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST
+    if fleet.update is not None or is_paused or (fleet.policy.trainer_lease.on_loss is OnLoss.PAUSE and fleet.pause is None):
         return list(dict.fromkeys(group.master for group in fleet.groups.values()))
     return []
 
 
-async def unreached(fleet: Fleet, stores: Iterable[str]) -> dict[str, str]:
-    """Ask engine pods for stores. Empty if any is reached, or if nobody could be asked; else why each is not."""
+async def probe_stores(fleet: Fleet, stores: Iterable[str]) -> dict[str, str]:
+    """Let engine pods probe stores. Returns why each is not reached; empty if one is reached, or if no pod could be asked."""
     reasons = {}
     for master in stores:
-        reasons[master] = await knock(master, fleet.up()[:WITNESSES], PROBE)
+        reasons[master] = await probe_store(master, fleet.up()[:WITNESSES], PROBE_SECONDS)
         if not reasons[master]:
             return {}
     return reasons
 
 
-async def knock(master: str, witnesses: Iterable[str], seconds: float) -> str:
-    """Ask the pods of these engines for one store. Empty if it is reached, or if none of them could be asked; else why not."""
+async def probe_store(master: str, witnesses: Iterable[str], seconds: float) -> str:
+    """Let the pods of these engines probe one store. Returns why it is not reached; empty if it is, or if no pod could be asked."""
     host, _, port = master.rpartition(":")
     body = PreflightRequest(host=host, port=int(port), deadline=seconds).model_dump(mode="json")
-    results = await send(AGENT_PREFLIGHT, same(witnesses, body), seconds + MARGIN)
+    results = await send(AGENT_PREFLIGHT, same_body(witnesses, body), seconds + ANSWER_MARGIN_SECONDS)
     asked = [result for result in results.values() if result.status]
     if not asked or any(result.ok for result in asked):
         return ""

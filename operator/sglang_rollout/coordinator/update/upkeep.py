@@ -1,4 +1,7 @@
-"""What must be done although nobody asked: end what has no trainer or no engine any more. Pure."""
+"""What the coordinator does without a request: give up what has lost its trainer or its engine, and keep engines as they should be.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,21 @@ from sglang_rollout.coordinator.update import colocated as sharing
 from sglang_rollout.coordinator.update import memory, spec_state
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.knowledge import Knowledge
-from sglang_rollout.coordinator.update.membership import some, untold
+from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.outcome import abandon, tidy
+from sglang_rollout.coordinator.update.outcome import abandon, fence_strays
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import Operation, resume
 from sglang_rollout.coordinator.update.trainer import Trainer
-from sglang_rollout.coordinator.update.transaction import hold_all
+from sglang_rollout.coordinator.update.transaction import pause_all
 from sglang_rollout.wire.states import FleetState
 
-STRAY_AFTER = 3.0
-"""An engine that says for so many seconds that it is paused or in a session, although nothing is open, is fenced.
-Longer than a sync may take, because an answer that was under way tells of the time before."""
+STRAY_SECONDS = 3.0
+"""An engine that says for this long that it is paused or in a session, although nothing is open, is fenced.
+
+Longer than a sync may take, because an answer under way describes an earlier state.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Task:
     condition: Callable[[], Any]
     """Returns what ``operation`` works on; None if there is nothing to do."""
     operation: Callable[[Any], Operation[Answer]] | None
-    """None: do nothing, and look at no later task."""
+    """None: do nothing, and skip all later tasks."""
 
 
 class Upkeep:
@@ -49,15 +54,19 @@ class Upkeep:
         self._stray_since: dict[str, float] = {}
         self.chain: tuple[Task, ...] = (
             Task("abandon an update that lost an engine", self._lost_engine, partial(abandon, fleet)),
-            Task("apply spec.state", self._changed_state, lambda _: spec_state.change(fleet)),
+            Task("apply spec.state", self._changed_state, lambda _: spec_state.apply_desired_state(fleet)),
             Task("abandon what has no trainer", self._abandoned, lambda reason: abandon(fleet, reason, close_groups=True)),
             Task("resume for a trainer that is back", self._returned_trainer, lambda _: _resume_for_trainer(fleet)),
             Task("wait for a trainer", self._awaited_trainer, None),
             Task("pause for a lost trainer", self._lost_trainer, lambda _: _pause_for_loss(fleet)),
-            Task("fence stray engines", lambda: self._strays() or None, partial(tidy, fleet)),
-            Task("release memory that the trainer has", lambda: sharing.due(fleet) or None, partial(sharing.put_to_sleep, fleet)),
-            Task("compare engines that woke", lambda: memory.woken(fleet) or None, partial(memory.prove, fleet)),
-            Task("load and unload adapters", lambda: lora.due(fleet), lambda call: lora.reconcile(fleet, *call)),
+            Task("fence stray engines", lambda: self._strays() or None, partial(fence_strays, fleet)),
+            Task(
+                "release memory that the trainer has",
+                lambda: sharing.engines_to_release(fleet) or None,
+                partial(sharing.release_trainer_memory, fleet),
+            ),
+            Task("compare engines that woke", lambda: memory.find_woken(fleet) or None, partial(memory.compare_woken, fleet)),
+            Task("load and unload adapters", lambda: lora.next_call(fleet), lambda call: lora.reconcile(fleet, *call)),
             Task("pause as spec.state says", self._unpaused, partial(spec_state.keep_paused, fleet)),
         )
 
@@ -79,16 +88,16 @@ class Upkeep:
         return True if fleet.update is None and fleet.interruptions.desired_state is not fleet.applied_state else None
 
     def _abandoned(self) -> str | None:
-        """Why an update, or a pause that somebody must end, is given up."""
+        """Return why an update, or a pause that must end, is given up."""
         fleet, trainer = self._fleet, self._trainer
         if fleet.update is None and (fleet.pause is None or fleet.pause.cause is Cause.TRAINER_LOST):
             return None
-        reason = trainer.gone or trainer.overdue(fleet)
+        reason = trainer.gone or trainer.why_overdue(fleet)
         if not reason:
             return None
         trainer.gone = ""
-        rest = untold(fleet)
-        return f"{reason}, and {some(rest)} had not got all of their tensors" if rest else reason
+        rest = engines_without_tensors(fleet)
+        return f"{reason}, and {name_engines(rest)} had not got all of their tensors" if rest else reason
 
     def _returned_trainer(self) -> bool | None:
         hold = self._paused_for_loss()
@@ -110,10 +119,10 @@ class Upkeep:
         return True if pauses else None
 
     def _unpaused(self) -> list[str] | None:
-        return (spec_state.unpaused(self._fleet) or None) if self._fleet.update is None else None
+        return (spec_state.engines_to_pause(self._fleet) or None) if self._fleet.update is None else None
 
     def _strays(self) -> list[str]:
-        """Engines that are paused or in a session although nothing is open."""
+        """Return the engines that are paused or in a session although nothing is open."""
         fleet = self._fleet
         left = [name for name in self._knowledge.give_up if not self._as_the_spec_says(name)]
         self._knowledge.give_up = []
@@ -121,15 +130,15 @@ class Upkeep:
             self._stray_since = {}
             return left
         now = fleet.now
-        stray = [name for name in self._knowledge.in_the_middle(since=fleet.rested) if not self._as_the_spec_says(name)]
+        stray = [name for name in self._knowledge.interrupted_engines(since=fleet.rested) if not self._as_the_spec_says(name)]
         self._stray_since = {name: self._stray_since.get(name, now) for name in stray}
-        late = [name for name, since in self._stray_since.items() if now - since >= STRAY_AFTER]
+        late = [name for name, since in self._stray_since.items() if now - since >= STRAY_SECONDS]
         for name in late:
             del self._stray_since[name]
         return [*left, *late]
 
     def _as_the_spec_says(self, name: str) -> bool:
-        """Whether the engine is paused, and in no session, because the spec holds the fleet or its memory is released."""
+        """Return True if the engine is paused, and in no session, because of ``spec.state`` or released memory."""
         engine = self._fleet.engines.get(name)
         session = engine is not None and engine.status is not None and engine.status.session
         released = engine is not None and engine.released
@@ -137,17 +146,17 @@ class Upkeep:
 
 
 async def _pause_for_loss(fleet: Fleet) -> Answer:
-    """Pause an idle fleet whose trainer is lost. Its groups are of no use to anybody else."""
+    """Pause an idle fleet whose trainer is lost. Its process groups are of no use to another trainer."""
     fleet.membership.groups = {}
     mode = fleet.policy.pause_mode.sglang.value
-    failed = await hold_all(fleet, Cause.TRAINER_LOST, mode, {"mode": mode})
-    return failed or Answer(200, "The fleet pauses until a trainer calls.")
+    failed = await pause_all(fleet, Cause.TRAINER_LOST, mode, {"mode": mode})
+    return failed or Answer(200, "The fleet is paused until a trainer calls.")
 
 
 async def _resume_for_trainer(fleet: Fleet) -> Answer:
-    """A trainer is there again."""
+    """Resume a fleet that was paused because its trainer was lost."""
     names = fleet.pause.engines if fleet.pause is not None else ()
     fleet.enter(Phase.RESUME)
     fleet.interruptions.end_pause()
     await resume(fleet, [name for name in names if name in fleet.engines and fleet.engines[name].up])
-    return Answer(200, "A trainer is there again.")
+    return Answer(200, "A trainer called, so the fleet generates again.")

@@ -1,7 +1,7 @@
-"""Do all engines hold the same tensors? Asked before the commit, by checksum, over every tensor of every rank. Pure.
+"""Do all engines hold the same tensors? Compared before the commit by checksum, over every tensor of every rank. Pure.
 
-SGLang computes them (``/weights_checker``, action ``checksum``): one per rank, over the model's own tensors, fused and
-sharded as the engine holds them. So they are comparable among engines of equal shape, and only among those.
+SGLang computes the checksums (``/weights_checker``, action ``checksum``): one per rank, over the model's own tensors, fused and sharded as
+the engine holds them. So they are comparable only among engines of equal shape.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from sglang_rollout.api.weights_spec import Verify
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.steps import PATIENCE, same, send, sync
+from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, same_body, send, sync
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import FleetMode
 from sglang_rollout.wire.weights import EngineState, Version
@@ -23,9 +23,11 @@ Checksums = tuple[str, ...]
 """One checksum per rank, in rank order."""
 
 
-def due(fleet: Fleet) -> bool:
-    """Whether the update that ends now is verified: always where the trainer says what its weights are, and where nothing else tells
-    that what engines got by themselves was one push."""
+def should_verify(fleet: Fleet) -> bool:
+    """Return True if the update that ends now is verified.
+
+    Always if the trainer says what its weights are, and where nothing else tells that the tensors of all engines were one push.
+    """
     policy, update = fleet.policy, fleet.update
     if update is not None and (update.checksums or (fleet.mode is FleetMode.HYBRID and update.label is None)):
         return True
@@ -35,56 +37,64 @@ def due(fleet: Fleet) -> bool:
 
 
 async def verify(fleet: Fleet, names: list[str]) -> dict[str, str]:
-    """Compare these engines; returns those that differ or could not be asked, and why. Every SGLang that can be driven knows the
-    call; a build of somebody's own without it is not taken on trust."""
+    """Compare these engines. Returns those that differ or could not be asked, and why.
+
+    Every supported SGLang knows the call. A custom build without it is not trusted.
+    """
     expected = fleet.update.checksums if fleet.update is not None else {}
-    results = await send(ControlCall.CHECK_WEIGHTS.path, same(names, CHECKSUM), fleet.policy.deadlines.update_seconds, patience=PATIENCE)
+    results = await send(
+        ControlCall.CHECK_WEIGHTS.path, same_body(names, CHECKSUM), fleet.policy.deadlines.update_seconds, patience=PATIENCE_SECONDS
+    )
     wrong = {
         name: f"could not be verified: {result.message or 'no checksum in its answer'} (weights.verify Off commits without)"
         for name, result in results.items()
         if result.checksums is None
     }
     by_shape: dict[int, dict[str, Checksums]] = {}
-    for name, checksums in _known(results).items():
-        by_shape.setdefault(_size(fleet, name), {})[name] = checksums
+    for name, checksums in _known_checksums(results).items():
+        by_shape.setdefault(_tensor_size(fleet, name), {})[name] = checksums
     for size, alike in by_shape.items():
-        wrong |= _unexpected(alike, expected[size]) if size in expected else differing(alike)
+        wrong |= _find_unexpected(alike, expected[size]) if size in expected else find_differing(alike)
     return wrong
 
 
-async def vouched(fleet: Fleet, names: Iterable[str], version: Version) -> dict[str, Result]:
-    """What engines that hold a version say that it is. They are heard once more after that: one that was restarted, and of which
-    nobody knows yet, speaks of what it was started with."""
+async def checksums_of_holders(fleet: Fleet, names: Iterable[str], version: Version) -> dict[str, Result]:
+    """Return what engines that hold a version say its checksums are.
+
+    Their agents are asked once more after that: an engine that was restarted meanwhile speaks of the weights of its start.
+    """
     boots = {name: fleet.boot(name) for name in names}
-    results = await send(ControlCall.CHECK_WEIGHTS.path, same(boots, CHECKSUM), fleet.policy.deadlines.update_seconds)
+    results = await send(ControlCall.CHECK_WEIGHTS.path, same_body(boots, CHECKSUM), fleet.policy.deadlines.update_seconds)
     heard = await sync(fleet, [name for name in boots if results[name].checksums is not None])
     found = {}
     for name, result in results.items():
         agent = heard[name].agent if name in heard else None
-        same_life = agent is not None and agent.boot_id == boots[name]
-        holds = same_life and agent is not None and agent.state is EngineState.CLEAN and agent.version == version
+        same_boot = agent is not None and agent.boot_id == boots[name]
+        holds = same_boot and agent is not None and agent.state is EngineState.CLEAN and agent.version == version
         found[name] = (
             result if holds else replace(result, checksums=None, message=result.message or "it does not hold that version any more")
         )
     return found
 
 
-def _size(fleet: Fleet, name: str) -> int:
+def _tensor_size(fleet: Fleet, name: str) -> int:
     return fleet.engines[name].tensor_size
 
 
-def _unexpected(alike: Mapping[str, Checksums], right: Checksums) -> dict[str, str]:
-    """Of engines that should hold what the trainer says, those that do not."""
-    return {name: f"holds other weights than the trainer says ({_first_two(right, sums)})" for name, sums in alike.items() if sums != right}
+def _find_unexpected(alike: Mapping[str, Checksums], right: Checksums) -> dict[str, str]:
+    """Return the engines that do not hold what the trainer says, and why."""
+    return {
+        name: f"holds other weights than the trainer says ({_first_pair(right, sums)})" for name, sums in alike.items() if sums != right
+    }
 
 
-def _first_two(right: Checksums, sums: Checksums) -> str:
+def _first_pair(right: Checksums, sums: Checksums) -> str:
     pairs = ((rank, a, b) for rank, (a, b) in enumerate(zip(right, sums, strict=False)) if a != b)
     return next((f"rank {rank} has {b}, not {a}" for rank, a, b in pairs), f"{len(sums)} ranks, not {len(right)}")
 
 
-def differing(alike: Mapping[str, Checksums]) -> dict[str, str]:
-    """Of engines that should be equal, those that are not like most of them; all of them if no half agrees."""
+def find_differing(alike: Mapping[str, Checksums]) -> dict[str, str]:
+    """Return the engines that differ from most engines of their shape; all of them if no majority agrees."""
     if not alike:
         return {}
     (right, count), *_ = Counter(alike.values()).most_common()
@@ -94,16 +104,16 @@ def differing(alike: Mapping[str, Checksums]) -> dict[str, str]:
         others = f"{len(set(alike.values()))} different contents among {len(alike)} engines"
         return dict.fromkeys(alike, f"cannot be trusted: {others}, and no majority tells which is right")
     return {
-        name: f"holds other weights than {count} engines of its shape (rank {_first(right, sums)})"
+        name: f"holds other weights than {count} engines of its shape (rank {_first_difference(right, sums)})"
         for name, sums in alike.items()
         if sums != right
     }
 
 
-def _first(right: Checksums, sums: Checksums) -> str:
+def _first_difference(right: Checksums, sums: Checksums) -> str:
     ranks = [str(rank) for rank, (a, b) in enumerate(zip(right, sums, strict=False)) if a != b]
     return ranks[0] if ranks else f"count {len(sums)} instead of {len(right)}"
 
 
-def _known(results: Mapping[str, Result]) -> dict[str, Checksums]:
+def _known_checksums(results: Mapping[str, Result]) -> dict[str, Checksums]:
     return {name: result.checksums for name, result in results.items() if result.checksums is not None}

@@ -52,8 +52,8 @@ async def test_a_push_commits_on_every_engine_and_gates_are_open_when_end_answer
         ({"world_size": 7}, "world_size 7 does not fit this fleet: rank_offset 1 + 2 GPUs on 2 engines [1, 1] = 3. Use world_size=3."),
         ({"rank_offset": 2}, "rank_offset 2 does not fit this fleet"),
         ({"master_address": ""}, "master_address is missing"),
-        ({"master_port": "x"}, "master_port 'x' is no whole number."),
-        ({"group_name": ""}, "group_name '' is no name"),
+        ({"master_port": "x"}, "master_port 'x' is not a whole number."),
+        ({"group_name": ""}, "group_name '' is not a name"),
     ],
 )
 async def test_a_wrong_group_is_refused_before_any_engine_hears_of_it(lab: Lab, changes: dict[str, Any], sentence: str) -> None:

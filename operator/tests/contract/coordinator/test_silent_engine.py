@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.weights_spec import Verify
-from sglang_rollout.coordinator.update import disk, outcome, verify
+from sglang_rollout.coordinator.update import outcome, sources, verify
 from sglang_rollout.coordinator.update import steps as calls
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN
@@ -26,7 +26,8 @@ STEPS = {
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (calls, disk, outcome, verify):
+    monkeypatch.setattr(sources, "DISK_PATIENCE_SECONDS", 0.5)
+    for module in (calls, outcome, verify):
         monkeypatch.setattr(module, "PATIENCE", 0.5)
 
 

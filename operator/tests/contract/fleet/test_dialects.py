@@ -280,7 +280,7 @@ def test_an_update_without_one_of_its_stages_is_not_committed(lab: Fleet) -> Non
         made.post("/pause_generation", {})
         made.send(second, made.buckets()[0], who=0, group_name="slime-pp_0", weight_version=str(before["step"] + 1))
         reply = made.call("POST", CONTINUE, {})
-        assert (reply.status_code, "group slime-pp_1 brought no tensors" in reply.reason) == (400, True), reply.text
+        assert (reply.status_code, "group slime-pp_1 sent no tensors" in reply.reason) == (400, True), reply.text
         assert lab.committed() == before
         refused = requests.post(f"{lab.url}/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}, timeout=30)
         assert refused.status_code == 503

@@ -207,7 +207,7 @@ def test_weights_from_disk_reach_all_engines_and_an_engine_that_restarts_gets_th
     with next(cut.glob("*.safetensors")).open("r+b") as file:
         file.truncate(file.seek(0, 2) - 100)
     refused = requests.post(f"{URL}/update_weights_from_disk", json={"model_path": str(cut), "weight_version": "76"}, timeout=60)
-    assert (refused.status_code, "No engine was told" in refused.json()["message"]) == (400, True), refused.text
+    assert (refused.status_code, "No engine received the call" in refused.json()["message"]) == (400, True), refused.text
     assert stack.document()["serving"] == 2
     good = other_weights(environment.model(), tmp_path / "good")
     done = requests.post(f"{URL}/update_weights_from_disk", json={"model_path": str(good), "weight_version": "77"}, timeout=120)

@@ -224,7 +224,7 @@ def test_an_old_adapter_that_is_gone_from_its_path_is_told_as_not_loaded() -> No
     world.complete()
     world.complete(broken=frozenset({"e1"}))
     world.drain()
-    assert world.answers[call].message.endswith("/t was to be loaded again and is not on: e0. It is tried again.")
+    assert world.answers[call].message.endswith("/t was to be loaded again and is not on: e0. The coordinator tries again.")
     settled(world)
     (row,) = rows(world.machine.fleet)
     assert (row.loaded, row.wanted, row.reason) == (1, 2, "engine e0: the engine failed.")

@@ -207,4 +207,4 @@ def test_a_joiner_that_cannot_be_compared_stays_closed_and_says_why() -> None:
     world.complete(run_to(world, ControlCall.CHECK_WEIGHTS.path, "e0"), broken=frozenset({"e0"}))
     world.drain()
     assert not world.agents["e1"].gate_open
-    assert "engine e0, with which it was to be compared, did not say what it holds" in world.machine.fleet.engines["e1"].note
+    assert "engine e0, with which it had to be compared, did not return its checksums" in world.machine.fleet.engines["e1"].note

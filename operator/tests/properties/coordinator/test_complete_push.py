@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Answer
-from sglang_rollout.coordinator.update.tensors import Brought, digest, mark, packed, recalled, unpacked
+from sglang_rollout.coordinator.update.tensors import TensorSet, digest_names, hash_name, pack_hashes, tensors_of_record, unpack_hashes
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import BASE, Version
 from tests.properties.support.coordinator_world import World, group_body, push
@@ -110,9 +110,9 @@ def test_what_a_failed_update_wrote_counts_for_the_next_coordinator_too() -> Non
 
 def test_a_record_has_room_for_the_names_of_a_failed_update() -> None:
     names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(100) for expert in range(500)]
-    text = packed(frozenset(names))
+    text = pack_hashes(frozenset(names))
     assert len(text) < 270_000
-    assert unpacked(text) == set(map(mark, names))
+    assert unpack_hashes(text) == set(map(hash_name, names))
 
 
 def test_a_tensor_that_every_engine_refused_is_not_asked_for_later() -> None:
@@ -157,7 +157,7 @@ def test_a_new_coordinator_knows_the_stages_of_the_update_before_it() -> None:
             world.start()
             world.sync_all()
             world.drain()
-    assert "group b brought no tensors, although it belonged to the update before" in world.do(rq.End()).message
+    assert "group b sent no tensors, although it belonged to the update before" in world.do(rq.End()).message
     assert (world.machine.fleet.committed, open_gates(world)) == (FIRST, [False, False])
 
 
@@ -181,34 +181,34 @@ def test_after_a_restart_of_the_coordinator_equal_names_prove_it_and_others_do_n
         world = served(min_committed=1)
         world.start()
         restart(world, "e1")
-        assert world.machine.fleet.weights.tensors == Brought(rest=digest(NAMES))
+        assert world.machine.fleet.weights.tensors == TensorSet(rest=digest_names(NAMES))
         answer = update(world, "2", *names)
         assert answer.fleet["outcome"] == outcome, answer.message
         assert world.record is not None
-        assert world.record.tensors == digest(NAMES)
-    assert world.machine.fleet.weights.tensors == Brought(frozenset(NAMES)), "the names are known again"
+        assert world.record.tensors == digest_names(NAMES)
+    assert world.machine.fleet.weights.tensors == TensorSet(frozenset(NAMES)), "the names are known again"
 
 
 def test_a_part_after_a_restart_of_the_coordinator_forgets_nothing() -> None:
-    known = Brought(rest=digest(NAMES)).plus(frozenset("w"))
+    known = TensorSet(rest=digest_names(NAMES)).plus(frozenset("w"))
     assert known.lacks(frozenset("w"))
     assert known.lacks(frozenset("uw"))
     assert not known.lacks(frozenset(NAMES))
-    assert known.row == digest(NAMES)
+    assert known.row == digest_names(NAMES)
 
 
 def test_a_trainer_that_trains_more_than_the_record_says_is_complete() -> None:
-    assert not Brought(rest=digest("uv")).lacks(frozenset(NAMES))
-    assert Brought(rest=digest("uv")).plus(frozenset(NAMES)) == Brought(frozenset(NAMES))
+    assert not TensorSet(rest=digest_names("uv")).lacks(frozenset(NAMES))
+    assert TensorSet(rest=digest_names("uv")).plus(frozenset(NAMES)) == TensorSet(frozenset(NAMES))
 
 
 def test_a_record_of_a_release_before_is_read_and_its_next_update_says_what_is_complete() -> None:
     old = Record(term=1, epoch=2, committed=FIRST).model_dump(mode="json")
     del old["tensors"]
-    assert recalled(Record.model_validate(old).tensors) == Brought()
-    kept = Record(term=1, epoch=2, committed=FIRST, tensors=digest(NAMES))
-    assert recalled(Record.model_validate_json(kept.model_dump_json()).tensors) == Brought(rest=digest(NAMES))
-    assert len(Record(term=1, epoch=2, committed=BASE, tensors=digest(map(str, range(50_000)))).model_dump_json()) < 1000
+    assert tensors_of_record(Record.model_validate(old).tensors) == TensorSet()
+    kept = Record(term=1, epoch=2, committed=FIRST, tensors=digest_names(NAMES))
+    assert tensors_of_record(Record.model_validate_json(kept.model_dump_json()).tensors) == TensorSet(rest=digest_names(NAMES))
+    assert len(Record(term=1, epoch=2, committed=BASE, tensors=digest_names(map(str, range(50_000)))).model_dump_json()) < 1000
 
 
 def test_a_checkpoint_is_complete_and_what_comes_after_must_be() -> None:

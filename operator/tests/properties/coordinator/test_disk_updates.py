@@ -45,7 +45,7 @@ def test_a_checkpoint_that_one_pod_cannot_read_stops_everything_before_any_engin
     world = make()
     answer = finish(world, world.ask(ASK), AGENT_CHECKPOINT, frozenset({"e1"}))
     assert answer.status == 400
-    assert "engine e1 cannot load /snapshots/5: model.safetensors is cut off. No engine was told." in answer.message
+    assert "engine e1 cannot load /snapshots/5: model.safetensors is cut off. No engine received the call." in answer.message
     assert not any(send.path in {ControlCall.UPDATE_DISK.path, ControlCall.PAUSE.path} for send in world.sent)
     assert all(agent.gate_open for agent in world.agents.values())
 

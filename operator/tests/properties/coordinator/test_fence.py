@@ -12,8 +12,8 @@ from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.tensors import digest
-from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.coordinator.update.tensors import digest_names
+from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState
@@ -90,7 +90,7 @@ class Fence(RuleBasedStateMachine):
     def remembers(self) -> bool:
         """A coordinator that finds no record of what was brought takes the next update for complete: then it must be."""
         brought = self.world.machine.fleet.weights.tensors.row
-        return not self.restarted or brought == digest(NAMES) or (brought is None and not self.forgot)
+        return not self.restarted or brought == digest_names(NAMES) or (brought is None and not self.forgot)
 
     @rule(label=labels)
     def from_disk(self, label: str | None) -> None:
@@ -205,7 +205,7 @@ class Fence(RuleBasedStateMachine):
             self.forgot = True
             self.world.record = None
             # Nobody remembers the numbers of updates that were given up; none of them was ever served.
-            committed = {key(version) for version in self.world.history} | self.world.unproved
+            committed = {order_key(version) for version in self.world.history} | self.world.unproved
             for number in set(self.world.tensors) - committed:
                 del self.world.tensors[number]
         self.restarted = True
@@ -243,26 +243,28 @@ class Fence(RuleBasedStateMachine):
                 assert agent.state is EngineState.CLEAN
                 assert agent.version is not None
                 assert agent.content != "mixture"
-                known = self.contents.setdefault(key(agent.version), agent.content)
+                known = self.contents.setdefault(order_key(agent.version), agent.content)
                 assert known == agent.content, "two contents under one version"
                 if not agent.version.is_base:
-                    assert agent.tensors == self.world.tensors.setdefault(key(agent.version), dict(agent.tensors)), "a mixture is served"
+                    assert agent.tensors == self.world.tensors.setdefault(order_key(agent.version), dict(agent.tensors)), (
+                        "a mixture is served"
+                    )
 
     @invariant()
     def what_is_served_is_what_trainers_sent(self) -> None:
         """Every open gate shows a version that some coordinator committed, with each tensor as a trainer sent it last."""
-        committed = {key(version) for version in self.world.history} | self.world.unproved
+        committed = {order_key(version) for version in self.world.history} | self.world.unproved
         for agent in self.world.agents.values():
             if agent.gate_open:
                 assert agent.version is not None
-                assert key(agent.version) in committed, "nobody committed this"
-                if key(agent.version) in self.world.pushed:
-                    assert agent.tensors == self.world.pushed[key(agent.version)], "it is not what was sent"
+                assert order_key(agent.version) in committed, "nobody committed this"
+                if order_key(agent.version) in self.world.pushed:
+                    assert agent.tensors == self.world.pushed[order_key(agent.version)], "it is not what was sent"
 
     @invariant()
     def versions_never_go_back(self) -> None:
         history = self.world.history
-        assert all(key(before) < key(after) for before, after in pairwise(history))
+        assert all(order_key(before) < order_key(after) for before, after in pairwise(history))
 
     @invariant()
     def every_commit_was_acknowledged_by_as_many_as_the_policy_wants(self) -> None:
@@ -271,7 +273,7 @@ class Fence(RuleBasedStateMachine):
             for (version, cohort), acked in self.world.acked.items()
             if len(acked & set(cohort)) >= self.world.least[version, cohort]
         }
-        assert all(version.is_base or key(version) in complete for version in self.world.history)
+        assert all(version.is_base or order_key(version) in complete for version in self.world.history)
 
     @invariant()
     def nothing_runs_without_a_bound(self) -> None:
@@ -296,7 +298,7 @@ class Fence(RuleBasedStateMachine):
     def one_transaction_at_a_time(self) -> None:
         """Of all calls under way at most one set changes engines; preflights tell engines nothing, and who catches up is
         in no transaction."""
-        catching = {name for name, engine in self.world.machine.fleet.engines.items() if engine.catching}
+        catching = {name for name, engine in self.world.machine.fleet.engines.items() if engine.is_catching_up}
         sends = [effect for effect in self.world.pending if isinstance(effect, ev.Send) and not set(effect.bodies) <= catching]
         assert sum(effect.path not in {AGENT_PREFLIGHT, AGENT_CHECKPOINT} for effect in sends) <= 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Send
-from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.weights import EngineState
 from tests.properties.support.coordinator_world import World, group_body
@@ -47,7 +47,7 @@ def test_a_number_that_may_have_been_committed_never_names_other_weights() -> No
     assert world.do(rq.Update("h", None, {"names": list(NAMES)})).success
     assert world.do(rq.Continue()).success
     now = world.machine.fleet.committed
-    assert key(now) > key(before)
+    assert order_key(now) > order_key(before)
     lost.answers = True
     world.sync_all()  # asks what it holds; only the next message says what is committed
     world.sync_all()
@@ -65,7 +65,7 @@ def test_nor_does_one_that_only_pods_could_have_proved_which_were_made_anew() ->
     world.sync_all()
     assert world.machine.fleet.committed is not None
     assert world.machine.fleet.committed.is_base
-    assert key(world.machine.fleet.target()) > key(before)
+    assert order_key(world.machine.fleet.target()) > order_key(before)
 
 
 def test_an_engine_with_its_start_weights_needs_what_only_another_engine_can_prove() -> None:

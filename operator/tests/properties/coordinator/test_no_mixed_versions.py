@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.tensors import digest
-from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.coordinator.update.tensors import digest_names
+from sglang_rollout.coordinator.update.versions import order_key
 from tests.properties.support.coordinator_world import World, group_body
 from tests.properties.support.search_depth import examples
 from tests.properties.support.simulated_agent import NAMES
@@ -29,7 +29,7 @@ class Mixture(RuleBasedStateMachine):
 
     def remembers(self) -> bool:
         """A coordinator that finds no record of what was brought takes the next update for complete: then it must be."""
-        return not self.restarted or self.world.machine.fleet.weights.tensors.row == digest(NAMES)
+        return not self.restarted or self.world.machine.fleet.weights.tensors.row == digest_names(NAMES)
 
     @rule(part=parts, label=labels)
     def push(self, part: tuple[str, ...], label: str | None) -> None:
@@ -100,7 +100,7 @@ class Mixture(RuleBasedStateMachine):
     def no_mixture_is_served(self) -> None:
         for agent in self.world.agents.values():
             if agent.gate_open and agent.version is not None and not agent.version.is_base:
-                known = self.world.tensors.setdefault(key(agent.version), dict(agent.tensors))
+                known = self.world.tensors.setdefault(order_key(agent.version), dict(agent.tensors))
                 assert agent.tensors == known, f"a mixture is served as {agent.version}"
 
     def teardown(self) -> None:

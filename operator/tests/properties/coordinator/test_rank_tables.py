@@ -79,5 +79,5 @@ def test_the_trainers_address_goes_on_as_it_came(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
 def test_an_address_that_means_all_of_a_machine_is_refused(host: str) -> None:
-    with pytest.raises(Refusal, match="is no address to connect to"):
+    with pytest.raises(Refusal, match="is not an address to connect to"):
         check_group(body(4, master_address=host), rank_table(engines([1, 2])))

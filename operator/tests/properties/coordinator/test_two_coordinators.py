@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.weights import EngineState
 from tests.properties.support.coordinator_pair import Coordinator, Pair, contents
 from tests.properties.support.search_depth import examples
@@ -117,7 +117,7 @@ class TwoLead(RuleBasedStateMachine):
     def one_content_for_each_version_that_is_served(self) -> None:
         for agent in self.pair.agents.values():
             if agent.gate_open and agent.version is not None:
-                known = self.served.setdefault(key(agent.version), contents(agent))
+                known = self.served.setdefault(order_key(agent.version), contents(agent))
                 assert known == contents(agent), f"two contents are served as {agent.version}"
 
     @invariant()
@@ -131,7 +131,7 @@ class TwoLead(RuleBasedStateMachine):
             if agent.gate_open:
                 assert agent.state is EngineState.CLEAN
                 assert agent.version is not None
-                assert key(agent.version) in self.pair.told[name].served
+                assert order_key(agent.version) in self.pair.told[name].served
 
     @invariant()
     def whoever_is_refused_stops(self) -> None:
@@ -208,8 +208,8 @@ def test_what_an_agent_was_told_is_heard_before_it_is_told_something_else() -> N
     for _ in range(3):
         pair.sync(new, "e0")
         pair.drain(new)
-    assert key(new.machine.fleet.committed) == (1, 1), "a commit that trainers were told of is forgotten"
+    assert order_key(new.machine.fleet.committed) == (1, 1), "a commit that trainers were told of is forgotten"
     pair.tick(10.0)
     whole_push(pair, new)
-    assert key(new.machine.fleet.committed) == (1, 2)
+    assert order_key(new.machine.fleet.committed) == (1, 2)
     assert contents(pair.agents["e0"]) != first

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.api.weights_spec import Verify, Weights
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.verify import differing
+from sglang_rollout.coordinator.update.verify import find_differing
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.weights import Version
 from tests.properties.support.coordinator_world import World
@@ -104,6 +104,6 @@ def test_how_often_is_a_policy(verify: Verify, expected: int) -> None:
 
 @given(st.dictionaries(st.text(min_size=1, max_size=3), st.tuples(st.sampled_from("ab"), st.sampled_from("ab")), max_size=7))
 def test_only_equal_engines_remain(alike: dict[str, tuple[str, ...]]) -> None:
-    wrong = differing(alike)
+    wrong = find_differing(alike)
     assert len({sums for name, sums in alike.items() if name not in wrong}) <= 1
     assert len(wrong) < len(alike) / 2 or set(wrong) == set(alike)

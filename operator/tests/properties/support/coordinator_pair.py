@@ -24,7 +24,7 @@ from sglang_rollout.coordinator.update.events import (
     Written,
 )
 from sglang_rollout.coordinator.update.requests import Answer, Request
-from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.weights import Version
@@ -162,10 +162,10 @@ class Pair:
         agent.term = who.term
         if path in (AGENT_SYNC, AGENT_RUN) and body["committed"] is not None:
             served = [Version.model_validate(version) for version in [body["committed"], *body["tolerated"]]]  # type: ignore[misc]
-            self.told[name] = Told(who.term, frozenset(map(key, served)))
+            self.told[name] = Told(who.term, frozenset(map(order_key, served)))
         result = agent.call(path, dict(body), contents(agent) if path == AGENT_ACK else token, works)
         if path == AGENT_ACK and result.ok:
-            self.acked.setdefault((who.term, key(Version.model_validate(body["version"]))), set()).add(name)
+            self.acked.setdefault((who.term, order_key(Version.model_validate(body["version"]))), set()).add(name)
         return result
 
     def rise(self, who: Coordinator, term: int) -> None:
@@ -192,7 +192,7 @@ class Pair:
             who.record = effect.record
             ok = self.write(who)
             if who.alive:
-                self.commits.setdefault(key(effect.record.committed), set()).add(who.term)
+                self.commits.setdefault(order_key(effect.record.committed), set()).add(who.term)
             self.feed(who, Written(effect.id, ok, self.now))
             return
         waiting = [name for name in effect.bodies if name not in who.results[effect.id]]

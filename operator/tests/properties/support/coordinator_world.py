@@ -29,7 +29,7 @@ from sglang_rollout.coordinator.update.events import (
     Written,
 )
 from sglang_rollout.coordinator.update.requests import Answer, Request
-from sglang_rollout.coordinator.update.versions import key
+from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.record import Adapter, Record
@@ -83,7 +83,7 @@ class World:
     def start(self) -> None:
         """A new coordinator."""
         self.pending, self.on_its_way = [], {}
-        self.lossy = self.record is None or (bool(self.history) and key(self.record.committed) < key(self.history[-1]))
+        self.lossy = self.record is None or (bool(self.history) and order_key(self.record.committed) < order_key(self.history[-1]))
         term = (self.record.term if self.record else 0) + 1
         self.machine = Machine(name="demo", term=term, record=self.record, at=self.now)
         self.want()
@@ -120,8 +120,8 @@ class World:
                         self.sent.append(effect)
                         self.check_hold(effect)
                         self.note_least(effect)
-                    elif (before := self.pushed.get(key(self.history[-1]))) is not None:
-                        self.pushed[key(effect.record.committed)] = {**self._under(effect.record.committed, before), **self.opened[1]}
+                    elif (before := self.pushed.get(order_key(self.history[-1]))) is not None:
+                        self.pushed[order_key(effect.record.committed)] = {**self._under(effect.record.committed, before), **self.opened[1]}
                 case Save(record):
                     self.record = self.record if self.store_away else record
                 case Cut():
@@ -132,12 +132,12 @@ class World:
         committed = self.machine.fleet.committed
         if committed is not None and self.lossy:
             self.lossy = False
-            if self.history and key(committed) < key(self.history[-1]):
+            if self.history and order_key(committed) < order_key(self.history[-1]):
                 self._forget(committed)
         if committed is not None and (not self.history or self.history[-1] != committed):
             self.history.append(committed)
             if committed.is_base:
-                self.pushed[key(committed)] = dict.fromkeys(NAMES, "base")
+                self.pushed[order_key(committed)] = dict.fromkeys(NAMES, "base")
 
     def _forget(self, committed: Version) -> None:
         """The record is gone, or was not written yet, and no agent that was told answers: nothing could prove what followed."""
@@ -148,8 +148,8 @@ class World:
             self.tensors.clear()
             self.pushed.clear()
         elif not any(self.machine.fleet.engines[name].status for name in witnesses):
-            self.unproved |= {key(version) for version in self.history if key(version) > key(committed)}
-            self.history = [version for version in self.history if key(version) <= key(committed)]
+            self.unproved |= {order_key(version) for version in self.history if order_key(version) > order_key(committed)}
+            self.history = [version for version in self.history if order_key(version) <= order_key(committed)]
 
     def check_hold(self, effect: Send) -> None:
         """While the spec holds the fleet nobody is told to generate, and nobody that it does not; a dirty engine never by a commit."""
@@ -172,7 +172,7 @@ class World:
             cohort = tuple(body["cohort"])
             share = math.ceil(int(least.rstrip("%")) * wanted / 100) if isinstance(least, str) else min(least or len(cohort), wanted)
             told = len(fleet.update.boots) if fleet.update is not None else len(cohort)
-            self.least.setdefault((key(Version.model_validate(body["version"])), cohort), max(1, min(share, told)))
+            self.least.setdefault((order_key(Version.model_validate(body["version"])), cohort), max(1, min(share, told)))
 
     def note_sent(self, path: str, body: Mapping[str, Any], token: object) -> None:
         """What the trainer of the open update has brought: each tensor as it came last."""
@@ -195,7 +195,7 @@ class World:
     def _witnesses(self, version: Version) -> list[str]:
         wanted = {engine.name for engine in self.engines}
         told = [agent for agent in self.agents.values() if agent.name in wanted]
-        return [agent.name for agent in told if agent.committed and key(agent.committed) >= key(version)]
+        return [agent.name for agent in told if agent.committed and order_key(agent.committed) >= order_key(version)]
 
     def ask(self, request: Request) -> int:
         self.calls += 1
@@ -254,13 +254,13 @@ class World:
             result = agent.call(effect.path, dict(body), content, name not in broken)
             if effect.path == AGENT_ACK and result.ok:
                 version = Version.model_validate(body["version"])
-                self.acked.setdefault((key(version), tuple(body["cohort"])), set()).add(name)
-                self.tensors.setdefault(key(version), dict(agent.tensors))
+                self.acked.setdefault((order_key(version), tuple(body["cohort"])), set()).add(name)
+                self.tensors.setdefault(order_key(version), dict(agent.tensors))
                 if agent.content == "mixture":  # fenced as it was, and now its checksum has proved that it has every tensor all the same
-                    assert agent.tensors == self.tensors[key(version)]
-                    agent.content = self.committed_contents.get(key(version), "base")
+                    assert agent.tensors == self.tensors[order_key(version)]
+                    agent.content = self.committed_contents.get(order_key(version), "base")
             if effect.path == AGENT_ACK and result.ok and not agent.loaded:
-                self.committed_contents[key(Version.model_validate(body["version"]))] = agent.content
+                self.committed_contents[order_key(Version.model_validate(body["version"]))] = agent.content
             results[name] = result if name not in lost else Result(ok=False, message="no answer within 60 s.")
         self.feed(Answered(effect.id, results, self.now))
 
@@ -270,7 +270,7 @@ class World:
             return ("disk", folder)
         version = Version.model_validate(raw)
         held = [agent.content for agent in self.agents.values() if agent.version == version]
-        return self.contents.get(key(version), held[0] if held else self.committed_contents.get(key(version), otherwise))
+        return self.contents.get(order_key(version), held[0] if held else self.committed_contents.get(order_key(version), otherwise))
 
     def cut(self, effect: Cut) -> None:
         """The driver waits no longer: whoever has not answered counts as failed."""

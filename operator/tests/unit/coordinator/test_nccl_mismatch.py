@@ -9,7 +9,7 @@ import pytest
 from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.nccl import check
+from sglang_rollout.coordinator.update.nccl import check_nccl
 from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.wire.agent import AgentStatus, Nccl
 from sglang_rollout.wire.weights import EngineState
@@ -29,7 +29,7 @@ def fleet(*engines: Nccl | None) -> Fleet:
 def refused(engines: list[Nccl | None], trainer: dict[str, Any] | None, backend: str = "nccl") -> str:
     made = fleet(*engines)
     try:
-        check(made, made.engines, backend, {"nccl": trainer} if trainer is not None else {})
+        check_nccl(made, made.engines, backend, {"nccl": trainer} if trainer is not None else {})
     except Refusal as refusal:
         return str(refusal)
     return ""

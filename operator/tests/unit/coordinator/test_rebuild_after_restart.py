@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_rollout.coordinator.update.recovery import complete, complete_cohorts, rebuild
+from sglang_rollout.coordinator.update.recovery import complete_cohorts, is_everyone_heard, rebuild
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import EngineRow, GroupRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState, Version
@@ -44,9 +44,9 @@ def test_a_complete_cohort_proves_more_than_the_record() -> None:
     assert rebuild(record(OLD), [clean("a", NEW, BOTH), clean("b", NEW, BOTH)]).committed == NEW
 
 
-def test_an_incomplete_cohort_proves_nothing_and_burns_its_version() -> None:
+def test_an_incomplete_cohort_proves_nothing_and_reserves_its_version() -> None:
     found = rebuild(record(OLD), [clean("a", NEW, BOTH), dirty("b")])
-    assert (found.committed, found.burned) == (OLD, NEW)
+    assert (found.committed, found.reserved) == (OLD, NEW)
 
 
 def test_a_cohort_with_an_engine_that_is_not_heard_proves_nothing() -> None:
@@ -80,5 +80,5 @@ def test_groups_survive_only_with_all_members_in_the_life_in_which_they_joined()
 
 
 def test_everybody_with_an_address_must_have_been_heard() -> None:
-    assert complete(["a"], ["a", "b"])
-    assert not complete(["a", "b"], ["a"])
+    assert is_everyone_heard(["a"], ["a", "b"])
+    assert not is_everyone_heard(["a", "b"], ["a"])

@@ -9,11 +9,11 @@ from sglang_rollout.coordinator.agents import MAX_MESSAGE_CHARACTERS
 from sglang_rollout.coordinator.update.adapters import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Committed, Fleet
-from sglang_rollout.coordinator.update.outcome import _last
-from sglang_rollout.coordinator.update.process_groups import MOST_GROUPS
+from sglang_rollout.coordinator.update.outcome import summarize_update
+from sglang_rollout.coordinator.update.process_groups import MAX_GROUPS
 from sglang_rollout.coordinator.update.progress import Group
-from sglang_rollout.coordinator.update.ranks import LONGEST_GROUP_NAME
-from sglang_rollout.coordinator.update.versions import LONGEST_LABEL
+from sglang_rollout.coordinator.update.ranks import MAX_GROUP_NAME_CHARACTERS
+from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import Adapter, AdapterRow, EngineRow, GroupRow, LastUpdate, Noted, Record, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
@@ -62,16 +62,16 @@ def test_five_hundred_engines_take_less_than_a_third_of_what_the_configmap_may_h
 def test_as_many_groups_and_adapters_as_may_be_there_and_the_worst_that_engines_may_say_have_room() -> None:
     attempted = frozenset(f"model.layers.{number}.weight" for number in range(100_000))
     fleet = Fleet("demo", 7, weights=Committed(version=STEP, attempted=attempted))
-    fleet.transaction.last = _last(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
-    oldest = STEP.model_copy(update={"label": "s" * LONGEST_LABEL})
+    fleet.transaction.last = summarize_update(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
+    oldest = STEP.model_copy(update={"label": "s" * MAX_LABEL_CHARACTERS})
     for name in NAMES:
         found = fleet.engines[name.ljust(63, "x")] = Engine(WantedEngine(name=name.ljust(63, "x")), note=NOTE, misses=0)
         found.status = AgentStatus(
             name=name, boot_id=BOOT, state=EngineState.CLEAN, version=oldest, committed=None, term=7, gate_open=False, reason="x" * 2000
         )
     boots = dict.fromkeys(fleet.engines, BOOT)
-    for number in range(MOST_GROUPS):
-        fleet.groups[str(number)] = Group("g" * LONGEST_GROUP_NAME, 99, 4001, "h" * 253 + ":54321", "nccl", boots)
+    for number in range(MAX_GROUPS):
+        fleet.groups[str(number)] = Group("g" * MAX_GROUP_NAME_CHARACTERS, 99, 4001, "h" * 253 + ":54321", "nccl", boots)
     fleet.adapters.of_trainers = {adapter: Adapter(name=adapter, path="/lora/x", pinned=True) for adapter in map(str, range(640))}
     loaded = fleet.adapters.of_trainers.values()
     assert sum(len(json.dumps([a.name, a.path])) + ROW_CHARACTERS for a in loaded) > 0.99 * MAX_ADAPTERS_CHARACTERS

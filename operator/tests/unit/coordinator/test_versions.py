@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.coordinator.update.versions import history, key, newest, next_version
+from sglang_rollout.coordinator.update.versions import history, newest, next_version, order_key
 from sglang_rollout.wire.weights import BASE, Version
 
 
@@ -40,15 +40,15 @@ def test_next_version(committed: Version, label: str | None, expected: tuple[int
 
 
 def test_a_version_that_an_engine_acknowledged_in_vain_is_never_used_again() -> None:
-    assert key(next_version(version(1, 5), "6", burned=version(1, 6))) == (2, 6)
-    assert key(next_version(version(1, 5), None, burned=version(1, 6))) == (1, 7)
-    assert key(next_version(BASE, "1", burned=version(1, 1))) == (2, 1)
+    assert order_key(next_version(version(1, 5), "6", reserved=version(1, 6))) == (2, 6)
+    assert order_key(next_version(version(1, 5), None, reserved=version(1, 6))) == (1, 7)
+    assert order_key(next_version(BASE, "1", reserved=version(1, 1))) == (2, 1)
 
 
 @given(st.integers(0, 5), st.integers(0, 100), st.none() | st.text(max_size=20) | st.integers(0, 200).map(str))
 def test_versions_only_grow(run: int, n: int, label: str | None) -> None:
     committed = BASE if run == 0 else version(run, n)
-    assert key(next_version(committed, label)) > key(committed)
+    assert order_key(next_version(committed, label)) > order_key(committed)
 
 
 def test_newest() -> None:
@@ -67,5 +67,5 @@ def test_history_keeps_the_newest_of_the_run(numbers: list[int], keep: int) -> N
     seen = [version(1, n) for n in sorted(numbers)]
     found = history([BASE, *seen], version(1, 100), keep)
     assert found[-1] == version(1, 100)
-    assert found == sorted([BASE, *seen, version(1, 100)], key=key)[-keep - 1 :]
+    assert found == sorted([BASE, *seen, version(1, 100)], key=order_key)[-keep - 1 :]
     assert history(found, version(2, 1), keep) == [version(2, 1)], "another run is not comparable"

@@ -1,0 +1,233 @@
+"""Where weights come from: a process group with the trainer, a checkpoint on a shared volume, or handles of GPU memory. Pure.
+
+A source turns a request into a :class:`Delivery`, and :func:`deliver` carries it out inside the open update. The transaction (pause,
+session, verify, commit, abandon) is the same for every source: :mod:`.transaction` and :mod:`.outcome` know no source, and a new source
+needs only its own delivery. Handles come to one engine at a time, with session rules of their own: :mod:`.hybrid`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from sglang_rollout.coordinator.update.completeness import announced_names, note_attempted, note_held_weights, note_received
+from sglang_rollout.coordinator.update.events import Result
+from sglang_rollout.coordinator.update.interruption import Cause
+from sglang_rollout.coordinator.update.membership import require_members
+from sglang_rollout.coordinator.update.model import Fleet
+from sglang_rollout.coordinator.update.outcome import fail_update, reply_and_fence_dropped, verify_and_commit
+from sglang_rollout.coordinator.update.phases import Phase
+from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
+from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk, Update
+from sglang_rollout.coordinator.update.rules import take_turn
+from sglang_rollout.coordinator.update.steps import (
+    GRACE_SECONDS,
+    Results,
+    failures,
+    results_by_engine,
+    same_body,
+    send,
+    send_and_mark_dirty,
+)
+from sglang_rollout.coordinator.update.transaction import find_group, open_sessions, pause_all, pause_latecomers, refuse_stale_group
+from sglang_rollout.sglang.api import ControlCall, PauseMode
+from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointRequest
+from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+from sglang_rollout.wire.record import OnDisk
+
+DISK_PATIENCE_SECONDS = 60.0
+"""How much later than half of the engines another one may have loaded a checkpoint, at least: its node may have to read files that the
+nodes of the others have in memory."""
+CHECK_MARGIN_SECONDS = 5.0
+"""How much longer than the check of a checkpoint its answer may take."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One call that brings weights to engines."""
+
+    path: str
+    bodies: Mapping[str, Body]
+    """What each engine receives."""
+    label: str | None = None
+    """The trainer's label for the version."""
+    names: frozenset[str] | None = None
+    """The tensors that come; None: not known."""
+    group: str | None = None
+    """The process group that they come from."""
+    has_session: bool = True
+    """False: this call is the first that may modify weights."""
+    grace: float | None = None
+    patience: float | None = None
+
+
+async def deliver(fleet: Fleet, delivery: Delivery) -> Results:
+    """Bring weights to engines in the open update, and note which engines took them.
+
+    What the caller does about engines that failed depends on the source: one engine of a process group blocks the others, one that cannot
+    read a checkpoint does not.
+    """
+    update = fleet.require_update()
+    fleet.enter(Phase.TRANSFER)
+    update.label = delivery.label or update.label  # a failure, too, is reported under the trainer's label
+    new = note_attempted(fleet, delivery.names or frozenset())
+    limit, grace, patience = fleet.policy.deadlines.update_seconds, delivery.grace, delivery.patience
+    if delivery.has_session:
+        results = await send(delivery.path, delivery.bodies, limit, grace=grace, patience=patience)
+    else:
+        results = await send_and_mark_dirty(fleet, delivery.path, delivery.bodies, limit, grace=grace, patience=patience)
+    failed = failures(results)
+    if delivery.group is not None:
+        note_received(fleet, update, delivery.names or frozenset(), new, results)
+        if not failed:
+            update.data.add(delivery.group)
+    for name in delivery.bodies.keys() - failed.keys():
+        update.received.add(name)
+        update.flushed.discard(name)
+        if delivery.bodies[name].get("flush_cache", True):  # SGLang flushes its cache unless the body says otherwise
+            update.flushed.add(name)
+    return results
+
+
+def keep_cache_in_place(fleet: Fleet, body: Body) -> Body:
+    """Return the body of a call that brings tensors.
+
+    In pause mode ``in_place`` it asks for no flush: running requests keep their cache, so SGLang would write the tensors and then answer
+    400.
+    """
+    in_place = fleet.pause is not None and fleet.pause.mode == PauseMode.IN_PLACE
+    return {**body, "flush_cache": False} if in_place else body
+
+
+# --- process group --------------------------------------------------------------------------------------------------
+
+
+async def receive_from_group(fleet: Fleet, ask: Update) -> Answer:
+    """Every member of the process group receives these tensors, or the update fails as a whole."""
+    await take_turn(fleet, ask)
+    group = find_group(fleet, ask.group)
+    refuse_stale_group(fleet, group)
+    session = {key: ask.body[key] for key in ("selector",) if key in ask.body}
+    failed = await open_sessions(fleet, group.boots, session)
+    if failed is not None:
+        return failed
+    body = keep_cache_in_place(fleet, {**ask.body, "group_name": group.name})
+    names = announced_names(ask.body)
+    results = await deliver(
+        fleet,
+        Delivery(ControlCall.UPDATE_DISTRIBUTED.path, same_body(group.boots, body), ask.label, names, group.name, grace=GRACE_SECONDS),
+    )
+    broken = failures(results)
+    if broken:
+        name, result = next(iter(broken.items()))
+        return await fail_update(fleet, f"engine {name} did not take the tensors: {result.message}", results, engine=name)
+    message = next(iter(results.values())).message or "Succeeded to update parameter online."
+    return Answer(200, message, {"engines": results_by_engine(results), "version": str(fleet.target())})
+
+
+# --- disk -----------------------------------------------------------------------------------------------------------
+
+
+async def load_from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
+    """Check the checkpoint from every pod, then load it on every engine and commit.
+
+    SGLang dies of truncated files and of wrong shapes, and loads a wrong architecture with equal shapes without an error. So every engine's
+    pod reads the checkpoint first, and no engine receives the call before all pods can read it. An engine that fails is fenced alone if
+    ``weights.minCommitted`` lets the others commit. The answer names what a pod could not compare.
+    """
+    boots = require_members(fleet)
+    checked = await _check(fleet, ask.path, boots)
+    names = checked.names
+    await take_turn(fleet, ask)
+    if require_members(fleet) != boots:
+        raise Refusal("The engines of this fleet changed while the checkpoint was read; nothing was loaded. Try again.", status=503)
+    released = [name for name in boots if fleet.engines[name].released]
+    if released:
+        raise Refusal(f"engine {released[0]} has released memory: call resume_memory_occupation first.", status=409, fleet=fleet.advice())
+    if fleet.pause is None:
+        mode = fleet.policy.pause_mode.sglang.value
+        failed = await pause_all(fleet, Cause.UPDATE, mode, {"mode": mode})
+    else:
+        failed = await pause_latecomers(fleet, boots)
+    if failed is not None:
+        return failed
+    update = fleet.transaction.update = OpenUpdate(dict(boots), fleet.now, ask.label or fleet.transaction.label)
+    if checked.is_compared or names is None:
+        update.names_unknown, update.checkpoint = True, names
+    else:
+        # No pod could compare the checkpoint with the model, so it brings the tensors that it has, like a trainer.
+        note_held_weights(fleet, update, boots)
+        update.tensors[tuple(boots)] = set(names)
+    bodies = same_body(boots, _body(ask))
+    results = await deliver(
+        fleet, Delivery(ControlCall.UPDATE_DISK.path, bodies, names=names, has_session=False, patience=DISK_PATIENCE_SECONDS)
+    )
+    for name, result in failures(results).items():
+        update.dropped[name] = f"did not load {ask.path}: {result.message}"
+    fleet.enter(Phase.VERIFY)
+    answer = await verify_and_commit(fleet, update, results, answer_now=False)
+    if answer.success and fleet.committed is not None:
+        fleet.weights.disk = OnDisk(version=fleet.committed, path=ask.path, digest=checked.digest)
+        answer = _with_unchecked(answer, checked.by_engine)
+    return await reply_and_fence_dropped(fleet, answer)
+
+
+def _with_unchecked(answer: Answer, by_engine: Mapping[str, Result]) -> Answer:
+    """Add what no agent could compare with the engine's model, because SGLang loads a checkpoint of another model without an error."""
+    lacking = {name: result for name, result in by_engine.items() if not result.compared}
+    if not lacking:
+        return answer
+    first = next(iter(lacking.values()))
+    # An agent of the release before this field says nothing.
+    what, why = first.unchecked or (ARCHITECTURE, *UNCHECKED), first.why_unchecked or "its agent does not say what it compared"
+    sentence = f"Not compared with the model that engine {next(iter(lacking))} runs: {'; '.join(what)}, because {why}."
+    more = f" The same on {len(lacking) - 1} more." if len(lacking) > 1 else ""
+    unchecked = {"what": list(what), "why": why, "engines": list(lacking)}
+    return replace(answer, message=f"{answer.message.rstrip('.')}. {sentence}{more}", fleet={**answer.fleet, "unchecked": unchecked})
+
+
+def _body(ask: FromDisk) -> Body:
+    """Return what every engine receives. The fleet pauses, flushes and names the version itself."""
+    ours = {"model_path": ask.path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
+    kept = {key: ask.body[key] for key in ("load_format", "torch_empty_cache", "recapture_cuda_graph") if key in ask.body}
+    return {**kept, **ours}
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What the agents found in a checkpoint."""
+
+    digest: str | None
+    """What tells its contents from others."""
+    names: frozenset[str] | None
+    """Its tensors, if they are known."""
+    by_engine: Mapping[str, Result]
+
+    @property
+    def is_compared(self) -> bool:
+        """True if it has all tensors of the engines' model."""
+        return all(result.compared for result in self.by_engine.values())
+
+
+async def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> _Checked:
+    """Have every pod look at the checkpoint; refuse it if one cannot load it, or if they see different ones."""
+    limit = fleet.policy.deadlines.update_seconds
+    body = CheckpointRequest(path=path, deadline=limit).model_dump(mode="json")
+    bodies, first = same_body(boots, body), next(iter(boots))
+    bodies[first] = {**body, "names": True}
+    results = await send(AGENT_CHECKPOINT, bodies, limit + CHECK_MARGIN_SECONDS, idempotent=True)
+    failed = failures(results)
+    if failed:
+        name, result = next(iter(failed.items()))
+        raise Refusal(
+            f"engine {name} cannot load {path}: {result.message.rstrip('.')}. No engine received the call.",
+            fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": results_by_engine(results)},
+        )
+    contents = {result.digest for result in results.values()}
+    if len(contents) > 1:
+        raise Refusal(
+            f"{path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine received the call.",
+            fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
+        )
+    return _Checked(contents.pop(), results[first].names, results)
