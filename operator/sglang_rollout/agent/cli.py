@@ -31,6 +31,7 @@ from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.relay import Relay
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import Hang
+from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS
 from sglang_rollout.wire import ports
@@ -86,6 +87,7 @@ class _Place:
 @click.option(
     "--fleet-url", help="Of an engine on its trainer's GPUs: where calls without a token that the trainer makes here are decided."
 )
+@logging_options
 def command(
     *,
     name: str,
@@ -102,9 +104,11 @@ def command(
     advertise: Address | None,
     model_path: str | None,
     fleet_url: str | None,
+    log_level: str,
+    log_format: str,
 ) -> None:
     """Run the sidecar of one engine."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    configure_logging(log_level, log_format)
     try:
         address, token = Address.parse(listen), token_file.read_text().strip()
     except ValueError as error:

@@ -10,6 +10,7 @@ import kopf
 
 from sglang_rollout.controller.render.names import CHILD_KINDS, LABEL_ROLLOUT
 from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.logs import make_formatter
 from sglang_rollout.wire.ports import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 
 
@@ -106,8 +107,7 @@ def configure_logging(log_format: str, *, verbose: bool) -> None:
         log_prefix=False,
     )
     for handler in logging.getLogger().handlers:
-        if log_format == "text":
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+        handler.setFormatter(make_formatter(log_format))
         handler.addFilter(_OutageFilter())
     # kopf logs "Handler … succeeded" for every event at INFO. The operator logs changes itself.
     logging.getLogger("kopf").setLevel(logging.DEBUG if verbose else logging.WARNING)
