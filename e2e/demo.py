@@ -1,6 +1,6 @@
-"""``make demo``: from nothing to a running fleet whose trainer updates weights, on a cluster.
+"""``make demo``: create a fleet on a cluster and update its weights from a trainer.
 
-Every step says what it does and how long it took; the fleet is left running for a look around.
+Every step prints what it does and how long it took. The fleet keeps running afterwards.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DEMO = Kubectl("default")
 
 
 def ready() -> bool:
-    """Whether the demo's rollout is Ready."""
+    """Return whether the demo's rollout is Ready."""
     return condition(DEMO.get("sglr", "demo"), "Ready")["status"] == "True"
 
 
 def job(name: str, *arguments: str) -> dict[str, Any]:
-    """The example trainer's Job under a name of its own, with more arguments."""
+    """Return the example trainer's Job with another name and more arguments."""
     document: dict[str, Any] = yaml.safe_load((ROOT / "examples/trainer/job.yaml").read_text())
     document["metadata"]["name"] = name
     container = document["spec"]["template"]["spec"]["containers"][0]
@@ -37,7 +37,7 @@ def job(name: str, *arguments: str) -> dict[str, Any]:
 
 
 def train(name: str, *arguments: str, seconds: float = 300) -> dict[str, Any]:
-    """Run a trainer Job to its end, show what it prints, and return its curve."""
+    """Run a trainer Job to its end, show its output, and return its reward curve."""
     DEMO("delete", "job", name, "--ignore-not-found", "--wait=true", timeout=90)
     DEMO.apply(job(name, *arguments))
     eventually("the trainer's pod starts", lambda: DEMO.list("pods", f"job-name={name}")[0]["status"]["phase"] != "Pending", within=90)
@@ -63,7 +63,7 @@ def train(name: str, *arguments: str, seconds: float = 300) -> dict[str, Any]:
 
 
 def draw(out: pathlib.Path, *curves: dict[str, Any]) -> None:
-    """Both reward curves as one picture, ``reward.png``."""
+    """Draw both reward curves into ``reward.png``."""
     files = []
     for curve in curves:
         files.append(out / f"curve-{'pushing' if curve['push'] else 'not-pushing'}.json")
@@ -96,8 +96,8 @@ def main() -> None:
     say("\nkubectl get sglr, before and after:")
     say(before + DEMO("get", "sglr", "demo").splitlines()[-1])
     say(
-        f"\nDone in {time.monotonic() - began:.0f} s. The fleet runs on. Reward curves: {OUT / 'reward.png'}\n"
-        f"Look around:  export KUBECONFIG={os.environ.get('KUBECONFIG', '')} PATH={os.environ.get('PATH', '').split(':')[0]}:$PATH\n"
+        f"\nDone in {time.monotonic() - began:.0f} s. The fleet keeps running. Reward curves: {OUT / 'reward.png'}\n"
+        f"Inspect it:   export KUBECONFIG={os.environ.get('KUBECONFIG', '')} PATH={os.environ.get('PATH', '').split(':')[0]}:$PATH\n"
         "              kubectl describe sglr demo\n"
         "              kubectl get pods,svc\n"
         "              kubectl port-forward svc/demo-router 30000 & curl -s localhost:30000/fleet\n"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make demo`: everything from nothing to a running fleet whose trainer updates weights.
+# `make demo`: everything create a fleet and update its weights from a trainer.
 # CLUSTER=lab (default) makes a cluster, current uses your kubectl context, none runs plain processes without root.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -27,7 +27,7 @@ ENGINES = (21101, 21102)
 
 @contextmanager
 def local_fleet(engines: tuple[str, ...], state: pathlib.Path) -> Iterator[str]:
-    """``sglang-rollout local`` in front of the engines, as a child; its URL."""
+    """Run ``sglang-rollout local`` in front of the engines and yield its URL."""
     command = [str(pathlib.Path(sys.executable).with_name("sglang-rollout")), "local", "--listen", FLEET, "--backend", "gloo"]
     command += ["--state-dir", str(state), *(word for engine in engines for word in ("--engine", engine))]
     log = OUT / "local.log"
@@ -88,7 +88,7 @@ def main() -> None:
         say(f"\nGET {url}/fleet: committed {json.dumps(document['committed'])}, {document['serving']} engines serve")
     with step("draw both curves"):
         draw(OUT, json.loads((OUT / "pushed.json").read_text()), json.loads((OUT / "flat.json").read_text()))
-    say(f"\nDone in {time.monotonic() - began:.0f} s; nothing is left running. Reward curves: {OUT / 'reward.png'}, logs: {OUT}")
+    say(f"\nDone in {time.monotonic() - began:.0f} s; no process keeps running. Reward curves: {OUT / 'reward.png'}, logs: {OUT}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ SYSTEM = "rollout-system"
 
 
 class Refused(Exception):
-    """kubectl ended with an error; the message is what it printed."""
+    """kubectl ended with an error; the message is its output."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Kubectl:
     namespace: str
 
     def __call__(self, *args: str, stdin: str | None = None, timeout: float = 60) -> str:
-        """Run kubectl and return what it printed; Refused with its error otherwise."""
+        """Run kubectl and return its output. Raises Refused with its error."""
         command = ["kubectl", "-n", self.namespace, *args]
         try:
             done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
@@ -41,27 +41,27 @@ class Kubectl:
         return done.stdout
 
     def apply(self, document: dict[str, Any]) -> str:
-        """``kubectl apply`` of one object."""
+        """Apply one object."""
         return self("apply", "-f", "-", stdin=yaml.safe_dump(document))
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
-        """One object as a dict; Refused if it is absent."""
+        """Return one object. Raises Refused if it is absent."""
         return dict(json.loads(self("get", kind, name, "-o", "json")))
 
     def list(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
-        """Objects of one kind, optionally by label selector."""
+        """Return the objects of one kind, optionally by label selector."""
         extra = ["-l", selector] if selector else []
         return list(json.loads(self("get", kind, *extra, "-o", "json"))["items"])
 
     def exec(self, pod: str, *command: str, container: str = "", stdin: str | None = None, timeout: float = 120) -> str:
-        """Run a command in a pod's container and return what it printed."""
+        """Run a command in a pod's container and return its output."""
         where = ["-c", container] if container else []
         flags = ["-i"] if stdin is not None else []
         return self("exec", *flags, pod, *where, "--", *command, stdin=stdin, timeout=timeout)
 
     @contextlib.contextmanager
     def forward(self, target: str, port: int) -> Iterator[str]:
-        """A URL on this machine that reaches ``target`` (``svc/x``, ``pod/x``) for as long as the block lasts."""
+        """Forward a port of ``target`` (``svc/x``, ``pod/x``) and yield its URL on this machine."""
         command = ["kubectl", "-n", self.namespace, "port-forward", target, f":{port}"]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
@@ -69,7 +69,7 @@ class Kubectl:
             line = child.stdout.readline()
             found = re.search(r"127\.0\.0\.1:(\d+)", line)
             if not found:
-                raise Refused(f"{' '.join(command)}: {line.strip() or 'ended without a word'}")
+                raise Refused(f"{' '.join(command)}: {line.strip() or 'ended without output'}")
             yield f"http://127.0.0.1:{found.group(1)}"
         finally:
             child.terminate()
@@ -77,7 +77,7 @@ class Kubectl:
 
 
 def describe_pods(kubectl: Kubectl) -> str:
-    """One line per pod: its phase, whether it is being deleted, and what each of its containers is doing."""
+    """Return one line per pod: phase, deletion, and the state of each container."""
     lines = []
     for pod in kubectl.list("pods"):
         status, ending = pod["status"], pod["metadata"].get("deletionTimestamp")
@@ -95,7 +95,7 @@ T = TypeVar("T")
 
 
 def eventually(what: str, probe: Callable[[], T], *, within: float = 60, every: float = 0.5) -> T:
-    """The first true value of ``probe`` within a deadline in seconds; a sentence with the last value otherwise."""
+    """Return the first true value of ``probe``. Raises AssertionError with the last value after ``within`` seconds."""
     deadline = time.monotonic() + within
     last: object = None
     while True:
@@ -111,7 +111,7 @@ def eventually(what: str, probe: Callable[[], T], *, within: float = 60, every: 
 
 
 def install_operator() -> None:
-    """Install or upgrade the operator from the chart with the images built here; Refused with helm's own words."""
+    """Install or upgrade the operator from the chart with local images. Raises Refused, quoting helm."""
     command = ["helm", "upgrade", "--install", "sglang-rollout-operator", str(ROOT / "charts/sglang-rollout-operator"), "-n", SYSTEM]
     command += ["--create-namespace", "-f", str(ROOT / "e2e/values.yaml"), "--wait", "--timeout", "3m"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -120,7 +120,7 @@ def install_operator() -> None:
 
 
 def condition(rollout: dict[str, Any], kind: str) -> dict[str, str]:
-    """One condition of a rollout's status; an empty one while it is absent."""
+    """Return one condition of a rollout's status; an empty condition while it is absent."""
     for found in rollout.get("status", {}).get("conditions", []):
         if found["type"] == kind:
             return dict(found)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks of `make lint` that are not Python's: shell scripts. The Helm chart is linted by operator/tests/integration/test_chart.py.
+# The shell script checks of `make lint`. The Helm chart is linted by operator/tests/integration/test_chart.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mapfile -t scripts < <(git ls-files -co --exclude-standard | while read -r f; do [ -f "$f" ] && head -c 20 "$f" | grep -qE '^#!.*(ba)?sh' && echo "$f"; done)

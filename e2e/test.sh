@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # `make test`: prepare the machine, run the tests that need no cluster, then the cases on a cluster, then clean up.
-# CLUSTER=lab (default) makes a cluster and removes it; current uses your kubectl context; none leaves out the cases on a cluster.
-# Kubernetes and the images are built in the background while tests run that need neither.
+# CLUSTER=lab (default) creates a cluster and removes it; current uses your kubectl context; none skips the cluster cases.
+# Kubernetes and the images are built in the background during the tests that need neither.
 # shellcheck disable=SC2317  # functions are called by the trap and by run
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -46,7 +46,7 @@ tests() { # name, arguments of pytest...
   .venv/bin/pytest --strict-skips --durations=30 --junitxml="$out/$name.xml" "$@"
 }
 
-build() { # what the cluster needs; its output goes to a log of its own, because tests print at the same time
+build() { # builds Kubernetes and the images; logs to a file, because tests print at the same time
   nice make --no-print-directory cluster-binaries
   if [ "$CLUSTER" = lab ]; then nice make --no-print-directory images; fi
 }
@@ -60,21 +60,21 @@ await_build() {
 }
 
 run "Python environment" make --no-print-directory venv
-run "what is missing on this machine" make --no-print-directory preflight
-set -m # a process group of its own, so that finish can end all of it
+run "check for missing programs" make --no-print-directory preflight
+set -m # starts a process group, so that finish can end the whole build
 build > "$out/build.log" 2>&1 < /dev/null &
 builder=$!
 set +m
 run "SGLang for CPU" make --no-print-directory engine-venv
 run "unit, property, golden and contract tests" tests contract -n 2 --dist loadgroup operator/tests e2e/tests -m "not controlplane" || failed=1
-run "wait for Kubernetes and images, built in the background" await_build
+run "wait for the background build of Kubernetes and images" await_build
 run "integration tests with an API server" tests integration -n 2 --dist loadgroup operator/tests -m controlplane || failed=1
 if [ "$CLUSTER" = none ]; then
-  summary+=("LEFT OUT        e2e/cases: CLUSTER=none has no cluster")
+  summary+=("SKIPPED         e2e/cases: CLUSTER=none has no cluster")
 else
-  # Two nodes: an engine of two pods has one for each.
+  # Two nodes, one for each pod of a two-pod engine.
   if [ "$CLUSTER" = lab ] && [ "$($python -m e2e.cluster status 2> /dev/null | grep -c ': Ready;')" != 2 ]; then
-    $python -m e2e.cluster down # what a crashed run or the demo left would be in the way
+    $python -m e2e.cluster down # remove the cluster of a crashed run or of the demo
   fi
   run "cluster with the project's images" make --no-print-directory cluster-up NODES=2
   eval "$($python -m e2e.cluster env)"

@@ -1,4 +1,4 @@
-"""``python -m e2e.chaos``: run the fault matrix on this machine, print it, and write it down."""
+"""``python -m e2e.chaos``: run the fault matrix on this machine, and print or write the results."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from e2e.chaos.watch import Watch
 
 
 @click.command()
-@click.option("--cluster", is_flag=True, help="What only a cluster can lose, on the lab cluster of two nodes that is up.")
-@click.option("--real", is_flag=True, help="Two real SGLang engines on the CPU in the place of three stand-ins.")
-@click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, *lab_faults.FAULTS]), help="Only these; repeatable.")
-@click.option("--phase", "phases", multiple=True, type=click.Choice(PHASES), help="Only these; repeatable.")
+@click.option(
+    "--cluster", is_flag=True, help="Run the faults of a cluster (API server, node, link) on the running lab cluster of two nodes."
+)
+@click.option("--real", is_flag=True, help="Use two real SGLang engines on the CPU instead of three stand-ins.")
+@click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, *lab_faults.FAULTS]), help="Run only this one; repeatable.")
+@click.option("--phase", "phases", multiple=True, type=click.Choice(PHASES), help="Run only this one; repeatable.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the cells as JSON here.")
 def main(*, cluster: bool, real: bool, faults: tuple[str, ...], phases: tuple[str, ...], out: Path | None) -> None:
-    """Kill, stop or cut each part in each phase of an update, under a client that judges every answer."""
+    """Kill, stop or cut each part in each phase of an update, while clients check every answer."""
     if cluster and real:
-        raise click.UsageError("--real is the matrix of processes; on a cluster e2e/cases have real engines.")
+        raise click.UsageError("--real cannot be combined with --cluster: e2e/cases use real engines on a cluster.")
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     click.echo(f"Logs: {folder}", err=True)
     known = lab_faults.FAULTS if cluster else FAULTS
@@ -45,7 +47,7 @@ def main(*, cluster: bool, real: bool, faults: tuple[str, ...], phases: tuple[st
 
 
 def run(stack: Ground, faults: list[Fault], phases: tuple[str, ...]) -> tuple[list[Cell], Watch]:
-    """Run the cells; each line as it ends."""
+    """Run the cells and print a line for each."""
     cells: list[Cell] = []
     base = stack.new_trainer().base
     # "default" is what a stand-in calls its own weights, "base" what the operator calls them.
@@ -85,7 +87,7 @@ def show(cells: list[Cell], watch: Watch) -> None:
     hit, skipped = sum(cell.hit for cell in cells), sum(bool(cell.skipped) for cell in cells)
     print(
         f"{len(cells)} cells, {hit} hit, {len(missed)} missed, {skipped} skipped, {len(failed)} failed; "
-        f"{watch.answers} answers judged, {watch.spanning} of them over an update, {len(watch.violations)} wrong, "
+        f"{watch.answers} answers checked, {watch.spanning} of them over an update, {len(watch.violations)} wrong, "
         f"{watch.errors} requests without an answer"
     )
     slowest = max((cell for cell in cells if cell.released_seconds is not None), key=lambda cell: cell.released_seconds or 0, default=None)

@@ -20,9 +20,9 @@ from e2e.cluster.paths import REPOSITORY
 from e2e.engine import Engine, environment, make_engine
 
 STAND_INS, REAL = 3, 2
-"""How many; two cores hold no more real ones."""
+"""Number of engines. Two cores have room for two real engines."""
 TOKEN_MS = "20"
-"""Slow enough that some answers of stand-ins are under way when an update comes."""
+"""Slow enough that some answers of stand-ins run when an update begins."""
 ABOUT_LISTENING = 3.0
 """Seconds without an answer to one token after which a real engine counts as paused."""
 
@@ -31,20 +31,20 @@ class Engines(ABC):
     """Use as a context manager."""
 
     start_seconds = 0.0
-    """How much longer than a stand-in one takes at most to start anew."""
+    """Maximum extra time that an engine needs to restart, compared with a stand-in."""
     trainer_options: Sequence[str] = ()
-    """What the trainer must be told of them."""
+    """Command-line options of the trainer for these engines."""
 
     def __init__(self, folder: Path, port: int, number: int) -> None:
         self.folder = folder
         self.ports = [port + index for index in range(number)]
-        """Where the fleet reaches them."""
+        """Addresses at which the fleet reaches the engines."""
         self.processes: list[Engine] = []
         self._ends = ExitStack()
 
     @property
     def urls(self) -> list[str]:
-        """Where the fleet reaches them."""
+        """Addresses at which the fleet reaches the engines."""
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
     def __enter__(self) -> Engines:
@@ -65,28 +65,28 @@ class Engines(ABC):
         self._ends.close()
 
     def start_beside(self) -> Iterator[subprocess.Popen[str]]:
-        """Start what engines of this kind need beside them."""
+        """Start the additional processes that engines of this kind need."""
         return iter(())
 
     @abstractmethod
     def make(self, index: int) -> Engine:
-        """An engine that is not started yet."""
+        """Return an engine that is not started yet."""
 
     @abstractmethod
     def says(self, label: str, digest: str) -> Says:
-        """What an engine says that holds the weights of this label, which have this digest."""
+        """Return the expected tokens of an engine with the weights of this label, which have this digest."""
 
     @abstractmethod
     def paused(self, index: int) -> bool:
-        """Whether the engine is paused or in a session. Raises RequestException when it does not run."""
+        """Return whether the engine is paused or in a session. Raises RequestException if the engine does not run."""
 
     def slow(self, index: int, phase: str, seconds: float) -> None:
-        """Let one call of a phase take longer."""
+        """Slow down one call of a phase."""
         fault = {"kind": "slow", "phase": phase, "times": 1, "seconds": seconds}
         requests.post(f"{self.urls[index]}/stand_in/faults", json=fault, timeout=5).raise_for_status()
 
     def calm(self) -> None:
-        """Forget what was to be slow."""
+        """Disarm all faults."""
         for url in self.urls:
             with suppress(requests.RequestException):
                 requests.delete(f"{url}/stand_in/faults", timeout=3)
@@ -99,18 +99,18 @@ class StandIns(Engines):
         super().__init__(folder, port, STAND_INS)
 
     def make(self, index: int) -> Engine:
-        """An engine that is not started yet."""
+        """Return an engine that is not started yet."""
         port = self.ports[index]
         command = [str(environment.python(make=False)), "-m", "sglang_rollout.testing", "--port", str(port), "--token-ms", TOKEN_MS]
         paths = {**os.environ, "PYTHONPATH": str(REPOSITORY / "operator")}
         return Engine(port, command, self.folder / f"engine-{index}.log", paths)
 
     def says(self, label: str, digest: str) -> Says:
-        """What follows from the digest."""
+        """Return the tokens that follow from the digest."""
         return stand_in(bytes.fromhex(digest))
 
     def paused(self, index: int) -> bool:
-        """As the stand-in says."""
+        """Return the stand-in's own state."""
         state = requests.get(f"{self.urls[index]}/stand_in/state", timeout=5).json()
         return bool(state.get("paused") or state.get("session"))
 
@@ -128,7 +128,7 @@ class RealEngines(Engines):
         self._known: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def start_beside(self) -> Iterator[subprocess.Popen[str]]:
-        """A proxy for each, and somebody who knows what is right."""
+        """Start a proxy for each engine, and a process that computes the expected tokens."""
         for index, port in enumerate(self.ports):
             proxy = [sys.executable, "-m", "e2e.chaos.slow", str(port), self.processes[index].url]
             with (self.folder / f"slow-{index}.log").open("ab") as log:
@@ -141,11 +141,11 @@ class RealEngines(Engines):
         yield self._reference
 
     def make(self, index: int) -> Engine:
-        """An engine that is not started yet."""
+        """Return an engine that is not started yet."""
         return make_engine(self.ports[index] + 10, log=self.folder / f"engine-{index}.log")
 
     def says(self, label: str, digest: str) -> Says:
-        """What plain transformers say with the same weights."""
+        """Return the tokens that plain transformers generate with the same weights."""
         return lambda before, count: self._generated(label, tuple(before), count)
 
     def _generated(self, label: str, before: tuple[int, ...], count: int) -> list[int]:
@@ -164,7 +164,7 @@ class RealEngines(Engines):
         return said
 
     def paused(self, index: int) -> bool:
-        """SGLang does not tell; an engine that is paused answers nobody. One that is stopped neither."""
+        """Return whether the engine leaves a request unanswered, because SGLang does not report a pause. True also if it is stopped."""
         body = {"input_ids": [1], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
         try:
             requests.post(f"{self.processes[index].url}/generate", json=body, timeout=(ABOUT_LISTENING, ABOUT_LISTENING)).raise_for_status()

@@ -1,4 +1,4 @@
-"""What the matrix needs of the fleet that it does harm to."""
+"""The interface between the fault matrix and a fleet."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from e2e.chaos.talk import Trainer
 
 
 class Ground(Protocol):
-    """What faults are done to."""
+    """A fleet that faults are injected into."""
 
     trainer: Trainer | None
     number: int
-    """So many engines the fleet has."""
+    """Number of engines."""
     start_seconds: float
-    """How much longer than a stand-in an engine takes at most to start anew."""
+    """Maximum extra time that an engine needs to restart, compared with a stand-in."""
 
     @property
     def url(self) -> str:
-        """The fleet's one URL."""
+        """The fleet's URL."""
 
     def new_trainer(self) -> Trainer:
-        """End the trainer there is and start another."""
+        """End the current trainer and start another."""
 
     def document(self) -> dict[str, Any]:
-        """``GET /fleet``; empty while nobody answers."""
+        """Return ``GET /fleet``; empty while the coordinator does not answer."""
 
     def phases(self) -> list[tuple[float, str]]:
         """Return the phases that the coordinator's log names, oldest first, each with the Unix time at which it began."""
 
     def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
-        """Let one call of a phase take longer on some engines."""
+        """Slow down one call of a phase on some engines."""
 
     def calm(self) -> None:
-        """Disarm what did not land."""
+        """Disarm the faults that did not hit."""
 
     def paused(self) -> list[int]:
-        """Engines that say they are paused or in a session."""
+        """Return the engines that report a pause or an open session."""
 
     def rest(self) -> None:
-        """Return when what the cell before has set going has come to its end."""
+        """Wait until the effects of the previous cell have ended."""
 
     def is_told(self) -> bool:
-        """Whether what is published is the case: the status what the fleet says, or the fleet what its gates do."""
+        """Return whether the published state is true: the CR status matches the fleet, or the fleet matches its gates."""
 
     def until(self, what: str, check: Any, within: float) -> float:
-        """Wait for something; returns the seconds it took. Raises AssertionError with what is the case instead."""
+        """Wait for a condition and return the seconds it took. Raises AssertionError with the actual state."""

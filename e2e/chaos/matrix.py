@@ -1,4 +1,4 @@
-"""One cell of the matrix: a fault in a phase, what must hold during it and after it."""
+"""Cells of the fault matrix: a fault in a phase, and the checks during and after the fault."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ SLOW = {
     "commit": "version",
     "resume": "continue",
 }
-"""The engine's call that makes a phase long enough to be hit."""
+"""The engine's call to slow down, so that the phase is long enough to hit."""
 PHASES = ("idle", "prepare", "pause", "open", "transfer", "verify", "commit", "resume")
 LONG = 1.5
-"""Seconds that the phase lasts."""
+"""Duration of the phase."""
 TOLD_WITHIN = 30.0
-"""The trainer learns what happened within so many seconds."""
+"""Maximum seconds until the trainer learns the outcome."""
 HEALED_WITHIN = 60.0
 TRUTH_WITHIN = 5.0
 RELEASED_WITHIN = 30.0
-"""The lease, what an engine that hangs may take to be restarted, and a margin: then no pause or session is left, without a new push. What a
-real engine takes to start comes on top."""
+"""Maximum seconds until no pause or session is left, without a new push: the lease, the restart of a hung engine, and a margin. The start
+of a real engine is added."""
 SERVED_WITHIN = 30.0
-"""Seconds within which the clients must get answers again after a fault."""
+"""Maximum seconds until clients get answers again after a fault."""
 TRIES = 3
-"""How often a cell runs at most until the fault lands in the phase."""
+"""Maximum number of runs of a cell until the fault hits the phase."""
 Strike = Callable[[], object]
 
 
 @dataclass
 class Cell:
-    """What came of one fault in one phase."""
+    """Result of one fault in one phase."""
 
     fault: str
     phase: str
@@ -57,19 +57,19 @@ class Cell:
     misses: list[str] = field(default_factory=list)
     """Why each earlier try, and this one if it is a miss, missed the phase."""
     outcome: str = ""
-    """What the trainer was told of the push that was hit: committed, failed, lost."""
+    """Outcome of the interrupted push as the trainer saw it: committed, failed or lost."""
     told_seconds: float | None = None
     without_seconds: float | None = None
-    """Until a push succeeded while the fault lasted, on whatever it spares."""
+    """Seconds until a push to the unaffected engines succeeded during the fault."""
     released_seconds: float | None = None
-    """Until nobody was paused or in a session any more, before anybody pushed again."""
+    """Seconds until no engine was paused or in a session, before the next push."""
     healed_seconds: float | None = None
     problem: str = ""
     skipped: str = ""
 
     @property
     def text(self) -> str:
-        """The cell in the printed matrix."""
+        """Text of the cell in the printed matrix."""
         if self.skipped:
             return "-"
         if self.problem:
@@ -80,7 +80,7 @@ class Cell:
 
     @property
     def passed(self) -> bool:
-        """Whether the fault landed in the phase and everything held, or the cell is skipped on purpose."""
+        """True if the fault hit the phase and all checks passed, or the cell is skipped on purpose."""
         return bool(self.skipped) or (self.hit and not self.problem)
 
 
@@ -95,9 +95,9 @@ class Fault:
     part: str = ""
     """What must run before it can be hit."""
     undo: Callable[[Any], None] | None = None
-    """Ends a fault that lasts."""
+    """Ends a lasting fault."""
     spares: Callable[[Any], int] | None = None
-    """So many engines are well while it lasts, and take a push."""
+    """Number of engines that work during the fault and accept a push."""
     heals_within: float = HEALED_WITHIN
 
 
@@ -171,7 +171,7 @@ FAULTS = {
 
 
 class Matrix:
-    """Runs cells, one after the other, on one stack."""
+    """Runs cells in sequence on one stack."""
 
     def __init__(self, stack: Ground, watch: Watch) -> None:
         self._stack = stack
@@ -179,7 +179,7 @@ class Matrix:
         self._labels = 0
 
     def begin(self) -> None:
-        """The first push: from here on something is committed."""
+        """Push the first version."""
         self._stack.new_trainer()
         self._push_well(HEALED_WITHIN)
         self._watch.start(FEW, FEW, MANY)
@@ -254,7 +254,7 @@ class Matrix:
                 raise MissedError(str(error)) from error
 
     def _prolong(self, phase: str) -> str:
-        """Begin a push of which this phase takes long."""
+        """Begin a push and slow down this phase."""
         self._stack.slow(SLOW[phase], LONG, list(range(self._stack.number)))
         # An engine that was told the version with its last tensors has nothing to do when it acknowledges.
         return self._begin("late" if phase == "commit" else "")
@@ -298,7 +298,7 @@ class Matrix:
         stack.until("clients get answers again", lambda: self._watch.answers > answers, SERVED_WITHIN)
 
     def _until_served(self, engines: int, within: float) -> float:
-        """Push until so many engines serve; returns the seconds it took."""
+        """Push until this number of engines serves, and return the seconds it took."""
         stack, began = self._stack, time.monotonic()
         while True:
             left = within - (time.monotonic() - began)
@@ -312,7 +312,7 @@ class Matrix:
                 return time.monotonic() - began
 
     def _start_over(self, fault: Fault) -> None:
-        """After a failed cell: the fault is undone, and a new trainer, so that the next cell does not fail for the same reason."""
+        """Undo the fault of a failed cell and start a new trainer, so that the next cell is independent."""
         if fault.undo is not None:
             with suppress(Exception):  # it may have been undone already
                 fault.undo(self._stack)
@@ -349,7 +349,7 @@ class Matrix:
         raise AssertionError(f"no push succeeded within {within:.0f} s: {error}")
 
     def _ask_in_vain(self) -> None:
-        """A group whose store listens nowhere: engines try to reach it."""
+        """Open a process group whose store does not listen, so that engines try to reach it."""
         size = self._stack.document()["world_size"]
         body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": size, "group_name": "nobody"}
 

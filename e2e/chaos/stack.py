@@ -32,11 +32,11 @@ POLICY = {
     },
     "trainerLease": {"ttlSeconds": 3},
 }
-"""Short, so that the matrix ends; what is tested is that they hold."""
+"""Short deadlines, so that the matrix is quick. The matrix tests that they hold."""
 HUNG_FOR = 20.0
-"""Seconds after which somebody notices an idle engine that hangs."""
+"""Seconds after which the stack restarts an idle engine that hangs."""
 PHASE_LINE = " update phase: "
-"""What the coordinator logs when a phase begins, after the time, the level and the logger."""
+"""The coordinator's log line when a phase begins, after the time, the level and the logger."""
 PARTS = {
     "agent": ("sglang_rollout.cli", "agent", "--name", "local-engine-{index}"),
     "gate": ("haproxy", "local-engine-{index}"),
@@ -60,7 +60,7 @@ class Stack:
         self._local: subprocess.Popen[bytes] | None = None
         self.trainer: Trainer | None = None
         self.hung_since: float | None = None
-        """When engine 0 was stopped; nobody in the fleet restarts an idle one that hangs."""
+        """Time when engine 0 was stopped. The fleet does not restart an idle engine that hangs."""
         self._ended = threading.Event()
 
     def __enter__(self) -> Stack:
@@ -75,7 +75,7 @@ class Stack:
             kubelet = threading.Thread(target=self.be_kubelet, daemon=True)
             kubelet.start()
             ends.callback(kubelet.join, 30)
-            ends.callback(self._ended.set)  # before engines are stopped: none is to start again
+            ends.callback(self._ended.set)  # before engines are stopped, so that none starts again
             self.until("all engines serve", lambda: self.document().get("serving") == self.number, 60)
             self._ends = ends.pop_all()
         return self
@@ -86,14 +86,14 @@ class Stack:
         self._ends.close()
 
     def new_trainer(self) -> Trainer:
-        """End the trainer there is and start another."""
+        """End the current trainer and start another."""
         if self.trainer is not None:
             self.trainer.end()
         self.trainer = local_trainer(self.url, self.folder / "trainer.log", self.engines.trainer_options, self.engines.says)
         return self.trainer
 
     def document(self) -> dict[str, Any]:
-        """``GET /fleet``; empty while nobody answers."""
+        """Return ``GET /fleet``; empty while the coordinator does not answer."""
         try:
             reply = requests.get(f"{self.url}/fleet", timeout=5)
             return dict(reply.json()) if reply.ok else {}
@@ -111,23 +111,23 @@ class Stack:
         return found
 
     def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
-        """Let one call of a phase take longer on some engines."""
+        """Slow down one call of a phase on some engines."""
         for index in engines:
             self.engines.slow(index, phase, seconds)
 
     def calm(self) -> None:
-        """Disarm what did not land."""
+        """Disarm the faults that did not hit."""
         self.engines.calm()
 
     def paused(self) -> list[int]:
-        """Engines that are paused or in a session."""
+        """Return the engines that are paused or in a session."""
         return [index for index in range(self.number) if self.engines.paused(index)]
 
     def rest(self) -> None:
-        """Nothing here goes on after a cell has healed."""
+        """Return at once: no effect of a cell lasts here."""
 
     def is_told(self) -> bool:
-        """Whether each gate lets through what ``GET /fleet`` says of it, and answers name the version that it says."""
+        """Return whether each gate is as ``GET /fleet`` reports it, and answers name the version that it reports."""
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
         for member in self.document()["members"]:
             reply = requests.post(f"{member['url']}/generate", json=body, timeout=5)
@@ -138,7 +138,7 @@ class Stack:
         return True
 
     def pids(self, part: str, index: int = 0) -> list[int]:
-        """Processes of a part (of an engine's parts: of engine ``index``): what the kernel lists below the fleet's supervisor."""
+        """Return the processes of a part below the fleet's supervisor. ``index`` selects the engine."""
         words, found = [word.format(index=index) for word in PARTS[part]], []
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
@@ -149,7 +149,7 @@ class Stack:
         return found
 
     def be_kubelet(self) -> None:
-        """Start engines again that ended, and those of which their agents say that they have to be restarted; until the stack ends."""
+        """Restart engines that ended or whose agents ask for a restart, until the stack ends."""
         logs = [self.folder / "state" / "logs" / f"local-engine-{index}-agent.log" for index in range(self.number)]
         read = [0] * self.number
         while not self._ended.wait(0.3):

@@ -1,4 +1,4 @@
-"""The trainer's process, seen from the one who tells it what to do: a process of this machine, or one in a pod."""
+"""Control a trainer process: on this machine, or in a pod."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from e2e.engine import environment
 
 MODULE = "e2e.chaos.trainer"
 SaysOf = Callable[[str, str], Says]
-"""What engines say with the weights of a label, which have this digest."""
+"""Returns the expected tokens for the weights of a label, which have this digest."""
 
 
 def _stand_in(label: str, digest: str) -> Says:
@@ -39,24 +39,24 @@ class Trainer:
         threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
         ready = self.said("ready", 120)
         self.pid = int(ready["pid"])
-        """Of the trainer itself, where it runs."""
+        """PID of the trainer in its own PID namespace."""
         self._says = says
         self.base = says(BASE, ready["policy"])
-        """What an engine says that was never updated."""
+        """Expected tokens of an engine that was never updated."""
 
     def begin(self, label: str, manner: str = "") -> Says:
-        """Start a push; returns what engines with its weights say. For ``manner`` see ``trainer.py``."""
+        """Start a push and return the expected tokens of its weights. For ``manner`` see ``trainer.py``."""
         if self.process.stdin is None:
             raise RuntimeError("the trainer has no input")
         print(f"{manner} {label}".strip(), file=self.process.stdin, flush=True)
         return self._says(label, self.said("policy", 30)["policy"])
 
     def outcome(self, within: float) -> dict[str, Any]:
-        """How the push went. Raises TimeoutError: it has not ended."""
+        """Return the outcome of the push. Raises TimeoutError if it has not ended."""
         return self.said("ok", within)
 
     def said(self, key: str, within: float) -> dict[str, Any]:
-        """The next thing it says that has ``key``. Raises TimeoutError."""
+        """Return the trainer's next message that has ``key``. Raises TimeoutError."""
         end = time.monotonic() + within
         while time.monotonic() < end:
             with suppress(queue.Empty):
@@ -66,13 +66,13 @@ class Trainer:
         raise TimeoutError(f"the trainer said no {key!r} within {within:g} s")
 
     def end(self) -> None:
-        """Kill it, however it is."""
+        """Kill the trainer in any state."""
         self.process.kill()
         self.process.wait()
 
     def _read(self, lines: IO[str]) -> None:
         for line in lines:
-            if line.endswith("\n"):  # else it was killed while it spoke
+            if line.endswith("\n"):  # an incomplete line means that the trainer was killed
                 self._lines.put(json.loads(line))
 
 

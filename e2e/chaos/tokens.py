@@ -1,4 +1,4 @@
-"""What is asked while things break, and which tokens must come with which weights."""
+"""Prompts of the fault matrix, and the tokens that each set of weights must generate."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from sglang_rollout.testing.tokens import advance, next_token, start
 
 PROMPT = [4, 5, 6]
 BASE = "base"
-"""What the operator calls the weights that engines start with."""
+"""The operator's label of the weights that engines start with."""
 FEW, MANY = 6, 60
-"""Tokens of an answer; the long ones are under way when an update comes."""
+"""Answer lengths in tokens. Long answers run when an update begins."""
 Says = Callable[[Sequence[int], int], list[int] | None]
-"""So many tokens that some weights generate after the prompt and these tokens; None: nobody can tell."""
+"""Returns the tokens that some weights generate after the prompt and these tokens; None if unknown."""
 
 
 def stand_in(policy: bytes) -> Says:
-    """What a stand-in says that holds the weights with this digest."""
+    """Return the expected tokens of a stand-in with the weights of this digest."""
 
     def says(before: Sequence[int], count: int) -> list[int]:
         context, tokens = start(PROMPT), []
@@ -31,5 +31,5 @@ def stand_in(policy: bytes) -> Says:
 
 
 def known(tokens: list[int]) -> Says:
-    """What an engine says whose tokens after the prompt are known, and nothing else of it."""
+    """Return the expected tokens of an engine of which only the tokens after the prompt are known."""
     return lambda before, count: None if before else tokens[:count]

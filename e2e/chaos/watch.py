@@ -1,4 +1,4 @@
-"""A client that never rests: it judges every answer by its tokens, not by its label."""
+"""A client that sends requests all the time and checks every answer by its tokens, not by its label."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from e2e.chaos.tokens import PROMPT, Says
 
 @dataclass
 class Watch:
-    """Asks through the URL, again and again. ``violations`` are answers that must not have been."""
+    """Sends requests to the fleet's URL. ``violations`` are wrong answers."""
 
     url: str
     expected: dict[str, Says]
-    """By label, what is right of every version that was ever pushed or is being pushed."""
+    """Expected tokens by label, of every version that was pushed or is being pushed."""
     violations: list[str] = field(default_factory=list)
     answers: int = 0
     spanning: int = 0
-    """Of the answers: those with tokens of more than one version."""
+    """Number of answers with tokens of more than one version."""
     errors: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _over: dict[str, float] = field(default_factory=dict)
-    """When a version was replaced: nothing that starts later may come from it."""
+    """When each version was replaced. No later request may be answered with it."""
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def start(self, *lengths: int) -> None:
-        """Begin: a client for each length of an answer, in tokens."""
+        """Start one client for each answer length, in tokens."""
         self._threads = [threading.Thread(target=self._run, args=(length,), daemon=True) for length in lengths]
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End; returns when the last answer has been judged."""
+        """Stop and wait until the last answer is checked."""
         self._stop.set()
         for thread in self._threads:
             thread.join(30)
 
     def committed(self, label: str) -> None:
-        """The trainer has been told that this version is committed: from now on no other is right."""
+        """Record that the trainer knows of the commit: from now on only this version is right."""
         now = time.monotonic()
         for other in self.expected:
             if other != label:
@@ -50,7 +50,7 @@ class Watch:
         self._over.pop(label, None)
 
     def failed(self, label: str) -> None:
-        """The version was not committed: nothing may come from it."""
+        """Record that the version was not committed: no answer may come from it."""
         self._over.setdefault(label, time.monotonic())
 
     def _run(self, tokens: int) -> None:
@@ -88,7 +88,7 @@ class Watch:
                 return
 
     def _wrong(self, label: str, before: list[int], tokens: list[int], began: float) -> str:
-        """What is wrong with tokens that are labelled so and follow others; empty: nothing."""
+        """Return why tokens with this label are wrong after the given tokens; empty if they are right."""
         says = self.expected.get(label)
         if says is None or says(before, len(tokens)) not in (tokens, None):
             known = list(self.expected.items())

@@ -20,7 +20,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("binaries", help="build Kubernetes, etcd, CoreDNS and Helm into the cache and print their folder")
-    commands.add_parser("preflight", help="look for what is missing on this machine; as root on Debian, install it")
+    commands.add_parser("preflight", help="check for missing programs; as root on Debian, install them")
     up = commands.add_parser("up", help="bring the cluster up")
     up.add_argument("--nodes", type=int, default=1, help="number of nodes (1)")
     up.add_argument("--gpus", type=int, default=0, help="GPUs that every node pretends to have (0)")
