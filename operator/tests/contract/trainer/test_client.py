@@ -65,7 +65,7 @@ def test_all_samples_of_a_prompt_come_back_through_the_url(url: str) -> None:
         assert [each.output_ids for each in samples] == [one[0]] * 4 + [one[1]] * 4
 
 
-def test_an_interrupt_makes_the_engines_abort_what_they_generate(urls: Urls) -> None:
+def test_an_interrupt_aborts_requests_on_the_engines(urls: Urls) -> None:
     def running() -> int:
         replies = [requests.get(f"{engine}/v1/loads", timeout=10).json() for engine in urls.engines]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for reply in replies for load in reply["loads"])
@@ -83,7 +83,7 @@ def test_an_interrupt_makes_the_engines_abort_what_they_generate(urls: Urls) -> 
         assert len(fleet.generate(["alpha"], n=2, sampling_params={"max_new_tokens": 2})) == 2
 
 
-def test_engines_hold_what_was_pushed_in_buckets_of_any_size(case: Callable[[str], dict[str, Any]]) -> None:
+def test_engines_hold_the_pushed_weights_with_any_bucket_size(case: Callable[[str], dict[str, Any]]) -> None:
     rows = case("buckets")["rows"]
     assert [row["equal"] for row in rows] == [True] * 4
     single, few, one, mixed = (row["buckets"] for row in rows)
@@ -91,7 +91,7 @@ def test_engines_hold_what_was_pushed_in_buckets_of_any_size(case: Callable[[str
     assert rows[0]["bytes"] == rows[1]["bytes"] == rows[2]["bytes"] > rows[3]["bytes"]
 
 
-def test_a_tensor_that_does_not_fit_fails_with_a_reason_and_the_next_push_heals(case: Callable[[str], dict[str, Any]]) -> None:
+def test_a_tensor_that_does_not_fit_is_refused_and_the_next_push_succeeds(case: Callable[[str], dict[str, Any]]) -> None:
     seen = case("wrong_shape")
     assert "'lm_head.weight' has shape [5, 5], in the engines' model [2048, 128]. Nothing was sent" in seen["refused"]
     assert seen["untouched"] == 2
@@ -115,13 +115,13 @@ def test_a_push_after_the_group_was_lost_opens_a_new_one(case: Callable[[str], d
     assert seen["equal"]
 
 
-def test_weights_that_are_not_what_the_trainer_says_are_not_committed(case: Callable[[str], dict[str, Any]]) -> None:
+def test_weights_with_wrong_checksums_are_not_committed(case: Callable[[str], dict[str, Any]]) -> None:
     seen = case("checksums")
     assert "holds other weights than the trainer says" in seen["failed"]
     assert (seen["pushed"], seen["equal"]) == ("2", True)
 
 
-def test_leaving_a_group_does_not_wait_for_a_peer_that_is_out_of_reach() -> None:
+def test_closing_a_group_does_not_wait_for_an_unreachable_peer() -> None:
     """torch's destructor of a gloo group waits for its broadcast: until the time-out, minutes after the fleet has said that it failed."""
     try:
         environment.python(make=False)
@@ -130,7 +130,7 @@ def test_leaving_a_group_does_not_wait_for_a_peer_that_is_out_of_reach() -> None
     assert engine_python(str(TRAINERS / "silent_peer.py"), seconds=120).split() == ["running"]
 
 
-def test_the_examples_reward_rises_with_pushes_and_not_without(url: str, tmp_path: Path) -> None:
+def test_the_reward_of_the_example_rises_only_with_pushes(url: str, tmp_path: Path) -> None:
     def final_reward(seed: int, *more: str) -> float:
         out = tmp_path / "curve.json"
         small = ["--steps", "14", "--batch", "32", "--tokens", "12", "--learning-rate", "4e-3", "--no-check"]
@@ -146,7 +146,7 @@ def test_the_examples_reward_rises_with_pushes_and_not_without(url: str, tmp_pat
     assert min(gaps) > 0.15, gaps
 
 
-def test_the_example_proves_on_each_engine_that_it_holds_the_policy(url: str) -> None:
+def test_the_example_checks_every_engine(url: str) -> None:
     fixed = ["--url", url, "--model", str(environment.model()), "--steps", "4", "--batch", "8"]
     out = engine_python(str(EXAMPLE), *fixed, seconds=240)
     assert "after each of 4 pushes: greedy tokens equal the policy's; 4 pushes changed them" in out

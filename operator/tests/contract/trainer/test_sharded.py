@@ -53,7 +53,7 @@ def four(fleet: Urls, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
-def test_an_engine_holds_what_the_ranks_of_an_fsdp_trainer_pushed(ranks: str, request: pytest.FixtureRequest) -> None:
+def test_an_engine_holds_the_weights_pushed_by_fsdp_ranks(ranks: str, request: pytest.FixtureRequest) -> None:
     seen: Seen = [row["sharded"] for row in request.getfixturevalue(ranks)]
     for row in seen:
         assert [(push["version"], push["equal"]) for push in row["rows"]] == [("1", True), ("2", True)]
@@ -75,19 +75,19 @@ def test_an_engine_holds_what_the_ranks_of_an_fsdp_trainer_pushed(ranks: str, re
         ("mesh", "other tensors of this push on one of ranks"),
     ],
 )
-def test_weights_that_cannot_be_sent_leave_the_fleet_untouched(four: Seen, case: str, sentence: str) -> None:
+def test_refused_weights_leave_the_fleet_unchanged(four: Seen, case: str, sentence: str) -> None:
     for row in four:
         seen = row["bad"]
-        assert sentence in seen["told"][case], row["rank"]
-        assert "Nothing was sent, and the fleet is unchanged." in seen["told"][case]
+        assert sentence in seen["errors"][case], row["rank"]
+        assert "Nothing was sent, and the fleet is unchanged." in seen["errors"][case]
         assert (seen["calls"], seen["unchanged"]) == ([], True)
 
 
-def test_whoever_fails_every_rank_hears_of_it_and_the_next_push_heals(two: Seen) -> None:
+def test_a_failure_reaches_every_rank_and_the_next_push_succeeds(two: Seen) -> None:
     for row in two:
-        told = row["stopped"]["told"]
-        assert "the tensors could not be prepared: out of memory" in told["leader"]
-        assert "rank 1 of the trainer: out of memory" in told["follower"]
-        assert "holds other weights than the trainer says" in told["fleet"]
+        errors = row["stopped"]["errors"]
+        assert "the tensors could not be prepared: out of memory" in errors["leader"]
+        assert "rank 1 of the trainer: out of memory" in errors["follower"]
+        assert "holds other weights than the trainer says" in errors["fleet"]
         assert (row["stopped"]["version"], row["stopped"]["healed"]) == ("5", True)
-    assert "ranks [1] of the trainer did not take part within 1 s" in two[0]["stopped"]["told"]["absent"]
+    assert "ranks [1] of the trainer did not take part within 1 s" in two[0]["stopped"]["errors"]["absent"]

@@ -56,7 +56,7 @@ def load(engine: Engine, path: Path) -> None:
     assert reply.ok, reply.text
 
 
-def test_an_engine_loads_what_was_pushed(fleet: tuple[Engine, str], tmp_path: Path) -> None:
+def test_an_engine_loads_a_snapshot(fleet: tuple[Engine, str], tmp_path: Path) -> None:
     engine, url = fleet
     base, directory = environment.model(), tmp_path / "snapshots"
     out = engine_python(str(TRAINERS / "client_cases.py"), "snapshots", url, str(base), str(base), str(directory), seconds=240)

@@ -64,6 +64,6 @@ def test_every_process_is_a_target_of_prometheus_where_its_pod_serves_metrics() 
 
 
 @pytest.mark.parametrize("text", ["https://x:1", "http://x", "http://x:1/path", "http://x:1,tp=0", "http://x:1,pp=2", "http://u@x:1", ""])
-def test_what_is_no_engine_is_refused_with_a_sentence(text: str) -> None:
+def test_a_malformed_engine_option_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not valid|is not the URL"):
         parse_engine(text)

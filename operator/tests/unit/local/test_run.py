@@ -1,4 +1,4 @@
-"""`sglang-rollout local` as a process: refusals with a sentence and code 2, children that are restarted, and an end that leaves nothing."""
+"""`sglang-rollout local` as a process: refusals exit with 2, children are restarted, and all processes end with it."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def fleet(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
             process.kill()
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_used_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         text = refused("--engine", "127.0.0.1:1", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert "cannot be used: Address already in use" in text
 
 
-def test_an_address_that_this_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_kernel_support_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel without IPv6 refuses the socket itself."""
 
     def refuse(*_: object) -> None:
@@ -98,14 +98,14 @@ def test_an_address_that_this_kernel_does_not_know(monkeypatch: pytest.MonkeyPat
     assert cli._find_listen_error(Address.parse("[::1]:30000")) == "Address family not supported by protocol"
 
 
-def test_engines_that_are_none() -> None:
+def test_invalid_engines_are_refused() -> None:
     assert "is not the URL" in refused("--engine", "https://x:1")
     assert "named twice" in refused("--engine", "127.0.0.1:1", "--engine", "http://127.0.0.1:1", "--listen", f"127.0.0.1:{free_port()}")
     assert "cannot be resolved" in refused("--engine", "nowhere.invalid:1", "--listen", f"127.0.0.1:{free_port()}")
     assert "--engine" in refused()
 
 
-def test_sizes_that_an_engine_does_not_have() -> None:
+def test_a_wrong_tensor_size_is_refused() -> None:
     listen = f"127.0.0.1:{free_port()}"
     with StandIn(tensor=2) as engine:
         said = {text: refused("--engine", f"{engine.url}{text}", "--listen", listen) for text in (",tp=3", ",tp=1")}
@@ -132,7 +132,7 @@ ONE = EngineArg(Address("127.0.0.1", 30101))
         (503, {}, None),
     ],
 )
-async def test_what_engines_report_at_the_start(status: int, info: dict[str, object], found: Sizes | str | None) -> None:
+async def test_reported_sizes_are_checked_at_the_start(status: int, info: dict[str, object], found: Sizes | str | None) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.json_response(info, status=status)
 
@@ -149,11 +149,11 @@ async def test_what_engines_report_at_the_start(status: int, info: dict[str, obj
             check_sizes(await read_sizes([engine]), Weights())
 
 
-def test_engines_that_take_checkpoints_only_may_have_stages_and_copies() -> None:
+def test_pipeline_and_data_parallel_engines_need_the_disk_transport() -> None:
     check_sizes({ONE: Sizes(2, pipeline=2, data=2)}, Weights(transport=Transport.DISK))
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     text = refused("--engine", "127.0.0.1:1", "--listen", f"127.0.0.1:{free_port()}", "--state-dir", str(tmp_path / "file"))
     assert "cannot be used" in text
@@ -182,7 +182,7 @@ def test_it_runs_without_engines_and_ends_on_sigterm(fleet: tuple[subprocess.Pop
     assert oct((tmp_path / "state" / "token").stat().st_mode)[-3:] == "600"
 
 
-def test_sizes_come_from_the_engines_and_one_of_another_size_stays_out(tmp_path: Path) -> None:
+def test_an_engine_with_another_size_stays_out(tmp_path: Path) -> None:
     """The second engine is not up at the start, so only its agent can compare."""
     url, late, log = f"127.0.0.1:{free_port()}", free_port(), tmp_path / "out"
     with StandIn(tensor=2, weight_version="base") as engine, StandIn(tensor=2, port=late) as other, log.open("wb") as out:
@@ -212,7 +212,7 @@ def document(url: str) -> dict[str, Any]:
         return {}
 
 
-def test_a_killed_supervisor_takes_its_children_along(fleet: tuple[subprocess.Popen[bytes], str]) -> None:
+def test_killing_the_supervisor_ends_its_children(fleet: tuple[subprocess.Popen[bytes], str]) -> None:
     process, url = fleet
     started = children(process.pid)
     assert len(started) == 5, started

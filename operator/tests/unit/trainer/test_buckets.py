@@ -40,12 +40,12 @@ def test_a_tensor_that_would_be_misaligned_starts_a_bucket() -> None:
     assert [len(b.items) for b in plan_buckets(named(odd, floats("after", 1), floats("last", 1)), 1000)] == [1, 2]
 
 
-def test_a_tensor_above_the_limit_travels_alone() -> None:
+def test_a_tensor_above_the_limit_gets_its_own_bucket() -> None:
     buckets = list(plan_buckets(named(floats("a", 1), floats("huge", 100), floats("b", 1)), 16))
     assert [[name for _, name in bucket.items] for bucket in buckets] == [["a"], ["huge"], ["b"]]
 
 
-def test_tensors_are_read_no_further_than_one_ahead() -> None:
+def test_planning_reads_at_most_one_tensor_ahead() -> None:
     read: list[str] = []
 
     def gather():
@@ -57,7 +57,7 @@ def test_tensors_are_read_no_further_than_one_ahead() -> None:
     assert read == ["t0", "t1", "t2"]
 
 
-def test_the_request_is_what_sglang_wants() -> None:
+def test_a_bucket_is_described_in_sglangs_format() -> None:
     (bucket,) = plan_buckets(named(TensorSpec("w", "bfloat16", (2, 3), 2), floats("norm", 4)), 1000)
     assert bucket.request("g") == {
         "names": ["w", "norm"],
@@ -76,12 +76,12 @@ def test_the_request_is_what_sglang_wants() -> None:
         ([floats("w", 1)], 0, "must be positive"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_with_a_sentence(tensors, limit, sentence) -> None:
+def test_a_tensor_that_cannot_be_sent_is_refused(tensors, limit, sentence) -> None:
     with pytest.raises(ValueError, match=sentence):
         list(plan_buckets(named(*tensors), limit))
 
 
-def test_scalars_and_state_dicts_are_fine() -> None:
+def test_scalars_and_state_dicts_are_accepted() -> None:
     assert TensorSpec("step", "float32", (), 4).nbytes == 4
     assert list(named_pairs({"a": 1})) == [("a", 1)] == list(named_pairs(iter([("a", 1)])))
 

@@ -1,4 +1,4 @@
-"""A failure or an interrupt ends ``generate`` at once, cancels what runs, and keeps what has finished."""
+"""A failure or an interrupt ends ``generate`` at once, cancels running prompts, and keeps finished samples."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def threads_end() -> None:
     until(lambda: not any(thread.name == "rollout-send_prompts" for thread in threading.enumerate()), "the threads of generate end")
 
 
-def test_the_first_refused_prompt_ends_the_call_with_what_has_finished(fleet: Fleet, script: Script) -> None:
+def test_the_first_refused_prompt_ends_the_call_with_the_finished_samples(fleet: Fleet, script: Script) -> None:
     with pytest.raises(GenerateFailed) as raised:
         fleet.generate(["done", "held", "held", "refused", "waiting"], concurrency=3, timeout=60)
     error = raised.value
@@ -83,7 +83,7 @@ def test_the_first_refused_prompt_ends_the_call_with_what_has_finished(fleet: Fl
     assert [sample.text for sample in fleet.generate(["again"] * 3)] == ["again"] * 3, "the handle is still good"
 
 
-def test_an_interrupt_stays_an_interrupt_and_waits_for_nothing(fleet: Fleet, script: Script) -> None:
+def test_keyboard_interrupt_is_raised_at_once(fleet: Fleet, script: Script) -> None:
     with pytest.raises(KeyboardInterrupt):
         fleet.generate(["held", "held", "interrupt"], timeout=60)
     assert script.still_held == 2
@@ -103,7 +103,7 @@ def test_the_deadline_names_each_prompt_without_a_sample(fake: FakeFleet, fleet:
     assert (len(raised.value.samples), raised.value.cancelled) == (1, [])
 
 
-def test_an_exception_of_our_own_is_raised_as_it_is(fleet: Fleet, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_exception_is_raised_unchanged(fleet: Fleet, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a defect")
 
@@ -112,7 +112,7 @@ def test_an_exception_of_our_own_is_raised_as_it_is(fleet: Fleet, script: Script
         fleet.generate(["done", "done"])
 
 
-def test_an_engine_aborts_what_was_cancelled() -> None:
+def test_an_engine_aborts_cancelled_requests() -> None:
     def running() -> int:
         return int(requests.get(f"{engine.url}/v1/loads", timeout=5).json()["loads"][0]["num_running_reqs"])
 
@@ -128,7 +128,7 @@ def test_an_engine_aborts_what_was_cancelled() -> None:
         until(lambda: running() == 0, "the engine has aborted the requests")
 
 
-def test_a_cancelled_session_is_good_for_the_next_call(fake: FakeFleet, script: Script) -> None:
+def test_a_cancelled_session_can_be_used_again(fake: FakeFleet, script: Script) -> None:
     """Also one that had kept a connection alive, and a call that began after the cancel."""
     http, cancellation = Http(fake.url), Cancellation()
     assert http.send("POST", "/generate", {"text": "a"}, timeout=5, cancellation=cancellation).ok

@@ -26,7 +26,7 @@ def test_samples_keep_the_order_of_the_prompts(fake: FakeFleet) -> None:
     assert samples[0].on_policy
 
 
-def test_prompts_are_asked_for_at_the_same_time(fake: FakeFleet) -> None:
+def test_prompts_are_sent_concurrently(fake: FakeFleet) -> None:
     together = threading.Barrier(4, timeout=10)
     fake.replies["/generate"] = lambda _: (together.wait() * 0 + 200, reply("x"))
     with connect(fake.url, timeout=5) as fleet:
@@ -46,7 +46,7 @@ def test_spans_and_logprobs_are_read(fake: FakeFleet) -> None:
     assert fake.calls[-1][1] == {"input_ids": [5, 6], "sampling_params": {}, "return_logprob": True}
 
 
-def test_a_fleet_that_may_not_serve_is_asked_again(fake: FakeFleet) -> None:
+def test_a_prompt_is_retried_while_the_fleet_may_not_serve(fake: FakeFleet) -> None:
     closed = (503, {"error": {"message": "no engine holds version 3"}}, {"Retry-After": "0"})
     fake.replies["/generate"] = [closed, closed, (200, reply("now"))]
     with connect(fake.url, timeout=5) as fleet:
@@ -54,7 +54,7 @@ def test_a_fleet_that_may_not_serve_is_asked_again(fake: FakeFleet) -> None:
     assert fake.counts["/generate"] == 3
 
 
-def test_the_deadline_ends_the_patience_with_the_last_answer(fake: FakeFleet) -> None:
+def test_at_the_deadline_the_error_has_the_last_answer(fake: FakeFleet) -> None:
     fake.replies["/generate"] = (503, {"error": {"message": "no engine holds version 3"}}, {"Retry-After": "30"})
     started = time.monotonic()
     with connect(fake.url, timeout=5) as fleet, pytest.raises(GenerateFailed, match="no engine holds version 3"):
@@ -62,14 +62,14 @@ def test_the_deadline_ends_the_patience_with_the_last_answer(fake: FakeFleet) ->
     assert time.monotonic() - started < 3
 
 
-def test_a_refusal_for_good_is_not_repeated(fake: FakeFleet) -> None:
+def test_a_permanent_refusal_is_not_retried(fake: FakeFleet) -> None:
     fake.replies["/generate"] = (400, {"error": {"message": "temperature must not be negative"}})
     with connect(fake.url, timeout=5) as fleet, pytest.raises(GenerateFailed, match="temperature must not be"):
         fleet.generate(["p"], sampling_params={"temperature": -1})
     assert fake.counts["/generate"] == 1
 
 
-def test_arguments_that_do_not_fit(fake: FakeFleet) -> None:
+def test_contradictory_arguments_are_refused(fake: FakeFleet) -> None:
     with connect(fake.url, timeout=5) as fleet:
         assert fleet.generate([]) == []
         with pytest.raises(ValueError, match="either prompts or input_ids"):
@@ -84,13 +84,13 @@ def test_connect_waits_for_control_health(fake: FakeFleet) -> None:
     assert fake.counts["/health"] == 6
 
 
-def test_connect_says_what_it_waited_for(fake: FakeFleet) -> None:
+def test_connect_reports_the_last_answer(fake: FakeFleet) -> None:
     fake.replies["/health"] = (503, {"message": "no engine is up yet"})
     with pytest.raises(FleetUnreachable, match=r"did not become healthy within 1 s.*no engine is up yet"):
         connect(fake.url, timeout=1)
 
 
-def test_connect_to_nothing() -> None:
+def test_connect_fails_if_no_server_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         with pytest.raises(FleetUnreachable, match="could not be reached"):
@@ -103,7 +103,7 @@ def test_connect_refuses_a_malformed_url(url: str) -> None:
         connect(url)
 
 
-def test_another_service_behind_the_url(fake: FakeFleet) -> None:
+def test_another_service_at_the_url_is_refused(fake: FakeFleet) -> None:
     fake.replies["/fleet"] = (200, {"hello": "world"})
     with connect(fake.url, timeout=5) as fleet, pytest.raises(FleetError, match="not a discovery document"):
         fleet.document()

@@ -21,7 +21,7 @@ def heartbeat(fake: FakeFleet, lease: float) -> Iterator[None]:
         beats.stop()
 
 
-def test_it_names_its_group_and_goes_on_after_a_refusal(fake: FakeFleet) -> None:
+def test_heartbeats_name_the_group_and_continue_after_a_refusal(fake: FakeFleet) -> None:
     third = threading.Event()
 
     def answer(body: dict[str, object]) -> Reply:
@@ -35,7 +35,7 @@ def test_it_names_its_group_and_goes_on_after_a_refusal(fake: FakeFleet) -> None
     assert {body["group_name"] for path, body in fake.calls if path == FLEET_LEASE} == {"g"}
 
 
-def test_it_sends_nothing_after_it_was_stopped(fake: FakeFleet) -> None:
+def test_no_heartbeat_is_sent_after_stop(fake: FakeFleet) -> None:
     fake.replies[FLEET_LEASE] = (200, {"success": True})
     beats = Heartbeat(Http(fake.url), "g", lease=3600)
     beats.stop()

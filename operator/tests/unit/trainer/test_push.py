@@ -81,13 +81,13 @@ def test_the_calls_of_a_push(willing: FakeFleet) -> None:
     assert set(push.phases) == {"prepare", "begin", "transfer", "end"}
 
 
-def test_a_push_names_the_engines_that_it_left_behind(willing: FakeFleet) -> None:
+def test_a_push_names_fenced_engines(willing: FakeFleet) -> None:
     assert run(willing, FakeGroup()).fenced == {}
     willing.replies["/end_weight_update"] = (200, {"success": True, "fleet": {"fenced": {"demo-engine-1": "could not end the session"}}})
     assert run(willing, FakeGroup()).fenced == {"demo-engine-1": "could not end the session"}
 
 
-def test_the_next_bucket_is_prepared_while_one_travels(willing: FakeFleet) -> None:
+def test_the_next_bucket_is_prepared_during_a_broadcast(willing: FakeFleet) -> None:
     arrived: list[float] = []
 
     def slow(_: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -107,7 +107,7 @@ def test_a_push_of_many_buckets_keeps_one_connection(willing: FakeFleet) -> None
     assert willing.connections == 1
 
 
-def test_a_refusal_ends_a_broadcast_that_nobody_receives(willing: FakeFleet) -> None:
+def test_a_refusal_ends_a_broadcast_without_receivers(willing: FakeFleet) -> None:
     refused = {"success": False, "message": "engine demo-engine-1 is not up", "fleet": {"engine": "demo-engine-1"}}
     willing.replies[UPDATE] = (400, refused)
     hold = threading.Event()
@@ -125,7 +125,7 @@ def test_success_false_is_a_refusal_whatever_the_status(willing: FakeFleet) -> N
         run(willing, FakeGroup())
 
 
-def test_a_broken_broadcast_waits_for_the_fleets_own_words(willing: FakeFleet) -> None:
+def test_a_broken_broadcast_waits_for_the_fleets_error(willing: FakeFleet) -> None:
     def late(_: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         time.sleep(0.3)
         return 500, {"success": False, "message": "engine demo-engine-0 was killed"}
@@ -135,7 +135,7 @@ def test_a_broken_broadcast_waits_for_the_fleets_own_words(willing: FakeFleet) -
         run(willing, FakeGroup(error=RuntimeError("Connection closed by peer")))
 
 
-def test_a_fleet_that_says_nothing(willing: FakeFleet) -> None:
+def test_a_silent_fleet_fails_the_push_at_the_deadline(willing: FakeFleet) -> None:
     release = threading.Event()
     willing.replies[UPDATE] = lambda _: (release.wait(20), GOOD)[1]
     with pytest.raises(PushFailed, match=r"phase 'transfer'"):
@@ -143,14 +143,14 @@ def test_a_fleet_that_says_nothing(willing: FakeFleet) -> None:
     release.set()
 
 
-def test_a_broadcast_that_never_ends(willing: FakeFleet) -> None:
+def test_a_broadcast_without_end_fails_at_the_deadline(willing: FakeFleet) -> None:
     hold = threading.Event()
     with pytest.raises(PushFailed, match="broadcast did not finish within"):
         run(willing, FakeGroup(hold=hold), timeout=0.5)
     hold.set()
 
 
-def test_begin_refused_sends_nothing(willing: FakeFleet) -> None:
+def test_a_refused_begin_sends_no_tensor(willing: FakeFleet) -> None:
     willing.replies["/begin_weight_update"] = (409, {"success": False, "message": "an update is running"})
     group = FakeGroup()
     with pytest.raises(PushFailed, match=r"phase 'begin'.*an update is running"):
@@ -158,7 +158,7 @@ def test_begin_refused_sends_nothing(willing: FakeFleet) -> None:
     assert group.sent == []
 
 
-def test_nothing_to_push_and_tensors_that_fail(willing: FakeFleet) -> None:
+def test_empty_and_failing_sources_are_refused(willing: FakeFleet) -> None:
     with pytest.raises(PushFailed, match="there is no tensor to push"):
         run(willing, FakeGroup(), names="")
 

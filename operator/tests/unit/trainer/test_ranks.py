@@ -107,7 +107,7 @@ def test_all_ranks_gather_the_same_tensors_and_return_the_leaders_result(trainer
     assert len(trainer.store.values) < 10, "keys of earlier pushes are removed"
 
 
-def test_every_rank_hears_why_it_failed_and_the_next_push_succeeds(trainer: Trainer) -> None:
+def test_every_rank_raises_the_reason_and_the_next_push_succeeds(trainer: Trainer) -> None:
     first = trainer.ranks[0]
 
     def broken() -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ def fleet(fake: FakeFleet) -> Iterator[Fleet]:
         yield made
 
 
-def test_every_sample_of_every_prompt_comes_in_order() -> None:
+def test_samples_are_returned_in_order() -> None:
     prompts = [[4, 5], [6], [7, 8]]
     with StandIn() as engine, connect_engine(engine.url) as fleet:
         wanted = [expected_tokens(engine.tensors(), prompt, 3) for prompt in prompts]
@@ -95,6 +95,6 @@ def test_wrong_arguments_reach_no_engine(
     assert fake.counts["/generate"] == 0
 
 
-def test_the_most_samples_are_allowed(fake: FakeFleet, fleet: Fleet) -> None:
+def test_the_maximum_of_samples_is_accepted(fake: FakeFleet, fleet: Fleet) -> None:
     fake.replies["/generate"] = lambda body: (200, [{"meta_info": {}}] * body["sampling_params"]["n"])
     assert fleet.generate(["p"], n=MAX_SAMPLES_PER_PROMPT)[-1].sample_index == 1023

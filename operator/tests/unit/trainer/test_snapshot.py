@@ -1,4 +1,4 @@
-"""Snapshots of pushes: whole or not at all, the newest kept, written beside the training step. No torch."""
+"""Snapshots of pushes: complete or absent, the newest are kept, written in the background. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.trainer.test_push import GOOD, FakeGroup, Tensor
 
 
 def nothing() -> None:
-    """Nobody has given up."""
+    """Do not cancel."""
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,7 @@ def names(directory: Path) -> list[str]:
 # One snapshot
 
 
-def test_a_snapshot_is_a_model_that_says_what_it_is(tmp_path: Path, model: Path) -> None:
+def test_a_snapshot_is_a_model_with_a_manifest(tmp_path: Path, model: Path) -> None:
     made = write_snapshot(job(tmp_path, model), check_cancelled=nothing)
     assert made == latest_snapshot(tmp_path)
     assert made.path.name == "1-1-step_1"
@@ -76,7 +76,7 @@ def test_a_snapshot_is_a_model_that_says_what_it_is(tmp_path: Path, model: Path)
     verify_snapshot(made)
 
 
-def test_large_models_come_in_several_files_with_an_index(tmp_path: Path, model: Path) -> None:
+def test_large_models_are_split_into_files_with_an_index(tmp_path: Path, model: Path) -> None:
     tensors = [staged(name, b"x" * size) for name, size in (("a", 4), ("b", 4), ("huge", 20), ("c", 1))]
     made = write_snapshot(job(tmp_path, model, tensors=tensors, shard_bytes=8), check_cancelled=nothing)
     assert sorted(path.name for path in made.path.glob("*.safetensors")) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -85,7 +85,7 @@ def test_large_models_come_in_several_files_with_an_index(tmp_path: Path, model:
 
 
 @pytest.mark.parametrize("damage", ["shorten", "change", "remove"])
-def test_verify_names_the_file_that_is_not_what_was_written(tmp_path: Path, model: Path, damage: str) -> None:
+def test_verify_names_a_changed_file(tmp_path: Path, model: Path, damage: str) -> None:
     made = write_snapshot(job(tmp_path, model), check_cancelled=nothing)
     file = made.path / "model.safetensors"
     whole = file.read_bytes()
@@ -106,7 +106,7 @@ def test_a_version_label_cannot_leave_the_directory() -> None:
 
 @given(keep=st.integers(1, 4), versions=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=8))
 @settings(max_examples=30, deadline=None)
-def test_the_last_ones_stay_in_the_order_in_which_they_were_committed(
+def test_the_newest_snapshots_are_kept_in_commit_order(
     tmp_path_factory: pytest.TempPathFactory, model: Path, keep: int, versions: list[tuple[int, int]]
 ) -> None:
     directory = tmp_path_factory.mktemp("many")
@@ -121,7 +121,7 @@ def test_the_last_ones_stay_in_the_order_in_which_they_were_committed(
     assert not [entry for entry in directory.iterdir() if entry.name.startswith((".writing", ".removed"))]
 
 
-def test_a_snapshot_that_is_read_is_removed_later(tmp_path: Path, model: Path) -> None:
+def test_a_locked_snapshot_is_removed_later(tmp_path: Path, model: Path) -> None:
     first = write_snapshot(job(tmp_path, model, 1, keep=1), check_cancelled=nothing)
     with lock_snapshot(first.path):
         write_snapshot(job(tmp_path, model, 2, keep=1), check_cancelled=nothing)
@@ -136,7 +136,7 @@ def test_a_snapshot_that_is_read_is_removed_later(tmp_path: Path, model: Path) -
         pass
 
 
-def test_what_a_killed_writer_left_is_ignored_and_then_cleared(tmp_path: Path, model: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_ignored_and_removed(tmp_path: Path, model: Path) -> None:
     code = """
 import os, sys
 sys.path[:0] = sys.argv[3:]
@@ -163,9 +163,7 @@ write_snapshot(job(Path(sys.argv[1]), Path(sys.argv[2])), check_cancelled=check_
 
 
 @pytest.mark.parametrize("fails_at", range(1, 9))
-def test_a_failure_at_any_point_leaves_the_snapshots_before(
-    tmp_path: Path, model: Path, fails_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_earlier_snapshots(tmp_path: Path, model: Path, fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     write_snapshot(job(tmp_path, model, 1), check_cancelled=nothing)
     real, calls = os.fsync, []
 
@@ -186,7 +184,7 @@ def test_a_failure_at_any_point_leaves_the_snapshots_before(
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".writing")]
 
 
-def test_a_full_disk_is_told_with_numbers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_sizes(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, parts: Any, check_cancelled: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -246,7 +244,7 @@ def push(fake: FakeFleet) -> Iterator[Callable[..., Any]]:
         fleet.close()
 
 
-def test_each_so_many_th_push_becomes_a_snapshot(tmp_path: Path, model: Path, push: Callable[..., Any]) -> None:
+def test_every_nth_push_becomes_a_snapshot(tmp_path: Path, model: Path, push: Callable[..., Any]) -> None:
     snapshots = Snapshots(tmp_path, model=model, every=2, keep=2)
     for n in range(1, 8):
         result = push(snapshots, n)
@@ -258,13 +256,13 @@ def test_each_so_many_th_push_becomes_a_snapshot(tmp_path: Path, model: Path, pu
     assert set(read_model(latest_snapshot(tmp_path).path).tensors) == {"a", "b"}  # type: ignore[union-attr]
 
 
-def test_without_snapshots_a_push_writes_nothing_and_cannot_be_told_to(push: Callable[..., Any]) -> None:
+def test_a_push_without_snapshots_refuses_to_write_one(push: Callable[..., Any]) -> None:
     assert push(None, 1).snapshot is None
     with pytest.raises(ValueError, match=r"fleet.snapshots = Snapshots"):
         push(None, 2, snapshot=True)
 
 
-def test_what_was_not_committed_is_not_published(tmp_path: Path, model: Path, push: Callable[..., Any], fake: FakeFleet) -> None:
+def test_an_uncommitted_push_is_not_written(tmp_path: Path, model: Path, push: Callable[..., Any], fake: FakeFleet) -> None:
     snapshots = Snapshots(tmp_path, model=model)
     with pytest.raises(PushFailed, match="committed version"):
         push(snapshots, 1, committed=0)
@@ -320,7 +318,7 @@ def test_a_deadline_ends_a_slow_snapshot(tmp_path: Path, model: Path, push: Call
     assert names(tmp_path) == []
 
 
-def test_a_model_that_is_no_folder_is_refused_before_training_starts(tmp_path: Path, model: Path) -> None:
+def test_a_model_that_is_not_a_folder_is_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ValueError, match="snapshot_download"):
         Snapshots(tmp_path, model="Qwen/Qwen2.5-7B-Instruct")
     with pytest.raises(ValueError, match="keep=0"):

@@ -1,4 +1,4 @@
-"""On a GPU: the order between the copies into a staging buffer and the broadcast that reads it. With a torch that only takes notes."""
+"""On a GPU: the order between the copies into a staging buffer and the broadcast that reads it. With a fake torch that records calls."""
 
 from __future__ import annotations
 

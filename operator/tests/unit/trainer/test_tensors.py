@@ -1,4 +1,4 @@
-"""What a push refuses before the fleet hears of it. Without torch: tensors are describe_tensor by the fields that are read."""
+"""What a push refuses before its first call to the fleet. Without torch: tensors are objects with the fields that are read."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def checked(tensors: Any, specs: Any = None, model: Any = None) -> Source:
     return source
 
 
-def test_names_are_those_of_the_checkpoint() -> None:
+def test_names_are_cleaned_to_those_of_the_checkpoint() -> None:
     raw = "_orig_mod.model.layers.0._checkpoint_wrapped_module.mlp._fsdp_wrapped_module._orig_mod.up_proj.weight"
     assert clean_name(raw) == "model.layers.0.mlp.up_proj.weight"
     assert clean_name("my_orig_mod.weight") == "my_orig_mod.weight"
@@ -107,7 +107,7 @@ def test_names_are_those_of_the_checkpoint() -> None:
         ({"a": Sharded(), "b": Sharded(device_mesh=mesh(0, 2))}, "Tensor 'b' is on a mesh of ranks [0, 2], other tensors"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_with_a_sentence(tensors: Any, sentence: str) -> None:
+def test_a_tensor_that_cannot_be_sent_is_refused(tensors: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         checked(tensors)
 
@@ -145,7 +145,7 @@ A, B, C = ("a", Tensor()), ("b", Tensor((4,), "torch.float32", size=4)), ("c", T
         ([A, B, C], "the tensors give 'c' (bfloat16 [2, 3]) where specs has no tensor."),
     ],
 )
-def test_specs_say_what_an_iterator_will_give(tensors: Any, sentence: str) -> None:
+def test_tensors_must_match_specs(tensors: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         checked(tensors, SPECS)
     lazy = checked(iter(tensors), SPECS)
@@ -155,7 +155,7 @@ def test_specs_say_what_an_iterator_will_give(tensors: Any, sentence: str) -> No
     assert [spec.name for spec, _ in checked(iter([A, B]), SPECS)] == ["a", "b"]
 
 
-def test_specs_are_checked_before_an_iterator_is_read_on() -> None:
+def test_specs_are_checked_before_an_iterator_is_read() -> None:
     for specs, sentence in (
         ([("a", (2, 3), "complex64")], "type complex64"),
         ([*SPECS, ("a", (1,), "int8")], "appears twice"),
@@ -178,7 +178,7 @@ def test_names_and_shapes_are_compared_with_the_engines_model() -> None:
         list(lazy)
 
 
-def test_a_dtensor_behind_a_plain_one_in_an_iterator_is_refused() -> None:
+def test_an_iterator_must_yield_a_dtensor_first() -> None:
     with pytest.raises(ValueError, match="pass a list or a state dict"):
         list(checked(iter([("a", Tensor()), ("b", Sharded())])))
 

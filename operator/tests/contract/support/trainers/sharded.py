@@ -129,9 +129,9 @@ def bad(fleet: Fleet, path: str) -> Seen:
         "order": dict(reversed(state.items())) if rank == 1 else state,
         "mesh": {"model.norm.weight": column, "lm_head.weight": row},
     }
-    told = {name: failed(lambda tensors=tensors: fleet.push(tensors, version=3, timeout=20)) for name, tensors in cases.items()}
+    errors = {name: failed(lambda tensors=tensors: fleet.push(tensors, version=3, timeout=20)) for name, tensors in cases.items()}
     Http.post = post  # type: ignore[method-assign]
-    return {"told": told, "calls": calls, "unchanged": fleet.document().model_dump() == before}
+    return {"errors": errors, "calls": calls, "unchanged": fleet.document().model_dump() == before}
 
 
 def stopped(fleet: Fleet, path: str) -> Seen:
@@ -139,7 +139,7 @@ def stopped(fleet: Fleet, path: str) -> Seen:
     model = policy(path, 4)
     expected = greedy(model)
     state = wrapped(model).state_dict()
-    told = {}
+    errors = {}
 
     def breaking(rank: int) -> Iterator[tuple[str, Any]]:
         for number, pair in enumerate(state.items()):
@@ -148,12 +148,12 @@ def stopped(fleet: Fleet, path: str) -> Seen:
             yield pair
 
     for name, rank in (("leader", 0), ("follower", 1)):
-        told[name] = failed(lambda rank=rank: fleet.push(breaking(rank), version=4, bucket_bytes=1, timeout=30))
-    told["fleet"] = failed(lambda: fleet.push(state, version=4, checksums={1: ["0" * 64]}, timeout=30))
-    told["absent"] = failed(lambda: fleet.push(state, version=4, timeout=1)) if dist.get_rank() == 0 else ""
+        errors[name] = failed(lambda rank=rank: fleet.push(breaking(rank), version=4, bucket_bytes=1, timeout=30))
+    errors["fleet"] = failed(lambda: fleet.push(state, version=4, checksums={1: ["0" * 64]}, timeout=30))
+    errors["absent"] = failed(lambda: fleet.push(state, version=4, timeout=1)) if dist.get_rank() == 0 else ""
     dist.barrier()
     result = fleet.push(state, version=5)
-    return {"told": told, "healed": said(fleet) == ["5", expected], "version": result.version}
+    return {"errors": errors, "healed": said(fleet) == ["5", expected], "version": result.version}
 
 
 def main(url: str, path: str, *cases: str) -> None:
