@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -13,23 +13,15 @@ from pydantic import BaseModel, ValidationError
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.wire.ports import DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.ports import DEADLINE_HEADER, SEQ_HEADER, TERM_HEADER
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.trainer import ControlReply
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class RefusedError(Exception):
-    """A call that is answered with a refusal; the message is the sentence."""
-
-    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = headers or {}
-
-
-def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     """An answer in SGLang's shape; the sentence is in the reason phrase too, which is all that some clients print."""
     reason = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")[:200]
     body = ControlReply(success=False, message=message).model_dump(exclude_none=True)
@@ -40,11 +32,10 @@ def check_token(request: web.Request, token: str, hint: str = "") -> None:
     """Raise RefusedError unless the call carries the rollout's token; ``hint`` is said to who has none."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
-        raise RefusedError(
-            401, f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine.{hint}"
-        )
+        needed = f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine.{hint}"
+        raise RefusedError(needed, status=401)
     if not hmac.compare_digest(given.strip().encode(), token.encode()):
-        raise RefusedError(403, f"{request.path}: this token is not the one of this rollout.")
+        raise RefusedError(f"{request.path}: this token is not the one of this rollout.", status=403)
 
 
 class Access:
@@ -62,19 +53,22 @@ class Access:
             check_token(request, self._token, self._hint)
             self._check_term(request)
             self._agent.heard_at = time.monotonic()
-            return await handler(request)
+            response = await handler(request)
+            if not response.prepared:
+                response.headers[SEQ_HEADER] = str(self._agent.next_seq())
+            return response
 
         return checked
 
     def _check_term(self, request: web.Request) -> None:
         text = request.headers.get(TERM_HEADER, "")
         if not text.isascii() or not text.isdigit():
-            raise RefusedError(400, f"{request.path}: the header {TERM_HEADER} must hold the coordinator's term, a number.")
+            raise RefusedError(f"{request.path}: the header {TERM_HEADER} must hold the coordinator's term, a number.")
         highest = self._agent.state.memory.term
         if int(text) < highest:
             sentence = f"{request.path}: term {int(text)} is over; a coordinator of term {highest} leads now."
             # The header lets a coordinator whose record was lost start above every term that agents have seen.
-            raise RefusedError(409, sentence, {TERM_HEADER: str(highest)})
+            raise RefusedError(sentence, status=409, headers={TERM_HEADER: str(highest)})
         self._agent.dispatch(ev.Told(int(text)))
 
 
@@ -86,9 +80,9 @@ async def json_body(request: web.Request) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except ValueError as error:
-        raise RefusedError(400, f"{request.path}: the body is not JSON: {error}.") from None
+        raise RefusedError(f"{request.path}: the body is not JSON: {error}.") from None
     if not isinstance(body, dict):
-        raise RefusedError(400, f"{request.path}: the body must be a JSON object, not {type(body).__name__}.")
+        raise RefusedError(f"{request.path}: the body must be a JSON object, not {type(body).__name__}.")
     return body
 
 
@@ -99,7 +93,7 @@ async def message(request: web.Request, model: type[_Model]) -> _Model:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise RefusedError(400, f"{request.path}: {where}: {first['msg']}.") from None
+        raise RefusedError(f"{request.path}: {where}: {first['msg']}.") from None
 
 
 def deadline_of(request: web.Request, default: float) -> float:
@@ -112,5 +106,5 @@ def deadline_of(request: web.Request, default: float) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= 86400:
-        raise RefusedError(400, f"{request.path}: the header {DEADLINE_HEADER} must hold seconds, from 0 to 86400, not {text!r}.")
+        raise RefusedError(f"{request.path}: the header {DEADLINE_HEADER} must hold seconds, from 0 to 86400, not {text!r}.")
     return seconds

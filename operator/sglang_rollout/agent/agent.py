@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateLack
 from sglang_rollout.agent.record import RecordError, RecordFile
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
+from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
 from sglang_rollout.wire.weights import EngineState
 
 log = logging.getLogger(__name__)
@@ -77,12 +79,14 @@ class Agent:
         """Seconds without a sign of life after which an engine that has nothing to do is restarted; each coordinator says its own."""
         self.drain = SyncRequest(committed=None).drain
         """Seconds that requests have to end before the engine falls asleep; each coordinator says its own."""
-        self.note = ""
-        """What keeps the engine from what the spec says, as a sentence."""
+        self.release_failure: Refusal | None = None
+        """Why the engine could not release its memory as the spec asks."""
         self.observer: Callable[[str, Reply, float], None] | None = None
         """Called after each control call with its name, answer and seconds."""
-        self.why_down: Callable[[], str] = lambda: ""
-        """What else is known about an engine that is not up: of one with several pods, what the others do."""
+        self.why_down: Callable[[], Refusal | None] = lambda: None
+        """Return what else is known about an engine of several pods that is not up."""
+        # Microseconds of the machine's uptime: a restarted agent continues above every number that it has used before.
+        self._seq = itertools.count(time.monotonic_ns() // 1000)
         self._silences = 0
         self._named: _GateEntries | None = None
         """Entries that the gate holds; None if some of them may be missing."""
@@ -109,18 +113,23 @@ class Agent:
         before, after = s.closed_reason(self.state), s.closed_reason(new)
         self.state = new
         if before != after:
-            log.info("%s", after or f"The engine holds the committed version {new.memory.version}: the gate may open.")
+            said = f"The engine holds the committed version {new.memory.version}: the gate may open." if after is None else after.message
+            log.info("%s", said)
 
     def may_open(self) -> bool:
         """Whether the gate may be open now; asks the boot file too, so that a restarted container is noticed before its engine listens."""
         self._notice_restart()
         return s.gate_may_open(self.state)
 
+    def next_seq(self) -> int:
+        """Return the next sequence number. Every message to the coordinator carries its own."""
+        return next(self._seq)
+
     def status(self) -> AgentStatus:
-        """The wire form of what is known."""
-        told = s.status(self.state, name=self.name, gate_open=self.view is not None and self.view.up)
-        if self.note:
-            told = told.model_copy(update={"reason": self.note})
+        """Return the status message of this moment, with the next sequence number."""
+        told = s.status(self.state, name=self.name, gate_open=self.view is not None and self.view.up, seq=self.next_seq())
+        if self.release_failure is not None:
+            told = told.model_copy(update={"reason": self.release_failure.code, "message": self.release_failure.message})
         if self.fencing_since is None:
             return told
         return told.model_copy(update={"giving_up": max(time.monotonic() - self.fencing_since, 0.001)})
@@ -143,13 +152,17 @@ class Agent:
             else:
                 self.dispatch(ev.Identified(await self._identify(label)))
         except EngineGoneError as error:
-            self.dispatch(ev.Lost(self.why_down() or str(error)))
+            self._lost(error)
         except EngineError as error:
             self._silences += 1
             if not self.state.up or self._silences >= _SILENCES:
-                self.dispatch(ev.Lost(self.why_down() or str(error)))
+                self._lost(error)
         except RecordError as error:
             self.dispatch(ev.Lost(str(error)))
+
+    def _lost(self, error: EngineError) -> None:
+        known = self.why_down()
+        self.dispatch(ev.Lost(str(error)) if known is None else ev.Lost(known.message, GateReason(known.code)))
 
     async def watch_connection(self) -> None:
         """Return after the engine's process has ended and what is there now has been looked at. Polls alone would miss a quick restart."""
@@ -339,9 +352,10 @@ class Agent:
             self.observer(ended.call, reply, seconds)
         return reply
 
-    def _refusal(self, call: str, body: dict[str, Any]) -> guards.Refusal | None:
+    def _refusal(self, call: str, body: dict[str, Any]) -> Refusal | None:
         if self.fencing:
-            return guards.Refusal(409, f"{call}: the agent is giving an update up (/agent/fence) and takes no call until that has ended.")
+            message = f"{call}: the agent is giving an update up (/agent/fence) and takes no call until that has ended."
+            return Refusal(RefusalCode.CONFLICT, message)
         return guards.refusal(self.state, call, body)
 
     def awake(self) -> None:

@@ -9,7 +9,7 @@ from aiohttp import web
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.access import Access, Handler, RefusedError, check_token, deadline_of, json_body, message, refuse
+from sglang_rollout.agent.access import Access, Handler, check_token, deadline_of, json_body, message, refuse
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import EngineError, Reply
@@ -20,11 +20,12 @@ from sglang_rollout.agent.metrics import Metrics
 from sglang_rollout.agent.preflight import preflight
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.relay import RELAYED, Relay
-from sglang_rollout.agent.update import AckError, Fence, acknowledge
+from sglang_rollout.agent.update import Fence, acknowledge
 from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
 from sglang_rollout.wire.launch import MemberReport
+from sglang_rollout.wire.reasons import RefusedError
 
 MAX_BODY = 16 * 1024 * 1024
 _READ_DEADLINE = 5.0
@@ -57,13 +58,13 @@ class Routes:
     async def engine(self, _: web.Request) -> web.StreamResponse:
         """The engine is up and warm. Answers SGLang's /health too: its own may generate a token, which a paused engine cannot."""
         state = self._agent.state
-        return web.json_response({"status": "ok"}) if state.up else refuse(503, f"The engine is not up: {state.down_reason}.")
+        return web.json_response({"status": "ok"}) if state.up else refuse(503, f"The engine is not up: {state.down.message}.")
 
     async def gate(self, _: web.Request) -> web.StreamResponse:
         """Asked by haproxy: may the gate be open?"""
         if self._agent.may_open():
             return web.json_response({"open": True})
-        return refuse(503, s.closed_reason(self._agent.state))
+        return refuse(503, s.closed_message(self._agent.state))
 
     async def metrics(self, _: web.Request) -> web.StreamResponse:
         """Prometheus text."""
@@ -86,7 +87,7 @@ class Routes:
         """SGLang's generating health check, if the engine can generate."""
         state = self._agent.state
         if not state.up or state.memory.paused or state.memory.pending:
-            return refuse(503, "The engine cannot generate now: " + (s.closed_reason(state) or "it is paused."))
+            return refuse(503, "The engine cannot generate now: " + (s.closed_message(state) or "it is paused."))
         return passed_on(await self._agent.engine.get("/health_generate", timeout=_GENERATE_DEADLINE))
 
     # For the coordinator
@@ -127,10 +128,7 @@ class Routes:
 
     async def ack(self, request: web.Request) -> web.StreamResponse:
         """Vouch for a version."""
-        try:
-            await acknowledge(self._agent, await message(request, AckRequest), deadline_of(request, _ACK_DEADLINE))
-        except AckError as error:
-            raise RefusedError(409, str(error)) from None
+        await acknowledge(self._agent, await message(request, AckRequest), deadline_of(request, _ACK_DEADLINE))
         return await self._report_settled()
 
     async def fence(self, request: web.Request) -> web.StreamResponse:
@@ -172,7 +170,7 @@ class Routes:
         # Its own term: while its body came, a coordinator of a higher one may have spoken.
         term = int(request.headers[ports.TERM_HEADER])
         self._agent.lease, self._agent.silent, self._agent.drain = told.lease, told.silent, told.drain
-        self._agent.dispatch(ev.Told(term, told.committed, tuple(told.tolerated), told.hold, told.at, told.life))
+        self._agent.dispatch(ev.Told(term, told.committed, tuple(told.tolerated), told.hold, told.sender, told.seq))
 
     async def _status(self) -> web.Response:
         await self._agent.settle_gate()
@@ -240,7 +238,7 @@ def _member_route(leader: Leader, token: str) -> Handler:
         check_token(request, token)
         report = await message(request, MemberReport)
         if report.rank >= leader.group.size:
-            raise RefusedError(400, f"{request.path}: this engine has {leader.group.size} pods, so none of rank {report.rank}.")
+            raise RefusedError(f"{request.path}: this engine has {leader.group.size} pods, so none of rank {report.rank}.")
         return web.json_response(leader.report(report).model_dump(mode="json"))
 
     return member

@@ -7,6 +7,7 @@ from typing import TypeAlias, assert_never
 
 from sglang_rollout.agent.state import BY_SPEC, UNSURE, EngineFacts, Memory, State, gate_may_open
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
+from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
@@ -15,7 +16,9 @@ from sglang_rollout.wire.weights import BASE, EngineState, Version
 class Lost:
     """The engine does not answer."""
 
-    reason: str
+    message: str
+    """Why, as a clause."""
+    code: GateReason = GateReason.NOT_UP
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,10 @@ class Told:
     committed: Version | None = None
     tolerated: tuple[Version, ...] = ()
     hold: FleetState | None = None
-    at: float = 0.0
-    """When it was said, by the clock of that coordinator."""
-    life: str = ""
-    """Of that coordinator."""
+    sender: str = ""
+    """Identifies the coordinator process."""
+    seq: int = 0
+    """Orders the messages of the sender in its term; 0: it sends no sequence numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,8 @@ def step(state: State, event: Event) -> tuple[State, list[Effect]]:
 
 def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per event
     match event:
-        case Lost(reason):
-            return replace(state, up=False, down_reason=reason)
+        case Lost(message, code):
+            return replace(state, up=False, down=Refusal(code, message))
         case Identified(facts):
             return _identified(state, facts)
         case Polled(label, calls):
@@ -173,16 +176,19 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
 
 
 def _told(state: State, event: Told) -> State:
-    """A word that a later one has overtaken counts no more: it might open the gate to a version that has been replaced since."""
+    """Ignore an out-of-order sync. It could reopen the gate for a version that has since been replaced."""
     memory = state.memory
-    overtaken = event.life == state.told_by and event.at < state.told_at
-    if event.term < memory.term or (event.committed is not None and overtaken):
+    sender = (event.term, event.sender)
+    is_overtaken = sender == state.synced_by and 0 < event.seq < state.synced_seq
+    if event.term < memory.term or is_overtaken:
         return state
+    if event.seq:
+        state = replace(state, synced_by=sender, synced_seq=event.seq)
     state = _remember(state, term=event.term, hold=memory.hold if event.hold is None else event.hold)
     if event.committed is None:
         return state
     state = _remember(state, committed=event.committed, tolerated=list(event.tolerated))
-    return replace(state, informed=True, told_at=event.at, told_by=event.life)
+    return state if state.informed else replace(state, informed=True)
 
 
 def _identified(state: State, facts: EngineFacts) -> State:

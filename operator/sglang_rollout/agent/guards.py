@@ -7,12 +7,12 @@ after others (continuing after half an update). Such calls end here, with a sent
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sglang_rollout.agent import state as s
 from sglang_rollout.proxy.versions import ADAPTERS_LONGEST, listed
 from sglang_rollout.sglang.api import DEFAULT_GROUP, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, MemoryTag
+from sglang_rollout.wire.reasons import Refusal, RefusalCode
 from sglang_rollout.wire.states import FleetState, held_sentence
 from sglang_rollout.wire.text import unwritable
 from sglang_rollout.wire.weights import EngineState
@@ -64,35 +64,27 @@ _CHECKER_ACTIONS = ("checksum",)
 """Of the others, one overwrites the weights and one keeps a copy of them in host memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A call that must not reach the engine: HTTP status and a sentence."""
-
-    status: int
-    message: str
-
-
 def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None:  # noqa: PLR0911, PLR0912 - one line per rule
     """Why ``call`` must not be put to the engine now, or None."""
     memory = state.memory
     if not state.up:
-        return Refusal(503, f"{call}: the engine is not up: {state.down_reason}.")
+        return Refusal(state.down.code, f"{call}: the engine is not up: {state.down.message}.")
     if memory.pending:
-        return Refusal(409, f"{call}: the engine has not answered {memory.pending} yet, and it takes one control call at a time.")
+        return _conflict(f"{call}: the engine has not answered {memory.pending} yet, and it takes one control call at a time.")
     if why := unwritable(body):
-        return Refusal(400, f"{call}: {why}")
+        return _invalid(f"{call}: {why}")
     if call == ControlCall.CONTINUE and memory.state is EngineState.DIRTY:
-        return Refusal(409, f"{call}: {s.closed_reason(state)} Resuming would serve that mixture; /agent/fence gives the update up first.")
+        return _conflict(f"{call}: {s.closed_message(state)} Resuming would serve that mixture; /agent/fence gives the update up first.")
     if call in _NEED_WEIGHTS and MemoryTag.WEIGHTS in memory.released:
-        return Refusal(409, f"{call}: the engine's weights are released; {ControlCall.RESUME_MEMORY} comes first.")
+        return _conflict(f"{call}: the engine's weights are released; {ControlCall.RESUME_MEMORY} comes first.")
     if call == ControlCall.CONTINUE and memory.released:
-        return Refusal(409, f"{call}: {s.closed_reason(state)} {ControlCall.RESUME_MEMORY} comes first.")
+        return _conflict(f"{call}: {s.closed_message(state)} {ControlCall.RESUME_MEMORY} comes first.")
     if call in (ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR) and not memory.session:
-        return Refusal(409, f"{call} must run between begin_weight_update and end_weight_update, and no session is open.")
+        return _conflict(f"{call} must run between begin_weight_update and end_weight_update, and no session is open.")
     if call == ControlCall.UPDATE_DISTRIBUTED and group_of(body) not in memory.groups:
-        return Refusal(400, f"{call}: this engine is in no group {group_of(body)!r}; its groups: {', '.join(memory.groups) or 'none'}.")
+        return _invalid(f"{call}: this engine is in no group {group_of(body)!r}; its groups: {', '.join(memory.groups) or 'none'}.")
     if call == ControlCall.END_UPDATE and not memory.session:
-        return Refusal(400, f"{call}: no weight update session is open.")
+        return _invalid(f"{call}: no weight update session is open.")
     if call == ControlCall.INIT_GROUP:
         return _init_refusal(memory, body)
     if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY):
@@ -102,6 +94,14 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
     if call == ControlCall.LOAD_ADAPTER:
         return _load_refusal(memory, name_of(call, body))
     return _value_refusal(call, body)
+
+
+def _conflict(message: str) -> Refusal:
+    return Refusal(RefusalCode.CONFLICT, message)
+
+
+def _invalid(message: str) -> Refusal:
+    return Refusal(RefusalCode.INVALID_REQUEST, message)
 
 
 def group_of(body: dict[str, Any]) -> str:
@@ -152,20 +152,20 @@ def prepared(call: str, body: dict[str, Any], memory: s.Memory) -> dict[str, Any
 def _init_refusal(memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
     name = group_of(body)
     if not name:
-        return Refusal(400, f"{ControlCall.INIT_GROUP}: the group needs a name; an empty one ends the engine's process.")
+        return _invalid(f"{ControlCall.INIT_GROUP}: the group needs a name; an empty one ends the engine's process.")
     if name in memory.groups:
-        return Refusal(400, f"{ControlCall.INIT_GROUP}: the engine already is in a group {name!r}: destroy it first, or use a fresh name.")
+        return _invalid(f"{ControlCall.INIT_GROUP}: the engine already is in a group {name!r}: destroy it first, or use a fresh name.")
     return None
 
 
 def _value_refusal(call: str, body: dict[str, Any]) -> Refusal | None:
     form, action = body.get("load_format"), body.get("action", "checksum")
     if call == ControlCall.UPDATE_DISK and form is not None and form not in DISK_LOAD_FORMATS:
-        return Refusal(
-            400, f"{call}: load_format {form!r} may end the engine's process: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out."
+        return _invalid(
+            f"{call}: load_format {form!r} may end the engine's process: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out."
         )
     if call == ControlCall.CHECK_WEIGHTS and action not in _CHECKER_ACTIONS:
-        return Refusal(400, f"{call}: action {action!r} is not offered, only checksum: others change or copy the weights.")
+        return _invalid(f"{call}: action {action!r} is not offered, only checksum: others change or copy the weights.")
     return None
 
 
@@ -173,12 +173,12 @@ def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refus
     form, payloads, ranks = body.get("load_format"), body.get("serialized_named_tensors"), (facts and facts.tensor_size) or 1
     if form not in TENSOR_LOAD_FORMATS:
         said = f"load_format {form!r} may end the engine's process: use flattened_bucket or direct, or leave it out."
-        return Refusal(400, f"{ControlCall.UPDATE_TENSOR}: {said}")
+        return _invalid(f"{ControlCall.UPDATE_TENSOR}: {said}")
     if not isinstance(payloads, list) or len(payloads) < ranks:
         said = (
             f"serialized_named_tensors must hold one payload for each of the engine's {ranks} ranks; a rank without one ends its process."
         )
-        return Refusal(400, f"{ControlCall.UPDATE_TENSOR}: {said}")
+        return _invalid(f"{ControlCall.UPDATE_TENSOR}: {said}")
     return None
 
 
@@ -186,8 +186,7 @@ def _load_refusal(memory: s.Memory, name: str) -> Refusal | None:
     """The gate refuses requests for adapters that it was not told of."""
     if name in memory.adapters or len(listed({*memory.adapters, name})) <= ADAPTERS_LONGEST:
         return None
-    return Refusal(
-        400,
+    return _invalid(
         f"{ControlCall.LOAD_ADAPTER}: {len(memory.adapters)} adapters are loaded, and the names of all of them, URL-encoded,"
         f" may have {ADAPTERS_LONGEST} characters with the commas between them: unload some, or use shorter names.",
     )
@@ -197,16 +196,15 @@ def _memory_refusal(call: str, memory: s.Memory, body: dict[str, Any]) -> Refusa
     tags = tags_of(call, body, memory.released)
     unknown = [tag for tag in tags if tag not in MEMORY_TAGS]
     if unknown:
-        return Refusal(400, f"{call}: {', '.join(unknown)} is no kind of memory: use {', '.join(MEMORY_TAGS)}.")
+        return _invalid(f"{call}: {', '.join(unknown)} is no kind of memory: use {', '.join(MEMORY_TAGS)}.")
     if call == ControlCall.RELEASE_MEMORY:
-        return Refusal(409, f"{call}: a weight update session is open on the engine: end it first.") if memory.session else None
+        return _conflict(f"{call}: a weight update session is open on the engine: end it first.") if memory.session else None
     if memory.asleep and memory.hold is FleetState.ASLEEP:
-        return Refusal(409, f"{call}: {held_sentence(memory.hold)}")
+        return _conflict(f"{call}: {held_sentence(memory.hold)}")
     wrong = [tag for tag in tags if tag not in memory.released]
     if not tags or wrong:
         what = ", ".join(wrong) or "nothing"
-        return Refusal(
-            409,
+        return _conflict(
             f"{ControlCall.RESUME_MEMORY}: {what} is not released (released: {', '.join(memory.released) or 'none'}); "
             "resuming memory that is not released ends the engine's process.",
         )

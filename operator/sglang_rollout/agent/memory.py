@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import EngineError
-from sglang_rollout.agent.guards import Refusal
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall
+from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
 from sglang_rollout.wire.states import FleetState
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ async def release_refusal(agent: Agent) -> Refusal | None:
         try:
             running = await agent.engine.running()
         except EngineError as error:
-            return Refusal(503, f"{ControlCall.RELEASE_MEMORY}: cannot tell whether the engine is idle: {error}.")
+            return Refusal(RefusalCode.UNAVAILABLE, f"{ControlCall.RELEASE_MEMORY}: cannot tell whether the engine is idle: {error}.")
         if running:
             sentence = f"{running} requests run or wait; releasing memory under them ends the engine's process. Pause first."
-            return Refusal(409, f"{ControlCall.RELEASE_MEMORY}: {sentence}")
+            return Refusal(RefusalCode.CONFLICT, f"{ControlCall.RELEASE_MEMORY}: {sentence}")
     if agent.engine.info.get("enable_memory_saver") is False:
-        return Refusal(409, f"{ControlCall.RELEASE_MEMORY}: {NO_SAVER}")
+        return Refusal(RefusalCode.CONFLICT, f"{ControlCall.RELEASE_MEMORY}: {NO_SAVER}")
     return None
 
 
@@ -72,7 +72,7 @@ class Sleep:
         if not agent.state.up or agent.fencing or memory.pending:
             return
         if memory.hold is not FleetState.ASLEEP:
-            self._since, agent.note = None, ""
+            self._since, agent.release_failure = None, None
             if memory.asleep:
                 await self._wake()
         elif set(MEMORY_TAGS) - set(memory.released):
@@ -91,7 +91,9 @@ class Sleep:
         tags = [tag for tag in MEMORY_TAGS if tag not in agent.state.memory.released]
         reply = await agent.control(ControlCall.RELEASE_MEMORY, {"tags": tags, s.BY_SPEC: True}, _CALL_SECONDS)
         document = reply.document
-        agent.note = "" if reply.ok or not isinstance(document, dict) else f"It cannot sleep: {document.get('message')}"
+        refused = not reply.ok and isinstance(document, dict)
+        message = f"The engine cannot release its memory: {document.get('message')}" if refused else ""
+        agent.release_failure = Refusal(GateReason.RELEASE_FAILED, message) if refused else None
 
     async def _wake(self) -> None:
         agent = self._agent

@@ -7,6 +7,7 @@ The one rule that everything serves: **the gate is open only while the engine is
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from pydantic import Field
 
@@ -14,6 +15,7 @@ from sglang_rollout.sglang.api import MemoryTag
 from sglang_rollout.wire.agent import AgentStatus, Nccl
 from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
+from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
 from sglang_rollout.wire.states import FleetState, held_sentence
 from sglang_rollout.wire.weights import EngineState, Version
 
@@ -85,6 +87,9 @@ class EngineFacts:
     all_reduce: float | None = None
 
 
+_NOT_ANSWERED = Refusal(GateReason.NOT_UP, "the engine has not answered yet")
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """Everything the agent's decisions depend on."""
@@ -92,13 +97,14 @@ class State:
     memory: Memory = field(default_factory=Memory)
     up: bool = False
     """The engine answers, has warmed up, and ``memory.boot_id`` is its present life."""
-    down_reason: str = "the engine has not answered yet"
+    down: Refusal = _NOT_ANSWERED
+    """Why the engine is not up, as a clause; meaningless while ``up``."""
     informed: bool = False
     """``memory.committed`` may be believed: told in this life of the agent, or left unchallenged after its start."""
-    told_at: float = 0.0
-    """When the coordinator said what is committed, by its clock: what it had said before may arrive later."""
-    told_by: str = ""
-    """The life of that coordinator."""
+    synced_by: tuple[int, str] = (0, "")
+    """Term and process of the coordinator whose sync was applied last."""
+    synced_seq: int = 0
+    """Sequence number of that sync."""
     draining: bool = False
     calls: int = 0
     """Grows when a control call begins and ends: tells whether an observation is older than the last change."""
@@ -107,31 +113,52 @@ class State:
 
 def gate_may_open(state: State) -> bool:
     """Whether requests may reach the engine."""
-    return not closed_reason(state)
+    return closed_reason(state) is None
 
 
-def closed_reason(state: State) -> str:  # noqa: PLR0911 - one line per case
-    """Why the gate is closed, as a sentence; empty if it may be open."""
+def closed_reason(state: State) -> Refusal | None:  # noqa: PLR0911 - one line per case
+    """Return why the gate is closed; None if it may be open."""
     memory = state.memory
     if not state.up:
-        return f"The engine is not up: {state.down_reason}."
+        return Refusal(state.down.code, f"The engine is not up: {state.down.message}.")
     if memory.released:
-        return f"The engine's memory is released: {', '.join(memory.released)}."
+        return Refusal(GateReason.RELEASED, f"The engine's memory is released: {', '.join(memory.released)}.")
     if memory.state is EngineState.DIRTY:
         if memory.failed:
-            return "The engine holds a mixture of weights after an update that failed; it waits for the next complete update."
-        return "A weight update is under way."
+            return Refusal(GateReason.DIRTY, "The engine holds a mixture of weights after a failed update; it waits for a complete update.")
+        return Refusal(GateReason.UPDATE_IN_PROGRESS, "A weight update is in progress.")
     if memory.lost and memory.state is not EngineState.CLEAN:
-        return "The engine's weights were released; it waits for proof that it holds them again, or for the next complete update."
+        return Refusal(
+            GateReason.UNVERIFIED,
+            "The engine's weights were released; it waits for proof that they are the same, or for a complete update.",
+        )
     if memory.state is EngineState.UNKNOWN or memory.version is None:
-        return "It is not known which weights the engine holds; it waits for the next complete update."
+        return Refusal(GateReason.UNKNOWN, "The version of the engine's weights is not known; it waits for a complete update.")
     if state.draining:
-        return "The engine is being drained."
+        return Refusal(GateReason.DRAINING, "The engine is being drained.")
     if memory.committed is None or not state.informed:
-        return "No coordinator has said yet which version is committed."
+        return Refusal(GateReason.NO_COMMITTED_VERSION, "No coordinator has said yet which version is committed.")
     if rank(memory.version) not in {rank(memory.committed), *map(rank, memory.tolerated)}:
-        return f"The engine holds version {memory.version}, committed is {memory.committed}."
-    return held_sentence(memory.hold)
+        return Refusal(GateReason.NOT_COMMITTED, f"The engine holds version {memory.version}, and version {memory.committed} is committed.")
+    return _held_reason(memory.hold)
+
+
+def _held_reason(hold: FleetState) -> Refusal | None:
+    match hold:
+        case FleetState.ACTIVE:
+            return None
+        case FleetState.PAUSED:
+            return Refusal(GateReason.PAUSED, held_sentence(hold))
+        case FleetState.ASLEEP:
+            return Refusal(GateReason.ASLEEP, held_sentence(hold))
+        case _:
+            assert_never(hold)
+
+
+def closed_message(state: State) -> str:
+    """Return the message of :func:`closed_reason`; empty if the gate may be open."""
+    closed = closed_reason(state)
+    return "" if closed is None else closed.message
 
 
 def stays_paused(memory: Memory) -> bool:
@@ -140,17 +167,24 @@ def stays_paused(memory: Memory) -> bool:
     return bool(memory.released) or (memory.hold is not FleetState.ACTIVE and memory.state is not EngineState.DIRTY)
 
 
-def ack_refusal(state: State, boot_id: str, version: Version, *, verified: bool = False) -> str:  # noqa: PLR0911 - one line per case
-    """Why this engine cannot vouch for ``version``, as a sentence; empty if it can. ``verified``: its weights were compared."""
+def ack_refusal(state: State, boot_id: str, version: Version, *, verified: bool = False) -> Refusal | None:
+    """Return why this engine cannot acknowledge ``version``; None if it can. ``verified``: its weights were compared."""
+    message = _why_not_acknowledged(state, boot_id, version, verified=verified)
+    return None if message is None else Refusal(RefusalCode.CONFLICT, message)
+
+
+def _why_not_acknowledged(  # noqa: PLR0911 - one line per case
+    state: State, boot_id: str, version: Version, *, verified: bool
+) -> str | None:
     memory = state.memory
     if not state.up or memory.boot_id != boot_id:
-        return f"The engine that took part in the update is gone; now there is {memory.boot_id if state.up else 'none'}."
+        return f"The engine that took part in the update is gone; its boot ID is now {memory.boot_id if state.up else 'none'}."
     if memory.pending:
         return f"The engine has not answered {memory.pending} yet."
     if memory.state is EngineState.CLEAN and memory.version is not None and rank(memory.version) == rank(version):
-        return ""
+        return None
     if verified and memory.lost and memory.state is EngineState.UNKNOWN and MemoryTag.WEIGHTS not in memory.released:
-        return ""
+        return None
     if memory.state is not EngineState.DIRTY:
         return "The engine has seen no update since it was clean."
     if memory.session:
@@ -159,25 +193,26 @@ def ack_refusal(state: State, boot_id: str, version: Version, *, verified: bool 
         return "A call of the update failed on this engine."
     if memory.received == 0:
         return "The engine has received no weights in this update."
-    return ""
+    return None
 
 
-def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
-    """The wire form. ``gate_open`` is what the gate itself reports."""
+def status(state: State, *, name: str, gate_open: bool, seq: int = 0) -> AgentStatus:
+    """Return the status message. ``gate_open`` is what the gate itself reports."""
     memory, facts = state.memory, state.facts
     clean = state.up and memory.state is EngineState.CLEAN
-    reason = closed_reason(state)
-    if not reason and not gate_open:
-        reason = "The gate (haproxy) does not answer its agent, or has not opened yet."
+    closed = closed_reason(state)
+    if closed is None and not gate_open:
+        closed = Refusal(GateReason.GATE_NOT_READY, "The gate (haproxy) does not answer its agent, or has not opened yet.")
     return AgentStatus(
         name=name,
+        seq=seq,
         boot_id=memory.boot_id if state.up else None,
         state=memory.state if state.up else EngineState.UNKNOWN,
         version=memory.version if clean else None,
         cohort=memory.cohort if clean else [],
         committed=memory.committed,
         term=memory.term,
-        gate_open=gate_open and not reason,
+        gate_open=closed is None,
         paused=memory.paused,
         session=memory.session,
         groups=memory.groups,
@@ -189,7 +224,8 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
         sglang_version=facts.sglang_version if facts else None,
         nccl=facts.nccl if facts else None,
         all_reduce=facts.all_reduce if facts else None,
-        reason=reason,
+        reason=None if closed is None else closed.code,
+        message="" if closed is None else closed.message,
     )
 
 

@@ -13,6 +13,7 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import EngineError, Reply
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest, FenceRequest
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.weights import EngineState
 
 log = logging.getLogger(__name__)
@@ -22,36 +23,32 @@ FENCE_ANSWERS = 8.0
 """Seconds after which a fence answers, done or not. The engine may be stuck in a collective that only a SIGKILL ends."""
 
 
-class AckError(Exception):
-    """The engine cannot vouch for the version; the message says why."""
-
-
 async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> None:
-    """Record that the engine holds a version completely, after it reports that version's label itself. Raises AckError.
+    """Record that the engine holds a version completely, after it reports that version's label itself. Raises RefusedError.
 
     The engine may take ``deadline`` seconds to say so: a whole update is lost with its silence.
     """
     refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
-    if not refused and agent.fencing:
-        refused = "The update is being given up."
-    if refused:
-        raise AckError(refused)
+    if refused is None and agent.fencing:
+        refused = Refusal(RefusalCode.CONFLICT, "The update is being given up.")
+    if refused is not None:
+        raise RefusedError(refused)
     memory = agent.state.memory
     if memory.state is EngineState.CLEAN and memory.version == request.version:
         return  # told twice
     try:
         label = await agent.engine.label(timeout=deadline)
     except EngineError as error:
-        raise AckError(f"The engine does not say which version it holds: {error}.") from error
+        raise RefusedError(f"The engine does not say which version it holds: {error}.", status=409) from error
     if label != request.version.label:
         reply = await agent.control(ControlCall.SET_VERSION, {"new_version": request.version.label}, deadline)
         if not reply.ok:
-            raise AckError(f"The engine did not take the version's label {request.version.label!r}: HTTP {reply.status}.")
+            raise RefusedError(f"The engine did not take the version's label {request.version.label!r}: HTTP {reply.status}.", status=409)
     refused = s.ack_refusal(
         agent.state, request.boot_id, request.version, verified=request.verified
     )  # the engine may have been replaced meanwhile
-    if refused:
-        raise AckError(refused)
+    if refused is not None:
+        raise RefusedError(refused)
     agent.dispatch(ev.Acknowledged(request.version, tuple(request.cohort)))
 
 

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
+from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version
 
@@ -25,7 +26,9 @@ class AgentStatus(Message):
     wire: int = WIRE_VERSION
     name: str
     boot_id: str | None
-    """Identifies one life of the engine process; None while it is not up."""
+    """Identifies one run of the engine process; None while it is not up."""
+    seq: int = 0
+    """Grows with every status that the agent reports, also across restarts of the agent. 0: the agent sends no sequence numbers."""
     state: EngineState
     version: Version | None
     """The version all tensors belong to; set exactly when ``state`` is clean."""
@@ -56,8 +59,10 @@ class AgentStatus(Message):
     """Of the engine's container; None: not known."""
     all_reduce: float | None = None
     """GB/s that the ranks of the pod reached before the start; None: not measured."""
-    reason: str = ""
-    """Why the gate is closed, as a sentence; empty while it is open."""
+    reason: GateReason | None = None
+    """Why the gate is closed; None while it is open."""
+    message: str = ""
+    """The reason as a sentence; empty while the gate is open."""
 
 
 class SyncRequest(Message):
@@ -75,10 +80,11 @@ class SyncRequest(Message):
     """Requests have so many seconds to end before an engine falls asleep; the rest is aborted."""
     hold: FleetState | None = None
     """What the spec holds the fleet in. None: the coordinator itself does not know yet; the agent keeps what it had."""
-    at: float = 0.0
-    """When this was true, by the coordinator's clock: one that arrives after a later one counts no more."""
-    life: str = ""
-    """Of the coordinator: another life has another clock."""
+    sender: str = ""
+    """Identifies one run of the coordinator process."""
+    seq: int = 0
+    """Grows with every request of the sender. The agent ignores a request that arrives after a later one.
+    0: the coordinator sends no sequence numbers."""
 
 
 class AckRequest(Message):

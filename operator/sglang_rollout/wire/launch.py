@@ -7,12 +7,17 @@ from enum import StrEnum
 from pydantic import Field
 
 from sglang_rollout.wire.message import Message
+from sglang_rollout.wire.reasons import GateReason
 
-BUDGET_EXHAUSTED = "its restart budget is exhausted"
-"""In the reason of an engine that is not started again; the operator looks for it."""
 
-WITH_THE_OTHERS = "failed with the others"
-"""In the last words of a container that was ended because of another pod: the operator speaks of that one first."""
+def termination_message(message: str) -> str:
+    """Return the last line in the log of a container that is ended because another pod of its engine failed."""
+    return f"[{GateReason.GROUP_RESTART}] {message}\n"
+
+
+def is_group_restart(log: str) -> bool:
+    """Whether a container that ended with these last log lines was ended because another pod of its engine failed."""
+    return f"[{GateReason.GROUP_RESTART}]" in log
 
 
 class Verdict(StrEnum):

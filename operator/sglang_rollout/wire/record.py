@@ -8,6 +8,7 @@ from pydantic import Field
 
 from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
+from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version
 
@@ -20,9 +21,10 @@ class EngineRow(Message):
     version: Version | None
     boot_id: str | None
     gate_open: bool
-    reason: str = ""
-    catch_up: str = ""
-    """How it gets the committed version without the trainer, as a sentence; empty while it does not try."""
+    reason: GateReason | None = None
+    """Why the gate is closed; None while it is open."""
+    message: str = ""
+    """The reason as a sentence; empty while the gate is open."""
     released: list[str] = Field(default_factory=list)
     """Memory that it has given back: ``weights``, ``kv_cache``, ``cuda_graph``."""
     comparing: bool = False

@@ -20,7 +20,7 @@ class FleetMember(EngineRow):
     url: str
     tensor_size: int
     rank_offset: int | None
-    """First rank of this engine in a group opened now; None: it would not take part, ``reason`` says why."""
+    """First rank of this engine in a group opened now; None: the engine would not take part, and ``message`` says why."""
     routed: bool
     """smg has it in its list."""
     sglang_version: str | None = None

@@ -6,7 +6,7 @@ import logging
 import os
 
 from sglang_rollout.agent.drain import RunFiles
-from sglang_rollout.wire.launch import WITH_THE_OTHERS, Verdict
+from sglang_rollout.wire.launch import Verdict, termination_message
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Barrier:
             os.replace(new, self._go)
         if verdict is Verdict.END and self._ended != boot:
             log.warning("Asking for the restart of this pod's engine container: %s", reason)
-            self.files.kill.write_text(f"This pod's part of the engine {WITH_THE_OTHERS}: {reason}\n")
+            self.files.kill.write_text(termination_message(f"This pod restarts with the other pods of its engine: {reason}"))
             self._ended = boot
 
 

@@ -21,6 +21,7 @@ from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest, PreflightReply, PreflightRequest
 from sglang_rollout.wire.launch import GroupReply, MemberHealth, MemberReport
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_HEALTH, AGENT_PREFLIGHT
+from sglang_rollout.wire.reasons import Refusal
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +82,8 @@ class Leader:
         pod, dot, domain = self._own.host.partition(".")
         return Address(f"{self.group.pod(rank)}.{domain}", self._own.port) if dot and pod == self.group.pod(0) else None
 
-    def why_down(self) -> str:
-        """Why the engine is not up, if that has to do with its pods."""
+    def why_down(self) -> Refusal | None:
+        """Return why the engine is not up; None if its pods are not the cause."""
         return g.why_down(self.group, time.monotonic())
 
     def draining(self) -> bool:

@@ -14,7 +14,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from pydantic import ValidationError
 
-from sglang_rollout.agent.access import Handler, RefusedError, check_token, message, refuse
+from sglang_rollout.agent.access import Handler, check_token, message, refuse
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import Engine, EngineError
 from sglang_rollout.agent.engine_model import EngineModel
@@ -26,6 +26,7 @@ from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import CheckpointRequest, PreflightRequest
 from sglang_rollout.wire.launch import GroupReply, MemberHealth, MemberReport, Verdict
+from sglang_rollout.wire.reasons import RefusedError
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import Field
 
-from sglang_rollout.wire.launch import BUDGET_EXHAUSTED, Verdict
+from sglang_rollout.wire.launch import Verdict
 from sglang_rollout.wire.message import Message
+from sglang_rollout.wire.reasons import GateReason, Refusal
 
 BUDGET = 10
 """So many generations in a row may fail. With the pauses between them that takes an hour, and the time that the starts take."""
@@ -172,24 +173,28 @@ def step(group: Group, now: float) -> Group:
     return replace(group, memory=memory.model_copy(update=fresh))
 
 
-def why_down(group: Group, now: float) -> str:
-    """Why SGLang is not up, without a full stop; nothing in it changes from second to second."""
+def why_down(group: Group, now: float) -> Refusal | None:
+    """Return why SGLang is not up, as a clause that does not change from second to second; None if its pods are not the cause."""
     memory = group.memory
     if group.lives:
-        return "" if memory.came_up else f"its {group.size} pods have started it together, and it is not up yet"
+        if memory.came_up:
+            return None
+        return Refusal(GateReason.NOT_UP, f"its {group.size} pods have started it together, and it is not up yet")
     if memory.failures >= BUDGET:
-        return (
-            f"{BUDGET_EXHAUSTED}: {memory.failures} starts in a row failed, the last one because {memory.lost}. Delete its pods, or"
-            " change the spec, to have it started again"
+        return Refusal(
+            GateReason.RESTART_BUDGET_EXHAUSTED,
+            f"its restart budget is exhausted: {memory.failures} starts in a row failed, the last one because {memory.lost}."
+            " Delete its pods, or change the spec, to have it started again",
         )
     missing = _missing(group, now)
     if missing:
         pods = ", ".join(group.pod(rank) + (f" ({why})" if (why := group.unheard.get(rank)) else "") for rank in missing)
         after = f"; it ended because {memory.lost}" if memory.lost else ""
-        return f"it waits until all {group.size} pods can start together, now for {pods}{after}"
+        return Refusal(GateReason.GROUP_RESTART, f"it waits until all {group.size} pods can start together, now for {pods}{after}")
     if now < memory.not_before:
-        return f"it ended because {memory.lost}; it is started again after a pause of {pause(memory.failures):.0f} s"
-    return "its pods are about to start it together"
+        again = f"it is started again after a pause of {pause(memory.failures):.0f} s"
+        return Refusal(GateReason.GROUP_RESTART, f"it ended because {memory.lost}; {again}")
+    return Refusal(GateReason.GROUP_RESTART, "its pods are about to start it together")
 
 
 def pause(failures: int) -> float:

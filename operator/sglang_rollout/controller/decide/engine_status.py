@@ -11,15 +11,11 @@ from sglang_rollout.controller.decide.messages import end_sentence
 from sglang_rollout.controller.decide.pods import Pod, TroubleKind
 from sglang_rollout.controller.decide.prerequisites import explain_missing_node
 from sglang_rollout.controller.decide.view import EngineView, FleetView
-from sglang_rollout.wire.launch import BUDGET_EXHAUSTED
 from sglang_rollout.wire.ports import GATE_PORT
+from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import EngineRow
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import BASE_LABEL, EngineState, Version
-
-_UNDER_WAY = "A weight update is under way."
-_OLD_NEWS = "The engine holds version "
-"""How the agent's sentences begin while an update is open, and when it holds a version that was not committed when it spoke."""
 
 _WORST_FIRST = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
 """Of several pods of an engine, the status describes the one whose phase comes first here."""
@@ -153,8 +149,8 @@ def _judge_creation_error(engine: EngineView) -> Verdict | None:
 def _judge_several_pods(fleet: FleetView, engine: EngineView) -> Verdict:
     """Return what the agents of an engine with several pods report, or the verdict on its worst pod."""
     pods, row = engine.pods, engine.row
-    report = end_sentence(row.reason) if row is not None and row.reason else ""
-    if BUDGET_EXHAUSTED in report:
+    report = end_sentence(row.message) if row is not None and row.message else ""
+    if row is not None and row.reason is GateReason.RESTART_BUDGET_EXHAUSTED:
         return Verdict(EnginePhase.FAILED, Reason.RESTART_BUDGET_EXHAUSTED, report)
     if leaving := next((pod for pod in pods if pod.is_terminating), None):
         message = f"its {leaving.label} is being deleted; the engine restarts with all its pods."
@@ -209,8 +205,8 @@ def _judge_gate(fleet: FleetView, engine: EngineView) -> Verdict:
 
 def _judge_interruption(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verdict | None:
     """Return the verdict on an engine that serves again without help; None if it needs weights."""
-    if row.catch_up:
-        return _wait_for_weights(row.catch_up)
+    if row.reason is GateReason.CATCHING_UP:
+        return _wait_for_weights(row.message)
     if updating := _describe_update(engine, row):
         return Verdict(EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating)
     if row.released or row.comparing:
@@ -222,7 +218,7 @@ def _judge_interruption(fleet: FleetView, engine: EngineView, row: EngineRow) ->
 
 def _judge_weights(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verdict:
     """Return what the weights of an engine with a closed gate lack."""
-    report = f" {end_sentence(row.reason)}" if row.reason else ""
+    report = f" {end_sentence(row.message)}" if row.message else ""
     if row.state is EngineState.DIRTY:
         message = f"it holds part of an unfinished weight update and waits for a complete one.{report}"
         return Verdict(EnginePhase.WAITING, Reason.WEIGHTS_DIVERGED, message)
@@ -238,9 +234,9 @@ def _wait_for_weights(message: str) -> Verdict:
 
 def _describe_update(engine: EngineView, row: EngineRow) -> str:
     """Return the engine's part in an update without errors; empty if it takes part in none."""
-    if row.state is EngineState.DIRTY and row.reason == _UNDER_WAY:
+    if row.state is EngineState.DIRTY and row.reason is GateReason.UPDATE_IN_PROGRESS:
         return "a weight update is in progress; the engine serves again when it is committed."
-    if engine.holds_committed and row.reason.startswith(_OLD_NEWS):
+    if engine.holds_committed and row.reason is GateReason.NOT_COMMITTED:
         return "it holds the version that was just committed; its gate is opening."
     return ""
 

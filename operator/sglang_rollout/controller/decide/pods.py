@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.controller.render import names
-from sglang_rollout.wire.launch import WITH_THE_OTHERS
+from sglang_rollout.wire.launch import is_group_restart
 
 Object = dict[str, Any]
 
@@ -272,7 +272,7 @@ def find_error_line(text: str) -> str:
     """Return the last line that names an error; if there is none, the last line."""
     lines = [_ANSI.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not _NOISE_LINE.search(line)]
-    errors = [line for line in lines if _ERROR_LINE.search(line)]
+    errors = [line for line in lines if _ERROR_LINE.search(line) or is_group_restart(line)]
     return (errors or lines or [""])[-1][:_MAX_QUOTED_CHARACTERS]
 
 
@@ -282,7 +282,7 @@ def _container(pod_spec: Object, name: str) -> Object:
 
 def _follows_other_pod(ended: Object) -> bool:
     """Return True if the termination message has the agent's marker. The kubelet keeps nothing else of an ended container."""
-    return WITH_THE_OTHERS in str(ended.get("message"))
+    return is_group_restart(str(ended.get("message")))
 
 
 def _last_end(status: Object) -> Object | None:

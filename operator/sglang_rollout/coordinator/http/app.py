@@ -11,10 +11,10 @@ from sglang_rollout.coordinator.generate.routes import routes as data_routes
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
 from sglang_rollout.coordinator.http.parts import PARTS, Handler, Parts, refuse
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.sglang.refused_paths import find_refusal
 from sglang_rollout.wire.ports import FLEET_METRICS
+from sglang_rollout.wire.reasons import RefusedError
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return _too_large(request.content_length)
     try:
         return await handler(request)
-    except Refusal as refusal:
+    except RefusedError as refusal:
         return refuse(refusal.status, str(refusal), refusal.fleet or None)
     except web.HTTPException as error:
         return _http_error(request, error)

@@ -12,10 +12,10 @@ from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.http.parts import PARTS, refuse
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.hybrid import AT_ENGINES
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import AtEngine, Call, NewRun, Request
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_LEASE, FLEET_RUN, VERSION_HEADER
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode
 
 ABORT_DEADLINE_SECONDS = 10.0
@@ -119,7 +119,7 @@ async def call_engine(request: web.Request) -> web.Response:
     parse = _ENGINE_CALLS.get(call)
     if parse is None:
         known = ", ".join([*_ENGINE_CALLS, ControlCall.FLUSH_CACHE, ControlCall.ABORT_REQUEST])
-        raise Refusal(f"{call} is no call for one engine: use {known}.", status=404)
+        raise RefusedError(f"{call} is no call for one engine: use {known}.", status=404)
     return await reply_to(request, AtEngine(engine, parse(dialects.parse(await request.read()))))
 
 

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
     Answer,
     AtEngine,
@@ -33,6 +32,7 @@ from sglang_rollout.coordinator.update.requests import (
 )
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, PauseMode
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.text import unwritable
 from sglang_rollout.wire.trainer import ControlReply
 
@@ -50,23 +50,23 @@ Fields = Mapping[str, Any]
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; an empty body is an empty object. Raises Refusal."""
+    """Return the JSON object of a body; an empty body is an empty object. Raises RefusedError."""
     if not data.strip():
         return {}
     try:
         body = json.loads(data)
     except UnicodeDecodeError as error:
-        raise Refusal(f"the body is not JSON: byte {error.start} is not UTF-8.") from error
+        raise RefusedError(f"the body is not JSON: byte {error.start} is not UTF-8.") from error
     except json.JSONDecodeError as error:
-        raise Refusal(f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from error
+        raise RefusedError(f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from error
     except (RecursionError, ValueError) as error:
-        raise Refusal("the JSON of the body cannot be parsed: it nests too deep, or a number is too long.") from error
+        raise RefusedError("the JSON of the body cannot be parsed: it nests too deep, or a number is too long.") from error
     if body is None:
         return {}
     if not isinstance(body, dict):
-        raise Refusal(f"the body must be a JSON object, not {type(body).__name__}.")
+        raise RefusedError(f"the body must be a JSON object, not {type(body).__name__}.")
     if why := unwritable(body):
-        raise Refusal(why)
+        raise RefusedError(why)
     return body
 
 
@@ -84,7 +84,7 @@ def pause(body: Fields) -> Request:
     """``/pause_generation``."""
     mode = body.get("mode")
     if mode is not None and mode not in list(PauseMode):  # not a set: the mode may be anything
-        raise Refusal(f"mode {_clip(mode)} is not a pause mode: use {', '.join(mode.value for mode in PauseMode)}.")
+        raise RefusedError(f"mode {_clip(mode)} is not a pause mode: use {', '.join(mode.value for mode in PauseMode)}.")
     # SGLang's default is written out, because the fleet must know the mode.
     mode = mode or DEFAULT_PAUSE_MODE.value
     return Pause(mode, {**body, "mode": mode})
@@ -104,7 +104,7 @@ def end(body: Fields) -> End:
     """``/end_weight_update``. ``checksums`` is a field of this project."""
     checksums = body.get("checksums") or {}
     if not isinstance(checksums, dict):
-        raise Refusal(_CHECKSUMS)
+        raise RefusedError(_CHECKSUMS)
     return End(dict(_checksums_entry(size, ranks) for size, ranks in checksums.items()))
 
 
@@ -114,9 +114,9 @@ _CHECKSUMS = 'checksums must be an object: all ranks\' checksums by an engine\'s
 def _checksums_entry(size: str, ranks: object) -> tuple[int, tuple[str, ...]]:
     number = size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
     if not number or not isinstance(ranks, list) or not all(isinstance(rank, str) for rank in ranks):
-        raise Refusal(_CHECKSUMS)
+        raise RefusedError(_CHECKSUMS)
     if len(ranks) != int(size):
-        raise Refusal(f"checksums: an engine of tensor parallel size {size} needs {size} checksums, not {len(ranks)}.")
+        raise RefusedError(f"checksums: an engine of tensor parallel size {size} needs {size} checksums, not {len(ranks)}.")
     return int(size), tuple(ranks)
 
 
@@ -130,11 +130,11 @@ def update(body: Fields) -> Request:
     for plural in ("names", "dtypes", "shapes"):
         value = forwarded.get(plural)
         if not isinstance(value, list) or not value:
-            raise Refusal(f"{plural} is missing: it must be a list with one entry for each tensor.")
+            raise RefusedError(f"{plural} is missing: it must be a list with one entry for each tensor.")
         lengths[plural] = len(value)
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{number} {plural}" for plural, number in lengths.items())
-        raise Refusal(f"the tensor lists differ in length: {shown}. Engines would wait for tensors that never come.")
+        raise RefusedError(f"the tensor lists differ in length: {shown}. Engines would wait for tensors that never come.")
     # Some clients send the dtype as torch prints it; SGLang looks it up by its bare name.
     forwarded["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in forwarded["dtypes"]]
     label = _label(body.get("weight_version"), "weight_version")
@@ -147,11 +147,11 @@ def from_disk(body: Fields) -> Request:
     """``/update_weights_from_disk``."""
     path = body.get("model_path")
     if not isinstance(path, str) or not path.strip():
-        raise Refusal("model_path is missing: name the checkpoint's folder, as the engines see it.")
+        raise RefusedError("model_path is missing: name the checkpoint's folder, as the engines see it.")
     form = body.get("load_format")
     if form is not None and form not in DISK_LOAD_FORMATS:
         # Checked before any engine is called, because a loader that SGLang does not know ends its process.
-        raise Refusal(f"load_format {_clip(form)} is not supported: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out.")
+        raise RefusedError(f"load_format {_clip(form)} is not supported: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out.")
     return FromDisk(path, _label(body.get("weight_version"), "weight_version"), body)
 
 
@@ -159,10 +159,12 @@ def tensors(body: Fields) -> Tensors:
     """``/update_weights_from_tensor``, with one string for each rank of the engine."""
     handles = body.get("serialized_named_tensors")
     if not isinstance(handles, list) or not handles or not all(isinstance(handle, str) and handle for handle in handles):
-        raise Refusal("serialized_named_tensors is missing: it must be a list with one string for each rank of the engine.")
+        raise RefusedError("serialized_named_tensors is missing: it must be a list with one string for each rank of the engine.")
     form = body.get("load_format")
     if form not in TENSOR_LOAD_FORMATS:
-        raise Refusal(f"load_format {_clip(form)} is not supported: use {', '.join(filter(None, TENSOR_LOAD_FORMATS))}, or leave it out.")
+        raise RefusedError(
+            f"load_format {_clip(form)} is not supported: use {', '.join(filter(None, TENSOR_LOAD_FORMATS))}, or leave it out."
+        )
     return Tensors(_label(body.get("weight_version"), "weight_version"), body)
 
 
@@ -170,7 +172,7 @@ def set_label(body: Fields) -> SetLabel:
     """``/update_weight_version``."""
     label = _label(body.get("new_version"), "new_version")
     if label is None:
-        raise Refusal("new_version is missing: name the version that the open update becomes.")
+        raise RefusedError("new_version is missing: name the version that the open update becomes.")
     return SetLabel(label)
 
 
@@ -182,9 +184,9 @@ def flush(query: Mapping[str, str]) -> Flush:
     try:
         timeout = float(text)
     except ValueError as error:
-        raise Refusal(f"timeout {_clip(text)} is not a number of seconds.") from error
+        raise RefusedError(f"timeout {_clip(text)} is not a number of seconds.") from error
     if not 0 <= timeout <= MAX_FLUSH_SECONDS:
-        raise Refusal(f"timeout {timeout:g} is out of range: use 0 to {MAX_FLUSH_SECONDS:g} seconds.")
+        raise RefusedError(f"timeout {timeout:g} is out of range: use 0 to {MAX_FLUSH_SECONDS:g} seconds.")
     return Flush(timeout)
 
 
@@ -203,13 +205,13 @@ def load_adapter(body: Fields) -> Request:
     _check_fields(ControlCall.LOAD_ADAPTER.path, body, ADAPTER_FIELDS)
     pinned = body.get("pinned", False)
     if not isinstance(pinned, bool):
-        raise Refusal(f"pinned {_clip(pinned)} is neither true nor false.")
+        raise RefusedError(f"pinned {_clip(pinned)} is neither true nor false.")
     name, path = _name(body, "lora_name"), _name(body, "lora_path")
     if name is None or path is None:
-        raise Refusal("lora_name and lora_path are missing: give a name, and a path that every engine can read.")
+        raise RefusedError("lora_name and lora_path are missing: give a name, and a path that every engine can read.")
     for key, value, longest in (("lora_name", name, MAX_ADAPTER_CHARACTERS), ("lora_path", path, MAX_PATH_CHARACTERS)):
         if len(value) > longest:
-            raise Refusal(f"{key} is {len(value)} characters long: use at most {longest}.")
+            raise RefusedError(f"{key} is {len(value)} characters long: use at most {longest}.")
     return LoadAdapter(name, path, pinned)
 
 
@@ -218,14 +220,14 @@ def unload_adapter(body: Fields) -> Request:
     _check_fields(ControlCall.UNLOAD_ADAPTER.path, body, ("lora_name",))
     name = _name(body, "lora_name")
     if name is None:
-        raise Refusal("lora_name is missing: name the adapter.")
+        raise RefusedError("lora_name is missing: name the adapter.")
     return UnloadAdapter(name)
 
 
 def _check_fields(path: str, body: Fields, known: tuple[str, ...]) -> None:
     unknown = next((key for key in body if key not in known), None)
     if unknown is not None:
-        raise Refusal(f"{path} has no field {_clip(unknown)}: SGLang ignores it. Use {', '.join(known)}. No engine was called.")
+        raise RefusedError(f"{path} has no field {_clip(unknown)}: SGLang ignores it. Use {', '.join(known)}. No engine was called.")
 
 
 def weights_by_name(query: Fields, body: Fields) -> dict[str, Any]:
@@ -233,11 +235,11 @@ def weights_by_name(query: Fields, body: Fields) -> dict[str, Any]:
     wanted = {**query, **body}
     name, size = _name(wanted, "name"), wanted.get("truncate_size", MAX_TENSOR_ROWS)
     if name is None:
-        raise Refusal("name is missing: name a tensor as the checkpoint does, for example model.norm.weight.")
+        raise RefusedError("name is missing: name a tensor as the checkpoint does, for example model.norm.weight.")
     digits = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
     rows = int(size) if digits else size
     if not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows <= MAX_TENSOR_ROWS:
-        raise Refusal(f"truncate_size {_clip(size)} is out of range: use 1 to {MAX_TENSOR_ROWS} rows.")
+        raise RefusedError(f"truncate_size {_clip(size)} is out of range: use 1 to {MAX_TENSOR_ROWS} rows.")
     return {"name": name, "truncate_size": rows}
 
 
@@ -246,7 +248,7 @@ def _tags(body: Fields) -> tuple[str, ...]:
     if tags is None or tags == []:
         return ()
     if not isinstance(tags, list) or any(tag not in MEMORY_TAGS for tag in tags):
-        raise Refusal(f"tags {_clip(tags)} are not memory tags: use a list of {', '.join(MEMORY_TAGS)}.")
+        raise RefusedError(f"tags {_clip(tags)} are not memory tags: use a list of {', '.join(MEMORY_TAGS)}.")
     return tuple(tags)
 
 
@@ -276,7 +278,7 @@ def _name(body: Fields, key: str) -> str | None:
     if value is None or value == "":
         return None
     if not isinstance(value, str):
-        raise Refusal(f"{key} {_clip(value)} is not a name.")
+        raise RefusedError(f"{key} {_clip(value)} is not a name.")
     return value
 
 
@@ -284,10 +286,10 @@ def _label(value: object, key: str) -> str | None:
     if value is None or value == "":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Refusal(f"{key} {_clip(value)} is not a version: use a string or a whole number.")
+        raise RefusedError(f"{key} {_clip(value)} is not a version: use a string or a whole number.")
     label = str(value)
     if len(label) > MAX_LABEL_CHARACTERS:
-        raise Refusal(f"{key} is {len(label)} characters long: use at most {MAX_LABEL_CHARACTERS}.")
+        raise RefusedError(f"{key} is {len(label)} characters long: use at most {MAX_LABEL_CHARACTERS}.")
     return label
 
 

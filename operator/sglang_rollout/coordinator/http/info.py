@@ -13,9 +13,9 @@ from sglang_rollout.coordinator.http.dialects import parse, reason_phrase, weigh
 from sglang_rollout.coordinator.http.parts import PARTS, Parts, refuse
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_TENSORS, VERSION_HEADER
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.trainer import FleetDocument, FleetMember, ModelTensors
 
 SECRETS = ("api_key", "admin_api_key")
@@ -31,7 +31,7 @@ def make_document(parts: Parts) -> FleetDocument:
     machine = parts.machine
     fleet = machine.fleet
     if fleet.committed is None:
-        raise Refusal("The coordinator has just started and asks the engines for their weights. Try again.", status=503)
+        raise RefusedError("The coordinator has just started and asks the engines for their weights. Try again.", status=503)
     offsets = fleet.table.offsets()
     members = []
     for name, engine in fleet.engines.items():
@@ -74,7 +74,7 @@ def make_server_info(parts: Parts) -> dict[str, Any]:
     machine = parts.machine
     info = parts.infos.first(machine, "/server_info")
     if info is None:
-        raise Refusal("No engine of this fleet has been up yet. Try again.", status=503)
+        raise RefusedError("No engine of this fleet has been up yet. Try again.", status=503)
     for secret in SECRETS:
         if info.get(secret):
             info[secret] = "[redacted]"
@@ -195,12 +195,12 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
     parts = request.app[PARTS]
     name = next((name for name, engine in parts.machine.fleet.engines.items() if engine.serving), None)
     if name is None:
-        raise Refusal(
+        raise RefusedError(
             "No engine serves now, so no engine holds the committed weights for certain. GET /fleet shows the state of each.", status=503
         )
     status, found = await parts.agents.ask(name, "/get_weights_by_name", body, WEIGHTS_DEADLINE_SECONDS)
     if status == 0:
-        raise Refusal(f"engine {name} does not answer: {str(found).rstrip('.')}. Try again.", status=502)
+        raise RefusedError(f"engine {name} does not answer: {str(found).rstrip('.')}. Try again.", status=502)
     label = _committed_label(parts)
     answer = json.dumps(found, separators=(",", ":")).encode()  # compact like SGLang's: there may be a million numbers
     headers = {VERSION_HEADER: reason_phrase(label)}
@@ -258,7 +258,7 @@ async def _loads(parts: Parts) -> list[dict[str, Any]]:
     for name, (status, body) in zip(names, replies, strict=True):
         if status != 200 or not isinstance(body, dict) or not isinstance(body.get("loads"), list):
             reason = body if isinstance(body, str) else f"HTTP {status}"
-            raise Refusal(f"engine {name} does not report its load: {reason.rstrip('.')}. It may be busy; try again.", status=503)
+            raise RefusedError(f"engine {name} does not report its load: {reason.rstrip('.')}. It may be busy; try again.", status=503)
         loads += [{**load, "dp_rank": len(loads) + index, "engine": name} for index, load in enumerate(body["loads"])]
     return loads
 
@@ -266,14 +266,14 @@ async def _loads(parts: Parts) -> list[dict[str, Any]]:
 def _cached_info(parts: Parts, path: str) -> dict[str, Any]:
     info = parts.infos.first(parts.machine, path)
     if info is None:
-        raise Refusal("No engine of this fleet has been up yet. Try again.", status=503)
+        raise RefusedError("No engine of this fleet has been up yet. Try again.", status=503)
     return info
 
 
 def _committed_label(parts: Parts) -> str:
     committed = parts.machine.fleet.committed
     if committed is None:
-        raise Refusal("The committed version is not known yet: the coordinator has just started.", status=503)
+        raise RefusedError("The committed version is not known yet: the coordinator has just started.", status=503)
     return committed.label
 
 

@@ -16,7 +16,7 @@ from sglang_rollout.coordinator.http.dialects import reason_phrase
 from sglang_rollout.coordinator.members import Members
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.update.machine import Machine
-from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.trainer import ControlReply
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,10 +39,10 @@ class Parts:
 
     @property
     def machine(self) -> Machine:
-        """The state machine. Raises Refusal until the record has been read."""
+        """The state machine. Raises RefusedError until the record has been read."""
         machine = self.driver.machine
         if machine is None:
-            raise Refusal("The coordinator has just started and cannot read its record yet. Try again.", status=503)
+            raise RefusedError("The coordinator has just started and cannot read its record yet. Try again.", status=503)
         return machine
 
 

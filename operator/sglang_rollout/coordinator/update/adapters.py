@@ -14,11 +14,11 @@ from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
 from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Results, failures, results_by_engine, same_body, send
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import Adapter, AdapterRow
 from sglang_rollout.wire.states import FleetState
 
@@ -155,7 +155,7 @@ async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
     _refuse_name(fleet, ask.name, "unloaded")
     names = [name for name in fleet.up() if ask.name in _loaded(fleet.engines[name])]
     if not names and ask.name not in fleet.adapters.of_trainers:
-        raise Refusal(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted_adapters(fleet)) or 'none'}.")
+        raise RefusedError(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted_adapters(fleet)) or 'none'}.")
     fleet.adapters.of_trainers.pop(ask.name, None)
     results = await _call(fleet, ControlCall.UNLOAD_ADAPTER.path, same_body(names, {"lora_name": ask.name}))
     if failures(results):
@@ -166,13 +166,13 @@ async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
 def _refuse_name(fleet: Fleet, name: str, what: str) -> None:
     refuse_asleep(fleet)
     if name in (fleet.adapters.of_spec or {}):
-        raise Refusal(
+        raise RefusedError(
             f"LoRA adapter {name} belongs to the spec (engine.lora.adapters) and is {what} by it alone: change it there, or use"
             " another name.",
             status=409,
         )
     if not fleet.up():
-        raise Refusal("No engine of this fleet is up. Try again.", status=503)
+        raise RefusedError("No engine of this fleet is up. Try again.", status=503)
 
 
 def _refuse_too_many(fleet: Fleet, adapter: Adapter) -> None:
@@ -180,7 +180,7 @@ def _refuse_too_many(fleet: Fleet, adapter: Adapter) -> None:
     kept = {**fleet.adapters.of_trainers, adapter.name: adapter}
     characters = sum(len(json.dumps([one.name, one.path])) + ROW_CHARACTERS for one in kept.values())
     if characters > MAX_ADAPTERS_CHARACTERS:
-        raise Refusal(
+        raise RefusedError(
             f"LoRA adapter {adapter.name} has no room in the fleet's record: with it the {len(kept)} adapters that trainers"
             f" have loaded take {characters} characters, and at most {MAX_ADAPTERS_CHARACTERS} fit. Unload some, or use shorter paths."
         )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from sglang_rollout.coordinator.update import hybrid, memory
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
     Answer,
     AtEngine,
@@ -34,6 +33,7 @@ from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Operation, failures, send, sync, turn, write
 from sglang_rollout.coordinator.update.transaction import flush
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode, FleetState
 
 RETRY_SECONDS = 10.0
@@ -72,7 +72,7 @@ async def _at_engine(fleet: Fleet, call: Call, at: str) -> Answer:
     """Answer a call at one engine's URL. The engine may have left the fleet by the time the operation gets its turn."""
     await turn()
     if at not in fleet.engines:
-        raise Refusal(_unknown(fleet, at), status=404)
+        raise RefusedError(_unknown(fleet, at), status=404)
     found = _operation(fleet, call, at)
     return await (found if found is not None else _refused(NOT_AT_ENGINES))
 
@@ -82,7 +82,7 @@ def _unknown(fleet: Fleet, at: str) -> str:
 
 
 async def _refused(why: str, status: int = 400) -> Answer:
-    raise Refusal(why, status=status)
+    raise RefusedError(why, status=status)
 
 
 async def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Answer:
@@ -91,7 +91,7 @@ async def _release(fleet: Fleet, ask: ReleaseMemory, at: str | None) -> Answer:
     await memory.note_checksums(fleet)
     silent = memory.engines_without_checksums(fleet)
     if silent:
-        raise Refusal(
+        raise RefusedError(
             f"engine {silent[0]} did not return the checksum of its weights, so that they could not be compared after the sleep."
             " Nothing was released. Call again.",
             status=502,

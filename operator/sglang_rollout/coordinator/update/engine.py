@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import EngineRow
 from sglang_rollout.wire.weights import EngineState, Version
 
 MAX_MISSES = 3
 """An agent that left this many syncs in a row unanswered counts as away."""
 
-UNDER_WAY = "A weight update is under way."
+UPDATE_IN_PROGRESS = "A weight update is in progress."
 
 
 @dataclass
@@ -140,7 +141,8 @@ class Engine:
         """Mark the engine dirty and its gate closed before the agent confirms it."""
         self.updated_at = math.inf
         if self.status is not None:
-            dirty = {"state": EngineState.DIRTY, "version": None, "gate_open": False, "reason": UNDER_WAY}
+            closed = {"gate_open": False, "reason": GateReason.UPDATE_IN_PROGRESS, "message": UPDATE_IN_PROGRESS}
+            dirty = {"state": EngineState.DIRTY, "version": None, **closed}
             self.status = self.status.model_copy(update=dirty)
 
     def is_outdated(self, status: AgentStatus, asked: float) -> bool:
@@ -153,7 +155,7 @@ class Engine:
             return "its agent has not answered yet"
         if not self.reachable:
             return "its agent does not answer"
-        return self.status.reason or "the engine is not up"
+        return self.status.message or "the engine is not up"
 
     def why_absent(self) -> str:
         """Return why it is no member, as a sentence."""
@@ -176,11 +178,13 @@ class Engine:
         if not self.reachable or self.status is None:
             return EngineRow(
                 name=name, state=EngineState.UNKNOWN, version=None, boot_id=self.boot, gate_open=False,
-                reason=self.why_down()[:room],
+                reason=GateReason.AGENT_UNREACHABLE, message=self.why_down()[:room],
             )  # fmt: skip
         seen = self.status
-        reason, note = ("", "") if seen.gate_open else ((self.note or seen.reason)[:room], self.note[:room])
+        reason, message = (GateReason.CATCHING_UP, self.note) if self.note else (seen.reason, seen.message)
+        if seen.gate_open:
+            reason, message = None, ""
         return EngineRow(
             name=name, state=seen.state, version=seen.version, boot_id=seen.boot_id, gate_open=seen.gate_open,
-            reason=reason, catch_up=note, released=seen.released, comparing=self.is_comparing, all_reduce=seen.all_reduce,
+            reason=reason, message=message[:room], released=seen.released, comparing=self.is_comparing, all_reduce=seen.all_reduce,
         )  # fmt: skip

@@ -15,7 +15,6 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, fail_update, has_enough_engines, verify_and_commit
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.progress import Update
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
     Answer,
     Begin,
@@ -35,6 +34,7 @@ from sglang_rollout.coordinator.update.sources import Delivery, deliver, keep_ca
 from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, SLOWEST_FACTOR, Operation, failures, same_body, send, sync, turn
 from sglang_rollout.coordinator.update.transaction import flush, open_sessions, set_label
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.states import BY_HANDLES
 from sglang_rollout.wire.weights import EngineState
 
@@ -61,7 +61,7 @@ def operation(fleet: Fleet, call: Call, at: str | None) -> Operation[Answer] | N
 
 
 async def _refused(why: str) -> Answer:
-    raise Refusal(why)
+    raise RefusedError(why)
 
 
 async def _begin(fleet: Fleet, name: str, ask: Begin) -> Answer:
@@ -76,7 +76,7 @@ async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
     await turn()
     size, given = fleet.engines[name].tensor_size, len(ask.body["serialized_named_tensors"])
     if given != size:
-        raise Refusal(f"serialized_named_tensors has {given} entries, and engine {name} has {size} ranks: send one for each.")
+        raise RefusedError(f"serialized_named_tensors has {given} entries, and engine {name} has {size} ranks: send one for each.")
     await apply_rule(fleet, ask, name)
     failed = await _open_session(fleet, name, {key: ask.body[key] for key in ("selector",) if key in ask.body})
     if failed is not None:
@@ -105,7 +105,7 @@ async def _end(fleet: Fleet, name: str, ask: End) -> Answer:
         return lost
     update = fleet.update
     if update is None or name not in update.boots:
-        raise Refusal(f"no weight update is open on engine {name}: it was never begun, or has ended.")
+        raise RefusedError(f"no weight update is open on engine {name}: it was never begun, or has ended.")
     update.checksums = {**update.checksums, **ask.checksums}
     return await _end_session(fleet, name) or await _commit_if_all(fleet, "Success")
 
@@ -163,7 +163,7 @@ async def _refuse_lost_part(fleet: Fleet, name: str) -> Answer | None:
 async def _open_session(fleet: Fleet, name: str, body: Body, *, trainer_session: bool = False) -> Answer | None:
     boot = fleet.boot(name)
     if boot is None:
-        raise Refusal(f"engine {name} cannot take an update now: {fleet.engines[name].why_absent().rstrip('.')}.", status=503)
+        raise RefusedError(f"engine {name} cannot take an update now: {fleet.engines[name].why_absent().rstrip('.')}.", status=503)
     failed = await open_sessions(fleet, {name: boot}, body, trainer_session=trainer_session)
     if failed is None:
         fleet.enter(Phase.TRANSFER)

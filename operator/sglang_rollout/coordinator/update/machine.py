@@ -37,11 +37,11 @@ from sglang_rollout.coordinator.update.events import (
 from sglang_rollout.coordinator.update.knowledge import Knowledge
 from sglang_rollout.coordinator.update.model import Committed, Fleet
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.upkeep import Upkeep
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import Record
 
 
@@ -181,7 +181,7 @@ class Machine:
                     return
         except StopIteration as ended:
             self._end(running, ended.value)
-        except Refusal as refusal:
+        except RefusedError as refusal:
             self._end(running, Answer(refusal.status, str(refusal), refusal.fleet))
 
     def _reply(self, running: _Running, answer: Answer) -> None:

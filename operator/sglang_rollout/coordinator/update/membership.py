@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sglang_rollout.coordinator.update.ranks import Refusal
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
 
 if TYPE_CHECKING:
@@ -50,23 +50,23 @@ def initial_size(fleet: Fleet) -> int:
 
 
 def require_members(fleet: Fleet) -> Mapping[str, str]:
-    """Return the members and their boot IDs, in rank order. Raises Refusal while they are too few or not certain."""
+    """Return the members and their boot IDs, in rank order. Raises RefusedError while they are too few or not certain."""
     refuse_asleep(fleet)
     for name, engine in fleet.engines.items():
         wavers = _why_uncertain(engine, fleet.now)
         if wavers:
             sentence = f"engine {name} {wavers}. No engine has joined anything. Try again in a moment."
-            raise Refusal(sentence, status=503, fleet=fleet.advice())
+            raise RefusedError(sentence, status=503, fleet=fleet.advice())
     reason = why_incomplete(fleet)
     if reason:
-        raise Refusal(f"{reason} No engine has joined anything. Try again.", status=503, fleet=fleet.advice())
+        raise RefusedError(f"{reason} No engine has joined anything. Try again.", status=503, fleet=fleet.advice())
     return {name: engine.boot or "" for name, engine in fleet.members().items()}
 
 
 def refuse_asleep(fleet: Fleet) -> None:
-    """Raise Refusal while the spec has released the memory of the engines."""
+    """Raise RefusedError while the spec has released the memory of the engines."""
     if fleet.applied_state is FleetState.ASLEEP:
-        raise Refusal(held_sentence(fleet.applied_state), status=409, fleet=fleet.advice())
+        raise RefusedError(held_sentence(fleet.applied_state), status=409, fleet=fleet.advice())
 
 
 def _why_uncertain(engine: Engine, now: float) -> str:

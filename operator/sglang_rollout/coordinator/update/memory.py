@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, ReleaseMemory, ResumeMemory
 from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Results, failures, results_by_engine, same_body, send, sync, turn
@@ -17,6 +16,7 @@ from sglang_rollout.coordinator.update.verify import CHECKSUM, checksums_of_hold
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import Noted
 from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
 
@@ -31,7 +31,7 @@ async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> An
         return Answer(200, f"Memory is released already. {held_sentence(fleet.applied_state)}")
     names = _called_engines(fleet, at)
     if not names:
-        raise Refusal(_no_engine_message(fleet, at, "release"), status=503)
+        raise RefusedError(_no_engine_message(fleet, at, "release"), status=503)
     tags = ask.tags or MEMORY_TAGS
     results = await send(ControlCall.RELEASE_MEMORY.path, same_body(names, {"tags": list(tags)}), fleet.policy.deadlines.pause_seconds)
     for name in names:
@@ -44,11 +44,11 @@ async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answ
     """Let every engine, or only ``at``, resume what it has released of these kinds. SGLang ends if asked to resume anything else."""
     await turn()
     if fleet.applied_state is FleetState.ASLEEP:
-        raise Refusal(f"Memory stays released. {held_sentence(fleet.applied_state)}", status=409)
+        raise RefusedError(f"Memory stays released. {held_sentence(fleet.applied_state)}", status=409)
     bodies = {}
     names = _called_engines(fleet, at)
     if at is not None and not names:
-        raise Refusal(_no_engine_message(fleet, at, "take back"), status=503)
+        raise RefusedError(_no_engine_message(fleet, at, "take back"), status=503)
     for name in names:
         tags = [tag for tag in _released(fleet.engines[name]) if not ask.tags or tag in ask.tags]
         if tags:

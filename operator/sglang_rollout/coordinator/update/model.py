@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -162,6 +163,8 @@ class Fleet:
     term: int
     coordinator_id: str = ""
     """Identifies this coordinator process."""
+    sync_seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Sequence numbers of sync requests."""
     policy: Weights = field(default_factory=Weights)
     generation: int = 0
     """Generation of the intent that was acted on."""
@@ -324,8 +327,8 @@ class Fleet:
             silent=self.policy.deadlines.silent_seconds,
             hold=self.applied_state if proved else None,
             drain=self.interruptions.drain_seconds,
-            at=self.now,
-            life=self.coordinator_id,
+            sender=self.coordinator_id,
+            seq=next(self.sync_seq),
         )
 
     def _may_hold(self) -> frozenset[str]:

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.wire.agent import Nccl
+from sglang_rollout.wire.reasons import RefusedError
 
 FIELD = "nccl"
 """Field of ``/init_weights_update_group`` in which our client describes its NCCL. Other trainers send none and are not compared."""
@@ -22,7 +22,7 @@ COMPARED = ("NCCL_CUMEM_ENABLE",)
 
 
 def check_nccl(fleet: Fleet, names: Iterable[str], backend: str, said: Mapping[str, Any]) -> None:
-    """Raise Refusal if the ranks of a process group would not understand each other. ``said``: fields of the trainer's call."""
+    """Raise RefusedError if the ranks of a process group would not understand each other. ``said``: fields of the trainer's call."""
     if backend != "nccl":
         return
     trainer = _trainers(said)
@@ -33,7 +33,7 @@ def check_nccl(fleet: Fleet, names: Iterable[str], backend: str, said: Mapping[s
             sides[f"engine {name}"] = status.nccl
     different = _difference(sides)
     if different:
-        raise Refusal(f"{different} No engine has joined anything.", fleet=fleet.advice())
+        raise RefusedError(f"{different} No engine has joined anything.", fleet=fleet.advice())
 
 
 def _trainers(said: Mapping[str, Any]) -> Nccl | None:
@@ -43,7 +43,7 @@ def _trainers(said: Mapping[str, Any]) -> Nccl | None:
         return Nccl.model_validate(said[FIELD])
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"]) or FIELD
-        raise Refusal(f"{FIELD}: {where}: {error.errors()[0]['msg']}.") from None
+        raise RefusedError(f"{FIELD}: {where}: {error.errors()[0]['msg']}.") from None
 
 
 def _difference(sides: Mapping[str, Nccl]) -> str:

@@ -11,7 +11,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, end_sessions_and_commit
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.progress import Group
-from sglang_rollout.coordinator.update.ranks import GroupSpec, Refusal, check_group
+from sglang_rollout.coordinator.update.ranks import GroupSpec, check_group
 from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup, OpenGroup
 from sglang_rollout.coordinator.update.rules import apply_rule, take_turn
 from sglang_rollout.coordinator.update.steps import (
@@ -29,6 +29,7 @@ from sglang_rollout.coordinator.update.trainer import probe_store
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import PreflightRequest
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
+from sglang_rollout.wire.reasons import RefusedError
 
 ANSWER_MARGIN_SECONDS = 2.0
 """How much longer than the time it tries a preflight call may take."""
@@ -48,7 +49,7 @@ UNKNOWN_GROUP = "The group to be destroyed does not exist."
 async def open_group(fleet: Fleet, ask: OpenGroup) -> Answer:
     """Check the request, ask every pod whether it reaches the trainer, then let all engines join at once."""
     if fleet.policy.transport is Transport.DISK:
-        raise Refusal(DISK_ONLY)
+        raise RefusedError(DISK_ONLY)
     started = fleet.now
     boots = require_members(fleet)
     spec = _check_request(fleet, ask.body)
@@ -64,7 +65,7 @@ async def open_group(fleet: Fleet, ask: OpenGroup) -> Answer:
     await _close_dead(fleet)
     _refuse_changed(fleet, boots)
     if len(fleet.groups) >= MAX_GROUPS:
-        raise Refusal(f"{MAX_GROUPS} groups are open: close some with {ControlCall.DESTROY_GROUP.path} first.")
+        raise RefusedError(f"{MAX_GROUPS} groups are open: close some with {ControlCall.DESTROY_GROUP.path} first.")
     remaining = max(MIN_JOIN_SECONDS, limit - (fleet.now - started))
     fleet.enter(Phase.OPEN)
     fleet.transaction.joining = master = f"{spec.host}:{spec.port}"
@@ -77,9 +78,9 @@ async def open_group(fleet: Fleet, ask: OpenGroup) -> Answer:
 
 
 def _refuse_changed(fleet: Fleet, boots: Mapping[str, str]) -> None:
-    """Raise Refusal if the members changed: the ranks of a process group are those of the members that are there when it opens."""
+    """Raise RefusedError if the members changed: the ranks of a process group are those of the members that are there when it opens."""
     if require_members(fleet) != boots:
-        raise Refusal(
+        raise RefusedError(
             "The engines of this fleet changed while the group was being opened; no engine has joined anything."
             f" Open the group again with world_size={fleet.table.world_size}.",
             fleet=fleet.advice(),
@@ -90,9 +91,9 @@ def _check_request(fleet: Fleet, body: Body) -> GroupSpec:
     """Check the trainer's request against the members. A refusal also names the engines that are not counted."""
     try:
         return check_group(body, fleet.table)
-    except Refusal as refusal:
+    except RefusedError as refusal:
         away = absent_sentence(fleet)
-        raise Refusal(f"{refusal} {away}" if away else str(refusal), status=refusal.status, fleet=fleet.advice()) from None
+        raise RefusedError(f"{refusal} {away}" if away else str(refusal), status=refusal.status, fleet=fleet.advice()) from None
 
 
 async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: float) -> None:
@@ -102,7 +103,7 @@ async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], li
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))
-        raise Refusal(
+        raise RefusedError(
             f"engine {name} cannot reach the trainer at {spec.host}:{spec.port}: {result.message.rstrip('.')}."
             " No engine has joined anything.",
             fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": results_by_engine(results)},
@@ -122,7 +123,7 @@ async def _close_same_name(fleet: Fleet, name: str) -> None:
     results = await send(ControlCall.DESTROY_GROUP.path, same_body(joined, {"group_name": name}), FENCE_DEADLINE_SECONDS)
     for engine_name, result in failures(results).items():
         if UNKNOWN_GROUP not in result.message:
-            raise Refusal(
+            raise RefusedError(
                 f"engine {engine_name} could not close the old group {name}: {result.message.rstrip('.')}."
                 " No engine has joined the new one. Use another group_name.",
                 fleet=fleet.advice(),

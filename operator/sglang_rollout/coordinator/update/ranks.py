@@ -1,5 +1,6 @@
 """Which engine gets which ranks in a trainer's process group. Pure.
 
+from sglang_rollout.wire.reasons import RefusedError
 The trainer is rank 0 and hosts the store. Engine *i* takes ``tensor_size_i`` consecutive ranks after those of the engines before it,
 because SGLang computes ``rank = rank_offset + tp_rank`` and every tensor-parallel rank joins.
 """
@@ -10,21 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_rollout.wire.reasons import RefusedError
+
 TRAINER_RANKS = 1
 """Ranks of the trainer: it is rank 0, alone."""
 DEFAULT_GROUP_NAME = "weight_update_group"
 """SGLang's own default."""
 MAX_GROUP_NAME_CHARACTERS = 200
 HIGHEST_PORT = 65535
-
-
-class Refusal(Exception):
-    """A request is refused before anything was done. ``str()`` is the message for the trainer."""
-
-    def __init__(self, message: str, *, status: int = 400, fleet: Mapping[str, Any] | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.fleet = dict(fleet or {})
 
 
 @dataclass(frozen=True)
@@ -77,21 +71,21 @@ def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:
     """Check the body of ``/init_weights_update_group`` against the fleet, before any engine receives it.
 
     Raises:
-        Refusal: with a message that names the number to use instead.
+        RefusedError: with a message that names the number to use instead.
     """
     name = _group_name(body)
     host = _host(body)
     port = _integer(body, "master_port")
     if not 1 <= port <= HIGHEST_PORT:
-        raise Refusal(f"master_port {port} is not a TCP port: use 1 to {HIGHEST_PORT}.")
+        raise RefusedError(f"master_port {port} is not a TCP port: use 1 to {HIGHEST_PORT}.")
     world_size = _integer(body, "world_size")
     offset = _integer(body, "rank_offset")
     if not table.gpus:
-        raise Refusal("This fleet has no engines yet, so no group can be opened. Try again.", status=503)
+        raise RefusedError("This fleet has no engines yet, so no group can be opened. Try again.", status=503)
     _check_ranks(world_size, offset, table)
     backend = body.get("backend")
     if backend is not None and (not isinstance(backend, str) or not backend.strip()):
-        raise Refusal(f"backend {_clip(backend)} is not a torch.distributed backend: use nccl or gloo, or leave it out.")
+        raise RefusedError(f"backend {_clip(backend)} is not a torch.distributed backend: use nccl or gloo, or leave it out.")
     known = {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend", "nccl"}
     extra = {key: value for key, value in body.items() if key not in known}
     return GroupSpec(name, host, port, world_size, backend, extra)
@@ -100,13 +94,13 @@ def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:
 def _check_ranks(world_size: int, offset: int, table: RankTable) -> None:
     right = table.world_size
     if offset != TRAINER_RANKS:
-        raise Refusal(
+        raise RefusedError(
             f"rank_offset {offset} does not fit this fleet: the trainer is rank 0, the engines take ranks from 1 on."
             f" Use rank_offset=1 and world_size={right}."
         )
     if world_size != right:
         sizes = list(table.sizes)
-        raise Refusal(
+        raise RefusedError(
             f"world_size {world_size} does not fit this fleet: rank_offset {offset} + {_count(table.gpus, 'GPU')}"
             f" on {_count(len(sizes), 'engine')} {_show_sizes(sizes)} = {right}. Use world_size={right}."
         )
@@ -127,18 +121,18 @@ def _group_name(body: Mapping[str, Any]) -> str:
     # An empty name fails an assertion in SGLang and ends its process.
     name = body.get("group_name", DEFAULT_GROUP_NAME)
     if not isinstance(name, str) or not name.strip():
-        raise Refusal(f"group_name {name!r} is not a name: use a non-empty string, a new one for each group.")
+        raise RefusedError(f"group_name {name!r} is not a name: use a non-empty string, a new one for each group.")
     if len(name) > MAX_GROUP_NAME_CHARACTERS:
-        raise Refusal(f"group_name is {len(name)} characters long: use at most {MAX_GROUP_NAME_CHARACTERS}.")
+        raise RefusedError(f"group_name is {len(name)} characters long: use at most {MAX_GROUP_NAME_CHARACTERS}.")
     return name
 
 
 def _host(body: Mapping[str, Any]) -> str:
     host = body.get("master_address")
     if not isinstance(host, str) or not host.strip():
-        raise Refusal("master_address is missing: name the host on which the trainer's rank 0 listens.")
+        raise RefusedError("master_address is missing: name the host on which the trainer's rank 0 listens.")
     if host in {"0.0.0.0", "::", "[::]"}:  # noqa: S104 - compared with, not bound
-        raise Refusal(f"master_address {host} is not an address to connect to: use the trainer's own IP or name.")
+        raise RefusedError(f"master_address {host} is not an address to connect to: use the trainer's own IP or name.")
     return host
 
 
@@ -146,11 +140,11 @@ def _integer(body: Mapping[str, Any], key: str) -> int:
     """Return an integer field. Several trainers send numbers as strings."""
     value = body.get(key)
     if value is None:
-        raise Refusal(f"{key} is missing: it must be a number.")
+        raise RefusedError(f"{key} is missing: it must be a number.")
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         return int(value.strip()[:20])
     if isinstance(value, bool) or not isinstance(value, int):
-        raise Refusal(f"{key} {_clip(value)} is not a whole number.")
+        raise RefusedError(f"{key} {_clip(value)} is not a whole number.")
     return value
 
 

@@ -15,7 +15,7 @@ from sglang_rollout.coordinator.update.membership import engines_without_tensors
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.ranks import DEFAULT_GROUP_NAME, Refusal
+from sglang_rollout.coordinator.update.ranks import DEFAULT_GROUP_NAME
 from sglang_rollout.coordinator.update.requests import (
     Begin,
     Call,
@@ -37,6 +37,7 @@ from sglang_rollout.coordinator.update.requests import (
 )
 from sglang_rollout.coordinator.update.steps import turn
 from sglang_rollout.sglang.api import MemoryTag
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.states import FleetMode
 
 ANY = frozenset({Phase.IDLE, Phase.PAUSE, Phase.TRANSFER})
@@ -166,7 +167,7 @@ async def apply_rule(fleet: Fleet, call: Call, at: str | None = None) -> None:
     words = {"engine": at, "rest": name_engines(engines_without_tensors(fleet)), "last": last_reason(fleet)}
     match rule.otherwise:
         case Refuse(message, status):
-            raise Refusal(message.format(**words), status=status, fleet=fleet.advice())
+            raise RefusedError(message.format(**words), status=status, fleet=fleet.advice())
         case Abandon(reason):
             await abandon(fleet, reason.format(**words))
         case None:

@@ -18,7 +18,6 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import fail_update, reply_and_fence_dropped, verify_and_commit
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk, Update
 from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import (
@@ -34,6 +33,7 @@ from sglang_rollout.coordinator.update.transaction import find_group, open_sessi
 from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import OnDisk
 
 DISK_PATIENCE_SECONDS = 60.0
@@ -141,10 +141,12 @@ async def load_from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
     names = checked.names
     await take_turn(fleet, ask)
     if require_members(fleet) != boots:
-        raise Refusal("The engines of this fleet changed while the checkpoint was read; nothing was loaded. Try again.", status=503)
+        raise RefusedError("The engines of this fleet changed while the checkpoint was read; nothing was loaded. Try again.", status=503)
     released = [name for name in boots if fleet.engines[name].released]
     if released:
-        raise Refusal(f"engine {released[0]} has released memory: call resume_memory_occupation first.", status=409, fleet=fleet.advice())
+        raise RefusedError(
+            f"engine {released[0]} has released memory: call resume_memory_occupation first.", status=409, fleet=fleet.advice()
+        )
     if fleet.pause is None:
         mode = fleet.policy.pause_mode.sglang.value
         failed = await pause_all(fleet, Cause.UPDATE, mode, {"mode": mode})
@@ -220,13 +222,13 @@ async def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> _Checked:
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))
-        raise Refusal(
+        raise RefusedError(
             f"engine {name} cannot load {path}: {result.message.rstrip('.')}. No engine received the call.",
             fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": results_by_engine(results)},
         )
     contents = {result.digest for result in results.values()}
     if len(contents) > 1:
-        raise Refusal(
+        raise RefusedError(
             f"{path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine received the call.",
             fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
         )

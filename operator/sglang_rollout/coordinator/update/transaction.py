@@ -12,12 +12,12 @@ from sglang_rollout.coordinator.update.outcome import FENCED, end_sessions_and_c
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.progress import Group
 from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel
 from sglang_rollout.coordinator.update.rules import last_reason, take_turn
 from sglang_rollout.coordinator.update.steps import GRACE_SECONDS, failures, results_by_engine, resume, same_body, send, send_and_mark_dirty
 from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.states import held_sentence
 
 
@@ -33,7 +33,7 @@ async def pause_all(fleet: Fleet, cause: Cause, mode: str | None, body: Body) ->
     refuse_asleep(fleet)
     names = fleet.up()
     if not names:
-        raise Refusal("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
+        raise RefusedError("No engine of this fleet is up, so there is nothing to pause. Try again.", status=503)
     # Engines whose memory is released are paused already.
     failed = await _pause_engines(fleet, [name for name in names if not fleet.engines[name].released], names, body)
     if failed is None:
@@ -94,7 +94,7 @@ async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     fleet.transaction.label = None
     names = fleet.up()
     if not names:
-        raise Refusal("No engine of this fleet is up, so nothing generates. Try again.", status=503)
+        raise RefusedError("No engine of this fleet is up, so nothing generates. Try again.", status=503)
     particulars = dict(committed.fleet) if committed is not None else {}
     behind = particulars.get(FENCED, {})
     results = await resume(fleet, [name for name in names if name not in behind], ask.body)
@@ -128,10 +128,10 @@ async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, t
         engine = fleet.engines[name]
         if engine.status is not None and MemoryTag.WEIGHTS in engine.status.released:
             reason = f"engine {name} has released its weights: call resume_memory_occupation first."
-            raise Refusal(reason, status=409, fleet=fleet.advice())
+            raise RefusedError(reason, status=409, fleet=fleet.advice())
         if not engine.member:
             reason = f"engine {name} cannot take an update now: {engine.why_absent().rstrip('.')}."
-            raise Refusal(reason, status=503, fleet=fleet.advice())
+            raise RefusedError(reason, status=503, fleet=fleet.advice())
     if fleet.pause is None:
         mode = fleet.policy.pause_mode.sglang.value
         failed = await pause_all(fleet, Cause.UPDATE, mode, {"mode": mode})
@@ -176,7 +176,7 @@ async def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -
         return Answer(200, "Cache flushed on all engines.", committed.fleet)
     names = [name for name in fleet.up() if only is None or name in only]
     if not names:
-        raise Refusal("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
+        raise RefusedError("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
     path = ControlCall.FLUSH_CACHE.path if ask.timeout is None else f"{ControlCall.FLUSH_CACHE.path}?timeout={ask.timeout:g}"
     results = await send(path, same_body(names), fleet.policy.deadlines.pause_seconds + (ask.timeout or 0))
     failed = failures(results)
@@ -205,16 +205,16 @@ async def new_run(fleet: Fleet, ask: NewRun) -> Answer:
 
 
 def find_group(fleet: Fleet, name: str | None) -> Group:
-    """Return an open process group by name, or the only one if no name is given. Raises Refusal if there is none."""
+    """Return an open process group by name, or the only one if no name is given. Raises RefusedError if there is none."""
     if name is None and len(fleet.groups) == 1:
         return next(iter(fleet.groups.values()))
     if name is None:
         if not fleet.groups:
-            raise Refusal(_no_group(fleet), fleet=fleet.advice())
+            raise RefusedError(_no_group(fleet), fleet=fleet.advice())
         names = ", ".join(fleet.groups)
-        raise Refusal(f"group_name is missing, and {len(fleet.groups)} groups are open: name one of {names}.")
+        raise RefusedError(f"group_name is missing, and {len(fleet.groups)} groups are open: name one of {names}.")
     if name not in fleet.groups:
-        raise Refusal(
+        raise RefusedError(
             f"group {name} is not open on this fleet{last_reason(fleet)}. Call init_weights_update_group with"
             f" world_size={fleet.table.world_size}.",
             fleet=fleet.advice(),
@@ -223,10 +223,10 @@ def find_group(fleet: Fleet, name: str | None) -> Group:
 
 
 def refuse_stale_group(fleet: Fleet, group: Group) -> None:
-    """Raise Refusal if a member of the process group does not run any more in the boot that joined."""
+    """Raise RefusedError if a member of the process group does not run any more in the boot that joined."""
     changed = fleet.changed(group.boots)
     if changed:
-        raise Refusal(
+        raise RefusedError(
             f"group {group.name} is of epoch {group.epoch} and its member {changed[0]} was restarted or is gone."
             f" Open a new group with world_size={fleet.table.world_size}: the fleet is at epoch {fleet.epoch}.",
             fleet=fleet.advice(),
@@ -236,7 +236,7 @@ def refuse_stale_group(fleet: Fleet, group: Group) -> None:
 def _members(fleet: Fleet) -> dict[str, str]:
     """Return the members of all process groups that can still be used, with their boot IDs."""
     if not fleet.groups:
-        raise Refusal(_no_group(fleet), fleet=fleet.advice())
+        raise RefusedError(_no_group(fleet), fleet=fleet.advice())
     live = [group for group in fleet.groups.values() if fleet.is_live(group)]
     if not live:
         refuse_stale_group(fleet, list(fleet.groups.values())[-1])

@@ -104,7 +104,7 @@ async def test_an_acknowledgement_does_not_wait_for_a_look_at_the_closed_gate(
 async def test_a_dirty_engine_takes_over_what_is_committed_and_does_not_go_on(caller: Caller, engine: StubEngine) -> None:
     await caller.update(up_to="/end_weight_update")
     code, answer = await caller.post(AGENT_RUN, {"committed": V1})
-    assert (code, "mixture" in answer["message"] or "under way" in answer["message"]) == (409, True)
+    assert (code, "mixture" in answer["message"] or "in progress" in answer["message"]) == (409, True)
     assert "continue_generation" not in engine.calls
     status = (await caller.post(AGENT_SYNC, {"committed": None}))[1]
     assert (status["committed"], status["gate_open"], status["paused"]) == (V1, False, True)

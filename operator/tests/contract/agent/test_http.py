@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_METRICS, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_METRICS, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, SEQ_HEADER, TERM_HEADER
+from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 from tests.contract.support.agent_pod import BASE_WIRE, TOKEN, Pod, pod, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
@@ -21,6 +22,7 @@ from tests.support.ports import free_port
 pytestmark = pytest.mark.router
 
 V1 = Version(run=1, step=1, label="1")
+V1_WIRE = V1.model_dump(mode="json")
 GROUP = {"group_name": "g", "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 
 
@@ -66,6 +68,25 @@ async def test_who_may_call(lab: Pod, engine: StubEngine) -> None:
     assert engine.calls == []
     for path in ("/health", "/model_info", "/server_info", "/v1/loads", AGENT_ENGINE, AGENT_METRICS):
         assert (await lab.ask("GET", path)).status == 200, path
+
+
+async def test_every_message_of_the_agent_has_a_higher_sequence_number_also_after_its_restart(lab: Pod) -> None:
+    first = (await lab.status()).seq
+    paused = int((await lab.control("/pause_generation")).headers[SEQ_HEADER.lower()])
+    second = (await lab.status()).seq
+    assert 0 < first < paused < second
+    await lab.agent.end()
+    await lab.agent.start()
+    await until(lab.agent_answers, 40, "the agent is back")
+    assert (await lab.status()).seq > second
+
+
+async def test_an_overtaken_sync_does_not_reopen_the_gate(lab: Pod) -> None:
+    later = {"committed": V1_WIRE, "sender": "c", "seq": 2}
+    assert (await lab.control(AGENT_SYNC, later)).body["gate_open"] is False
+    answer = await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "sender": "c", "seq": 1})
+    assert answer.body["reason"] == GateReason.NOT_COMMITTED
+    assert answer.body["committed"] == V1_WIRE
 
 
 async def test_a_lower_term_is_refused_also_after_a_restart_of_the_agent(lab: Pod) -> None:
@@ -231,7 +252,7 @@ async def test_an_engine_that_is_too_old_is_never_up_and_says_why(tmp_path: Path
         sentence = "it is SGLang 0.5.19, and the oldest that can be driven is 0.5.20: use a newer image or installation"
 
         async def told() -> bool:
-            return sentence in (await lab.status(BASE_WIRE)).reason
+            return sentence in (await lab.status(BASE_WIRE)).message
 
         await until(told, 10, "the status says why")
         health = await lab.ask("GET", "/health")

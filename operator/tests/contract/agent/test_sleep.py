@@ -121,7 +121,7 @@ async def test_it_sleeps_when_its_requests_have_ended_and_serves_again_when_it_i
     assert (await prove(lab, status)).status == 409, "nobody has looked at what it holds"
     assert (await prove(lab, status, verified=True)).status == 200
     status = await told(lab, "active")
-    assert (status.gate_open, status.version) == (True, BASE), status.reason
+    assert (status.gate_open, status.version) == (True, BASE), status.message
     assert (await lab.generate()).status == 200
     assert engine.generate(8)["output_ids"] == tokens
 

@@ -114,7 +114,7 @@ async def test_status_is_not_open_while_haproxy_is_away(lab: Pod) -> None:
     direct = Pod(lab.folder, lab.engine_url, lab.http, gate_port=lab.agent_port)  # past the gate, as nobody can in a pod
     status = await direct.status(BASE_WIRE)
     assert not status.gate_open
-    assert "haproxy" in status.reason
+    assert "haproxy" in status.message
 
 
 async def test_a_flood_of_requests_does_not_lock_out_the_agent(engine: StubEngine, tmp_path: Path) -> None:
@@ -162,4 +162,4 @@ async def test_haproxy_starts_under_a_low_limit_on_open_files(tmp_path: Path, fi
 
 
 async def _reason(lab: Pod, words: str) -> bool:
-    return words in (await lab.status()).reason
+    return words in (await lab.status()).message

@@ -152,7 +152,7 @@ class Pod:
     async def open_with_base(self) -> None:
         await until(self.engine_up, 30, "the agent sees the engine")
         status = await self.status(BASE_WIRE)
-        assert status.gate_open, status.reason
+        assert status.gate_open, status.message
 
     async def ack(self, version: Version, boot_id: str | None) -> Answer:
         return await self.control(AGENT_ACK, {"version": version.model_dump(), "boot_id": boot_id or "", "cohort": ["e0"]})

@@ -180,7 +180,7 @@ class Pair:
         await until(again, 60, f"both start once more, {wanted}; now {self.starts}", every=0.2)
 
     async def why(self) -> str:
-        return (await self.leader.pod.status()).reason
+        return (await self.leader.pod.status()).message
 
 
 @asynccontextmanager

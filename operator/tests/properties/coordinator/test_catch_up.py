@@ -96,14 +96,14 @@ def test_a_missing_snapshot_is_said_and_tried_again_later_and_less_often() -> No
     restart(world, "e1")
     world.drain()
     row = world.machine.fleet.engines["e1"].row()
-    assert "it could not load version 1" in row.reason
-    assert "tries again in 10 s" in row.reason
+    assert "it could not load version 1" in row.message
+    assert "tries again in 10 s" in row.message
     asked = len(world.sent)
     world.tick(9)
     assert len(world.sent) == asked
     world.tick(2)
     world.drain()
-    assert "tries again in 20 s" in world.machine.fleet.engines["e1"].row().reason
+    assert "tries again in 20 s" in world.machine.fleet.engines["e1"].row().message
     world.agents["e1"].stocked = True
     world.tick(21)
     world.drain()
@@ -116,7 +116,7 @@ def test_a_folder_that_holds_something_else_is_not_served() -> None:
     world.agents["e1"].checksum = "other"
     world.drain()
     assert not world.agents["e1"].gate_open
-    assert "held other weights" in world.machine.fleet.engines["e1"].row().reason
+    assert "held other weights" in world.machine.fleet.engines["e1"].row().message
     assert world.machine.fleet.table.world_size == 3, "it takes part in the next push"
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.coordinator.update.ranks import Refusal, check_group, rank_table
+from sglang_rollout.coordinator.update.ranks import check_group, rank_table
+from sglang_rollout.wire.reasons import RefusedError
 
 sizes = st.lists(st.integers(1, 16), min_size=1, max_size=64)
 json_values = st.recursive(
@@ -41,7 +42,7 @@ def test_only_the_right_world_size_is_accepted_and_a_refusal_names_it(of: list[i
     if world_size == table.world_size:
         assert check_group(body(world_size), table).world_size == world_size
     else:
-        with pytest.raises(Refusal, match=f"Use world_size={table.world_size}."):
+        with pytest.raises(RefusedError, match=f"Use world_size={table.world_size}."):
             check_group(body(world_size), table)
 
 
@@ -49,14 +50,14 @@ def test_only_the_right_world_size_is_accepted_and_a_refusal_names_it(of: list[i
 def test_any_body_is_accepted_or_refused_with_a_sentence(given_body: dict[str, object]) -> None:
     try:
         sentence, size = "", check_group(given_body, rank_table(engines([1, 2]))).world_size
-    except Refusal as refusal:
+    except RefusedError as refusal:
         sentence, size = str(refusal), 4
     assert size == 4
     assert len(sentence) < 500
 
 
 def test_the_sentence_of_a_wrong_world_size() -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RefusedError) as caught:
         check_group(body(7), rank_table(engines([2, 2])))
     assert str(caught.value) == ("world_size 7 does not fit this fleet: rank_offset 1 + 4 GPUs on 2 engines [2, 2] = 5. Use world_size=5.")
 
@@ -67,7 +68,7 @@ def test_numbers_may_be_strings_and_unknown_fields_are_kept() -> None:
 
 
 def test_a_fleet_without_engines_says_try_again() -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RefusedError) as caught:
         check_group(body(1), rank_table([]))
     assert caught.value.status == 503
 
@@ -79,5 +80,5 @@ def test_the_trainers_address_goes_on_as_it_came(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
 def test_an_address_that_means_all_of_a_machine_is_refused(host: str) -> None:
-    with pytest.raises(Refusal, match="is not an address to connect to"):
+    with pytest.raises(RefusedError, match="is not an address to connect to"):
         check_group(body(4, master_address=host), rank_table(engines([1, 2])))

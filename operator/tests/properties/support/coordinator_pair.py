@@ -94,6 +94,7 @@ class Pair:
         new = Coordinator(
             Machine(name="demo", term=term, record=found, at=self.now), found.model_copy(update={"term": term}) if found else None
         )
+        new.machine.fleet.coordinator_id = f"coordinator-{self.lease}"
         if not keep_record:
             self.store = None
         self.write(new)

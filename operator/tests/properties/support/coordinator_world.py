@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,6 +37,8 @@ from sglang_rollout.wire.record import Adapter, Record
 from sglang_rollout.wire.states import FleetMode, FleetState
 from sglang_rollout.wire.weights import EngineState, Version
 from tests.properties.support.simulated_agent import NAMES, SimulatedAgent
+
+_processes = itertools.count()
 
 SNAPSHOTS = "/snapshots"
 
@@ -86,6 +89,8 @@ class World:
         self.lossy = self.record is None or (bool(self.history) and order_key(self.record.committed) < order_key(self.history[-1]))
         term = (self.record.term if self.record else 0) + 1
         self.machine = Machine(name="demo", term=term, record=self.record, at=self.now)
+        # Every coordinator process has its own ID: without a record the term may be the same.
+        self.machine.fleet.coordinator_id = f"coordinator-{next(_processes)}"
         self.want()
 
     def want(self) -> None:

@@ -257,7 +257,7 @@ class SimulatedAgent:
         return Result(ok=True, status=200, agent=self.status())
 
     def _take_over(self, told: SyncRequest) -> None:
-        self.apply(ev.Told(self.term, told.committed, tuple(told.tolerated), told.hold, told.at, told.life))
+        self.apply(ev.Told(self.term, told.committed, tuple(told.tolerated), told.hold, told.sender, told.seq))
         self._follow_the_spec()
 
     def _follow_the_spec(self) -> None:

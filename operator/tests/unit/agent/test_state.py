@@ -10,10 +10,15 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.lease import in_the_middle
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import FleetState, held_sentence
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 V1, V2 = Version(run=1, step=1, label="1"), Version(run=1, step=2, label="2")
+
+
+def message(refused: Refusal | None) -> str:
+    return "" if refused is None else refused.message
 
 
 def facts(boot: str = "a", live: str = "base", launch: str = "base") -> s.EngineFacts:
@@ -52,7 +57,7 @@ def test_an_engine_that_was_changed_before_we_saw_it_is_unknown() -> None:
 def test_a_complete_update_opens_the_gate_after_ack_and_commit(update: str) -> None:
     updated = run(SERVING, *call(ControlCall.BEGIN_UPDATE), *call(update), *call(ControlCall.END_UPDATE))
     assert updated.memory.state is EngineState.DIRTY
-    assert s.ack_refusal(updated, "a", V1) == ""
+    assert s.ack_refusal(updated, "a", V1) is None
     acked = run(updated, ev.Acknowledged(V1, ("e0",)))
     assert not s.gate_may_open(acked)
     assert s.gate_may_open(run(acked, ev.Told(1, V1)))
@@ -102,11 +107,11 @@ def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call(beg
     ],
 )
 def test_what_cannot_be_acknowledged(events: tuple[ev.Event, ...], why: str) -> None:
-    assert why in s.ack_refusal(run(SERVING, *events), "a", V1)
+    assert why in message(s.ack_refusal(run(SERVING, *events), "a", V1))
 
 
 def test_an_ack_for_another_life_is_refused() -> None:
-    assert "gone" in s.ack_refusal(UPDATED, "b", V1)
+    assert "gone" in message(s.ack_refusal(UPDATED, "b", V1))
 
 
 def test_a_new_begin_clears_an_earlier_failure() -> None:
@@ -118,14 +123,16 @@ def test_a_new_begin_clears_an_earlier_failure() -> None:
         *call(ControlCall.END_UPDATE),
     )
     state = run(state, *call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE))
-    assert s.ack_refusal(state, "a", V2) == ""
+    assert s.ack_refusal(state, "a", V2) is None
 
 
 def test_a_restarted_engine_is_base_and_closed_when_another_version_is_committed() -> None:
     state = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1), ev.Lost("gone"), ev.Identified(facts("b")))
     assert state.memory.version == BASE
     assert not s.gate_may_open(state)
-    assert s.status(state, name="e0", gate_open=False).reason == "The engine holds version base, committed is 1/1."
+    status = s.status(state, name="e0", gate_open=False)
+    assert status.reason is GateReason.NOT_COMMITTED
+    assert status.message == "The engine holds version base, and version 1/1 is committed."
 
 
 def test_an_answer_from_an_earlier_life_changes_nothing() -> None:
@@ -166,7 +173,7 @@ def test_a_call_whose_answer_nobody_heard_counts_as_failed() -> None:
     again = run(ev.restored(memory), ev.Identified(facts()))
     assert again.memory.pending == ""
     assert again.memory.failed
-    assert "failed" in s.ack_refusal(run(again, *call(ControlCall.END_UPDATE)), "a", V1)
+    assert "failed" in message(s.ack_refusal(run(again, *call(ControlCall.END_UPDATE)), "a", V1))
 
 
 def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
@@ -179,7 +186,7 @@ def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
     back = run(lost, *call(ControlCall.RESUME_MEMORY, tags=("weights",)))
     assert not s.gate_may_open(back)
     assert s.ack_refusal(back, "a", BASE), "nobody has compared them"
-    assert s.ack_refusal(back, "a", BASE, verified=True) == ""
+    assert s.ack_refusal(back, "a", BASE, verified=True) is None
     assert s.gate_may_open(run(back, ev.Acknowledged(BASE, ("e0",))))
     assert s.ack_refusal(run(SERVING, ev.Polled("9", SERVING.calls)), "a", BASE, verified=True), "only after a release"
 
@@ -210,7 +217,7 @@ def test_groups_and_pause_are_remembered() -> None:
 
 def test_what_the_spec_holds_is_closed_through_restarts_of_agent_and_engine() -> None:
     held = run(SERVING, ev.Told(1, BASE, hold=FleetState.PAUSED))
-    assert s.closed_reason(held) == held_sentence(FleetState.PAUSED)
+    assert s.closed_reason(held) == Refusal(GateReason.PAUSED, held_sentence(FleetState.PAUSED))
     assert not s.gate_may_open(run(held, ev.Told(1, BASE))), "a coordinator that does not know yet changes nothing"
     again = run(ev.restored(held.memory), ev.Identified(facts("b")), ev.Told(1, BASE))
     assert not s.gate_may_open(again)
@@ -229,9 +236,9 @@ def test_no_lease_of_a_coordinator_ends_what_the_spec_holds() -> None:
 
 
 def test_status_speaks_of_the_engine_only_while_it_is_up() -> None:
-    status = s.status(replace(SERVING, up=False, down_reason="it fell"), name="e0", gate_open=False)
+    status = s.status(replace(SERVING, up=False, down=Refusal(GateReason.RESTART_BUDGET_EXHAUSTED, "it fell")), name="e0", gate_open=False)
     assert (status.boot_id, status.state, status.version) == (None, EngineState.UNKNOWN, None)
-    assert status.reason == "The engine is not up: it fell."
+    assert (status.reason, status.message) == (GateReason.RESTART_BUDGET_EXHAUSTED, "The engine is not up: it fell.")
 
 
 _versions = st.sampled_from([BASE, V1, V2])
@@ -317,16 +324,40 @@ def test_a_tolerated_version_may_be_served_and_only_that() -> None:
     assert s.gate_may_open(run(restarted, ev.Identified(facts(live="1")), ev.Unchallenged())), "the record knows what was tolerated"
 
 
-def test_a_word_of_the_coordinator_that_a_later_one_has_overtaken_opens_and_closes_nothing() -> None:
-    holding_1 = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1, at=10))
-    replaced = run(holding_1, ev.Told(1, V2, at=12))
-    assert not s.gate_may_open(run(replaced, ev.Told(1, V1, at=11))), "the others serve version 2 by now"
-    held = run(holding_1, ev.Told(1, V1, hold=FleetState.PAUSED, at=12))
-    assert not s.gate_may_open(run(held, ev.Told(1, V1, hold=FleetState.ACTIVE, at=11)))
-    assert s.gate_may_open(run(held, ev.Told(1, V1, hold=FleetState.ACTIVE, at=13)))
+def test_an_out_of_order_sync_changes_nothing() -> None:
+    holding_1 = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1, seq=10))
+    replaced = run(holding_1, ev.Told(1, V2, seq=12))
+    assert not s.gate_may_open(run(replaced, ev.Told(1, V1, seq=11))), "the other engines serve version 2 already"
+    held = run(holding_1, ev.Told(1, V1, hold=FleetState.PAUSED, seq=12))
+    assert not s.gate_may_open(run(held, ev.Told(1, V1, hold=FleetState.ACTIVE, seq=11)))
+    assert not s.gate_may_open(run(held, ev.Told(1, hold=FleetState.ACTIVE, seq=11)))
+    assert s.gate_may_open(run(held, ev.Told(1, V1, hold=FleetState.ACTIVE, seq=13)))
     for term in (1, 2):
-        assert s.gate_may_open(run(replaced, ev.Told(term, V1, at=3, life="another"))), "another coordinator has another clock"
-    assert not s.gate_may_open(run(replaced, ev.Told(2), ev.Told(1, V1, at=13))), "a term that is over"
+        assert s.gate_may_open(run(replaced, ev.Told(term, V1, seq=3, sender="another"))), "another coordinator has another counter"
+    assert not s.gate_may_open(run(replaced, ev.Told(2), ev.Told(1, V1, seq=13))), "the term is over"
+
+
+def test_a_sync_without_sequence_number_is_always_applied() -> None:
+    holding_1 = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V2, seq=12))
+    assert s.gate_may_open(run(holding_1, ev.Told(1, V1)))
+
+
+_told = st.builds(ev.Told, st.just(1), st.none() | _versions, hold=st.none() | st.sampled_from(FleetState), sender=st.just("c"))
+
+
+@given(st.lists(_told, max_size=6), st.data())
+def test_syncs_in_any_order_have_the_effect_of_their_order_of_sending(sent: list[ev.Told], data: st.DataObject) -> None:
+    """A sync that is lost, repeated or delivered late changes nothing that a later sync has said."""
+    numbered = [replace(told, seq=place + 1) for place, told in enumerate(sent)]
+    arriving = data.draw(st.lists(st.sampled_from(numbered), max_size=12) if numbered else st.just([]))
+    newest, applied = 0, []
+    for told in arriving:
+        if told.seq >= newest:
+            newest = told.seq
+            applied.append(told)
+    late, in_order = run(SERVING, *arriving), run(SERVING, *applied)
+    assert late == in_order
+    assert s.closed_reason(late) == s.closed_reason(in_order)
 
 
 def test_an_engine_that_is_met_with_a_record_that_cannot_be_used_is_unknown_until_its_next_life() -> None:
@@ -334,7 +365,9 @@ def test_an_engine_that_is_met_with_a_record_that_cannot_be_used_is_unknown_unti
     met = run(blind, ev.Told(1, BASE), ev.Identified(facts()))
     assert (met.memory.state, met.memory.version) == (EngineState.UNKNOWN, None)
     assert not s.gate_may_open(met)
-    assert s.closed_reason(met).startswith("It is not known which weights the engine holds")
+    closed = s.closed_reason(met)
+    assert closed is not None
+    assert closed.code is GateReason.UNKNOWN
     again = run(ev.restored(met.memory), ev.Told(1, BASE), ev.Identified(facts()))
     assert not s.gate_may_open(again), "the agent's next start changes nothing"
     early = run(ev.restored(run(blind, ev.Told(1, BASE)).memory), ev.Identified(facts()), ev.Told(1, BASE))

@@ -14,6 +14,7 @@ from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.transitions import find_events
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
 from sglang_rollout.wire.weights import EngineState, Version
@@ -111,7 +112,7 @@ def test_an_update_loses_no_engine() -> None:
     committed = world([pod(0), pod(1)], written=record(opening(0, V1), opening(1, V1), committed=V1))
     served = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
     assert history(HEALTHY, during, committed, served) == [[], ["WeightsCommitted"], []], "every step of a training brings that"
-    mixture = row(1, None, gate=False, state=EngineState.DIRTY, reason="The engine holds a mixture of weights after an update that failed.")
+    mixture = row(1, None, gate=False, state=EngineState.DIRTY, closed=Refusal(GateReason.DIRTY, "The engine holds a mixture."))
     assert ("Warning", "EngineLost") in reasons(during, world([pod(0), pod(1)], written=record(row(0), mixture)))
 
 

@@ -14,7 +14,8 @@ from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.hashing import revision
-from sglang_rollout.wire.launch import BUDGET_EXHAUSTED, WITH_THE_OTHERS
+from sglang_rollout.wire.launch import termination_message
+from sglang_rollout.wire.reasons import GateReason, Refusal
 from tests.unit.controller.support.worlds import NOW, SETTINGS, Object, cr, crashed, record, row, unschedulable, world
 
 ENGINE = {"image": "example.org/engine:1", "gpuResource": "", "nodes": 2, "parallelism": {"tensor": 2}}
@@ -32,8 +33,8 @@ def pod(index: int, rank: int, *, ready: bool = True, current: str | None = None
     return {"metadata": metadata, "spec": {"nodeName": f"node-{rank}"}, "status": {**status, **more}}
 
 
-def fleet(*pods: Object, gates: tuple[bool, bool] = (True, True), reason: str = "", custom: Object = CR) -> FleetView:
-    rows = [row(index, gate=gates[index], reason="" if gates[index] else reason) for index in range(2)]
+def fleet(*pods: Object, gates: tuple[bool, bool] = (True, True), closed: Refusal | None = None, custom: Object = CR) -> FleetView:
+    rows = [row(index, gate=gates[index], closed=None if gates[index] else closed) for index in range(2)]
     return world(list(pods), written=record(*rows), custom=custom)
 
 
@@ -69,7 +70,7 @@ def test_the_pod_in_trouble_is_named_with_its_node() -> None:
 
 
 def test_a_pod_that_was_ended_because_of_another_is_not_the_one_to_speak_of() -> None:
-    log = f"loading\nKilled\nThis pod's part of the engine {WITH_THE_OTHERS}: pod demo-engine-1-1 has ended."
+    log = "loading\nKilled\n" + termination_message("This pod restarts with the other pods of its engine: pod demo-engine-1-1 has ended.")
     ended = {**pod(1, 0, ready=False), "status": crashed(code=137, message=log)}
     cause = {**pod(1, 1, ready=False), "status": crashed(message="ValueError: no such backend")}
     seen = fleet(pod(0, 0), pod(0, 1), ended, cause, gates=(True, False))
@@ -86,15 +87,15 @@ def test_a_pod_that_no_node_takes_is_named() -> None:
 
 
 def test_what_its_agents_wait_for_is_told() -> None:
-    told = "The engine is not up: it waits until all 2 pods can start together, now for demo-engine-1-1."
-    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), reason=told)
+    told = Refusal(GateReason.GROUP_RESTART, "The engine is not up: it waits until all 2 pods can start together, now for demo-engine-1-1.")
+    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), closed=told)
     assert engines(seen)[1]["phase"] == "Starting"
     assert "now for demo-engine-1-1" in engines(seen)[1]["message"]
 
 
 def test_an_engine_that_is_not_started_again_needs_a_person() -> None:
-    told = f"The engine is not up: {BUDGET_EXHAUSTED}: 10 starts in a row failed. Delete its pods."
-    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), reason=told)
+    told = Refusal(GateReason.RESTART_BUDGET_EXHAUSTED, "The engine is not up: 10 starts in a row failed. Delete its pods.")
+    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), closed=told)
     assert ready(seen)["reason"] == "RestartBudgetExhausted"
     assert "Delete its pods" in ready(seen)["message"]
     assert engines(seen)[1]["phase"] == "Failed"
@@ -143,9 +144,9 @@ def rolled(seen: FleetView) -> set[str]:
 
 def test_status_names_the_pod_that_does_not_find_pod_0() -> None:
     words = "demo-engine-1-1 (it cannot reach pod 0: demo-engine-1-0.demo-engines: Name or service not known)"
-    said = f"it waits until all 2 pods can start together, now for {words}"
+    said = Refusal(GateReason.GROUP_RESTART, f"it waits until all 2 pods can start together, now for {words}")
     starting = [pod(1, rank, ready=False) for rank in range(2)]
-    shown = engines(fleet(pod(0, 0), pod(0, 1), *starting, gates=(True, False), reason=said))[1]
+    shown = engines(fleet(pod(0, 0), pod(0, 1), *starting, gates=(True, False), closed=said))[1]
     assert shown["message"].endswith(f"now for {words}.")
 
 

@@ -14,13 +14,16 @@ from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.transitions import find_events
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render.hashing import revision
-from sglang_rollout.wire.launch import WITH_THE_OTHERS
+from sglang_rollout.wire.launch import termination_message
 from tests.unit.controller.support.worlds import NOW, cr, record, row, unschedulable, world
 from tests.unit.controller.support.worlds import pod as plain_pod
 
 Object = dict[str, Any]
 POLICY = {"avoidNodes": {"failures": 3, "withinSeconds": 3600, "forSeconds": 7200}}
 CURRENT = revision(SGLangRollout.model_validate(cr()))
+
+
+OTHER_POD_FAILED = termination_message("pod demo-engine-1-1 has ended")
 
 
 def at(minutes: int) -> str:
@@ -105,7 +108,10 @@ def test_a_failure_is_remembered_once_however_often_it_is_seen() -> None:
         ("the pod is going away", seen(GOOD, pod(1, "bad", ended(at(55)), deletionTimestamp=NOW), failures=TWICE)),
         ("it ended well", seen(GOOD, pod(1, "bad", ended(at(55), code=0)), failures=TWICE)),
         ("nobody knows when it ended", seen(GOOD, pod(1, "bad", ended(None, code=137)), failures=TWICE)),
-        ("another pod of the engine failed", seen(GOOD, pod(1, "bad", ended(at(55), message=WITH_THE_OTHERS)), failures=TWICE)),
+        (
+            "another pod of the engine failed",
+            seen(GOOD, pod(1, "bad", ended(at(55), message=OTHER_POD_FAILED)), failures=TWICE),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -13,6 +13,7 @@ from sglang_rollout.controller.decide.plan import Delete, make_plan
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import render_all
 from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import FleetState
 from tests.unit.controller.support.worlds import BASE, NOW, SETTINGS, EngineRow, Object, cr, pod, record, row, world
 
@@ -44,7 +45,7 @@ def rolled(seen: FleetView) -> list[str]:
 
 
 def awake(index: int) -> EngineRow:
-    return row(index, BASE, gate=False, reason="It cannot sleep: it was started without --enable-memory-saver.")
+    return row(index, BASE, gate=False, closed=Refusal(GateReason.RELEASE_FAILED, "It was started without --enable-memory-saver."))
 
 
 def asleep(index: int) -> EngineRow:

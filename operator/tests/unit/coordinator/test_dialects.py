@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_rollout.coordinator.http import dialects
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.coordinator.update.requests import (
     Answer,
     CloseGroup,
@@ -25,6 +24,7 @@ from sglang_rollout.coordinator.update.requests import (
     SetLabel,
     Update,
 )
+from sglang_rollout.wire.reasons import RefusedError
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
 
@@ -50,14 +50,14 @@ def test_an_empty_body_is_an_empty_object(data: bytes) -> None:
     ],
 )
 def test_what_cannot_be_read_or_kept_is_refused_with_its_place(data: bytes, sentence: str) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RefusedError) as caught:
         dialects.parse(data)
     assert sentence in str(caught.value)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
-    with contextlib.suppress(Refusal):
+    with contextlib.suppress(RefusedError):
         assert isinstance(dialects.parse(data), dict)
 
 
@@ -73,7 +73,7 @@ JSON = st.recursive(
 def test_whatever_is_taken_can_be_written_again(body: dict[str, Any], escaped: bool) -> None:
     try:
         taken = dialects.parse(json.dumps(body, ensure_ascii=escaped).encode("utf-8", "surrogatepass"))
-    except Refusal:
+    except RefusedError:
         return
     assert json.dumps(taken, ensure_ascii=False).encode()
 
@@ -98,7 +98,7 @@ FIELDS = [
 def test_a_field_of_any_type_is_taken_or_refused(parse: Callable[[dict[str, Any]], Request], body: dict[str, Any]) -> None:
     try:
         request = parse(body)
-    except Refusal:
+    except RefusedError:
         return
     assert request is not None
 
@@ -135,7 +135,7 @@ def test_a_version_may_be_a_number_and_unknown_fields_are_passed_on() -> None:
     ],
 )
 def test_an_update_that_would_hang_or_mislead_is_refused(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RefusedError) as caught:
         update({**TENSORS, **changes})
     assert sentence in str(caught.value)
 
@@ -144,7 +144,7 @@ def test_a_pause_without_mode_is_what_sglang_makes_of_it() -> None:
     assert dialects.pause({}) == Pause("abort", {"mode": "abort"})
     assert dialects.pause({"mode": "in_place"}) == Pause("in_place", {"mode": "in_place"})
     for mode in ("nap", ["abort"], {}, 1):
-        with pytest.raises(Refusal, match="use retract, abort, in_place"):
+        with pytest.raises(RefusedError, match="use retract, abort, in_place"):
             dialects.pause({"mode": mode})
 
 
@@ -155,7 +155,7 @@ def test_what_a_trainer_says_of_its_weights() -> None:
 
 @pytest.mark.parametrize("checksums", [["a"], {"one": ["a"]}, {"1": "a"}, {"1": [2]}, {"2": ["a"]}, {"9" * 5000: ["a"]}, {"0" * 5000: []}])
 def test_checksums_that_cannot_be_meant_are_refused(checksums: object) -> None:
-    with pytest.raises(Refusal, match="checksums"):
+    with pytest.raises(RefusedError, match="checksums"):
         dialects.end({"checksums": checksums})
 
 
@@ -163,9 +163,9 @@ def test_small_ones() -> None:
     assert dialects.close_group({}) == CloseGroup(None)
     assert dialects.set_label({"new_version": 4, "abort_all_requests": True}) == SetLabel("4")
     assert dialects.flush({"timeout": "3"}) == Flush(3.0)
-    with pytest.raises(Refusal):
+    with pytest.raises(RefusedError):
         dialects.set_label({})
-    with pytest.raises(Refusal):
+    with pytest.raises(RefusedError):
         dialects.flush({"timeout": "nan"})
 
 
@@ -184,13 +184,13 @@ def test_an_adapter_that_status_could_not_show_or_sglang_would_not_load_as_asked
     longest = {"lora_name": "a" * 256, "lora_path": "/" * 4096}
     assert dialects.load_adapter(longest) == LoadAdapter(longest["lora_name"], longest["lora_path"])
     assert dialects.load_adapter({**longest, "pinned": True}) == LoadAdapter(longest["lora_name"], longest["lora_path"], pinned=True)
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RefusedError) as caught:
         dialects.load_adapter({**longest, **changes})
     assert sentence in str(caught.value)
 
 
 def test_a_field_that_sglang_does_not_know_is_refused_when_an_adapter_is_unloaded() -> None:
-    with pytest.raises(Refusal, match=r"/unload_lora_adapter has no field 'force': SGLang ignores it\. Use lora_name\."):
+    with pytest.raises(RefusedError, match=r"/unload_lora_adapter has no field 'force': SGLang ignores it\. Use lora_name\."):
         dialects.unload_adapter({"lora_name": "a", "force": True})
 
 

@@ -10,8 +10,8 @@ from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.nccl import check_nccl
-from sglang_rollout.coordinator.update.ranks import Refusal
 from sglang_rollout.wire.agent import AgentStatus, Nccl
+from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.weights import EngineState
 
 
@@ -30,7 +30,7 @@ def refused(engines: list[Nccl | None], trainer: dict[str, Any] | None, backend:
     made = fleet(*engines)
     try:
         check_nccl(made, made.engines, backend, {"nccl": trainer} if trainer is not None else {})
-    except Refusal as refusal:
+    except RefusedError as refusal:
         return str(refusal)
     return ""
 

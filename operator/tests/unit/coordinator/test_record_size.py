@@ -15,6 +15,7 @@ from sglang_rollout.coordinator.update.progress import Group
 from sglang_rollout.coordinator.update.ranks import MAX_GROUP_NAME_CHARACTERS
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.wire.agent import AgentStatus
+from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import Adapter, AdapterRow, EngineRow, GroupRow, LastUpdate, Noted, Record, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
 
@@ -40,7 +41,16 @@ def large(**more: object) -> Record:
     """Every engine has a long name and a reason; one group holds all of them."""
     why = "The engine holds part of an unfinished weight update: engine 17 did not take the tensors. It waits for a complete one."
     rows = [
-        EngineRow(name=name, state=EngineState.DIRTY, version=STEP, boot_id=BOOT, gate_open=False, reason=why, all_reduce=123.4)
+        EngineRow(
+            name=name,
+            state=EngineState.DIRTY,
+            version=STEP,
+            boot_id=BOOT,
+            gate_open=False,
+            reason=GateReason.NOT_UP,
+            message=why,
+            all_reduce=123.4,
+        )
         for name in NAMES
     ]
     last = LastUpdate(version=STEP, outcome=UpdateOutcome.COMMITTED, finished="2026-01-01T00:00:00.000Z", engines=NAMES)

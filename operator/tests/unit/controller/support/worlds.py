@@ -12,6 +12,7 @@ from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.wire.reasons import Refusal
 from sglang_rollout.wire.record import EngineRow, LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
@@ -76,21 +77,22 @@ def unschedulable(message: str) -> Object:
 
 
 def row(
-    index: int, version: Version | None = BASE, *, gate: bool = True, state: EngineState = EngineState.CLEAN, reason: str = ""
+    index: int, version: Version | None = BASE, *, gate: bool = True, state: EngineState = EngineState.CLEAN, closed: Refusal | None = None
 ) -> EngineRow:
-    return EngineRow(name=names.engine_name("demo", index), state=state, version=version, boot_id="b", gate_open=gate, reason=reason)
+    why = {} if closed is None else {"reason": closed.code, "message": closed.message}
+    return EngineRow(name=names.engine_name("demo", index), state=state, version=version, boot_id="b", gate_open=gate, **why)
 
 
 def under_way(index: int) -> EngineRow:
-    """An engine in the middle of an update, in its agent's own words."""
+    """An engine in the middle of an update, as its agent reports it."""
     said = closed_reason(State(memory=Memory(state=EngineState.DIRTY), up=True))
-    return row(index, None, gate=False, state=EngineState.DIRTY, reason=said)
+    return row(index, None, gate=False, state=EngineState.DIRTY, closed=said)
 
 
 def opening(index: int, version: Version) -> EngineRow:
     """An engine whose version has just been committed and whose agent has not heard of that."""
     said = closed_reason(State(memory=Memory(state=EngineState.CLEAN, version=version, committed=BASE), up=True, informed=True))
-    return row(index, version, gate=False, reason=said)
+    return row(index, version, gate=False, closed=said)
 
 
 def partial(reason: str) -> LastUpdate:

@@ -1,0 +1,147 @@
+"""Why something is refused: a code that programs compare, and a message that people read.
+
+Every process reports a :class:`GateReason` or a :class:`RefusalCode` beside its message. No process compares messages of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+
+class GateReason(StrEnum):
+    """Why the gate of an engine is closed."""
+
+    NOT_UP = "NotUp"
+    """The engine process does not answer, or has not warmed up."""
+    RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
+    """An engine of several pods failed to start too often in a row and is not started again."""
+    GROUP_RESTART = "GroupRestart"
+    """An engine of several pods waits until all of its pods can start SGLang together."""
+    AGENT_UNREACHABLE = "AgentUnreachable"
+    """The coordinator gets no answer from the agent."""
+    RELEASED = "Released"
+    """Memory of the engine is released."""
+    RELEASE_FAILED = "ReleaseFailed"
+    """The spec asks the engine to release its memory, and the release was refused or failed."""
+    UPDATE_IN_PROGRESS = "UpdateInProgress"
+    """A weight update has begun on the engine and has neither been acknowledged nor failed."""
+    DIRTY = "Dirty"
+    """The engine holds a mixture of weights after a failed update."""
+    UNVERIFIED = "Unverified"
+    """The engine's weights were released, and no comparison or update has shown since which version it holds."""
+    UNKNOWN = "Unknown"
+    """The version of the engine's weights is not known."""
+    DRAINING = "Draining"
+    """The engine is about to stop."""
+    NO_COMMITTED_VERSION = "NoCommittedVersion"
+    """No coordinator has said yet which version is committed."""
+    NOT_COMMITTED = "NotCommitted"
+    """The engine holds a version that is neither committed nor tolerated."""
+    PAUSED = "Paused"
+    """``spec.state`` is Paused."""
+    ASLEEP = "Asleep"
+    """``spec.state`` is Asleep."""
+    GATE_NOT_READY = "GateNotReady"
+    """The gate may be open, but haproxy has not opened it yet or does not answer its agent."""
+    CATCHING_UP = "CatchingUp"
+    """The engine loads the committed version from disk, or waits before it tries again."""
+    OTHER = "Other"
+    """A code of another release that this release does not know."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        return cls("Other")
+
+    @property
+    def status(self) -> int:
+        """HTTP status of an answer that carries this code."""
+        return 503
+
+
+class RefusalCode(StrEnum):
+    """Why a call is refused."""
+
+    INVALID_REQUEST = "InvalidRequest"
+    """The call can never succeed as it was sent."""
+    UNAUTHENTICATED = "Unauthenticated"
+    FORBIDDEN = "Forbidden"
+    NOT_FOUND = "NotFound"
+    CONFLICT = "Conflict"
+    """The engine or the fleet is in a state that forbids the call."""
+    MISDIRECTED = "Misdirected"
+    """Another pod answers this call."""
+    INTERNAL_ERROR = "InternalError"
+    NOT_OFFERED = "NotOffered"
+    """A call of SGLang that a fleet does not offer."""
+    UPSTREAM_FAILED = "UpstreamFailed"
+    """An engine, an agent or the router did not answer."""
+    UNAVAILABLE = "Unavailable"
+    """The call may succeed later."""
+
+    @classmethod
+    def from_status(cls, status: int) -> RefusalCode:
+        """Return the code that answers with this HTTP status; ``InvalidRequest`` for any other."""
+        return next((code for code, number in _STATUS.items() if number == status), cls.INVALID_REQUEST)
+
+    @property
+    def status(self) -> int:
+        """HTTP status of an answer that carries this code."""
+        return _STATUS[self]
+
+
+_STATUS = {
+    RefusalCode.INVALID_REQUEST: 400,
+    RefusalCode.UNAUTHENTICATED: 401,
+    RefusalCode.FORBIDDEN: 403,
+    RefusalCode.NOT_FOUND: 404,
+    RefusalCode.CONFLICT: 409,
+    RefusalCode.MISDIRECTED: 421,
+    RefusalCode.INTERNAL_ERROR: 500,
+    RefusalCode.NOT_OFFERED: 501,
+    RefusalCode.UPSTREAM_FAILED: 502,
+    RefusalCode.UNAVAILABLE: 503,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why something may not happen now. Functions return ``Refusal | None``; None allows it."""
+
+    code: GateReason | RefusalCode
+    message: str
+    """A sentence."""
+
+    @property
+    def status(self) -> int:
+        """HTTP status of an answer that carries the refusal."""
+        return self.code.status
+
+
+class RefusedError(Exception):
+    """A request is refused before anything was done. ``str()`` is the message.
+
+    Args:
+        refusal: Code and message. A message alone gets the code that belongs to ``status``.
+        status: HTTP status of the answer, if not the status of the code (400 for a message alone).
+        fleet: Details for the trainer beside SGLang's fields: ``epoch``, ``world_size``, ``members``.
+        headers: Headers of the answer.
+    """
+
+    def __init__(
+        self,
+        refusal: Refusal | str,
+        *,
+        status: int | None = None,
+        fleet: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if isinstance(refusal, str):
+            refusal = Refusal(RefusalCode.from_status(status or 400), refusal)
+        super().__init__(refusal.message)
+        self.refusal = refusal
+        self.status = status or refusal.status
+        self.fleet = dict(fleet or {})
+        self.headers = dict(headers or {})
