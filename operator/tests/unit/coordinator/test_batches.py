@@ -70,7 +70,7 @@ def batched(requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @given(singles())
-def test_a_batch_of_requests_is_taken_apart_into_these_requests(requests: list[dict[str, Any]]) -> None:
+def test_a_batch_is_split_into_its_requests(requests: list[dict[str, Any]]) -> None:
     batch = split(batched(requests))
     assert batch is not None
     assert [{key: value for key, value in item.items() if value is not None} for item in batch.items] == [
@@ -100,15 +100,15 @@ def test_joined_answers_are_one_list_in_order(answers: list[list[dict[str, Any]]
         {"text": "one", "sampling_params": {"n": 4}},
     ],
 )
-def test_one_prompt_is_no_batch(body: dict[str, Any]) -> None:
+def test_a_body_with_one_prompt_is_not_a_batch(body: dict[str, Any]) -> None:
     assert split(body) is None
 
 
-def test_a_number_of_samples_that_is_none_is_left_to_those_who_refuse_it() -> None:
+def test_an_invalid_number_of_samples_is_left_to_sglang() -> None:
     assert [item["sampling_params"] for item in items(text=["a", "b"], sampling_params={"n": [2]})] == [{"n": [2]}] * 2
 
 
-def test_what_is_not_a_list_is_for_all_prompts_and_none_is_left_out() -> None:
+def test_a_single_value_applies_to_all_prompts_and_null_is_omitted() -> None:
     first, second = items(text=["a", "b"], rid="r", sampling_params={"n": 2}, lora_path=["x", None], return_logprob=True, image_data="i")
     same = {"sampling_params": {"n": 2}, "return_logprob": True, "image_data": "i"}
     assert first == {"text": "a", "rid": "r_0", "lora_path": "x", **same}
@@ -121,7 +121,7 @@ def test_token_ids_for_all_and_for_each() -> None:
     assert "token_ids_logprob" not in items(text=["a"], token_ids_logprob=[])[0]
 
 
-def test_rooms_of_a_disaggregated_fleet_are_counted_up() -> None:
+def test_bootstrap_rooms_are_numbered() -> None:
     assert [item["bootstrap_room"] for item in items(text=["a", "b"], bootstrap_room=5)] == [5, 6]
     assert [item["bootstrap_room"] for item in items(text=["a", "b"], bootstrap_room=[5, 9])] == [5, 9]
 
@@ -132,11 +132,11 @@ def test_an_empty_batch_has_no_items() -> None:
 
 
 @given(st.dictionaries(KEYS, st.text(st.sampled_from("aé\U0001f600\ud83d"), max_size=3)))
-def test_a_request_is_written_as_it_was_read_half_characters_too(fields: dict[str, str]) -> None:
+def test_a_request_with_lone_surrogates_is_encoded_unchanged(fields: dict[str, str]) -> None:
     assert json.loads(encode(fields)) == fields
 
 
-def test_text_that_is_whole_stays_as_short_as_it_is() -> None:
+def test_valid_text_is_not_escaped() -> None:
     assert encode({"text": "é\U0001f600"}) == '{"text":"é\U0001f600"}'.encode()
 
 
@@ -157,12 +157,12 @@ def test_text_that_is_whole_stays_as_short_as_it_is() -> None:
         ({"lora_path": ["x"]}, "lora_path has 1 entries for 2 prompts."),
     ],
 )
-def test_what_sglang_refuses_is_refused_in_its_words(more: dict[str, Any], words: str) -> None:
+def test_an_invalid_batch_gets_sglangs_message(more: dict[str, Any], words: str) -> None:
     with pytest.raises(BatchError) as error:
         split({"text": ["a", "b"], **more})
     assert str(error.value) == words
 
 
-def test_events_are_numbered_as_sglang_does() -> None:
+def test_events_get_sglangs_index() -> None:
     assert json.loads(add_index(b'{"text":"x"}', 3, 1)) == {"text": "x", "index": 3}
     assert json.loads(add_index(b'{"index":1,"text":"\xc3\xa9"}', 3, 2)) == {"text": "é", "index": 7}

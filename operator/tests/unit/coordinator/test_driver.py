@@ -1,4 +1,4 @@
-"""The driver carries out what the machine wants, in its order."""
+"""The driver carries out the effects of the state machine in order, and ends without loose ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sglang_rollout.wire.weights import Version
 
 
 class Scripted:
-    """Stands in for the machine: wants these effects at the first event, and keeps what comes of them."""
+    """A state machine that returns these effects at the first event and stores the answer to its call."""
 
     phase = Phase.IDLE
 
@@ -41,8 +41,8 @@ class Scripted:
         return wanted
 
 
-async def test_a_call_that_is_cut_in_the_moment_in_which_it_begins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer was lost just before: its engines would be waited for until the deadline of the update."""
+async def test_a_call_that_is_cut_when_it_begins_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer was lost just before. Without the cut its engines would block the fleet until the deadline of the update."""
     agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
 
     async def call(*_: object) -> Result:
@@ -86,8 +86,8 @@ async def test_the_last_record_is_written_before_another_coordinator_may_lead() 
     assert done == ["written 1/7", "released"]
 
 
-async def test_a_coordinator_goes_above_a_term_that_agents_know_only_when_it_may_still_lead() -> None:
-    """Its record was lost; or another one leads by now, and a raised term would depose that one, or be the next one's, too."""
+async def test_a_coordinator_raises_its_term_only_after_the_lease_has_it() -> None:
+    """Its record was lost, or another coordinator leads by now. Then a raised term would depose that one, or two would share a term."""
     claims: list[int] = []
     let = asyncio.Event()
 
@@ -119,7 +119,7 @@ async def test_calls_to_agents_end_as_values_when_the_coordinator_ends() -> None
 
 
 async def test_a_deposed_coordinator_calls_no_agent_and_leaves_no_error_behind() -> None:
-    """Another coordinator leads: an answer that its trainers' connections bring about would fail in a task that nothing awaits."""
+    """Another coordinator leads. Trainers' broken connections must start no call, which would fail in a task that nothing awaits."""
     complaints: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
 

@@ -1,4 +1,4 @@
-"""Records and intents: never healed to empty, written again when lost, and late rather than never."""
+"""Records and intents: a lost record is written again, never replaced by an empty one, and a failed write is retried."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_a_file_record_is_replaced_whole(tmp_path: Path) -> None:
 
 
 async def test_a_write_that_was_too_slow_does_not_replace_a_newer_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume that hangs for a moment: nobody can take the write back, and its end comes after the next one's."""
+    """A volume that hangs for a moment: the write cannot be cancelled, and it ends after the next one."""
     hung, really = threading.Event(), os.fsync
     first = [hung]
 
@@ -108,7 +108,7 @@ async def test_a_broken_file_counts_as_lost(tmp_path: Path) -> None:
     assert await FileRecord(tmp_path / "record.json").read() is None
 
 
-async def test_an_empty_config_map_is_no_record() -> None:
+async def test_an_empty_config_map_holds_no_record() -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     assert await maps.read() is None
@@ -128,7 +128,7 @@ async def test_a_coordinator_of_a_lower_term_cannot_write() -> None:
 
 
 def announcing(meanwhile: Callable[[], Awaitable[None]]) -> Callable[[int], Awaitable[None]]:
-    """While the term is announced for the first time, the coordinator before may still write."""
+    """Call ``meanwhile`` during the first announcement of a term, as the previous coordinator may do."""
     left = [meanwhile]
 
     async def announce(term: int) -> None:
@@ -139,7 +139,7 @@ def announcing(meanwhile: Callable[[], Awaitable[None]]) -> Callable[[int], Awai
 
 
 async def nothing() -> None:
-    """Nobody writes meanwhile."""
+    """Announce a term while no other coordinator writes."""
 
 
 async def test_a_commit_that_is_written_while_a_new_coordinator_begins_is_not_lost() -> None:
@@ -225,8 +225,8 @@ async def test_a_commit_does_not_wait_for_an_api_server_that_is_away(quick: None
 
 
 @pytest.mark.parametrize("steps", range(5))
-async def test_a_writer_that_is_ended_just_when_it_is_to_write_ends(quick: None, steps: int) -> None:
-    """Else a coordinator that is told to end goes on until it is killed."""
+async def test_a_writer_that_is_cancelled_just_before_a_write_ends(quick: None, steps: int) -> None:
+    """Otherwise a coordinator that receives SIGTERM would continue until it is killed."""
     task = asyncio.create_task((writer := RecordWriter(ConfigMapRecord(FakeKube(), "ns", "demo"))).run())  # type: ignore[arg-type]
     await asyncio.sleep(0.02)
     writer.save(record(1))
@@ -238,7 +238,7 @@ async def test_a_writer_that_is_ended_just_when_it_is_to_write_ends(quick: None,
     assert done
 
 
-async def test_saves_are_gathered(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_several_saves_are_written_once(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "BACKGROUND_INTERVAL_SECONDS", 0.2)
     kube = FakeKube()
     writer = RecordWriter(ConfigMapRecord(kube, "ns", "demo"))  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ async def test_saves_are_gathered(quick: None, monkeypatch: pytest.MonkeyPatch) 
         task.cancel()
 
 
-async def test_a_store_that_is_away_says_so() -> None:
+async def test_a_store_that_is_away_raises_store_error() -> None:
     kube = FakeKube()
     kube.away = True
     with pytest.raises(StoreError, match="cannot be reached"):
@@ -285,7 +285,7 @@ def test_engines_are_found_before_they_are_ready() -> None:
     assert gate_url("fd00::7") == "http://[fd00::7]:30000"
 
 
-def test_the_plan_for_smg() -> None:
+def test_changes_of_smgs_list() -> None:
     todo = plan_changes(frozenset({"http://a", "http://b", "http://c"}), {"1": "http://a/", "2": "http://z"}, frozenset({"http://b"}))
     assert (todo.add, todo.remove) == (("http://c",), ("2",))
     assert plan_changes(frozenset({"http://a"}), {"1": "http://a"}, frozenset()) == plan_changes(frozenset(), {}, frozenset())
