@@ -28,7 +28,7 @@ STEPS = {
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "DISK_PATIENCE_SECONDS", 0.5)
     for module in (calls, outcome, verify):
-        monkeypatch.setattr(module, "PATIENCE", 0.5)
+        monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.5)
 
 
 async def push(lab: Lab) -> tuple[int, str, Any]:
