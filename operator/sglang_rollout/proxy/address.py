@@ -1,4 +1,4 @@
-"""``host:port`` on the command line and in configurations. Pure."""
+"""Addresses ``host:port`` on the command line and in configurations. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``host:port`` or ``[v6]:port``; brackets around anything else are taken off. Raises ValueError with a sentence."""
+        """Parse ``host:port`` or ``[v6]:port``; brackets around other hosts are removed. Raise ValueError with a message for people."""
         host, colon, port = text.strip().rpartition(":")
         if not colon or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
             raise ValueError(f"{text!r} is not an address: write host:port with a port from 1 to 65535, for example 127.0.0.1:30000")
@@ -35,12 +35,12 @@ class Address:
 
     @property
     def is_v6(self) -> bool:
-        """Whether the host is an IPv6 address."""
+        """True if the host is an IPv6 address."""
         return ":" in self.host
 
     @property
     def wildcard(self) -> bool:
-        """Whether it stands for all addresses of the machine."""
+        """True if the host means all addresses of the machine."""
         return self.host in ("0.0.0.0", "::")  # noqa: S104 - recognised, not bound
 
     @property

@@ -35,7 +35,7 @@ from sglang_rollout.wire import ports
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin"
-"""Where distributions put haproxy; an ordinary user's PATH often lacks the sbin folders."""
+"""Folders in which distributions install haproxy; a user's PATH often lacks the sbin folders."""
 
 
 class AddressType(click.ParamType[Address]):
@@ -44,7 +44,7 @@ class AddressType(click.ParamType[Address]):
     name = "host:port"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Address:
-        """Parse, or fail with the parser's sentence."""
+        """Parse an address, or fail with the parser's message."""
         if isinstance(value, Address):
             return value
         try:
@@ -177,20 +177,19 @@ def smg(*, listen: str, metrics_listen: str, policy: str, served_name: str | Non
 
 
 def find_haproxy() -> str | None:
-    """Path of haproxy, also when it lies in a folder that only root has in PATH."""
+    """Return the path of haproxy, also in folders that only root's PATH contains."""
     return shutil.which("haproxy") or shutil.which("haproxy", path=_SYSTEM_FOLDERS)
 
 
 def _listening(wanted: Address, only_print: bool) -> Address:
-    """``::`` means the addresses of both families, and those of IPv4 where the kernel has no IPv6: haproxy would not start. Not looked at
-    if the text is for another machine."""
+    """Return ``0.0.0.0`` for ``::`` if the kernel has no IPv6, because haproxy would not start. Unchanged for another machine."""
     if wanted.host != "::" or only_print or has_dualstack_ipv6():
         return wanted
     return Address("0.0.0.0", wanted.port)  # noqa: S104 - what was asked for
 
 
 def _connections(wanted: int, only_print: bool) -> int:
-    """Fit the number to this process's limit on open files, unless the text is for another machine."""
+    """Return the number of connections that fits this process's limit on open files; unchanged if the text is for another machine."""
     if only_print:
         return wanted
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

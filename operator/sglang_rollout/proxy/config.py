@@ -1,4 +1,4 @@
-"""haproxy configurations of gate and front: parameters in, text out. Pure."""
+"""haproxy configurations of gate and front, rendered from parameters. Pure."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from sglang_rollout.wire import ports
 from sglang_rollout.wire.ports import AGENT_GATE, FLEET_HELD, VERSION_HEADER
 
 GATE_CONNECTIONS = 4096
-"""Connections that a gate takes at once, where the limit on open files allows it."""
+"""Maximum of concurrent connections of a gate, if the limit on open files allows it."""
 FRONT_CONNECTIONS = 8000
-"""Connections that the front takes at once, where the limit on open files allows it."""
+"""Maximum of concurrent connections of the front, if the limit on open files allows it."""
 _RESERVED_FILES = 128
-"""Files that haproxy needs besides its connections: sockets to listen on, checks, pollers, the stats socket."""
+"""Files that haproxy needs besides its connections: listening sockets, checks, pollers, the stats socket."""
 _LEAST_CONNECTIONS = 64
 _SMG_METRICS = Address("127.0.0.1", ports.SMG_METRICS_PORT)
 _METRICS_CONNECTIONS = 16
-"""Scrapes that haproxy serves at once: a few paths for a few Prometheus servers."""
+"""Concurrent scrapes: a few paths for a few Prometheus servers."""
 
 _SENTENCES = {
     "closed": (
@@ -84,23 +84,23 @@ _NO_GENERATION = (
 )
 
 _REFUSED = '{"error": {"code": "%[var(txn.code)]", "type": "invalid_request_error", "message": "%[var(txn.refused)]"}}'
-"""The guard's sentences hold nothing that JSON would have to escape."""
+"""The filter's messages contain nothing that JSON has to escape."""
 
 _BATCH_PATHS = ("/generate", "/v1/completions")
 _BODY_WINDOW = 16384
-"""Bytes of a body that the front looks at; nearly every request for tokens is smaller, and larger ones begin with their prompt."""
+"""Bytes of a body that the front inspects. Nearly every request for tokens is smaller, and larger ones begin with their prompt."""
 _SESSION_WINDOW = 60000
-"""Bytes of a body in which a session's name is looked for; the buffer (tune.bufsize) holds a little more."""
+"""Bytes of a body in which the front searches for a session's name; slightly less than the buffer (tune.bufsize)."""
 _B = "[[:space:]]*"
 _MANY = "|".join((rf'text"{_B}:{_B}\[', rf'(input_ids|input_embeds)"{_B}:{_B}\[{_B}\[', rf'prompt"{_B}:{_B}\[{_B}[-[0-9]'))
-"""Several prompts, or prompts of token ids in completions. Embeddings of one prompt are taken along: the coordinator knows better."""
+"""Several prompts, or prompts of token IDs in completions. Also matches embeddings of one prompt, which the coordinator recognizes."""
 _ONE = "|".join((rf'text"{_B}:{_B}"', rf'input_ids"{_B}:{_B}\[{_B}-?[0-9]', rf'prompt"{_B}:{_B}(\[{_B})?"'))
-"""A prompt that smg takes."""
+"""A prompt that smg accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateParams:
-    """What the configuration of a gate depends on."""
+    """Parameters of a gate's configuration."""
 
     listen: Address
     engine: Address
@@ -109,12 +109,12 @@ class GateParams:
     """Path of the stats socket, through which the agent opens and closes the gate."""
     maxconn: int = GATE_CONNECTIONS
     metrics: Address | None = None
-    """Where the pod's metrics are served; None: nowhere."""
+    """Address at which the pod's metrics are served; None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontParams:
-    """What the configuration of the front depends on."""
+    """Parameters of the front's configuration."""
 
     listen: Address
     smg: Address
@@ -122,29 +122,29 @@ class FrontParams:
     maxconn: int = FRONT_CONNECTIONS
     threads: int = 2
     metrics: Address | None = None
-    """Where the pod's metrics are served; None: nowhere."""
+    """Address at which the pod's metrics are served; None: nowhere."""
     smg_metrics: Address = _SMG_METRICS
 
 
 @dataclass(frozen=True, slots=True)
 class _MetricsSource:
-    """One process whose metrics haproxy passes on."""
+    """Process whose metrics haproxy forwards."""
 
     name: str
     server: Address
     path: str
-    """On the pod's metrics port."""
+    """Path on the pod's metrics port."""
     remote_path: str
-    """At the process."""
+    """Path at the process."""
 
 
 def connections_for(wanted: int, open_files: int) -> int:
-    """How many connections haproxy may take under a limit of ``open_files``. Each costs two files; with too many it does not start."""
+    """Return the number of connections that fit into a limit of ``open_files``. Each needs two files."""
     return max(_LEAST_CONNECTIONS, min(wanted, (open_files - _RESERVED_FILES) // 2))
 
 
 def gate_config(params: GateParams) -> str:
-    """The configuration of a gate."""
+    """Return the configuration of a gate."""
     if not params.socket.startswith("/") or any(c.isspace() or c in "'\"\\#" for c in params.socket):
         raise ValueError(f"the gate's socket must be an absolute path without blanks and quotes, not {params.socket!r}")
     return _template("gate.cfg.j2").render(
@@ -179,12 +179,12 @@ def gate_config(params: GateParams) -> str:
 
 
 def guard_text() -> str:
-    """The gate's filter, in haproxy's Lua."""
+    """Return the gate's filter, in haproxy's Lua."""
     return resources.files("sglang_rollout.proxy").joinpath("templates/guard.lua").read_text()
 
 
 def front_config(params: FrontParams) -> str:
-    """The configuration of the front."""
+    """Return the configuration of the front."""
     return _template("front.cfg.j2").render(
         bind=_bind(params.listen),
         smg=_server(params.smg),
@@ -211,7 +211,7 @@ def front_config(params: FrontParams) -> str:
 
 
 def _metrics(listen: Address | None, own_path: str, *sources: _MetricsSource) -> dict[str, object] | None:
-    """Values of the metrics frontend; None: there is none. ``own_path`` serves haproxy's own metrics."""
+    """Return the values of the metrics frontend; None: there is none. ``own_path`` serves haproxy's own metrics."""
     if listen is None:
         return None
     paths = ", ".join((*(source.path for source in sources), own_path))
@@ -227,7 +227,7 @@ def _metrics(listen: Address | None, own_path: str, *sources: _MetricsSource) ->
 
 
 def _shared(maxconn: int) -> dict[str, object]:
-    """Values that both templates use. One connection in eight, at least 16, stays free for control calls."""
+    """Return values for both templates. One connection in eight, at least 16, stays free for control calls."""
     return {
         "maxconn": maxconn,
         "data_limit": maxconn - max(16, maxconn // 8),
@@ -237,21 +237,21 @@ def _shared(maxconn: int) -> dict[str, object]:
 
 
 def _body(code: str, message: str, *, kind: str = "service_unavailable") -> str:
-    """A JSON error body that fits between single quotes and can never be taken for a haproxy format."""
+    """Return a JSON error body that is valid between single quotes and contains no haproxy format."""
     if "'" in message or "%" in message:
         raise ValueError(f"a sentence in a haproxy configuration cannot hold ' or %: {message}")
     return json.dumps({"error": {"code": code, "type": kind, "message": message}})
 
 
 def _regex(pattern: str) -> str:
-    """A rule's argument: one of the patterns begins right after the quote of a key."""
+    """Return the argument of a rule that matches a JSON key and its value."""
     if "'" in pattern:
         raise ValueError(f"a regular expression in a haproxy configuration cannot hold ': {pattern}")
     return f"'[{{,]{_B}\"({pattern})'"
 
 
 def _bind(address: Address) -> str:
-    """Where haproxy listens; without ``v4v6`` the system's setting decides whether ``::`` takes IPv4, too."""
+    """Return the argument of ``bind``. Without ``v4v6`` the system decides whether ``::`` also accepts IPv4."""
     return f"{address} v4v6" if address.host == "::" else str(address)
 
 

@@ -1,7 +1,7 @@
-"""The command line of smg, the SGLang router. Pure.
+"""Command line of smg, the SGLang router. Pure.
 
-Why these flags: engines pause for whole weight updates. smg's own guards take a paused engine for a broken one, its default time-outs
-are shorter than a long rollout, and its health checks would generate tokens.
+Engines pause during weight updates. With its defaults smg would take a paused engine for a broken one, time out before a long rollout
+ends, and generate tokens for health checks.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ POLICIES = {
     "ConsistentHash": "consistent_hashing",
     "Random": "random",
 }
-"""Policy names of the custom resource and what smg calls them."""
+"""smg's names of the custom resource's policies."""
 _NOT_AT_START = ("PowerOfTwo",)
-"""smg ends at start with such a policy, because its list of engines is still empty. The engines name it when they are added."""
+"""Policies with which smg ends at start, because it has no engines yet. The engines name the policy when they are added."""
 
 _FOUR_HOURS = 4 * 3600
 _HOLD_SECONDS = 60
-"""So long a request is tried again while every gate is closed, which they are during the transfer of an update."""
+"""Time for which smg retries a request while every gate is closed, as during the transfer of an update."""
 _BACKOFF_MS = 250
 _RETRY_BODY_BYTES = 64 * 1024 * 1024
 
 
 def engine_labels(policy: str | None) -> dict[str, str]:
-    """Labels for each engine in smg's list. The label ``policy`` decides for the model that the engine serves."""
+    """Return the labels of each engine in smg's list of workers. The label ``policy`` sets the policy of the engine's model."""
     return {"policy": POLICIES[policy]} if policy in _NOT_AT_START else {}
 
 
 def smg_args(*, listen: str, metrics_listen: str, policy: str, served_name: str | None = None, extra: Sequence[str] = ()) -> list[str]:
-    """Arguments of ``python -m smg.launch_router``. ``extra`` comes last and so wins over ours.
+    """Return the arguments of ``python -m smg.launch_router``. ``extra`` comes last, so it overrides the others.
 
-    Raises ValueError with a sentence for an unknown policy or an address that is none.
+    Raises:
+        ValueError: The policy is unknown or an address is invalid; the message is for people.
     """
     if policy not in POLICIES:
         raise ValueError(f"there is no router policy {policy!r}: choose one of {', '.join(POLICIES)}")
@@ -51,12 +52,12 @@ def smg_args(*, listen: str, metrics_listen: str, policy: str, served_name: str 
         *("--disable-circuit-breaker", "--disable-worker-overload-protection", "--worker-wedge-secs", "86400"),
         # The coordinator alone decides which engines are listed.
         "--no-remove-unhealthy-workers",
-        # A time-out makes smg send the request again, to a second engine, while the first still works on it.
+        # After a timeout smg would send the request to a second engine while the first still works on it.
         *("--request-timeout-secs", str(_FOUR_HOURS)),
         *("--retry-max-retries", str(_HOLD_SECONDS * 1000 // _BACKOFF_MS), "--retry-initial-backoff-ms", "50"),
         *("--retry-max-backoff-ms", str(_BACKOFF_MS), "--retry-backoff-multiplier", "1.5"),
         *("--max-buffered-request-bytes", str(_RETRY_BODY_BYTES)),
-        # The front bounds how much is open; a second, lower bound here would answer 429 during an update.
+        # The front limits open requests; a second, lower limit here would answer 429 during an update.
         *("--max-concurrent-requests", "0"),
         "--disable-tokenizer-autoload",
         *("--log-level", "warn"),
