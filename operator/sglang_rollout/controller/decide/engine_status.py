@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_rollout.api.conditions import Reason
@@ -21,6 +22,12 @@ _WORST_FIRST = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
 """Of several pods of an engine, the status describes the one whose phase comes first here."""
 _INTERRUPTIONS = frozenset({Reason.UPDATING_WEIGHTS, Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP, Reason.ROUTER_NOT_READY})
 """Reasons for which an engine does not serve that leave open whether it was lost before."""
+_GATE_VERDICTS: Mapping[GateReason, tuple[EnginePhase, Reason]] = {
+    GateReason.RESTART_BUDGET_EXHAUSTED: (EnginePhase.FAILED, Reason.RESTART_BUDGET_EXHAUSTED),
+    GateReason.CATCHING_UP: (EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS),
+    GateReason.UPDATE_IN_PROGRESS: (EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS),
+}
+"""Phase and reason of an engine whose agent or coordinator gives one of these codes. Other codes need the engine's weights as well."""
 _TROUBLE_REASONS = {
     TroubleKind.IMAGE: Reason.IMAGE_PULL_FAILED,
     TroubleKind.CRASH: Reason.ENGINE_CRASHED,
@@ -151,7 +158,7 @@ def _judge_several_pods(fleet: FleetView, engine: EngineView) -> Verdict:
     pods, row = engine.pods, engine.row
     report = end_sentence(row.message) if row is not None and row.message else ""
     if row is not None and row.reason is GateReason.RESTART_BUDGET_EXHAUSTED:
-        return Verdict(EnginePhase.FAILED, Reason.RESTART_BUDGET_EXHAUSTED, report)
+        return Verdict(*_GATE_VERDICTS[row.reason], report)
     if leaving := next((pod for pod in pods if pod.is_terminating), None):
         message = f"its {leaving.label} is being deleted; the engine restarts with all its pods."
         return Verdict(EnginePhase.STOPPING, Reason.PODS_NOT_READY, message)
@@ -206,9 +213,14 @@ def _judge_gate(fleet: FleetView, engine: EngineView) -> Verdict:
 def _judge_interruption(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verdict | None:
     """Return the verdict on an engine that serves again without help; None if it needs weights."""
     if row.reason is GateReason.CATCHING_UP:
-        return _wait_for_weights(row.message)
-    if updating := _describe_update(engine, row):
-        return Verdict(EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, updating)
+        return Verdict(*_GATE_VERDICTS[row.reason], row.message)
+    if row.reason is GateReason.UPDATE_IN_PROGRESS and row.state is EngineState.DIRTY:
+        message = "a weight update is in progress; the engine serves again when it is committed."
+        return Verdict(*_GATE_VERDICTS[row.reason], message)
+    if row.reason is GateReason.NOT_COMMITTED and engine.holds_committed:
+        # The agent sent this code before it heard of the commit.
+        message = "it holds the version that was just committed; its gate is opening."
+        return Verdict(EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS, message)
     if row.released or row.comparing:
         return Verdict(EnginePhase.ASLEEP, Reason.ASLEEP, _describe_sleep(fleet, row))
     if engine.is_paused_by_spec:
@@ -230,15 +242,6 @@ def _judge_weights(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verd
 
 def _wait_for_weights(message: str) -> Verdict:
     return Verdict(EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS, message)
-
-
-def _describe_update(engine: EngineView, row: EngineRow) -> str:
-    """Return the engine's part in an update without errors; empty if it takes part in none."""
-    if row.state is EngineState.DIRTY and row.reason is GateReason.UPDATE_IN_PROGRESS:
-        return "a weight update is in progress; the engine serves again when it is committed."
-    if engine.holds_committed and row.reason is GateReason.NOT_COMMITTED:
-        return "it holds the version that was just committed; its gate is opening."
-    return ""
 
 
 def _describe_sleep(fleet: FleetView, row: EngineRow) -> str:

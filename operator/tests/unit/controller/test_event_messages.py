@@ -53,31 +53,31 @@ def history(*seen: FleetView) -> list[list[str]]:
 HEALTHY = world([pod(0), pod(1)], written=record(row(0), row(1)))
 
 
-def test_nothing_changed_nothing_told() -> None:
+def test_unchanged_status_has_no_event() -> None:
     assert reasons(HEALTHY, HEALTHY) == []
 
 
-def test_the_first_status_says_where_the_fleet_will_be() -> None:
+def test_first_status_has_an_event_with_the_url() -> None:
     assert reasons(None, world([], router=False)) == [("Normal", "Accepted")]
 
 
-def test_an_engine_comes_up() -> None:
+def test_engine_that_serves_has_an_event() -> None:
     before = world([pod(0), pod(1, ready=False)], written=record(row(0)))
     assert reasons(before, HEALTHY) == [("Normal", "EngineServing"), ("Normal", "Ready")]
 
 
-def test_an_engine_is_lost() -> None:
+def test_lost_engine_has_a_warning() -> None:
     after = world([pod(0), pod(1, ready=False)], written=record(row(0), row(1)))
     assert reasons(HEALTHY, after) == [("Warning", "EngineLost")]
 
 
-def test_a_router_that_is_away_is_told_once_and_not_as_engines_that_are_lost() -> None:
+def test_absent_router_is_one_event_and_loses_no_engine() -> None:
     away = world([pod(0), pod(1)], written=record(row(0), row(1)), router=False)
     assert reasons(HEALTHY, away) == [("Warning", "RouterNotReady")]
     assert reasons(away, HEALTHY) == [("Normal", "Ready")]
 
 
-def test_an_engine_that_is_lost_while_the_router_is_away_is_told() -> None:
+def test_engine_lost_during_an_absence_of_the_router_has_a_warning() -> None:
     away = world([pod(0), pod(1)], written=record(row(0), row(1)), router=False)
     down = world([pod(0), pod(1, ready=False)], written=record(row(0), row(1)), router=False)
     assert ("Warning", "EngineLost") in reasons(away, down)
@@ -86,19 +86,19 @@ def test_an_engine_that_is_lost_while_the_router_is_away_is_told() -> None:
     assert reasons(dirty, away) == [("Normal", "RouterNotReady")], "it was lost before"
 
 
-def test_an_engine_that_never_served_is_told_when_it_does_after_the_router() -> None:
+def test_engine_that_first_serves_after_the_router_returns_has_an_event() -> None:
     away = world([pod(0), pod(1)], router=False)
     assert reasons(away, HEALTHY) == [("Normal", "EngineServing"), ("Normal", "EngineServing"), ("Normal", "Ready")]
 
 
-def test_an_engine_crashes_and_goes_on_crashing() -> None:
+def test_crash_loop_has_one_event() -> None:
     first = world([pod(0), pod(1, ready=False, status=crashed(message="ValueError: a"))], written=record(row(0)))
     later = world([pod(0), pod(1, ready=False, status=crashed(message="ValueError: a", restarts=9))], written=record(row(0)))
     assert reasons(HEALTHY, first) == [("Warning", "EngineFailed")]
     assert reasons(first, later) == [], "a crash loop is told once"
 
 
-def test_a_version_is_committed() -> None:
+def test_committed_version_has_an_event() -> None:
     one = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
     two = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
     assert reasons(HEALTHY, one) == [("Normal", "WeightsCommitted")]
@@ -107,7 +107,7 @@ def test_a_version_is_committed() -> None:
     assert told.key == "WeightsCommitted", "one Event object, however many versions"
 
 
-def test_an_update_loses_no_engine() -> None:
+def test_update_loses_no_engine() -> None:
     during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1)))
     committed = world([pod(0), pod(1)], written=record(opening(0, V1), opening(1, V1), committed=V1))
     served = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
@@ -117,7 +117,7 @@ def test_an_update_loses_no_engine() -> None:
 
 
 @pytest.mark.parametrize("mode", ["Colocated", "Hybrid"])
-def test_a_sleep_that_the_trainer_asked_for_is_no_news_and_one_by_the_spec_is(mode: str) -> None:
+def test_sleep_by_the_spec_has_events_and_sleep_for_the_trainer_has_none(mode: str) -> None:
     tags = ["kv_cache", "weights"]
     engine = {"image": "example.org/engine:1", "gpuResource": "", "memorySaver": True, "weightsCpuBackup": mode == "Colocated"}
     custom = cr(mode=mode, sharing={"resourceClaimName": "gpus-{engine}"}, engine=engine)
@@ -138,7 +138,7 @@ def test_a_sleep_that_the_trainer_asked_for_is_no_news_and_one_by_the_spec_is(mo
     assert history(lost, asleep, awake) == [[], ["EngineServing", "Ready"]], "more engines serve than before the sleep"
 
 
-def test_a_lost_trainer_for_whom_the_fleet_pauses_is_told_once_and_loses_no_engine() -> None:
+def test_lost_trainer_has_one_event_and_loses_no_engine() -> None:
     lost = world([pod(0), pod(1)], written=record(row(0), row(1)).model_copy(update={"waits_for_trainer": True}))
     assert reasons(HEALTHY, lost) == [("Warning", "TrainerLost")]
     assert history(HEALTHY, lost, lost, HEALTHY) == [["TrainerLost"], [], ["Ready"]]
@@ -152,14 +152,14 @@ def sleeping(*released: str, comparing: bool = False, **written: object) -> Flee
 
 
 @pytest.mark.parametrize("lent", [None, []], ids=["own GPUs", "shared GPUs"])
-def test_a_wake_is_no_news_until_the_comparison_finds_other_weights(lent: list[str] | None) -> None:
+def test_wake_has_no_event_unless_the_comparison_finds_other_weights(lent: list[str] | None) -> None:
     asleep = sleeping("kv_cache", "weights", lent=None if lent is None else ["kv_cache", "weights"])
     comparing, wrong = sleeping(comparing=True, lent=lent), sleeping(lent=lent)
     assert history(HEALTHY, asleep, comparing, HEALTHY, asleep) == [[], [], [], []], "each step brings one"
     assert history(HEALTHY, asleep, comparing, wrong)[-1] == ["EngineLost", "EngineLost"]
 
 
-def test_engines_that_spec_state_wakes_are_not_lost_meanwhile() -> None:
+def test_engines_that_the_spec_wakes_are_not_lost() -> None:
     by_spec = sleeping("kv_cache", "weights", state=FleetState.ASLEEP)
     by_spec = replace(by_spec, cr={**by_spec.cr, "spec": {**by_spec.cr["spec"], "state": "Asleep"}})
     by_spec = replace(by_spec, rollout=SGLangRollout.model_validate(by_spec.cr))
@@ -167,7 +167,7 @@ def test_engines_that_spec_state_wakes_are_not_lost_meanwhile() -> None:
     assert history(HEALTHY, by_spec, waking, comparing, HEALTHY) == [["Asleep"], [], [], ["Ready"]]
 
 
-def test_an_update_after_which_more_engines_serve_than_before_is_told() -> None:
+def test_update_that_recovers_a_lost_engine_has_events() -> None:
     lost = world([pod(0), pod(1, ready=False)], written=record(row(0, V1), committed=V1))
     back = world([pod(0), pod(1)], written=record(row(0, V1), row(1, BASE, gate=False), committed=V1))
     during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V1))
@@ -184,7 +184,7 @@ def test_an_update_after_which_more_engines_serve_than_before_is_told() -> None:
     assert "EngineServing" not in history(whole, away, during, served)[-1], "only the router was away"
 
 
-def test_a_partial_commit_names_who_was_left_behind() -> None:
+def test_partial_commit_names_the_engine_that_failed() -> None:
     last = partial("engine demo-engine-1 could not end the session: no answer")
     after = world([pod(0), pod(1)], written=record(row(0, V2), row(1, None, gate=False, state=EngineState.DIRTY), committed=V2, last=last))
     told = {event.reason: event for event in find_events(build_status(HEALTHY, NOW), build_status(after, NOW))}
@@ -194,20 +194,20 @@ def test_a_partial_commit_names_who_was_left_behind() -> None:
     assert "WeightUpdateFailed" not in told
 
 
-def test_a_new_run_is_told() -> None:
+def test_new_run_has_an_event() -> None:
     one = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
     fresh = Version(run=2, step=1, label="step-1")
     two = world([pod(0), pod(1)], written=record(row(0, fresh), row(1, fresh), committed=fresh))
     assert reasons(one, two) == [("Normal", "NewRun"), ("Normal", "WeightsCommitted")]
 
 
-def test_a_failed_update_is_told_once() -> None:
+def test_failed_update_has_one_event() -> None:
     failed = world([pod(0), pod(1)], written=record(row(0), row(1), failed="engine demo-engine-0: timeout"))
     assert reasons(HEALTHY, failed) == [("Warning", "WeightUpdateFailed")]
     assert reasons(failed, failed) == []
 
 
-def test_a_pause_that_was_given_up_is_told_and_needs_nobody() -> None:
+def test_aborted_pause_has_a_warning_and_does_not_degrade() -> None:
     why = "the pause was given up: nothing was heard of the trainer for 120 s (weights.deadlines.idleSeconds)"
     last = partial(why).model_copy(update={"outcome": UpdateOutcome.ABORTED, "engines": []})
     after = world([pod(0), pod(1)], written=record(row(0), row(1), last=last))
@@ -219,19 +219,19 @@ def test_a_pause_that_was_given_up_is_told_and_needs_nobody() -> None:
     assert degraded["status"] == "False"
 
 
-def test_a_rolling_update_starts_and_finishes() -> None:
+def test_rolling_update_has_events_for_start_and_end() -> None:
     rolling = world([pod(0, current="older"), pod(1)], written=record(row(0), row(1)))
     assert ("Normal", "RollingUpdateStarted") in reasons(HEALTHY, rolling)
     assert ("Normal", "RollingUpdateFinished") in reasons(rolling, HEALTHY)
 
 
-def test_a_name_that_is_taken_is_told() -> None:
+def test_taken_name_has_a_warning() -> None:
     taken = build_status(HEALTHY, NOW, Failure(Reason.NAME_TAKEN, "Service demo-router exists."))
     (told,) = find_events(build_status(HEALTHY, NOW), taken)
     assert (told.type, told.reason, told.message) == ("Warning", "NameTaken", "Service demo-router exists.")
 
 
-def test_an_object_that_cannot_be_read_is_told_at_once() -> None:
+def test_invalid_spec_has_a_warning_at_once() -> None:
     assert reasons(None, world_of_nonsense()) == [("Warning", "InvalidSpec")]
 
 

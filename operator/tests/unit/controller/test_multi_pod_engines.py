@@ -48,7 +48,7 @@ def ready(seen: FleetView) -> Object:
     return found
 
 
-def test_it_serves_when_all_its_pods_are_ready() -> None:
+def test_engine_serves_if_all_its_pods_are_ready() -> None:
     all_pods = [pod(index, rank, restarts=rank + 1) for index in range(2) for rank in range(2)]
     status = build_status(fleet(*all_pods), NOW)
     assert status["ready"] == "2/2"
@@ -62,14 +62,14 @@ def test_it_serves_when_all_its_pods_are_ready() -> None:
     assert "it has 1 of 2 pods yet" in ready(missing)["message"]
 
 
-def test_the_pod_in_trouble_is_named_with_its_node() -> None:
+def test_failing_pod_is_named_with_its_node() -> None:
     bad = {**pod(1, 1, ready=False), "status": {**crashed(message="CUDA out of memory")}}
     seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), bad, gates=(True, False))
     assert ready(seen)["reason"] == "EngineCrashed"
     assert "Engine demo-engine-1: pod demo-engine-1-1 on node node-1: container engine exited" in ready(seen)["message"]
 
 
-def test_a_pod_that_was_ended_because_of_another_is_not_the_one_to_speak_of() -> None:
+def test_status_names_the_pod_that_failed_first() -> None:
     log = "loading\nKilled\n" + termination_message("This pod restarts with the other pods of its engine: pod demo-engine-1-1 has ended.")
     ended = {**pod(1, 0, ready=False), "status": crashed(code=137, message=log)}
     cause = {**pod(1, 1, ready=False), "status": crashed(message="ValueError: no such backend")}
@@ -79,21 +79,21 @@ def test_a_pod_that_was_ended_because_of_another_is_not_the_one_to_speak_of() ->
     assert "pod demo-engine-1-1 has ended" in ready(alone)["message"], "its last words, not the shell's"
 
 
-def test_a_pod_that_no_node_takes_is_named() -> None:
+def test_unschedulable_pod_is_named() -> None:
     nowhere = {**pod(1, 1), "spec": {}, "status": unschedulable("0/3 nodes are available")}
     seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), nowhere, gates=(True, False))
     assert ready(seen)["reason"] == "InsufficientCapacity"
     assert "pod demo-engine-1-1: no node can take its pod" in ready(seen)["message"]
 
 
-def test_what_its_agents_wait_for_is_told() -> None:
+def test_status_has_the_message_of_the_agents() -> None:
     told = Refusal(GateReason.GROUP_RESTART, "The engine is not up: it waits until all 2 pods can start together, now for demo-engine-1-1.")
     seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), closed=told)
     assert engines(seen)[1]["phase"] == "Starting"
     assert "now for demo-engine-1-1" in engines(seen)[1]["message"]
 
 
-def test_an_engine_that_is_not_started_again_needs_a_person() -> None:
+def test_exhausted_restart_budget_degrades_the_fleet() -> None:
     told = Refusal(GateReason.RESTART_BUDGET_EXHAUSTED, "The engine is not up: 10 starts in a row failed. Delete its pods.")
     seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), closed=told)
     assert ready(seen)["reason"] == "RestartBudgetExhausted"
@@ -102,21 +102,21 @@ def test_an_engine_that_is_not_started_again_needs_a_person() -> None:
 
 
 @pytest.mark.parametrize("old_rank", [0, 1])
-def test_it_is_outdated_if_one_of_its_pods_is(old_rank: int) -> None:
+def test_engine_is_outdated_if_one_pod_is(old_rank: int) -> None:
     pods = [pod(index, rank, current="old" if (index, rank) == (1, old_rank) else None) for index in range(2) for rank in range(2)]
     seen = fleet(*pods)
     assert [engine["updated"] for engine in engines(seen)] == [True, False]
     assert rolled(seen) == {f"demo-engine-1-{old_rank}"}
 
 
-def test_it_is_rolled_by_deleting_all_its_pods_and_one_engine_at_a_time() -> None:
+def test_rolling_update_deletes_all_pods_of_one_engine_at_a_time() -> None:
     old = [pod(index, rank, current="old") for index in range(2) for rank in range(2)]
     assert rolled(fleet(*old)) == {"demo-engine-1-0", "demo-engine-1-1"}
     assert rolled(fleet(*old, gates=(False, True))) == {"demo-engine-0-0", "demo-engine-0-1"}, "the one that does not serve goes first"
     assert rolled(fleet(*old, gates=(False, False))) == set()
 
 
-def test_another_number_of_pods_makes_the_engine_anew_when_its_turn_comes() -> None:
+def test_engine_with_another_number_of_pods_is_recreated_in_its_turn() -> None:
     old = [pod(index, rank, current="old") for index in range(2) for rank in range(2)]
     seen = fleet(*old)
     wanted = cr(engine={**ENGINE, "nodes": 1})
@@ -142,7 +142,7 @@ def rolled(seen: FleetView) -> set[str]:
     return {one.name for one in make_plan(applied(seen), SETTINGS).actions if isinstance(one, Delete)}
 
 
-def test_status_names_the_pod_that_does_not_find_pod_0() -> None:
+def test_status_names_the_pod_that_cannot_reach_pod_0() -> None:
     words = "demo-engine-1-1 (it cannot reach pod 0: demo-engine-1-0.demo-engines: Name or service not known)"
     said = Refusal(GateReason.GROUP_RESTART, f"it waits until all 2 pods can start together, now for {words}")
     starting = [pod(1, rank, ready=False) for rank in range(2)]
@@ -151,7 +151,7 @@ def test_status_names_the_pod_that_does_not_find_pod_0() -> None:
 
 
 @pytest.mark.parametrize("there", [0, 1])
-def test_engines_whose_pods_cannot_be_made_are_made_anew_at_once(there: int) -> None:
+def test_engines_whose_pods_cannot_be_created_are_recreated_at_once(there: int) -> None:
     """They serve nobody, so that nothing is lost, and none of them has to wait for another."""
     pods = [pod(index, 0, current="old") for index in range(2)][: 2 * there]
     seen = applied(fleet(*pods, gates=(False, False)))
@@ -164,7 +164,7 @@ def test_engines_whose_pods_cannot_be_made_are_made_anew_at_once(there: int) -> 
     ]
 
 
-def test_an_engine_that_has_not_all_its_pods_is_broken() -> None:
+def test_engine_without_all_its_pods_is_restarted_first() -> None:
     seen = fleet(pod(0, 0, current="old"), pod(0, 1, current="old"), pod(1, 0, current="old"), gates=(True, False))
     assert rolled(seen) == {"demo-engine-1-0"}
     both = fleet(pod(0, 0, current="old"), pod(1, 0, current="old"), gates=(False, False))

@@ -71,7 +71,7 @@ GOOD, BAD = pod(0, "good"), pod(1, "bad", ended(at(55)), ready=False)
 TWICE = (failure(10), failure(30))
 
 
-def test_the_third_failure_within_an_hour_has_the_node_avoided_and_says_why() -> None:
+def test_third_failure_within_an_hour_avoids_the_node() -> None:
     (found,) = decide_avoidance(seen(GOOD, BAD, failures=TWICE), NOW).nodes
     assert (found.node, found.since, found.until) == ("bad", NOW, at(180))
     assert found.message == (
@@ -80,13 +80,13 @@ def test_the_third_failure_within_an_hour_has_the_node_avoided_and_says_why() ->
     )
 
 
-def test_the_shortest_time_that_is_accepted_can_be_reached() -> None:
+def test_shortest_accepted_window_can_be_reached() -> None:
     policy = {"avoidNodes": {"failures": 3, "withinSeconds": 121, "forSeconds": 600}}
     minute_by_minute = seen(GOOD, pod(1, "bad", ended(at(60)), ready=False), failures=(failure(58), failure(59)), policy=policy)
     assert avoided(minute_by_minute) == ["bad"]
 
 
-def test_a_failure_is_remembered_once_however_often_it_is_seen() -> None:
+def test_failure_is_counted_once() -> None:
     fleet = seen(GOOD, BAD)
     first = build_status(fleet, NOW)
     assert [one["time"] for one in first["nodeFailures"]] == [at(55)]
@@ -115,7 +115,7 @@ def test_a_failure_is_remembered_once_however_often_it_is_seen() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_does_not_have_a_node_avoided(why: str, fleet: FleetView) -> None:
+def test_node_is_not_avoided(why: str, fleet: FleetView) -> None:
     assert avoided(fleet) == [], why
 
 
@@ -131,12 +131,12 @@ def refused() -> Object:
     return made
 
 
-def test_a_pod_that_was_preempted_did_not_fail_and_one_that_the_kubelet_refused_did() -> None:
+def test_preemption_is_not_a_failure_and_a_refusal_of_the_kubelet_is() -> None:
     assert avoided(seen(GOOD, disrupted(), failures=TWICE)) == []
     assert avoided(seen(GOOD, refused(), failures=TWICE)) == ["bad"]
 
 
-def test_a_node_that_boots_anew_has_failed_once_however_many_engines_it_ended() -> None:
+def test_reboot_of_a_node_is_one_failure() -> None:
     rebooted = [pod(index, "bad", ended(f"2026-11-21T02:55:{index:02}Z", code=255)) for index in range(1, 9)]
     assert avoided(seen(GOOD, *rebooted, failures=TWICE[:1])) == []
     (found,) = decide_avoidance(seen(GOOD, *rebooted, failures=TWICE), NOW).nodes
@@ -147,14 +147,14 @@ def kept(node: str, since: int = 0) -> Object:
     return {"node": node, "reason": "EnginesFailed", "message": "engines failed there.", "since": at(since), "until": at(since + 120)}
 
 
-def test_a_node_stays_avoided_until_its_time_is_over_and_its_old_failures_do_not_count_again() -> None:
+def test_node_is_avoided_until_its_time_ends_and_old_failures_do_not_count_again() -> None:
     quiet = seen(GOOD, pod(1, "third"), failures=TWICE, avoided=(kept("bad", 30),))
     assert avoided(quiet, at(149)) == ["bad"]
     assert avoided(quiet, at(150)) == []
     assert decide_avoidance(quiet, at(150)).failures == []
 
 
-def test_at_most_a_quarter_of_the_nodes_is_avoided_the_worst_first() -> None:
+def test_at_most_a_quarter_of_the_nodes_is_avoided() -> None:
     pods = [pod(index, f"node-{index}") for index in range(8)]
     worst = [failure(minute, f"node-{node}", node) for node, times in ((1, 3), (2, 4), (3, 5)) for minute in range(10, 10 + times)]
     assert avoided(seen(*pods, failures=tuple(worst))) == ["node-3", "node-2"]
@@ -170,7 +170,7 @@ nodes = st.sampled_from([f"node-{index}" for index in range(9)])
     before=st.sets(nodes, max_size=2),
 )
 @settings(deadline=None, max_examples=60)
-def test_whatever_fails_the_fleet_keeps_its_room(places: list[tuple[str, bool]], failed: list[tuple[str, int]], before: set[str]) -> None:
+def test_three_quarters_of_the_nodes_stay_usable(places: list[tuple[str, bool]], failed: list[tuple[str, int]], before: set[str]) -> None:
     pods = [pod(index, node, ready=ready) for index, (node, ready) in enumerate(places)]
     fleet = seen(*pods, failures=tuple(failure(minute, node) for node, minute in failed), avoided=tuple(map(kept, sorted(before))))
     found = decide_avoidance(fleet, NOW)
@@ -188,7 +188,7 @@ def test_whatever_fails_the_fleet_keeps_its_room(places: list[tuple[str, bool]],
     assert decide_avoidance(fleet, NOW) == found
 
 
-def test_people_hear_of_it_when_it_begins_and_when_it_ends() -> None:
+def test_avoidance_has_events_for_start_and_end() -> None:
     before, after = seen(GOOD, BAD, failures=TWICE[:1]), seen(GOOD, BAD, failures=TWICE)
     old, new = build_status(before, NOW), build_status(after, NOW)
     told = {event.reason: event for event in find_events(old, new)}
@@ -198,7 +198,7 @@ def test_people_hear_of_it_when_it_begins_and_when_it_ends() -> None:
     assert again["NodeAllowedAgain"] == "Engines may use node bad again."
 
 
-def test_a_fleet_that_does_without_a_node_is_ready_and_asks_for_a_person() -> None:
+def test_fleet_with_an_avoided_node_is_ready_and_degraded() -> None:
     fine = seen(GOOD, pod(1, "third"), avoided=(kept("bad"),))
     found = {one["type"]: one for one in build_status(fine, NOW)["conditions"]}
     assert found["Ready"]["status"] == "True"
@@ -206,7 +206,7 @@ def test_a_fleet_that_does_without_a_node_is_ready_and_asks_for_a_person() -> No
     assert found["Degraded"]["message"] == "Node bad is avoided until 2026-11-21T04:00:00Z: engines failed there."
 
 
-def test_an_engine_that_finds_no_other_node_says_which_are_avoided() -> None:
+def test_unschedulable_engine_lists_avoided_nodes() -> None:
     homeless = plain_pod(
         1, ready=False, status=unschedulable("0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/selector")
     )
@@ -215,17 +215,17 @@ def test_an_engine_that_finds_no_other_node_says_which_are_avoided() -> None:
     assert status["engines"][1]["message"].endswith("affinity/selector. Avoided because engines failed there (status.avoidedNodes): bad.")
 
 
-def test_without_the_field_status_says_nothing_of_nodes() -> None:
+def test_status_has_no_nodes_without_the_field() -> None:
     status = build_status(seen(GOOD, BAD, failures=TWICE, avoided=(kept("bad"),), policy={}), NOW)
     assert not {"avoidedNodes", "nodeFailures"} & status.keys()
 
 
-def test_the_operator_looks_again_when_the_first_node_may_be_used() -> None:
+def test_expiry_of_the_first_node_is_computed() -> None:
     assert seconds_until_expiry({"avoidedNodes": [kept("bad", 30), kept("worse", 10)]}, at(125)) == 300
     assert seconds_until_expiry({}, NOW) is None
 
 
-def test_to_ask_for_it_restarts_no_engine() -> None:
+def test_setting_the_field_restarts_no_engine() -> None:
     asked = [{"avoidNodes": {}}, {"avoidNodes": {"failures": 5}}]
     assert {revision(SGLangRollout.model_validate(cr(scheduling=scheduling))) for scheduling in asked} == {CURRENT}
     placed = {"nodeSelector": {"gpu": "h200"}}

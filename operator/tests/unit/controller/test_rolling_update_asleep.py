@@ -52,7 +52,7 @@ def asleep(index: int) -> EngineRow:
     return row(index, BASE, gate=False).model_copy(update={"released": RELEASED})
 
 
-def test_engines_that_cannot_sleep_are_made_anew_one_by_one() -> None:
+def test_engines_that_cannot_sleep_are_recreated_one_by_one() -> None:
     assert rolled(fleet([old(0), old(1), old(2)], [awake(0), awake(1), awake(2)])) == ["demo-engine-2-0"]
     coming = fleet([old(0), old(1), pod(2, current=CURRENT, ready=False)], [awake(0), awake(1), row(2, None, gate=False)])
     assert rolled(coming) == [], "it is waited for, as in every rolling update"
@@ -64,6 +64,6 @@ def test_engines_that_can_sleep_keep_their_weights(made: Callable[[int], EngineR
     assert rolled(fleet([old(index, saving=True) for index in range(3)], [made(index) for index in range(3)])) == []
 
 
-def test_a_fleet_that_is_not_asleep_waits_as_ever() -> None:
+def test_fleet_that_is_not_asleep_waits() -> None:
     seen = fleet([old(0), old(1), old(2)], [row(index, gate=False) for index in range(3)], FleetState.ACTIVE)
     assert rolled(seen) == []
