@@ -12,7 +12,7 @@ from __future__ import annotations
 from sglang_rollout.coordinator.update import memory
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.outcome import abandon, fail_update, has_enough_engines, verify_and_commit
+from sglang_rollout.coordinator.update.outcome import FENCED, abandon, fail_update, has_enough_engines, verify_and_commit
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.progress import Update
 from sglang_rollout.coordinator.update.requests import (
@@ -209,7 +209,7 @@ async def _commit_if_all(fleet: Fleet, done: str) -> Answer:
     for name in fleet.changed(update.boots):
         update.dropped[name] = "was restarted or lost in the middle of the update"
     committed = await verify_and_commit(fleet, update, {})
-    return Answer(200, done, committed.fleet) if committed.status == 200 and committed.message == "Success" else committed
+    return Answer(200, done, committed.fleet) if committed.success and FENCED not in committed.fleet else committed
 
 
 def _waits_message(fleet: Fleet) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sglang_rollout.coordinator.update.completeness import commit_tensors, find_incomplete, look_up_model_tensors
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, is_enough
@@ -163,9 +165,17 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
         particulars["cache_not_flushed"] = unflushed
     if not dropped:
         return Answer(200, "Success", particulars)
-    fenced = f"the others stay closed until a complete update: {reason}"
-    message = f"Success: {len(cohort)} of {len(update.boots)} engines hold version {version}; {fenced}"
-    return Answer(200, message, {**particulars, FENCED: dropped})
+    return Answer(200, f"Success: {partial_message(fleet, dropped)}", {**particulars, FENCED: dropped})
+
+
+def partial_message(fleet: Fleet, dropped: Mapping[str, str]) -> str:
+    """Return what became of an update that was committed without the engines in ``dropped``."""
+    last = fleet.last_update
+    if last is None:
+        raise RuntimeError("no update was committed")
+    reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
+    holding = f"{len(last.engines)} of {len(last.engines) + len(dropped)} engines hold version {last.version}"
+    return f"{holding}; the others stay closed until a complete update: {reason}"
 
 
 async def reply_and_fence_dropped(fleet: Fleet, answer: Answer) -> Answer:

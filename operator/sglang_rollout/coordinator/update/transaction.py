@@ -8,7 +8,7 @@ from sglang_rollout.coordinator.update.completeness import note_held_weights
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.outcome import FENCED, end_sessions_and_commit, fail_update, reply_and_fence_dropped
+from sglang_rollout.coordinator.update.outcome import FENCED, end_sessions_and_commit, fail_update, partial_message, reply_and_fence_dropped
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.progress import Group
 from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
@@ -102,7 +102,7 @@ async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     held = held_sentence(fleet.applied_state)
     message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
     if committed is not None and behind:
-        message = f"{message} {committed.message.removeprefix('Success: ')}"
+        message = f"{message} {partial_message(fleet, behind)}"
     answer = Answer(200, message, {**particulars, "resumed": results_by_engine(results), "state": fleet.applied_state.value})
     return await reply_and_fence_dropped(fleet, answer)
 
