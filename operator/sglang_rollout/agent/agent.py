@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang_rollout.agent import events as ev
-from sglang_rollout.agent import guards
-from sglang_rollout.agent import memory as sleep
+from sglang_rollout.agent import guards, suspend
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply, complaint
 from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateLacksError, GateView
@@ -298,7 +297,7 @@ class Agent:
         """Put a control call to the engine, if it may be asked now. The engine goes on with it when ``deadline`` has passed."""
         refused = self._refusal(call, body)
         if refused is None and call == ControlCall.RELEASE_MEMORY:
-            refused = await sleep.release_refusal(self) or self._refusal(call, body)
+            refused = await suspend.release_refusal(self) or self._refusal(call, body)
         if refused is not None:
             return complaint(refused.status, refused.message)
         if call == ControlCall.RELEASE_MEMORY and not guards.tags_of(call, body, self.state.memory.released):
@@ -323,7 +322,7 @@ class Agent:
     async def _perform(self, ended: ev.CallEnded, body: dict[str, Any]) -> Reply:
         try:
             if ended.call == ControlCall.RELEASE_MEMORY:
-                await sleep.quiet(self)
+                await suspend.quiet(self)
             elif self.state.memory.state is EngineState.DIRTY:
                 await self.shut_gate()
             reply = await self.engine.call(ended.call, body)

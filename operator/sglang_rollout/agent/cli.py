@@ -19,18 +19,17 @@ from aiohttp import web
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import make_app
-from sglang_rollout.agent.drain import RunFiles, watch_drain
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.launch.barrier import Barrier
 from sglang_rollout.agent.launch.head_pod import Leader
 from sglang_rollout.agent.launch.member_pod import Follower, follower_app
-from sglang_rollout.agent.lease import Lease
-from sglang_rollout.agent.memory import Sleep
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.relay import Relay
+from sglang_rollout.agent.run_files import RunFiles
+from sglang_rollout.agent.suspend import Sleep
 from sglang_rollout.agent.update import Fence
-from sglang_rollout.agent.watchdog import Hang
+from sglang_rollout.agent.watchdog import Hang, Lease, watch_drain
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS

@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from sglang_rollout.agent import nccl
-from sglang_rollout.agent.launch import bandwidth
+from sglang_rollout.agent.run_files import read_all_reduce, read_nccl
 from sglang_rollout.agent.state import EngineFacts
 from sglang_rollout.sglang.api import FIRST_WITH_PING, FIRST_WITH_SESSIONS, LOADS, MODEL_INFO, OLDEST_SUPPORTED, SERVER_INFO, ControlCall
 from sglang_rollout.wire.trainer import ControlReply
@@ -165,8 +164,8 @@ class Engine:
             sglang_version=str(version) if version is not None else None,
             tensor_size=tensor_size if isinstance(tensor_size, int) else None,
             served_name=str(info["served_model_name"]) if info.get("served_model_name") else None,
-            nccl=nccl.read(self._boot_file.with_name(NCCL_FILE), info) if self._boot_file is not None else None,
-            all_reduce=bandwidth.read(self._boot_file.with_name(ALL_REDUCE_FILE)) if self._boot_file is not None else None,
+            nccl=read_nccl(self._boot_file.with_name(NCCL_FILE), info) if self._boot_file is not None else None,
+            all_reduce=read_all_reduce(self._boot_file.with_name(ALL_REDUCE_FILE)) if self._boot_file is not None else None,
         )
 
     async def running(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from sglang_rollout.agent.drain import RunFiles
+from sglang_rollout.agent.run_files import RunFiles
 from sglang_rollout.wire.launch import Verdict, termination_message
 
 log = logging.getLogger(__name__)

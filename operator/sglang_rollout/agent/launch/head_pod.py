@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.launch import rank_lifecycle as g
 from sglang_rollout.agent.launch.barrier import Barrier
-from sglang_rollout.agent.launch.reachability import is_cut
-from sglang_rollout.agent.preflight import preflight
+from sglang_rollout.agent.reachability import is_cut, preflight
 from sglang_rollout.agent.record import load, save
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest, PreflightReply, PreflightRequest

@@ -15,13 +15,11 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from pydantic import ValidationError
 
 from sglang_rollout.agent.access import Handler, check_token, message, refuse
-from sglang_rollout.agent.checkpoint import CheckpointCheck
+from sglang_rollout.agent.checkpoint import CheckpointCheck, EngineModel
 from sglang_rollout.agent.engine import Engine, EngineError
-from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.barrier import Barrier
 from sglang_rollout.agent.launch.rank_lifecycle import GRACE_SECONDS, Link
-from sglang_rollout.agent.launch.reachability import is_cut
-from sglang_rollout.agent.preflight import preflight
+from sglang_rollout.agent.reachability import is_cut, preflight
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import CheckpointRequest, PreflightRequest

@@ -15,9 +15,9 @@ from bench.agents import MemoryGate
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.engine import Engine
-from sglang_rollout.agent.lease import Lease
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
+from sglang_rollout.agent.watchdog import Lease
 from sglang_rollout.wire.ports import AGENT_SYNC
 from tests.contract.agent.test_commit_call import BASE_WIRE, Caller
 from tests.contract.support.agent_pod import until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.agent.nccl import read
+from sglang_rollout.agent.run_files import read_nccl
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from sglang_rollout.agent.nccl import read
 def test_what_sglang_adds_is_known(tmp_path: Path, text: str, info: dict[str, Any], version: str | None, cumem: str | None) -> None:
     file = tmp_path / "nccl"
     file.write_text(text)
-    found = read(file, info)
+    found = read_nccl(file, info)
     assert found is not None
     assert (found.version, found.settings.get("NCCL_CUMEM_ENABLE")) == (version, cumem)
 
@@ -32,10 +32,10 @@ def test_what_sglang_adds_is_known(tmp_path: Path, text: str, info: dict[str, An
 def test_settings_are_told_whole(tmp_path: Path) -> None:
     file = tmp_path / "nccl"
     file.write_text("version=2.28.3\nNCCL_IB_HCA=mlx5_0=1\nPATH=/bin\n")
-    found = read(file, {})
+    found = read_nccl(file, {})
     assert found is not None
     assert found.settings == {"NCCL_IB_HCA": "mlx5_0=1", "NCCL_CUMEM_ENABLE": "0"}
 
 
 def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
-    assert read(tmp_path / "nccl", {}) is None
+    assert read_nccl(tmp_path / "nccl", {}) is None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.lease import in_the_middle
+from sglang_rollout.agent.watchdog import in_the_middle
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import FleetState, held_sentence

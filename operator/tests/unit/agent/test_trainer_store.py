@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from sglang_rollout.agent.preflight import preflight
+from sglang_rollout.agent.reachability import preflight
 from sglang_rollout.wire.agent import PreflightRequest
 from tests.support.ports import free_port, needs_ipv6
 

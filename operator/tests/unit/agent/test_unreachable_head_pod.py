@@ -15,12 +15,12 @@ import pytest
 from aiohttp import web
 
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.drain import RunFiles
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.launch import rank_lifecycle as g
 from sglang_rollout.agent.launch.barrier import Barrier
 from sglang_rollout.agent.launch.head_pod import Leader
 from sglang_rollout.agent.launch.member_pod import Follower, follower_app
+from sglang_rollout.agent.run_files import RunFiles
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.launch import GroupReply, MemberReport, Verdict
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_GROUP

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from e2e.engine import LabError, environment
 
-from sglang_rollout.agent.launch import bandwidth
+from sglang_rollout.agent.run_files import read_all_reduce
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.render import names
@@ -168,7 +168,7 @@ def test_two_ranks_are_measured_and_sglang_starts(sglang_python: Path, tmp_path:
     assert containers[0].end() == 0, containers[0].log.read_text()
     assert containers[0].started
     assert (containers[0].run / "boot").read_text() != "of the life before"
-    reached = bandwidth.read(containers[0].run / "all-reduce")
+    reached = read_all_reduce(containers[0].run / "all-reduce")
     assert reached is not None
     assert f"all-reduce over the 2 ranks of this pod: {reached:g} GB/s" in containers[0].log.read_text()
     assert reached > 0
@@ -182,7 +182,7 @@ def test_below_the_floor_sglang_is_not_started_and_the_node_is_named_and_avoided
     containers.append(Container(tmp_path, sglang_python, floorGBps=99_999))
     assert containers[0].end() == FAILED, containers[0].log.read_text()
     assert not containers[0].started
-    reached = bandwidth.read(containers[0].run / "all-reduce")
+    reached = read_all_reduce(containers[0].run / "all-reduce")
     said = f"preflight failed: all-reduce reached {reached:g} GB/s on node node-7, engine.preflight.allReduce.floorGBps asks for 99999"
     assert containers[0].last_line == said
 

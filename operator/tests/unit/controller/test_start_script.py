@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_rollout.agent.drain import RunFiles
+from sglang_rollout.agent.run_files import RunFiles
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.start import DRAIN_SCRIPT, ENDED_BY_ITSELF, FETCH_SCRIPT, GROUP_START_SCRIPT, HANDLER, START_SCRIPT

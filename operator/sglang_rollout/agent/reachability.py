@@ -1,11 +1,13 @@
-"""Can this pod reach the trainer? Asked before any engine is told to join a group, because SGLang would wait there for half an hour."""
+"""Checks that try to open TCP connections: to the trainer's store before a group is opened, and to another pod of the engine."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import time
 
+from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.agent import PreflightReply, PreflightRequest
 
 _ATTEMPT = 2.0
@@ -52,3 +54,20 @@ def _plain(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "connection refused, nothing listens there"
     return error.strerror or str(error)
+
+
+_SECONDS = 2.0
+_NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
+
+
+async def is_cut(address: Address) -> bool:
+    """Try to connect once; ``address`` holds an IP, so that no name server has a say."""
+    try:
+        async with asyncio.timeout(_SECONDS):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except TimeoutError:
+        return True
+    except OSError as error:
+        return error.errno in _NO_WAY
+    writer.close()
+    return False
