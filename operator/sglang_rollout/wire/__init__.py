@@ -1,1 +1,1 @@
-"""What coordinator, agents, operator and trainers say to each other: models, paths and ports. No I/O, no decisions."""
+"""Messages between coordinator, agents, operator and trainers: models, reason codes, paths and ports. No I/O, no decisions."""

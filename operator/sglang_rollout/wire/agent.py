@@ -1,4 +1,4 @@
-"""Coordinator ↔ agent: what an agent is told and asked, and what it says of its engine."""
+"""Messages between coordinator and agent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sglang_rollout.wire.weights import EngineState, Version
 
 
 class Nccl(Message):
-    """The NCCL with which a process would join a group."""
+    """NCCL with which a process would join a process group."""
 
     version: str | None = None
-    """As NCCL writes it: ``2.28.3``. None: not known."""
+    """Version as NCCL writes it: ``2.28.3``. None: not known."""
     settings: dict[str, str] = Field(default_factory=dict)
-    """Environment variables ``NCCL_…``, as they are when the process starts its communicators."""
+    """Environment variables ``NCCL_…`` at the time when the process creates its communicators."""
 
 
 class AgentStatus(Message):
-    """What one agent knows about its engine: the reply to every coordinator call that changes or asks state."""
+    """State of one engine as its agent knows it: the reply to every coordinator call that reads or changes state."""
 
     wire: int = WIRE_VERSION
     name: str
@@ -31,11 +31,11 @@ class AgentStatus(Message):
     """Grows with every status that the agent reports, also across restarts of the agent. 0: the agent sends no sequence numbers."""
     state: EngineState
     version: Version | None
-    """The version all tensors belong to; set exactly when ``state`` is clean."""
+    """Version that all tensors belong to; set exactly while ``state`` is clean."""
     cohort: list[str] = Field(default_factory=list)
-    """Names of the engines that took part in the update to ``version``: what a new coordinator needs to prove a commit."""
+    """Names of the engines that took part in the update to ``version``. A new coordinator needs them to prove a commit."""
     committed: Version | None
-    """What this agent was last told is committed."""
+    """Committed version of the last sync."""
     term: int
     """Highest coordinator term seen."""
     gate_open: bool
@@ -44,21 +44,21 @@ class AgentStatus(Message):
     """A weight-update session (``begin_weight_update``) is open on the engine."""
     groups: list[str] = Field(default_factory=list)
     giving_up: float = 0.0
-    """Seconds since the agent began to give an update up and has not ended: it takes no calls, and the engine may be stuck for good."""
+    """Seconds since the agent began to give up an update; 0 while it does not. Meanwhile the agent refuses calls, and the engine may be stuck."""
     draining: bool = False
-    """The engine is about to be stopped: it takes no new requests and no new update."""
+    """The engine is about to stop: it takes no new requests and joins no new update."""
     released: list[str] = Field(default_factory=list)
-    """Memory tags that were released and not resumed."""
+    """Memory tags that are released."""
     adapters: dict[str, str] = Field(default_factory=dict)
-    """Adapters that it has loaded in this life: path by name. No path: it may hold it or not, because the agent was restarted meanwhile."""
+    """Path of each adapter that the engine has loaded, by name. An empty path: the agent does not know, because it was restarted during the call."""
     woken: bool = False
-    """Its weights were released and are back, and nobody has proved yet what they are."""
+    """The weights were released and are restored, and their version is not verified yet."""
     tensor_size: int | None = None
     sglang_version: str | None = None
     nccl: Nccl | None = None
-    """Of the engine's container; None: not known."""
+    """NCCL of the engine's container; None: not known."""
     all_reduce: float | None = None
-    """GB/s that the ranks of the pod reached before the start; None: not measured."""
+    """All-reduce bandwidth of the pod's ranks in GB/s, measured before the start. None: not measured."""
     reason: GateReason | None = None
     """Why the gate is closed; None while it is open."""
     message: str = ""
@@ -66,20 +66,20 @@ class AgentStatus(Message):
 
 
 class SyncRequest(Message):
-    """Coordinator → agent, about twice a second: who leads and what is committed. Opens or closes the gate."""
+    """Coordinator → agent, about twice a second: the committed version and the limits. Opens or closes the gate."""
 
     committed: Version | None
-    """None: the coordinator itself does not know yet; the agent keeps what it had."""
+    """None: the coordinator does not know yet, and the agent keeps the previous value."""
     tolerated: list[Version] = Field(default_factory=list)
-    """Older versions that may be served too (``weights.versionPolicy: MaxStaleness``)."""
+    """Older versions that may be served, too (``weights.versionPolicy: MaxStaleness``)."""
     lease: float = 60.0
-    """An engine that is paused or half updated and hears nothing of any coordinator for so long gives the update up."""
+    """Seconds without a call of a coordinator after which the agent of a paused or half updated engine gives up the update."""
     silent: float = 120.0
-    """An engine that has no call to answer and gives no sign of life for so long is restarted."""
+    """Seconds without an answer after which an engine that no call keeps busy is restarted."""
     drain: float = 300.0
-    """Requests have so many seconds to end before an engine falls asleep; the rest is aborted."""
+    """Seconds that requests have to finish before ``spec.state: Asleep`` releases the memory. Later ones are aborted."""
     hold: FleetState | None = None
-    """What the spec holds the fleet in. None: the coordinator itself does not know yet; the agent keeps what it had."""
+    """Applied ``spec.state``. None: the coordinator does not know yet, and the agent keeps the previous value."""
     sender: str = ""
     """Identifies one run of the coordinator process."""
     seq: int = 0
@@ -91,30 +91,29 @@ class AckRequest(Message):
     """Coordinator → agent at the end of an update: record that the engine holds ``version`` completely.
 
     The gate stays closed until a SyncRequest says that ``version`` is committed. Refused (409) unless the agent saw a complete update
-    in this life of the engine (``boot_id``).
+    in this run of the engine process (``boot_id``).
     """
 
     version: Version
     boot_id: str
     cohort: list[str]
     verified: bool = False
-    """An engine whose memory was released holds the version's very bytes: its checksum was compared. No update is needed then."""
+    """The weights were released and restored, and their checksum equals that of the version. The engine needs no update then."""
 
 
 class FenceRequest(Message):
     """Coordinator → agent: an update was given up.
 
-    End the session, resume if the engine is still clean; if it is dirty close the gate, cut the connections it holds, abort
-    what it was generating, and only then let its scheduler run again.
+    End the session. Resume a clean engine. For a dirty one, first close the gate, cut its connections and abort its requests.
     """
 
     reason: str
     stuck_after: float = 30.0
-    """Seconds after which an engine that still has not answered a call of the update is asked to be killed."""
+    """Seconds after which the agent asks for the restart of an engine that has not answered a call of the update."""
 
 
 class PreflightRequest(Message):
-    """Coordinator → agent: can this pod reach the trainer's store? Tried until it can or ``deadline`` seconds have passed."""
+    """Coordinator → agent: connect to the trainer's store. The agent tries until it succeeds or ``deadline`` seconds have passed."""
 
     host: str
     port: int = Field(ge=1, le=65535)
@@ -122,7 +121,7 @@ class PreflightRequest(Message):
 
 
 class PreflightReply(Message):
-    """Whether the trainer's address resolves and accepts TCP from the engine's pod; ``reason`` is a sentence when not."""
+    """Whether the trainer's address resolves and accepts TCP connections from the engine's pod; ``reason`` is a sentence if not."""
 
     ok: bool
     reason: str = ""
@@ -130,28 +129,28 @@ class PreflightReply(Message):
 
 ARCHITECTURE = "architecture"
 UNCHECKED = ("sizes and quantization", "names, types and shapes of tensors")
-"""Parts of a checkpoint that are compared only where a pod can read the engine's own model."""
+"""Parts of a checkpoint that are compared only if a pod can read the engine's own model."""
 
 
 class CheckpointRequest(Message):
-    """Coordinator → agent, before any engine hears of a disk update: can this engine load the folder, as its own pod sees it?"""
+    """Coordinator → agent, before a disk update begins: check that this engine can load the folder as its own pod sees it."""
 
     path: str
-    """Folder of a Hugging Face model with safetensors files, absolute. Empty: the model that the engine runs, for its tensors' names."""
+    """Folder of a Hugging Face model with safetensors files, absolute. Empty: list the tensors of the model that the engine runs."""
     model_path: str | None = None
-    """The model to compare with. None: the one that the engine runs."""
+    """Model to compare with. None: the model that the engine runs."""
     snapshot: Version | None = None
-    """``path`` is a directory of snapshots: find the one of this version."""
+    """Set if ``path`` is a directory of snapshots: find the snapshot of this version."""
     names: bool = False
-    """Tell the tensors' names, too: asked of one engine only, they are many."""
+    """Return the tensors' names, too. Sent to one engine only, because a model may have 50,000 tensors."""
     fleet_id: str = ""
-    """With ``snapshot``: of the fleet that committed it. Another fleet's version of the same number is something else."""
+    """With ``snapshot``: ID of the fleet that committed the version."""
     deadline: float = Field(default=60.0, gt=0)
-    """Seconds until the agent answers that it could not finish."""
+    """Seconds after which the agent answers that it could not finish."""
 
 
 class CheckpointReply(Message):
-    """Whether the engine can be told to load it; ``reason`` holds a sentence for each problem when not."""
+    """Whether the engine can load the folder; ``reason`` holds a sentence for each problem if not."""
 
     ok: bool
     reason: str = ""
@@ -159,16 +158,16 @@ class CheckpointReply(Message):
     bytes: int = 0
     """Bytes of all tensors."""
     digest: str | None = None
-    """Names, headers and samples of the files' content, hashed: agents that see the same files say the same."""
+    """Hash of names, headers and samples of the files: equal for agents that see the same files."""
     names: list[str] | None = None
-    """If they were asked for: the tensors that a complete checkpoint must have."""
+    """Tensors that a complete checkpoint must have, if the request asked for names."""
     shapes: dict[str, list[int] | None] | None = None
-    """With an empty ``path``: shape of each tensor of the engine's model, by name; None for a tensor with packed values."""
+    """Shape of each tensor of the engine's model by name, if ``path`` was empty; None for a tensor with packed values."""
     compared: bool = False
-    """Whether the engine's own model could be read here, so that architecture, names, types and shapes were compared."""
+    """True if the engine's own model could be read, so that architecture, names, types and shapes were compared."""
     path: str | None = None
-    """The folder to load: of the snapshot, where one was asked for."""
+    """Folder to load: the snapshot's, if the request named a snapshot."""
     unchecked: list[str] = Field(default_factory=list)
-    """What could not be compared with the engine's model, as noun phrases."""
+    """Parts that could not be compared with the engine's model, as noun phrases."""
     why_unchecked: str = ""
-    """Why, as a clause; empty if all was compared."""
+    """Why they could not be compared, as a clause; empty if everything was compared."""

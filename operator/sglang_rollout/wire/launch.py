@@ -1,4 +1,4 @@
-"""Messages between the agents of one engine that has several pods: the others tell pod 0 how they are, and it says what to do."""
+"""Messages between the agents of an engine of several pods: members report to the head pod, which answers with a verdict."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ def is_group_restart(log: str) -> bool:
 
 
 class Verdict(StrEnum):
-    """What a pod is to do with the present life of its engine container."""
+    """What a pod does with the current run of its engine container."""
 
     WAIT = "wait"
     """SGLang is not started yet."""
     GO = "go"
-    """SGLang runs, or may be started now."""
+    """SGLang runs or may start now."""
     END = "end"
-    """This life cannot work with the others any more: the container is to be restarted."""
+    """This run cannot join the other pods: the container restarts."""
 
 
 class MemberReport(Message):
-    """Agent of another pod → agent of pod 0, twice a second."""
+    """Agent of a member pod → agent of the head pod, twice a second."""
 
     rank: int = Field(ge=1)
-    """Place of the pod in its engine (SGLang's node rank)."""
+    """SGLang's node rank of the pod."""
     address: str
-    """Its gate, as ``IP:port``: pod 0 looks whether it can be reached when it falls silent."""
+    """Gate of the pod as ``IP:port``. The head pod connects to it when reports stop."""
     boot_id: str | None
-    """The life of its engine container; None: there is none now."""
+    """Boot ID of the engine container; None: the container does not run."""
     released: bool = False
-    """This life has been told to start SGLang."""
+    """SGLang was started in this run of the container."""
     up: bool = False
-    """Its part of SGLang has finished loading."""
+    """SGLang's part in this pod has finished loading."""
     draining: bool = False
-    """The pod is going away."""
+    """The pod is about to stop."""
 
 
 class MemberHealth(Message):
-    """What the agent of another pod answers at ``AGENT_HEALTH``."""
+    """Answer of a member pod's agent at ``AGENT_HEALTH``."""
 
     status: str = "ok"
     unheard: str = ""
-    """Why pod 0 does not hear it, if it does not: it can tell only those who ask."""
+    """Why the member cannot reach the head pod, as a clause; empty if it can."""
 
 
 class GroupReply(Message):
-    """What pod 0 answers."""
+    """Answer of the head pod to a report."""
 
     verdict: Verdict
     reason: str = ""
-    """Why it ends, as a sentence."""
+    """Why the container restarts, as a sentence."""
     drained: bool = False
-    """Nothing runs on the engine any more, and nothing new comes."""
+    """The engine is drained: no request runs, and none can arrive."""

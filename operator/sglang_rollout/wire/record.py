@@ -1,4 +1,4 @@
-"""Coordinator → its next life, and the operator: what is persisted of a fleet."""
+"""Persisted state of a fleet. The coordinator writes it; the next coordinator process and the operator read it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class EngineRow(Message):
     message: str = ""
     """The reason as a sentence; empty while the gate is open."""
     released: list[str] = Field(default_factory=list)
-    """Memory that it has given back: ``weights``, ``kv_cache``, ``cuda_graph``."""
+    """Memory tags that are released: ``weights``, ``kv_cache``, ``cuda_graph``."""
     comparing: bool = False
-    """What it released is back in memory, and what it holds now is to be compared with what the fleet serves."""
+    """Released weights are restored and still to be compared with the committed version."""
     all_reduce: float | None = None
-    """GB/s that its ranks reached before the start; None: not measured."""
+    """All-reduce bandwidth of the ranks in GB/s, measured before the start. None: not measured."""
 
 
 class Adapter(Message):
@@ -46,13 +46,13 @@ class AdapterRow(Adapter):
     """One adapter in the record."""
 
     by_spec: bool
-    """Not loaded by a trainer's call."""
+    """The spec names the adapter; False if a trainer loaded it."""
     loaded: int
-    """Engines that hold it."""
+    """Number of engines that have loaded it."""
     wanted: int
-    """Engines that should."""
+    """Number of engines that should load it."""
     reason: str = ""
-    """What an engine said that could not load or unload it."""
+    """Message of an engine that could not load or unload it."""
 
 
 class UpdateOutcome(StrEnum):
@@ -60,11 +60,11 @@ class UpdateOutcome(StrEnum):
 
     COMMITTED = "Committed"
     PARTIAL = "Partial"
-    """Some engines hold the new version, the others are fenced."""
+    """Some engines hold the new version; the other engines are fenced."""
     FAILED = "Failed"
     """No engine holds the new version; the old one stays committed."""
     ABORTED = "Aborted"
-    """It was given up before any engine was told, while the fleet was paused: nothing has changed."""
+    """The update was given up before any engine received weights; nothing has changed."""
 
 
 class LastUpdate(Message):
@@ -104,19 +104,19 @@ class FleetGroup(_Group):
 
 
 class GroupRow(_Group):
-    """The same in the record, which may have to hold many groups of many engines."""
+    """A process group in the record. It refers to engines by index, because there may be many groups of many engines."""
 
     places: list[int]
-    """Where its members are among the record's engines, in rank order."""
+    """Indexes of the members in the record's engines, in rank order."""
 
 
 class OnDisk(Message):
-    """A version that the fleet loaded from a shared volume."""
+    """Folder on a shared volume from which the fleet loaded a version."""
 
     version: Version
     path: str
     digest: str | None
-    """What tells the folder's contents from others."""
+    """Digest of the folder's contents."""
 
 
 class Tensors(Message):
@@ -124,42 +124,42 @@ class Tensors(Message):
 
     count: int
     digest: str
-    """SHA-256 of the sorted names, one a line."""
+    """SHA-256 of the sorted names, one per line."""
 
 
 class Record(Message):
-    """What the coordinator persists: ConfigMap ``<name>-weights``, key ``weights.json``. One writer: the coordinator."""
+    """State that the coordinator persists: ConfigMap ``<name>-weights``, key ``weights.json``. Only the coordinator writes it."""
 
     wire: int = WIRE_VERSION
     term: int
     epoch: int
     committed: Version
     intent_generation: int = 0
-    """Generation of the intent that has been acted on: the coordinator's acknowledgement."""
+    """Generation of the intent that the coordinator has applied."""
     engines: list[EngineRow] = Field(default_factory=list)
     joined: list[GroupRow] = Field(default_factory=list)
-    """Groups that are open, so that a restarted coordinator can go on with those whose members all still live."""
+    """Open process groups. A restarted coordinator continues with those whose members kept their boot IDs."""
     last_update: LastUpdate | None = None
     history: list[Version] = Field(default_factory=list)
-    """Versions of this run, oldest first, that may be served: the committed one and those that the policy tolerates."""
+    """Versions of this run that may be served, oldest first: the committed version and those that the policy tolerates."""
     burned: Version | None = None
     """The newest version that was given up after some engine may have taken it: its number never names other weights."""
     under_way: Version | None = None
-    """What the update becomes that was open; None: none was. If it commits while the store is away, only engines can tell."""
+    """Version of the open update; None: no update was open. If it commits while the store is down, only the engines know."""
     next_run: int = 0
-    """The run that the next update opens, if somebody asked for a new one."""
+    """Run that the next update opens, if a new run was requested."""
     fleet_id: str = ""
-    """Made once with the first record: versions of a fleet made anew under the old name are other versions."""
+    """Created with the first record. A recreated fleet of the same name has another ID, so its versions are distinct."""
     world_size: int = 0
-    """Of a group opened now."""
+    """World size of a process group opened now."""
     state: FleetState = FleetState.ACTIVE
-    """What of the intent's state is in effect."""
+    """Applied state."""
     waits_for_trainer: bool = False
-    """Its trainer is lost, and the fleet is paused until one calls (``weights.trainerLease.onLoss``)."""
+    """The trainer is lost, and the fleet is paused until a trainer calls (``weights.trainerLease.onLoss``)."""
     checksums: dict[int, tuple[str, ...]] = Field(default_factory=dict)
-    """Of the committed version, by the number of an engine's ranks, as far as they are known."""
+    """Known checksums of the committed version, one per rank, by the number of an engine's ranks."""
     disk: OnDisk | None = None
-    """Where the committed version was loaded from, if it was."""
+    """Folder from which the committed version was loaded, if it was loaded from disk."""
     adapters: list[AdapterRow] = Field(default_factory=list)
     tensors: Tensors | None = None
     """What updates have brought since ``model.path``; None: written by a release before, or nothing yet."""

@@ -1,4 +1,4 @@
-"""What ``spec.state`` asks of a running fleet, and the sentences in which every part speaks of it."""
+"""Values of ``spec.state`` and ``spec.mode`` that coordinator and agents know, and their messages."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from enum import StrEnum
 
 
 class FleetState(StrEnum):
-    """What the spec holds a fleet in. A suspended fleet has no engines, so nothing is said to them."""
+    """Values of ``spec.state``, without ``Suspended``: a suspended fleet has no engines."""
 
     ACTIVE = "active"
     PAUSED = "paused"
-    """No engine generates; weight updates are taken."""
+    """No engine generates; weight updates are accepted."""
     ASLEEP = "asleep"
-    """The engines' memory is released; neither tokens nor weights are taken."""
+    """The engines' memory is released; requests and weight updates are refused."""
 
 
 class FleetMode(StrEnum):
-    """Whose GPUs a fleet uses, if not its own."""
+    """Whose GPUs the fleet shares."""
 
     HYBRID = "hybrid"
-    """The trainer's, which has their memory whenever it wants, and pushes weights to each engine by itself."""
+    """The trainer's GPUs. The trainer releases and restores the engines' memory, and pushes weights to each engine."""
     COLOCATED = "colocated"
-    """The trainer's likewise. The engines keep the weights that they were started with."""
+    """The trainer's GPUs. The engines keep the weights that they were started with."""
 
 
 KEEPS_WEIGHTS = (
     "This fleet keeps the weights that it was started with (spec.mode: Colocated): it takes none from a trainer. Call"
     " /resume_memory_occupation and /release_memory_occupation; a policy that learns needs a fleet with mode Standalone or Hybrid."
 )
-"""Why a call about weights is refused."""
+"""Message of a refused call about weights."""
 BY_HANDLES = (
     "This fleet shares its trainer's GPUs (spec.mode: Hybrid): each engine takes weights at its own URL by /update_weights_from_tensor, and"
     " none over the network. A fleet with mode Standalone opens groups."
 )
-"""Why a call about a group is refused."""
+"""Message of a refused call about a process group."""
 LENT = (
     "The fleet is asleep: its trainer, which shares the GPUs (spec.mode), has the memory of the engines, and nothing generates until the"
     " trainer calls /resume_memory_occupation."
 )
-"""Why nothing generates."""
+"""Message while the trainer has the memory of the engines."""
 
 _SENTENCES = {
     FleetState.ACTIVE: "",
@@ -53,5 +53,5 @@ _SENTENCES = {
 
 
 def held_sentence(state: FleetState) -> str:
-    """Why nothing generates, and until when; empty for an active fleet."""
+    """Return why the fleet does not generate, and until when; empty for an active fleet."""
     return _SENTENCES[state]

@@ -1,4 +1,4 @@
-"""Fleet → trainer: the discovery document, and the shape of every answer to a control call."""
+"""Messages from the coordinator to trainers: the discovery document, and the answer to control calls."""
 
 from __future__ import annotations
 
@@ -20,59 +20,59 @@ class FleetMember(EngineRow):
     url: str
     tensor_size: int
     rank_offset: int | None
-    """First rank of this engine in a group opened now; None: the engine would not take part, and ``message`` says why."""
+    """First rank of the engine in a process group opened now; None: the engine would not take part, and ``message`` says why."""
     routed: bool
-    """smg has it in its list."""
+    """smg lists the engine as a worker."""
     sglang_version: str | None = None
     nccl: Nccl | None = None
     """A trainer needs the same version, and the same ``NCCL_CUMEM_ENABLE``."""
 
 
 class FleetDocument(Message):
-    """``GET /fleet``: everything a trainer or a person needs to know."""
+    """``GET /fleet``: state of the fleet for trainers and people."""
 
     wire: int = WIRE_VERSION
     name: str
     namespace: str
     term: int
     epoch: int
-    """Grows whenever the set of members or any member's boot id changes. A group belongs to one epoch."""
+    """Grows when the set of members or any member's boot ID changes. A process group belongs to one epoch."""
     world_size: int
-    """For a group opened now: 1 (trainer, rank 0) + the tensor sizes of all members."""
+    """World size of a process group opened now: 1 (trainer, rank 0) + the tensor sizes of all members."""
     backend: str
     fleet_id: str = ""
-    """Tells this fleet's versions from those of another that had the same name."""
+    """Identifies the fleet: distinguishes its versions from those of an earlier fleet with the same name."""
     lease: float = 20.0
-    """Seconds within which a trainer should send the next heartbeat (``POST /fleet/lease``) while it holds a group."""
+    """Seconds within which a trainer with an open process group should send its next heartbeat (``POST /fleet/lease``)."""
     committed: Version
     serving: int
     """Engines with an open gate."""
     members: list[FleetMember]
     groups: list[FleetGroup] = Field(default_factory=list)
     phase: str = "idle"
-    """Phase of the update that runs now, or ``idle``."""
+    """Phase of the current update, or ``idle``."""
     last_update: LastUpdate | None = None
     urls: dict[str, str] = Field(default_factory=dict)
     adapters: list[AdapterRow] = Field(default_factory=list)
     state: FleetState = FleetState.ACTIVE
-    """What ``spec.state`` holds the fleet in now."""
+    """Applied ``spec.state``."""
     held: str = ""
-    """Why nothing generates although all is well, as a sentence: what holds the fleet, and until when."""
+    """Interruption that keeps the engines from serving, as a sentence; empty if there is none."""
 
 
 class ModelTensors(Message):
-    """``GET /fleet/tensors``: the model that the engines were started with, as the pod of one engine reads it."""
+    """``GET /fleet/tensors``: tensors of the model that the engines were started with, read by the pod of one engine."""
 
     engine: str
     """Name of the engine whose pod read the model."""
     shapes: dict[str, list[int] | None]
-    """Shape of each tensor in the checkpoint, by name; None: its values are packed, so that the shape tells nothing."""
+    """Shape of each tensor in the checkpoint by name; None if its values are packed."""
 
 
 class ControlReply(BaseModel):
-    """SGLang's own shape for control calls, with our particulars beside it. SGLang's clients read ``success`` and ``message``."""
+    """Answer to a control call: SGLang's fields ``success`` and ``message``, and details of the fleet."""
 
     success: bool
     message: str
     fleet: dict[str, Any] | None = None
-    """Per-engine results, and on refusals what would be right (``epoch``, ``world_size``, ``members``)."""
+    """Results by engine; for a refusal, the valid values (``epoch``, ``world_size``, ``members``)."""

@@ -1,4 +1,4 @@
-"""What an engine's weights are: their version, and what is known about them."""
+"""Weight versions, and the state of an engine's weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Version(Message):
     run: int = Field(ge=0)
     step: int = Field(ge=0)
     label: str
-    """What SGLang reports as ``weight_version`` in ``/model_info`` and in every sample's ``meta_info``."""
+    """Label that SGLang reports as ``weight_version`` in ``/model_info`` and in every sample's ``meta_info``."""
 
     @property
     def is_base(self) -> bool:
-        """Whether this is what ``model.path`` holds."""
+        """True if ``model.path`` contains this version."""
         return self.run == 0
 
     def __str__(self) -> str:
@@ -32,15 +32,15 @@ class Version(Message):
 
 
 BASE = Version(run=0, step=0, label=BASE_LABEL)
-"""The version of a fleet that no trainer has updated yet."""
+"""Version of a fleet that no trainer has updated yet."""
 
 
 class EngineState(StrEnum):
-    """What is known about the weights of one engine. Only ``clean`` at the committed version may have an open gate."""
+    """State of an engine's weights. The gate may be open only for ``clean`` at the committed version."""
 
     CLEAN = "clean"
-    """All tensors belong to one version, which is named beside it."""
+    """All tensors belong to one known version."""
     DIRTY = "dirty"
-    """A mixture: the engine was told of an update that has not been completed."""
+    """A mixture of versions: an update began on the engine and was not completed."""
     UNKNOWN = "unknown"
-    """Not up, or up but nothing could be proved yet."""
+    """The engine is not up, or the version of its weights is not known."""
