@@ -1,1 +1,1 @@
-"""The agent: sidecar of one engine. It knows what the engine holds, keeps its gate shut or open, and passes control calls on."""
+"""The agent, sidecar of one engine: tracks the engine's weights, opens and closes the gate, and forwards control calls."""

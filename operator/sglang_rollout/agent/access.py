@@ -1,4 +1,4 @@
-"""Who may call: the rollout's token, and the coordinator's term."""
+"""Access checks for control calls: the rollout's token and the coordinator's term."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """An answer in SGLang's shape; the sentence is in the reason phrase too, which is all that some clients print."""
+    """Return a refusal in SGLang's shape. The reason phrase repeats the message, because some clients print nothing else."""
     reason = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")[:200]
     body = ControlReply(success=False, message=message).model_dump(exclude_none=True)
     return web.json_response(body, status=status, reason=reason, headers=headers)
 
 
 def check_token(request: web.Request, token: str, hint: str = "") -> None:
-    """Raise RefusedError unless the call carries the rollout's token; ``hint`` is said to who has none."""
+    """Raise RefusedError unless the call carries the rollout's token; ``hint`` ends the message for a call without a token."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         needed = f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine.{hint}"
         raise RefusedError(needed, status=401)
     if not hmac.compare_digest(given.strip().encode(), token.encode()):
-        raise RefusedError(f"{request.path}: this token is not the one of this rollout.", status=403)
+        raise RefusedError(f"{request.path}: this token does not belong to this rollout.", status=403)
 
 
 class Access:
-    """Checks control calls before anything else is done with them."""
+    """Checks control calls before their handlers run."""
 
     def __init__(self, agent: Agent, token: str, hint: str = "") -> None:
         self._agent = agent
@@ -47,7 +47,7 @@ class Access:
         self._hint = hint
 
     def protected(self, handler: Handler) -> Handler:
-        """Let only the coordinator of the highest term seen through."""
+        """Return a handler that refuses every caller but the coordinator with the highest term seen."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
             check_token(request, self._token, self._hint)
@@ -66,14 +66,14 @@ class Access:
             raise RefusedError(f"{request.path}: the header {TERM_HEADER} must hold the coordinator's term, a number.")
         highest = self._agent.state.memory.term
         if int(text) < highest:
-            sentence = f"{request.path}: term {int(text)} is over; a coordinator of term {highest} leads now."
-            # The header lets a coordinator whose record was lost start above every term that agents have seen.
+            sentence = f"{request.path}: term {int(text)} is over; the coordinator of term {highest} leads."
+            # The header lets a coordinator with a lost record choose a term above every term that agents have seen.
             raise RefusedError(sentence, status=409, headers={TERM_HEADER: str(highest)})
         self._agent.dispatch(ev.Told(int(text)))
 
 
 async def json_body(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object; an empty one counts as {}."""
+    """Return the body as a JSON object; an empty body is {}."""
     raw = await request.read()
     if not raw.strip():
         return {}
@@ -87,7 +87,7 @@ async def json_body(request: web.Request) -> dict[str, Any]:
 
 
 async def message(request: web.Request, model: type[_Model]) -> _Model:
-    """The body as one of our messages."""
+    """Return the body as a message of this model."""
     try:
         return model.model_validate(await json_body(request))
     except ValidationError as error:
@@ -97,7 +97,7 @@ async def message(request: web.Request, model: type[_Model]) -> _Model:
 
 
 def deadline_of(request: web.Request, default: float) -> float:
-    """Seconds that the caller gives the call."""
+    """Return the caller's deadline in seconds."""
     text = request.headers.get(DEADLINE_HEADER)
     if text is None:
         return default

@@ -1,4 +1,6 @@
-"""The agent's working part: it keeps state, disk, gate and engine in step. Decisions are made in :mod:`sglang_rollout.agent.state`."""
+"""The agent's executor: keeps state, record, gate and engine in step.
+
+It carries out what the pure modules :mod:`.state`, :mod:`.events` and :mod:`.guards` decide."""
 
 from __future__ import annotations
 
@@ -24,15 +26,15 @@ from sglang_rollout.wire.weights import EngineState
 log = logging.getLogger(__name__)
 
 _SILENCES = 3
-"""So many unanswered polls in a row mean that the engine is not up; a refused connection means it at once."""
+"""Unanswered polls in a row after which the engine counts as down; a refused connection counts at once."""
 _NO_ADAPTER = b"does not exist"
-"""What SGLang says when it is to unload an adapter that it does not hold."""
+"""Text of SGLang's answer, which has no code, to a request to unload an unknown adapter."""
 _CHECK_CLOSES = 2.0
-"""Seconds after which the gate has closed by its own check of the agent, if the agent's command did not reach it."""
+"""Seconds after which the gate has closed because of its check of the agent, if the agent's command was lost."""
 
 
 class _GateEntries(NamedTuple):
-    """What the agent has configured in its gate."""
+    """Entries that the agent has written into its gate."""
 
     pid: int
     """Process ID of the haproxy that holds the entries."""
@@ -49,7 +51,7 @@ class _GateEntries(NamedTuple):
 
 
 class Agent:
-    """Everything one agent does, apart from HTTP."""
+    """Controls one engine and its gate; :mod:`.app` offers it over HTTP."""
 
     def __init__(self, *, name: str, engine: Engine, gate: Gate, record: RecordFile, tensor_size: int | None = None) -> None:
         self.name = name
@@ -62,26 +64,26 @@ class Agent:
             log.warning("%s", complaint)
         self.state = ev.restored(memory, usable=not complaint)
         self.view: GateView | None = None
-        """What the gate said last; None while it cannot be asked."""
+        """Last state reported by the gate; None while the gate does not answer."""
         self.gate_due = asyncio.Event()
-        """Set when the gate should move."""
+        """Set when the gate has to open or close."""
         self.running: asyncio.Task[Reply] | None = None
-        """The control call that the engine has not answered yet."""
+        """Control call that the engine has not answered yet."""
         self.running_since = 0.0
         self.fencing_since: float | None = None
-        """When the agent began to give an update up; None while it does not."""
+        """When the agent began to give up an update; None while it does not."""
         self.heard_at = time.monotonic()
-        """When a coordinator spoke last."""
+        """When the last call of a coordinator arrived."""
         self.lease = SyncRequest(committed=None).lease
-        """Seconds of a coordinator's silence after which an unfinished update is given up; each coordinator says its own."""
+        """Seconds without a coordinator's call after which an unfinished update is given up. Each sync sets it."""
         self.silent = SyncRequest(committed=None).silent
-        """Seconds without a sign of life after which an engine that has nothing to do is restarted; each coordinator says its own."""
+        """Seconds without an answer after which an engine that no call keeps busy is restarted. Each sync sets it."""
         self.drain = SyncRequest(committed=None).drain
-        """Seconds that requests have to end before the engine falls asleep; each coordinator says its own."""
+        """Seconds that requests have to finish before the spec releases the engine's memory. Each sync sets it."""
         self.release_failure: Refusal | None = None
         """Why the engine could not release its memory as the spec asks."""
         self.observer: Callable[[str, Reply, float], None] | None = None
-        """Called after each control call with its name, answer and seconds."""
+        """Called after each control call with its name, answer and duration in seconds."""
         self.why_down: Callable[[], Refusal | None] = lambda: None
         """Return what else is known about an engine of several pods that is not up."""
         # Microseconds of the machine's uptime: a restarted agent continues above every number that it has used before.
@@ -94,7 +96,7 @@ class Agent:
     # What is known
 
     def dispatch(self, event: ev.Event, *, durable: bool = True) -> None:
-        """Apply an event. If its record cannot be written, nothing changes and RecordError is raised, unless not ``durable``."""
+        """Apply an event. If the record cannot be written, raise RecordError and change nothing, unless ``durable`` is False."""
         new, effects = ev.step(self.state, event)
         if new is self.state:
             return
@@ -106,7 +108,7 @@ class Agent:
                     except RecordError as error:
                         if durable:
                             raise
-                        log.error("%s", error)  # noqa: TRY400 - a sentence, no traceback
+                        log.error("%s", error)  # noqa: TRY400 - a message without traceback
                 case ev.SetGate():
                     self.gate_due.set()
         before, after = s.closed_reason(self.state), s.closed_reason(new)
@@ -116,7 +118,7 @@ class Agent:
             log.info("%s", said)
 
     def may_open(self) -> bool:
-        """Whether the gate may be open now; asks the boot file too, so that a restarted container is noticed before its engine listens."""
+        """Return whether the gate may be open; reads the boot file, so that a restarted container is noticed before its engine listens."""
         self._notice_restart()
         return s.gate_may_open(self.state)
 
@@ -135,11 +137,11 @@ class Agent:
 
     @property
     def fencing(self) -> bool:
-        """Whether it gives an update up: until that has ended it takes no calls."""
+        """True while the agent gives up an update; until that ends, it refuses calls."""
         return self.fencing_since is not None
 
     async def observe(self) -> None:
-        """Ask the engine once how it is."""
+        """Poll the engine once."""
         self._notice_restart()
         calls = self.state.calls
         try:
@@ -164,11 +166,11 @@ class Agent:
         self.dispatch(ev.Lost(str(error)) if known is None else ev.Lost(known.message, GateReason(known.code)))
 
     async def watch_connection(self) -> None:
-        """Return after the engine's process has ended and what is there now has been looked at. Polls alone would miss a quick restart."""
+        """Wait until the engine's process ends, then identify its successor. Polls alone would miss a quick restart."""
         try:
             await self.engine.until_it_ends()
         except EngineGoneError:
-            return  # the next poll says so
+            return  # the next poll reports it
         if not self.state.up:
             return
         try:
@@ -180,14 +182,14 @@ class Agent:
     async def _identify(self, label: str) -> s.EngineFacts:
         boot, facts = self.engine.container_boot(), self.state.facts
         if boot is not None and facts is not None and facts.boot_id == boot:
-            # Only silent for a while: /server_info could take as long as the call that kept the engine busy.
+            # The same process was silent for a while. /server_info could take as long as the call that kept it busy.
             return replace(facts, live_label=label)
         facts = await self.engine.identify(label, self.state.memory.boot_id)
         self._check_size(facts.tensor_size)
         return facts
 
     def _check_size(self, size: int | None) -> None:
-        """Keep an engine out of the fleet whose ranks do not fit: every group with it would be refused, or would hang."""
+        """Raise EngineError for an unexpected tensor parallel size, because process groups would be refused or hang."""
         wanted = self._tensor_size
         if wanted is not None and size is not None and size != wanted:
             raise EngineError(
@@ -203,11 +205,11 @@ class Agent:
     # The gate
 
     async def settle_gate(self) -> None:
-        """Look at the gate and set it as the state demands. A restarted haproxy is closed and is opened again here."""
+        """Read the gate's state and open or close it as required. This reopens the gate of a restarted haproxy."""
         async with self._gate_lock:
             self.gate_due.clear()
             try:
-                # A gate that was open is closed without a look at it first: an update waits for that.
+                # Close an open gate without reading its state first, because an update waits for it.
                 shut = self.view is not None and self.view.ready and not s.gate_may_open(self.state)
                 before = self.view if shut and self.view is not None else await self.gate.view()
                 view, wanted = before, s.gate_may_open(self.state)
@@ -224,11 +226,11 @@ class Agent:
             self.view = view
 
     async def settle_gate_if_due(self) -> None:
-        """Return when the gate is as the state demands, like :meth:`settle_gate`, but without a look at a gate that already is.
+        """Call :meth:`settle_gate` unless the last known state of the gate is the required one.
 
-        For answers that an update waits for. A haproxy that was restarted is noticed by the next look, within half a second.
+        For answers that an update waits for. The next settling, within half a second, notices a restarted haproxy.
         """
-        async with self._gate_lock:  # a settling under way may be all that is needed
+        async with self._gate_lock:  # a concurrent settling may suffice
             if self._gate_is_settled():
                 return
         await self.settle_gate()
@@ -242,10 +244,10 @@ class Agent:
     async def _name_version(self, pid: int) -> None:
         """Write the engine's version, vocabulary, tokenizer and adapters into the gate before the gate opens; only changed entries.
 
-        An entry that an older gate does not have is left out. After any other error the gate stays closed, and all are written again.
+        Entries unknown to an older gate are left out. After any other error the gate stays closed, and all entries are written again.
         """
         version, vocabulary, info = self.state.memory.version, self.engine.vocabulary, self.engine.info
-        # Adapters of the command line are known to SGLang alone.
+        # Only SGLang knows adapters of the command line.
         ours = info.get("enable_lora") and not info.get("lora_paths")
         adapters = frozenset(name for name, path in self.state.memory.adapters.items() if path != s.UNSURE) if ours else None
         label, tokenizer = version.label if version is not None else "", not info.get("skip_tokenizer_init")
@@ -272,20 +274,20 @@ class Agent:
         self._named = named
 
     async def shut_gate(self) -> None:
-        """Return when no new request can reach the engine. The state must demand it already."""
-        async with self._gate_lock:  # what a settling under way has just done is seen only after it
+        """Return when no new request can reach the engine. The state must already require a closed gate."""
+        async with self._gate_lock:  # sees the result of a concurrent settling
             if self.view is not None and not self.view.ready:
                 return
             try:
                 self.view = await self.gate.set(is_open=False)
             except GateAbsentError:
-                return  # nothing passes without haproxy, and a new one starts closed
+                return  # nothing passes without haproxy, which starts closed
             except GateError as error:
-                log.warning("%s; waiting until the gate has closed by its own check.", error)
+                log.warning("%s; waiting until the gate closes because of its check.", error)
                 await asyncio.sleep(_CHECK_CLOSES)
 
     async def cut(self) -> None:
-        """End the connections that the gate holds to the engine."""
+        """Close the gate's connections to the engine."""
         try:
             await self.gate.cut()
         except GateError as error:
@@ -294,22 +296,22 @@ class Agent:
     # Control calls
 
     async def control(self, call: str, body: dict[str, Any], deadline: float) -> Reply:
-        """Put a control call to the engine, if it may be asked now. The engine goes on with it when ``deadline`` has passed."""
+        """Send a control call to the engine unless a guard refuses it. After ``deadline`` seconds the engine still completes the call."""
         refused = self._refusal(call, body)
         if refused is None and call == ControlCall.RELEASE_MEMORY:
             refused = await suspend.release_refusal(self) or self._refusal(call, body)
         if refused is not None:
             return complaint(refused.status, refused.message)
         if call == ControlCall.RELEASE_MEMORY and not guards.tags_of(call, body, self.state.memory.released):
-            return Reply.json(200, None)  # all of it is released already
+            return Reply.json(200, None)  # all of it is already released
         task = self.start(call, body)
         await asyncio.wait({task}, timeout=deadline)
         if not task.done():
-            return complaint(504, f"{call}: the engine has not answered within {deadline:g} s; it goes on with the call.")
+            return complaint(504, f"{call}: the engine has not answered within {deadline:g} s; the call continues.")
         return task.result()
 
     def start(self, call: str, body: dict[str, Any]) -> asyncio.Task[Reply]:
-        """Note that a call begins and put it to the engine, whatever becomes of the one who asked."""
+        """Record that a call begins and send it to the engine. The call continues if the caller disconnects."""
         memory = self.state.memory
         group = guards.name_of(call, body)
         tags = guards.details_of(call, body, memory.released)
@@ -338,7 +340,7 @@ class Agent:
         finally:
             self.dispatch(ended, durable=False)
         if ended.call in (ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER):
-            await self.settle_gate()  # who is told that it is done may rely on it
+            await self.settle_gate()  # callers rely on the entry once the call is answered
         seconds = time.monotonic() - self.running_since
         log.info(
             "%s: %s after %.0f ms%s",
@@ -353,10 +355,10 @@ class Agent:
 
     def _refusal(self, call: str, body: dict[str, Any]) -> Refusal | None:
         if self.fencing:
-            message = f"{call}: the agent is giving an update up (/agent/fence) and takes no call until that has ended."
+            message = f"{call}: the agent is giving up an update (/agent/fence) and takes no call until that has ended."
             return Refusal(RefusalCode.CONFLICT, message)
         return guards.refusal(self.state, call, body)
 
     def awake(self) -> None:
-        """All memory that was released for the spec is back."""
+        """Record that all memory that the spec released is restored."""
         self.dispatch(ev.Awake())

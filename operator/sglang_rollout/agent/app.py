@@ -1,4 +1,4 @@
-"""The agent's HTTP routes. They translate: what is allowed is decided in ``state`` and ``guards``, and done in ``agent``, ``update``."""
+"""HTTP routes of an agent. ``state`` and ``guards`` decide what is allowed; ``agent`` and ``update`` carry it out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GENERATE_DEADLINE = 30.0
 _ACK_DEADLINE = 30.0
 _CALL_DEADLINE = 600.0
 _READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/get_load", "/ready", "/ping", "/metrics")
-"""Paths of SGLang that are passed on without a token: they change nothing."""
+"""Read-only paths of SGLang, which need no token."""
 
 
 class Routes:
@@ -53,31 +53,31 @@ class Routes:
     # Open
 
     async def health(self, _: web.Request) -> web.StreamResponse:
-        """The agent runs."""
+        """Answer that the agent runs."""
         return web.json_response({"status": "ok"})
 
     async def engine(self, _: web.Request) -> web.StreamResponse:
-        """The engine is up and warm. Answers SGLang's /health too: its own may generate a token, which a paused engine cannot."""
+        """Answer whether the engine is up and warm. Also serves /health, because SGLang's own may generate a token."""
         state = self._agent.state
         return web.json_response({"status": "ok"}) if state.up else refuse(503, f"The engine is not up: {state.down.message}.")
 
     async def gate(self, _: web.Request) -> web.StreamResponse:
-        """Asked by haproxy: may the gate be open?"""
+        """Answer haproxy whether the gate may be open."""
         if self._agent.may_open():
             return web.json_response({"open": True})
         return refuse(503, s.closed_message(self._agent.state))
 
     async def metrics(self, _: web.Request) -> web.StreamResponse:
-        """Prometheus text."""
+        """Return metrics in Prometheus' text format."""
         return web.Response(body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def read(self, request: web.Request) -> web.StreamResponse:
-        """One of SGLang's paths that only tell something."""
+        """Forward a read-only path of SGLang."""
         reply = await self._agent.engine.get(request.path_qs, timeout=_READ_DEADLINE)
         return passed_on(with_name(reply, self._agent.state.memory.served_name) if request.path == "/v1/models" else reply)
 
     async def server_info(self, _: web.Request) -> web.StreamResponse:
-        """SGLang's launch configuration without API keys. As last seen during a control call: SGLang asks its scheduler, which is busy."""
+        """Return SGLang's launch configuration without API keys; during a control call, when its scheduler is busy, the last known one."""
         engine = self._agent.engine
         if not engine.info or not self._agent.state.memory.pending:
             await engine.refresh_info(timeout=_READ_DEADLINE)
@@ -85,7 +85,7 @@ class Routes:
         return web.json_response({**engine.info, "served_model_name": name} if name else engine.info)
 
     async def health_generate(self, _: web.Request) -> web.StreamResponse:
-        """SGLang's generating health check, if the engine can generate."""
+        """Forward SGLang's generating health check if the engine can generate."""
         state = self._agent.state
         if not state.up or state.memory.paused or state.memory.pending:
             return refuse(503, "The engine cannot generate now: " + (s.closed_message(state) or "it is paused."))
@@ -94,24 +94,24 @@ class Routes:
     # For the coordinator
 
     async def sync(self, request: web.Request) -> web.StreamResponse:
-        """Take over what is committed, move the gate, report."""
+        """Apply the committed version, move the gate, and return the status."""
         self._take_over(request, await message(request, SyncRequest))
         return await self._status()
 
     async def run(self, request: web.Request) -> web.StreamResponse:
-        """A sync that ends the pause of an update. The gate follows what is committed, also of an engine that does not go on."""
+        """Apply a sync and end the pause of an update. The gate follows the committed version even if the engine does not resume."""
         self._take_over(request, await message(request, SyncRequest))
         reply = await self._agent.control(ControlCall.CONTINUE, {}, deadline_of(request, _CALL_DEADLINE))
         return await self._report_settled() if reply.ok else passed_on(reply)
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:
-        """Try to reach the trainer."""
+        """Check that the pod reaches the trainer's store."""
         wanted = await message(request, PreflightRequest)
         reply = await (preflight(wanted) if self._leader is None else self._leader.preflight(wanted))
         return web.json_response(reply.model_dump(mode="json"))
 
     async def checkpoint(self, request: web.Request) -> web.StreamResponse:
-        """Look at a folder that the engine may be told to load."""
+        """Check that the engine can load a folder."""
         wanted = await message(request, CheckpointRequest)
         engine = self._agent.engine
         own = (
@@ -120,7 +120,7 @@ class Routes:
         if wanted.path:
             reply = await self._checkpoints.run(wanted, own)
         else:
-            # A trainer may ask for the model's tensors at any time: that neither refuses nor delays the check of a checkpoint.
+            # Trainers may list the model's tensors at any time, which must not delay the check of a checkpoint.
             async with self._own_model_lock:
                 reply = await self._own_model.run(wanted, own)
         if self._leader is not None:
@@ -128,17 +128,17 @@ class Routes:
         return web.json_response(reply.model_dump(mode="json"))
 
     async def ack(self, request: web.Request) -> web.StreamResponse:
-        """Vouch for a version."""
+        """Acknowledge a version."""
         await acknowledge(self._agent, await message(request, AckRequest), deadline_of(request, _ACK_DEADLINE))
         return await self._report_settled()
 
     async def fence(self, request: web.Request) -> web.StreamResponse:
-        """Give an update up."""
+        """Give up an update."""
         await self._fence.give_up(await message(request, FenceRequest))
         return await self._status()
 
     async def control(self, request: web.Request) -> web.StreamResponse:
-        """One of SGLang's control calls."""
+        """Forward one of SGLang's control calls."""
         call = request.path.removeprefix("/")
         body = {key: value for key, value in (await json_body(request)).items() if key != s.BY_SPEC}
         if call == ControlCall.GET_WEIGHTS:
@@ -151,7 +151,7 @@ class Routes:
         return passed_on(reply)
 
     def _release_checkpoint(self) -> None:
-        """Once the engine has loaded it, which may be long after the caller's deadline."""
+        """Release the held snapshot once the engine has loaded it, which may be long after the caller's deadline."""
         loading = self._agent.running
         if loading is None or loading.done():
             self._checkpoints.release()
@@ -159,16 +159,16 @@ class Routes:
             loading.add_done_callback(lambda _: self._checkpoints.release())
 
     async def abort(self, request: web.Request) -> web.StreamResponse:
-        """Abort requests. Not one at a time: it helps a pause that waits for them."""
+        """Abort requests, also during another call: a pause may wait for them."""
         return passed_on(await self._agent.engine.post(ControlCall.ABORT_REQUEST.path, await json_body(request), timeout=_READ_DEADLINE))
 
     async def not_offered(self, request: web.Request) -> web.StreamResponse:
-        """A call of SGLang that cannot work here."""
+        """Refuse a call of SGLang that cannot work here."""
         call = request.path.removeprefix("/")
         return refuse(501, f"{call} is not offered: {guards.NOT_OFFERED[call]}.")
 
     def _take_over(self, request: web.Request, told: SyncRequest) -> None:
-        # Its own term: while its body came, a coordinator of a higher one may have spoken.
+        # Use the request's own term: a coordinator with a higher term may have called while the body arrived.
         term = int(request.headers[ports.TERM_HEADER])
         self._agent.lease, self._agent.silent, self._agent.drain = told.lease, told.silent, told.drain
         self._agent.dispatch(ev.Told(term, told.committed, tuple(told.tolerated), told.hold, told.sender, told.seq))
@@ -178,7 +178,7 @@ class Routes:
         return self._report()
 
     async def _report_settled(self) -> web.Response:
-        """Report once the gate is as the state demands."""
+        """Return the status once the gate is as the state requires."""
         await self._agent.settle_gate_if_due()
         return self._report()
 
@@ -235,7 +235,7 @@ def make_app(
 
 def _member_route(leader: Leader, token: str) -> Handler:
     async def member(request: web.Request) -> web.StreamResponse:
-        """Another pod of the engine says how it is. It knows no term: that is the coordinator's."""
+        """Accept a report of a member pod, which knows no term."""
         check_token(request, token)
         report = await message(request, MemberReport)
         if report.rank >= leader.group.size:
@@ -246,7 +246,7 @@ def _member_route(leader: Leader, token: str) -> Handler:
 
 
 def with_name(reply: Reply, name: str | None) -> Reply:
-    """``/v1/models`` under the name that clients know: after an update from disk SGLang calls the model by its path."""
+    """Return ``/v1/models`` with the name that clients know. After an update from disk SGLang reports the model's path."""
     document = reply.document
     models = document.get("data") if isinstance(document, dict) else None
     if name is None or not isinstance(models, list):
@@ -257,7 +257,7 @@ def with_name(reply: Reply, name: str | None) -> Reply:
 
 
 def passed_on(reply: Reply) -> web.Response:
-    """The engine's answer as ours. Failures carry their message in the reason phrase too (about adapters it is ``error_message``)."""
+    """Return the engine's answer. The reason phrase of a failure repeats its message (for adapters, ``error_message``)."""
     document = reply.document if reply.status >= 400 else None
     said = (document.get("message") or document.get("error_message")) if isinstance(document, dict) else None
     if isinstance(said, str):
@@ -269,7 +269,7 @@ def passed_on(reply: Reply) -> web.Response:
 
 @web.middleware
 async def _sentences(request: web.Request, handler: Handler) -> web.StreamResponse:  # noqa: PLR0911 - one per kind
-    """Whatever goes wrong is answered with a sentence."""
+    """Answer every error with a message in SGLang's shape."""
     try:
         return await handler(request)
     except RefusedError as error:

@@ -1,4 +1,4 @@
-"""What happens to an agent: events in, new state and effects out. Pure: no I/O, no clock."""
+"""Events of an agent: :func:`step` returns the new state and the effects to carry out. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """The engine answers, is warm, and said who it is."""
+    """The engine answers, has warmed up, and has identified itself."""
 
     facts: EngineFacts
 
 
 @dataclass(frozen=True, slots=True)
 class Polled:
-    """The engine answered with this weight version; asked when ``State.calls`` was ``calls``."""
+    """The engine reported this weight version. ``calls`` is ``State.calls`` at the time of the poll."""
 
     label: str
     calls: int
@@ -38,7 +38,7 @@ class Polled:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A coordinator of this term spoke; ``committed`` is what it says is committed, ``hold`` what the spec holds, if it knows."""
+    """A call of a coordinator with this term; for a sync, with the committed version and ``spec.state`` if the coordinator knows them."""
 
     term: int
     committed: Version | None = None
@@ -52,12 +52,12 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Unchallenged:
-    """Some time has passed since the agent's start and no coordinator has contradicted its record."""
+    """No coordinator has contradicted the record for some seconds after the agent's start."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegan:
-    """A control call is about to be put to the engine. ``name`` is a group, ``tags`` memory tags, where the call has such."""
+    """A control call is about to be sent to the engine. ``name`` is its process group or adapter, ``tags`` its memory tags."""
 
     call: str
     name: str = ""
@@ -66,7 +66,7 @@ class CallBegan:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The engine answered a control call (or never will). ``boot_id`` is the life in which the call began."""
+    """The engine answered a control call, or ended. ``boot_id`` is the boot ID when the call began."""
 
     call: str
     ok: bool
@@ -77,7 +77,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """The coordinator says that the update is complete and the checks of :func:`ack_refusal` passed."""
+    """The coordinator declared the update complete, and :func:`ack_refusal` allowed it."""
 
     version: Version
     cohort: tuple[str, ...]
@@ -85,17 +85,17 @@ class Acknowledged:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The coordinator gave the running update up."""
+    """The coordinator gave up the current update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awake:
-    """All memory that was released for the spec is back."""
+    """All memory that the spec released is restored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """The pod is about to end (``on``), or a new engine took the place of the one that was."""
+    """The pod is about to stop (``on``), or the drained engine has been replaced."""
 
     on: bool
 
@@ -121,8 +121,10 @@ Effect: TypeAlias = Save | SetGate
 
 
 def restored(memory: Memory, *, usable: bool = True) -> State:
-    """The state of an agent that starts and finds this record. A call whose answer nobody heard counts as failed; what it was to do about
-    an adapter the engine may have done, or may still do. Not ``usable``: there was a record, and nobody knows what it said."""
+    """Return the initial state of an agent with this record.
+
+    A call without an answer counts as failed, and the adapter that it named as unknown. ``usable`` is False if a record exists but
+    cannot be read."""
     if not usable:
         return State(memory=memory.model_copy(update={"blind": True}))
     if not memory.pending:
@@ -133,8 +135,9 @@ def restored(memory: Memory, *, usable: bool = True) -> State:
 
 
 def step(state: State, event: Event) -> tuple[State, list[Effect]]:
-    """Apply one event. The record comes first among the effects: it is on disk before the gate moves or the engine is called.
-    Most events bring nothing new; then the same state comes back."""
+    """Apply one event. Return the same state object if nothing changes.
+
+    ``Save`` precedes ``SetGate``: the record is on disk before the gate moves or the engine is called."""
     new = _apply(state, event)
     if new is state:
         return state, []
@@ -195,15 +198,15 @@ def _identified(state: State, facts: EngineFacts) -> State:
     memory = state.memory
     if facts.boot_id == memory.boot_id:
         return _label_seen(replace(state, up=True, facts=facts), facts.live_label)
-    # A new life holds what model.path holds, unless somebody already changed it. Without a record it may be an old life, too, that has got
-    # tensors and not yet their label. If it is new all the same, this costs little: where versions are pushed it needs one either way.
+    # A new engine process holds model.path unless its label has changed already. Without a readable record it may also be an old process
+    # that received tensors and not yet their label. If it is new after all, the next push makes it clean.
     pristine = facts.live_label == facts.launch_label and not memory.blind
     memory = Memory(
         boot_id=facts.boot_id,
         state=EngineState.CLEAN if pristine else EngineState.UNKNOWN,
         version=BASE if pristine else None,
         label=facts.live_label if pristine else None,
-        # What a record says was committed during another life of the engine may be long past.
+        # The committed version of a record from an earlier engine process may be outdated.
         committed=memory.committed if state.informed else None,
         tolerated=memory.tolerated if state.informed else [],
         term=memory.term,
@@ -221,7 +224,7 @@ def _label_seen(state: State, label: str) -> State:
 
 
 def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one line per case
-    """Assume the worst that the call can do to the engine."""
+    """Record the worst effect that the call can have on the engine."""
     memory = state.memory
     state = _remember(state, pending=event.call)
     match event.call:
@@ -236,7 +239,7 @@ def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
         case ControlCall.INIT_GROUP:
             return _remember(state, groups=_with(memory.groups, [event.name]))
         case ControlCall.RELEASE_MEMORY:
-            # The engine is paused before it releases anything, if it is not yet.
+            # The agent pauses a running engine before it releases memory.
             asleep, lulled = memory.asleep or event.name == BY_SPEC, memory.lulled or not memory.paused
             state = _remember(state, released=_with(memory.released, event.tags), asleep=asleep, lulled=lulled, paused=True)
             return _lost(state) if MemoryTag.WEIGHTS in event.tags else state
@@ -248,7 +251,7 @@ def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
 
 def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one line per case
     if event.boot_id != state.memory.boot_id:
-        return state  # the engine that was asked is gone, and with it what was pending
+        return state  # the called engine process has ended, and its pending call with it
     state = _remember(state, pending="", pending_adapter="")
     memory = state.memory
     match event.call, event.ok:
@@ -288,7 +291,7 @@ def _dirty(state: State, /, **changes: object) -> State:
 
 
 def _lost(state: State) -> State:
-    """Unknown, not a mixture: it may be just what it was."""
+    """Mark the weights as unknown, not as a mixture: they may be unchanged."""
     return _remember(state, state=EngineState.UNKNOWN, version=None, label=None, cohort=[], lost=True)
 
 

@@ -1,4 +1,4 @@
-"""The agent's hand on the gate: haproxy's stats socket."""
+"""Client of one gate: commands to haproxy's stats socket."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sglang_rollout.proxy.versions import (
 _SERVER = "engine/e"
 _VIEW = "show info; show servers state engine"
 _VIEW_BEGINS = "Name:"
-"""The first line of haproxy's answer to ``show info``. What stands before it answers the command before."""
+"""First line of haproxy's answer to ``show info``. The text before it answers the previous command."""
 _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
 """Bits of ``srv_admin_state`` that keep a server out (haproxy's SRV_ADMF_MAINT). 0x04 only tells that it was configured ``disabled``."""
 
 _QUOTED = 500
 """Characters of a command that an error quotes: the path of the map and what is set; a list of adapters has up to 15,000."""
 _LACKS = ("Unknown map identifier", "entry not found")
-"""What haproxy answers to ``set map`` for a map or a key that it does not have."""
+"""haproxy's answers to ``set map`` for an unknown map or key; haproxy has no codes."""
 
 
 class GateError(Exception):
-    """The gate did not do what it was told; the message says why."""
+    """The gate did not carry out a command; the message says why."""
 
 
 class GateAbsentError(GateError):
@@ -46,13 +46,13 @@ class GateLacksError(GateError):
 
 @dataclass(frozen=True, slots=True)
 class GateView:
-    """What haproxy says about itself."""
+    """State of haproxy."""
 
     pid: int
     ready: bool
-    """The agent's switch: set to ready."""
+    """The agent has opened the gate."""
     up: bool
-    """Requests pass now: the switch is on and the check of the agent succeeds."""
+    """Requests pass: the agent has opened the gate, and haproxy's check of the agent succeeds."""
 
 
 class Gate:
@@ -63,7 +63,7 @@ class Gate:
         self._timeout = timeout
 
     async def view(self) -> GateView:
-        """Ask for the present state."""
+        """Return the current state."""
         return self._view_of(await self._command(_VIEW))
 
     def _view_of(self, answer: str) -> GateView:
@@ -78,35 +78,35 @@ class Gate:
     async def set(self, *, is_open: bool) -> GateView:
         """Open the gate, or close it for new requests, and return the state after it. Requests in flight continue."""
         command = f"set server {_SERVER} state {'ready' if is_open else 'maint'}"
-        # One connection for both: an update waits for the gate, and each connection costs a switch to haproxy and back.
+        # Both commands share a connection, because an update waits for the gate and each connection costs two context switches.
         said, name, view = (await self._command(f"{command}; {_VIEW}")).partition(_VIEW_BEGINS)
         self._check_silence(command, said)
         return self._view_of(name + view)
 
     async def name_version(self, label: str) -> None:
-        """Have every answer from now on carry this label in its header; requests under way keep theirs. Empty: no header."""
+        """Set the label in the header of answers to new requests. Empty: no header."""
         path = version_map_of(str(self.socket))
         await self._tell(f"set map {path} {VERSION_KEY} {encoded(label)}")
 
     async def name_vocabulary(self, size: int) -> None:
-        """Have requests with tokens beyond the model's vocabulary refused."""
+        """Let the gate refuse requests with tokens outside of the model's vocabulary."""
         await self._tell(f"set map {version_map_of(str(self.socket))} {VOCABULARY_KEY} {size}")
 
     async def name_tokenizer(self, *, present: bool) -> None:
-        """Have requests refused that need a tokenizer, if there is none."""
+        """Let the gate refuse requests that need a tokenizer, unless there is one."""
         await self._tell(f"set map {version_map_of(str(self.socket))} {TOKENIZER_KEY} {'yes' if present else 'no'}")
 
     async def name_generation(self, *, generates: bool) -> None:
-        """Have requests for tokens refused, if the engine's model generates none."""
+        """Let the gate refuse requests for tokens, unless the engine's model generates."""
         await self._tell(f"set map {version_map_of(str(self.socket))} {GENERATES_KEY} {'yes' if generates else 'no'}")
 
     async def name_adapters(self, names: Collection[str] | None) -> None:
-        """Have requests refused that name any other adapter. None: let SGLang decide."""
+        """Let the gate refuse requests that name other adapters. None: SGLang decides."""
         value = NO_VERSION if names is None else listed(names)
         await self._tell(f"set map {version_map_of(str(self.socket))} {ADAPTERS_KEY} {value}")
 
     async def cut(self) -> None:
-        """End every connection that the gate holds to the engine."""
+        """Close every connection from the gate to the engine."""
         await self._tell(f"shutdown sessions server {_SERVER}")
 
     async def _tell(self, command: str) -> None:

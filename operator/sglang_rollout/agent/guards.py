@@ -1,7 +1,7 @@
-"""Which control calls an engine may be asked for now. Pure.
+"""Refusals of control calls that would harm the engine. Pure.
 
-SGLang dies of some calls (resuming memory that is not released), hangs in others (a group name in use) and would serve a mixture of weights
-after others (continuing after half an update). Such calls end here, with a sentence.
+SGLang dies of some calls (resuming memory that is not released), hangs in others (a process group's name in use), and would serve a
+mixture of weights after others (resuming after half an update). :func:`refusal` refuses such calls with a message.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _CHECKER_ACTIONS = ("checksum",)
 
 
 def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None:  # noqa: PLR0911, PLR0912 - one line per rule
-    """Why ``call`` must not be put to the engine now, or None."""
+    """Return why ``call`` must not be sent to the engine now; None if it may."""
     memory = state.memory
     if not state.up:
         return Refusal(state.down.code, f"{call}: the engine is not up: {state.down.message}.")

@@ -16,9 +16,9 @@ _LONGEST_PAUSE = 1.0
 
 
 async def preflight(request: PreflightRequest) -> PreflightReply:
-    """Resolve the name and open a TCP connection, again and again until it works or the deadline has passed.
+    """Open a TCP connection to the trainer's store; repeat until it succeeds or the deadline has passed.
 
-    Trainers often ask the servers to join before they listen themselves, so the first refusals mean nothing.
+    SGLang would wait for an unreachable store for half an hour. Trainers often call before they listen, so the first refusals are normal.
     """
     end = time.monotonic() + request.deadline
     pause = _FIRST_PAUSE
@@ -34,10 +34,10 @@ async def preflight(request: PreflightRequest) -> PreflightReply:
 
 
 async def _attempt(host: str, port: int, timeout: float) -> str | None:
-    """One try. None if it worked, else what did not."""
+    """Connect once. Return None, or the error as a clause."""
     try:
         async with asyncio.timeout(timeout):
-            # SGLang takes an IPv6 address with brackets, too; here they would be part of a name.
+            # SGLang accepts an IPv6 address in brackets; asyncio would take them for part of a name.
             _, writer = await asyncio.open_connection(host.removeprefix("[").removesuffix("]"), port)
     except TimeoutError:
         return f"{host} port {port} did not answer within {timeout:.1f} s: is a firewall or a NetworkPolicy in between?"
@@ -50,7 +50,7 @@ async def _attempt(host: str, port: int, timeout: float) -> str | None:
 
 
 def _plain(error: OSError) -> str:
-    """The system's words without asyncio's repetition of the address."""
+    """Return the system's error text without the address that asyncio repeats."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused, nothing listens there"
     return error.strerror or str(error)
@@ -61,7 +61,9 @@ _NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, err
 
 
 async def is_cut(address: Address) -> bool:
-    """Try to connect once; ``address`` holds an IP, so that no name server has a say."""
+    """Return whether the network path to another pod is cut. ``address`` is an IP, so that no name server is involved.
+
+    Only silence counts: a host that refuses or resets a connection is reachable."""
     try:
         async with asyncio.timeout(_SECONDS):
             _, writer = await asyncio.open_connection(address.host, address.port)

@@ -1,6 +1,6 @@
-"""What an agent keeps on disk: small JSON files, replaced atomically.
+"""Records of an agent on disk: small JSON files, replaced atomically.
 
-They outlive the agent, not the pod: no fsync, because a machine that goes down takes the engine with it.
+They survive the agent, not the pod. They need no fsync, because the engine does not survive a crash of the machine either.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ class RecordError(Exception):
 
 
 class RecordFile:
-    """``record.json`` in the agent's state folder: what is known about the engine's weights."""
+    """``record.json`` in the agent's state folder: the persisted state of the engine's weights."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "record.json"
 
     def load(self) -> tuple[Memory, str]:
-        """What was written last, and a sentence if there was something that cannot be used."""
+        """Return the last record, and a warning if a record exists that cannot be read."""
         memory, why = load(self.path, Memory)
         known = "until its weights are known: after a complete update, or a restart of the engine."
         return memory, f"{why}; the engine stays closed {known}" if why else ""
 
     def save(self, memory: Memory) -> None:
-        """Replace the record. Returns when it is in place; raises RecordError otherwise."""
+        """Replace the record. Raise RecordError if that fails."""
         save(self.path, memory)
 
 
 def load(path: Path, kept: type[_Kept]) -> tuple[_Kept, str]:
-    """What was written last, or what there is without a record; and why if there was one that cannot be used."""
+    """Return the last record, or the default one; and why an existing record cannot be read."""
     try:
         return kept.model_validate_json(path.read_bytes()), ""
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def load(path: Path, kept: type[_Kept]) -> tuple[_Kept, str]:
 
 
 def save(path: Path, message: Message) -> None:
-    """Replace a record. Returns when it is in place; raises RecordError otherwise."""
+    """Replace a record. Raise RecordError if that fails."""
     # A record is written twice for each control call, while a trainer waits: the folder is made only when it is missing.
     temporary = f"{path}.new"
     try:

@@ -1,5 +1,6 @@
-"""Calls of a trainer that shares the engine's GPUs. It makes them at the engine's own URL, knows no token, and means this engine alone;
-but an update is the fleet's. So they go to the coordinator, which decides, and its answer comes back as it is."""
+"""Relay for calls of a co-located trainer, which calls each engine's own URL without a token.
+
+The coordinator decides about updates and memory, so the relay forwards these calls to it and returns its answers unchanged."""
 
 from __future__ import annotations
 
@@ -27,17 +28,17 @@ RELAYED = (
     ControlCall.END_UPDATE,
     ControlCall.SET_VERSION,
 )
-"""SGLang's calls that an engine's URL takes without a token."""
+"""SGLang's calls that an engine's URL accepts without a token."""
 
 CONNECT_DEADLINE = 5.0
 CALL_DEADLINE = 600.0
 _GONE_AFTER = 0.5
-"""Seconds between two looks at whether the client is still there."""
+"""Seconds between two checks of the client's connection."""
 _KEPT_HEADERS = ("Content-Type", "Retry-After", VERSION_HEADER)
 
 
 class Relay:
-    """Hands calls to the coordinator of the fleet at ``url``. Use as an async context manager."""
+    """Forwards calls to the coordinator of the fleet at ``url``. Use as an async context manager."""
 
     def __init__(self, url: str, *, engine: str) -> None:
         self._url = url.rstrip("/")
@@ -46,7 +47,7 @@ class Relay:
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=CALL_DEADLINE, connect=CONNECT_DEADLINE)
-        # No limit: an abort must not wait for the call that it is to help.
+        # No limit: an abort must not wait for the call that it unblocks.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         return self
 
@@ -56,11 +57,11 @@ class Relay:
 
     @property
     def hint(self) -> str:
-        """What is said to a caller without a token whose call is none of these."""
+        """End of the message that refuses any other call without a token."""
         return f" Without one, an engine's URL takes only {', '.join(RELAYED)}; the fleet's URL is {self._url}."
 
     def before(self, handler: Handler) -> Handler:
-        """Take the calls that carry no token; the coordinator's own carry one and go to ``handler``."""
+        """Return a handler that forwards calls without a token; the coordinator's calls carry a token and go to ``handler``."""
 
         async def taken(request: web.Request) -> web.StreamResponse:
             return await (handler(request) if "Authorization" in request.headers else self._hand_over(request))
@@ -68,7 +69,7 @@ class Relay:
         return taken
 
     async def _hand_over(self, request: web.Request) -> web.Response:
-        """Until the answer is there, or the client is gone: then the coordinator sees its connection break, as if it were the client's."""
+        """Forward a call. If the client disconnects, close the connection to the coordinator too, which then ends the call."""
         call = asyncio.create_task(self._asked(request, await request.read()), name=f"relay {request.path}")
         try:
             while not call.done():

@@ -12,10 +12,10 @@ from sglang_rollout.wire.agent import Nccl
 
 
 class RunFiles:
-    """The shared folder, which is the boot file's.
+    """Paths in the folder that the engine's container and its agent share.
 
-    ``drain``: the engine is about to be stopped (its preStop hook touches it). ``drained``: nothing runs on it any more (the hook waits for
-    it). ``kill``: the engine is stuck for good (its liveness probe fails while it exists).
+    ``drain``: the engine is about to stop (its preStop hook touches the file). ``drained``: no request runs (the hook waits for the file).
+    ``kill``: the engine has to restart (its liveness probe fails while the file exists).
     """
 
     def __init__(self, boot_file: Path) -> None:
@@ -25,7 +25,7 @@ class RunFiles:
         self.kill = boot_file.parent / "kill"
 
     def drain_wanted(self) -> bool:
-        """Whether the engine that runs now is to be drained; a request older than the engine's start was for the one before it."""
+        """Return whether a drain of the current engine is requested. A request older than its start was for the previous engine."""
         try:
             asked = self.drain.stat().st_mtime_ns
         except FileNotFoundError:
@@ -40,7 +40,10 @@ _CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 def read_nccl(file: Path, info: dict[str, Any]) -> Nccl | None:
-    """``version=…`` and the environment's ``NCCL_…=…``, a line each; with what SGLang adds to it. None without such a file."""
+    """Return the NCCL of the engine's container; None without the file.
+
+    The file has a line ``version=…`` and one for each ``NCCL_…`` variable. The agent's own container has another NCCL. SGLang adds a
+    variable at its start, which depends on its options ``info``."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:
@@ -57,7 +60,7 @@ def read_nccl(file: Path, info: dict[str, Any]) -> Nccl | None:
 
 
 def read_all_reduce(file: Path) -> float | None:
-    """GB/s; None where nothing was measured."""
+    """Return the all-reduce bandwidth in GB/s that the container measured before the start; None if it measured none."""
     try:
         return float(file.read_text())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""What an agent knows, and what follows from it. Pure: no I/O, no clock. How it changes: :mod:`sglang_rollout.agent.events`.
+"""State of an agent, and the decisions that follow from it. Pure: no I/O, no clock. :mod:`.events` changes it.
 
-The one rule that everything serves: **the gate is open only while the engine is up and holds the committed version completely**
-(:func:`gate_may_open`). Whatever is uncertain counts as closed.
+The safety rule: **the gate is open only while the engine is up and holds the committed version completely**
+(:func:`gate_may_open`). If a fact is uncertain, the gate stays closed.
 """
 
 from __future__ import annotations
@@ -20,60 +20,60 @@ from sglang_rollout.wire.states import FleetState, held_sentence
 from sglang_rollout.wire.weights import EngineState, Version
 
 UNSURE = ""
-"""In place of an adapter's path: the engine may hold it or not, and what it holds may be older. Unloading it ends that."""
+"""Path of an adapter that the engine may or may not have loaded, possibly in an older version. Unloading it makes that certain."""
 BY_SPEC = "by_spec"
 """Field of a release that the spec asked for, not a trainer; the engine never gets it."""
 
 
 class Memory(Message):
-    """What outlives the agent's process. Written to disk before the engine hears of what it describes."""
+    """Persisted part of the state. It is written to disk before the engine receives the call that it describes."""
 
     wire: int = WIRE_VERSION
     boot_id: str | None = None
-    """The life of the engine that the rest speaks of."""
+    """Boot ID of the engine process that the other fields describe."""
     state: EngineState = EngineState.UNKNOWN
     version: Version | None = None
     label: str | None = None
-    """What the engine's ``/model_info`` must report while its state is clean."""
+    """Label that the engine's ``/model_info`` must report while the state is clean."""
     cohort: list[str] = Field(default_factory=list)
     committed: Version | None = None
     tolerated: list[Version] = Field(default_factory=list)
-    """Older versions that may be served."""
+    """Older versions that the engine may serve."""
     term: int = 0
     session: bool = False
     paused: bool = False
     groups: list[str] = Field(default_factory=list)
     released: list[str] = Field(default_factory=list)
-    """Memory tags that were released and not resumed."""
+    """Memory tags that are released."""
     adapters: dict[str, str] = Field(default_factory=dict)
-    """Adapters that are loaded: path by name; ``UNSURE`` of one that may be."""
+    """Path of each loaded adapter by name; ``UNSURE`` if the agent does not know whether it is loaded."""
     lost: bool = False
-    """The weights were released in this life of the engine, and nobody has proved since what it holds."""
+    """The weights were released in this engine process, and their version has not been verified since."""
     asleep: bool = False
-    """The memory was released because the spec says so; only the spec brings it back."""
+    """The spec released the memory; only the spec restores it."""
     lulled: bool = False
-    """The agent has paused the engine itself, for a release."""
+    """The agent itself paused the engine, for a release."""
     pause_mode: str = ""
     """The mode of the last pause."""
     received: int = 0
     """Update calls that succeeded since the engine became dirty."""
     failed: bool = False
-    """Something went wrong since the engine became dirty: only a new, complete update helps."""
+    """A call failed since the engine became dirty; only a complete update makes it clean."""
     pending: str = ""
-    """The control call whose outcome is not known yet."""
+    """Control call that the engine has not answered yet."""
     pending_adapter: str = ""
-    """The adapter that it is about."""
+    """Adapter of the pending call."""
     blind: bool = False
-    """The record before this one could not be used, and the engine has not been met since: it may be in the middle of an update."""
+    """The previous record could not be read and the engine has not been identified since: an update may be open on it."""
     hold: FleetState = FleetState.ACTIVE
-    """What the spec holds the fleet in, as last told: it outlives the coordinator and every life of the engine."""
+    """Applied ``spec.state`` of the last sync. It survives restarts of coordinator and engine."""
     served_name: str | None = None
-    """The model's name as the engine was launched with: SGLang puts the path of a disk update in its place."""
+    """Model name at launch. SGLang replaces it by the path of a disk update."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine says about itself in one life."""
+    """Facts that one engine process reports about itself."""
 
     boot_id: str
     live_label: str
@@ -96,23 +96,23 @@ class State:
 
     memory: Memory = field(default_factory=Memory)
     up: bool = False
-    """The engine answers, has warmed up, and ``memory.boot_id`` is its present life."""
+    """The engine answers, has warmed up, and ``memory.boot_id`` is its boot ID."""
     down: Refusal = _NOT_ANSWERED
     """Why the engine is not up, as a clause; meaningless while ``up``."""
     informed: bool = False
-    """``memory.committed`` may be believed: told in this life of the agent, or left unchallenged after its start."""
+    """``memory.committed`` is valid: a sync has confirmed it since the agent's start, or no coordinator contradicted it."""
     synced_by: tuple[int, str] = (0, "")
     """Term and process of the coordinator whose sync was applied last."""
     synced_seq: int = 0
     """Sequence number of that sync."""
     draining: bool = False
     calls: int = 0
-    """Grows when a control call begins and ends: tells whether an observation is older than the last change."""
+    """Grows when a control call begins and when it ends: shows whether a poll is older than the last change."""
     facts: EngineFacts | None = None
 
 
 def gate_may_open(state: State) -> bool:
-    """Whether requests may reach the engine."""
+    """Return whether requests may reach the engine."""
     return closed_reason(state) is None
 
 
@@ -162,8 +162,9 @@ def closed_message(state: State) -> str:
 
 
 def stays_paused(memory: Memory) -> bool:
-    """Whether an update that is given up leaves the engine paused: its memory is not there, or the spec holds it. A dirty one has
-    nothing left to hold, and is let go so that its requests end; the coordinator pauses it again."""
+    """Return whether an engine stays paused when its update is given up: its memory is released, or the spec pauses it.
+
+    A dirty engine resumes, so that its requests end. The coordinator pauses it again."""
     return bool(memory.released) or (memory.hold is not FleetState.ACTIVE and memory.state is not EngineState.DIRTY)
 
 
@@ -230,5 +231,5 @@ def status(state: State, *, name: str, gate_open: bool, seq: int = 0) -> AgentSt
 
 
 def rank(version: Version) -> tuple[int, int]:
-    """What tells versions apart: not the label, which a trainer may use twice."""
+    """Return the identity of a version, without the label, which a trainer may use twice."""
     return version.run, version.step

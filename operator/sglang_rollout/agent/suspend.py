@@ -1,7 +1,7 @@
-"""Memory of the engine that is given back and taken again: asked for by a trainer, or by ``spec.state: Asleep``.
+"""Release and restore of the engine's memory, for a trainer or for ``spec.state: Asleep``.
 
-SGLang dies of a release while it runs anything, and of a resume of what is not released. So the gate closes first, what came
-in before that is ended by a pause in the mode *abort*, and the record of released tags is written before the engine hears of it.
+SGLang dies of a release while a request runs, and of restoring memory that is not released. So the gate closes first, a pause in the
+mode *abort* ends earlier requests, and the record of released tags is written before the call is sent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NO_SAVER = "the engine was started without --enable-memory-saver (engine.memoryS
 
 
 async def release_refusal(agent: Agent) -> Refusal | None:
-    """Why the engine must not release memory now; None if it may."""
+    """Return why the engine must not release memory now; None if it may."""
     memory = agent.state.memory
-    if not memory.paused or memory.pause_mode == "in_place":  # in the other modes what waits does not count
+    if not memory.paused or memory.pause_mode == "in_place":  # in the other modes SGLang releases while requests wait
         try:
             running = await agent.engine.running()
         except EngineError as error:
@@ -43,7 +43,7 @@ async def release_refusal(agent: Agent) -> Refusal | None:
 
 
 async def quiet(agent: Agent) -> None:
-    """Before the release itself, with the gate closed: nothing runs any more, and nothing starts until all memory is back."""
+    """Close the gate, and pause the engine unless it is paused. No request runs until all memory is restored."""
     await agent.shut_gate()
     if agent.state.memory.lulled:
         reply = await agent.engine.call(ControlCall.PAUSE, {"mode": "abort"})
@@ -52,22 +52,22 @@ async def quiet(agent: Agent) -> None:
 
 
 async def after_resume(agent: Agent) -> None:
-    """All memory is back: let the engine go on if it was paused only for the release."""
+    """Resume the engine if all memory is restored and the engine was paused only for the release."""
     memory = agent.state.memory
     if memory.lulled and memory.paused and not memory.released and memory.hold is FleetState.ACTIVE:
         await agent.control(ControlCall.CONTINUE, {}, _CALL_SECONDS)
 
 
 class Sleep:
-    """Puts the engine to sleep and wakes it, as the spec says."""
+    """Releases the engine's memory while ``spec.state`` is Asleep, and restores it afterwards."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._since: float | None = None
-        """When the engine began to end its requests."""
+        """When the agent began to wait for running requests."""
 
     async def watch(self) -> None:
-        """One look, and the next step."""
+        """Take the next step towards the applied ``spec.state``."""
         agent, memory = self._agent, self._agent.state.memory
         if not agent.state.up or agent.fencing or memory.pending:
             return
@@ -82,9 +82,9 @@ class Sleep:
         agent, now = self._agent, time.monotonic()
         if self._since is None:
             self._since = now
-            log.info("Falling asleep: requests that run have %g s to end.", agent.drain)
+            log.info("Releasing the memory for spec.state Asleep: running requests have %g s to finish.", agent.drain)
         if agent.state.memory.paused or now - self._since >= agent.drain:
-            # A paused engine ends none by itself, and after the sleep nobody vouches for what they would go on with.
+            # A paused engine finishes no request, and after the release the weights of unfinished requests would be unknown.
             await agent.engine.post(ControlCall.ABORT_REQUEST.path, {"rid": "", "abort_all": True}, timeout=_ABORT_SECONDS)
         elif await agent.engine.running():
             return
@@ -100,9 +100,9 @@ class Sleep:
         if agent.state.memory.released:
             reply = await agent.control(ControlCall.RESUME_MEMORY, {}, _CALL_SECONDS)
             if not reply.ok:
-                log.error("The engine does not wake: HTTP %d %s", reply.status, reply.body[:300].decode(errors="replace"))
+                log.error("The engine's memory could not be restored: HTTP %d %s", reply.status, reply.body[:300].decode(errors="replace"))
                 return
-        log.info("Awake: what the engine holds now must be proved before its gate opens.")
+        log.info("The memory is restored. The gate opens when the engine's version is verified.")
         agent.awake()
         if agent.state.memory.paused and agent.state.memory.hold is FleetState.ACTIVE:
             await agent.control(ControlCall.CONTINUE, {}, _CALL_SECONDS)

@@ -1,4 +1,4 @@
-"""The agent's part in ending a weight update: vouching for it, or giving it up."""
+"""End of a weight update on one engine: acknowledge it or give it up."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 _IDLE_DEADLINE = 5.0
 FENCE_ANSWERS = 8.0
-"""Seconds after which a fence answers, done or not. The engine may be stuck in a collective that only a SIGKILL ends."""
+"""Seconds after which a fence call is answered, finished or not. The engine may be stuck in a collective that only SIGKILL ends."""
 
 
 async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> None:
-    """Record that the engine holds a version completely, after it reports that version's label itself. Raises RefusedError.
+    """Record that the engine holds a version completely, once the engine reports the version's label. Raise RefusedError otherwise.
 
-    The engine may take ``deadline`` seconds to say so: a whole update is lost with its silence.
+    The engine has ``deadline`` seconds to answer, because without its answer the whole update fails.
     """
     refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
     if refused is None and agent.fencing:
@@ -35,25 +35,25 @@ async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> Non
         raise RefusedError(refused)
     memory = agent.state.memory
     if memory.state is EngineState.CLEAN and memory.version == request.version:
-        return  # told twice
+        return  # a repeated call
     try:
         label = await agent.engine.label(timeout=deadline)
     except EngineError as error:
-        raise RefusedError(f"The engine does not say which version it holds: {error}.", status=409) from error
+        raise RefusedError(f"The engine does not report its version: {error}.", status=409) from error
     if label != request.version.label:
         reply = await agent.control(ControlCall.SET_VERSION, {"new_version": request.version.label}, deadline)
         if not reply.ok:
             raise RefusedError(f"The engine did not take the version's label {request.version.label!r}: HTTP {reply.status}.", status=409)
     refused = s.ack_refusal(
         agent.state, request.boot_id, request.version, verified=request.verified
-    )  # the engine may have been replaced meanwhile
+    )  # the engine may have restarted meanwhile
     if refused is not None:
         raise RefusedError(refused)
     agent.dispatch(ev.Acknowledged(request.version, tuple(request.cohort)))
 
 
 class Fence:
-    """Gives updates up. One at a time; asking again while one is under way waits for the same one."""
+    """Gives up updates, one at a time. A repeated call waits for the current one."""
 
     def __init__(self, agent: Agent, *, kill_file: Path | None) -> None:
         self._agent = agent
@@ -62,9 +62,9 @@ class Fence:
         self._task: asyncio.Task[None] | None = None
 
     async def give_up(self, request: FenceRequest) -> None:
-        """Close the gate and cut what it holds if the engine is dirty; then end the session, abort, and let the scheduler run."""
+        """Close the gate of a dirty engine and cut its connections; then end the session, abort requests, and resume the engine."""
         agent = self._agent
-        log.info("Giving the update up: %s", request.reason)
+        log.info("Giving up the update: %s", request.reason)
         self._stuck_after = request.stuck_after
         agent.dispatch(ev.GivenUp())
         if agent.state.memory.state is EngineState.DIRTY:
@@ -80,18 +80,18 @@ class Fence:
             await self._wait_for_engine()
             await self._release_engine()
         except EngineError as error:
-            log.warning("The update could not be given up cleanly: %s.", error)
+            log.warning("Giving up the update failed: %s.", error)
         finally:
             self._agent.fencing_since = None
 
     async def _wait_for_engine(self) -> None:
-        """Until the engine has answered the call that is under way."""
+        """Wait until the engine has answered the current call."""
         running = self._agent.running
         if running is not None:
             await self._answered(running)
 
     async def _answered(self, running: asyncio.Task[Reply]) -> None:
-        """Until this call is answered; an engine that does not for too long is to be killed, which ends every call."""
+        """Wait until this call is answered. An engine that takes too long is restarted, which ends the call."""
         if running.done():
             return
         done, _ = await asyncio.wait({running}, timeout=self._stuck_after)
@@ -103,7 +103,7 @@ class Fence:
         if self._kill_file is not None:
             await asyncio.to_thread(self._kill_file.touch)
         await asyncio.wait({running})
-        if self._kill_file is not None:  # it has answered after all, or is gone
+        if self._kill_file is not None:  # the engine has answered or restarted
             await asyncio.to_thread(self._kill_file.unlink, missing_ok=True)
 
     async def _release_engine(self) -> None:
@@ -120,10 +120,10 @@ class Fence:
             await self._until_idle()
 
     async def _until_idle(self) -> None:
-        """Requests that reached the engine late are aborted as well."""
+        """Abort requests until none runs, because some reach the engine late."""
         for _ in range(10):
             if await self._agent.engine.running() == 0:
                 return
             await self._agent.engine.post(ControlCall.ABORT_REQUEST.path, {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
             await asyncio.sleep(_IDLE_DEADLINE / 10)
-        log.warning("Requests still run on the engine %g s after they were aborted; nobody is left to get their answers.", _IDLE_DEADLINE)
+        log.warning("Requests still run on the engine %g s after they were aborted; their connections are closed.", _IDLE_DEADLINE)

@@ -44,13 +44,13 @@ class AgentStatus(Message):
     """A weight-update session (``begin_weight_update``) is open on the engine."""
     groups: list[str] = Field(default_factory=list)
     giving_up: float = 0.0
-    """Seconds since the agent began to give up an update; 0 while it does not. Meanwhile the agent refuses calls, and the engine may be stuck."""
+    """Seconds since the agent began to give up an update; 0 if it does not. Until that ends, the agent refuses calls."""
     draining: bool = False
     """The engine is about to stop: it takes no new requests and joins no new update."""
     released: list[str] = Field(default_factory=list)
     """Memory tags that are released."""
     adapters: dict[str, str] = Field(default_factory=dict)
-    """Path of each adapter that the engine has loaded, by name. An empty path: the agent does not know, because it was restarted during the call."""
+    """Path of each loaded adapter by name. Empty path: unknown, because the agent restarted during the call."""
     woken: bool = False
     """The weights were released and are restored, and their version is not verified yet."""
     tensor_size: int | None = None

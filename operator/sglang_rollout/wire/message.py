@@ -29,7 +29,7 @@ def unwritable(fields: Mapping[str, object]) -> str:
     for name, value in fields.items():
         if _half(name) or _half(value):
             shown = name.encode("ascii", "backslashreplace").decode()[:_SHOWN]
-            return f"{shown} contains half of a character (a lone surrogate), which UTF-8 cannot encode: send whole characters."
+            return f"{shown} holds half of a character (a lone surrogate), which UTF-8 cannot encode: send whole characters."
     return ""
 
 

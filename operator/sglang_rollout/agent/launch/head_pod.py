@@ -28,11 +28,11 @@ _Asking = PreflightRequest | CheckpointRequest
 _Reply = TypeVar("_Reply", PreflightReply, CheckpointReply)
 _HEALTH_SECONDS = 3.0
 _MARGIN = 2.0
-"""What another pod's answer may take beyond the time it is told to try."""
+"""Seconds that a member pod's answer may take beyond its deadline."""
 
 
 class Leader:
-    """The agent of pod 0, in its role towards the other pods."""
+    """Agent of the head pod in its role towards the member pods."""
 
     def __init__(self, agent: Agent, barrier: Barrier, *, size: int, own: Address, folder: Path, token: str) -> None:
         self._agent = agent
@@ -42,11 +42,11 @@ class Leader:
         self._record = folder / "group.json"
         memory, why = load(self._record, g.GroupMemory)
         if why:
-            log.warning("%s: the engine is started anew.", why)
+            log.warning("%s: all pods of the engine restart.", why)
         self.group = g.Group(agent.name, size, memory)
 
     def report(self, report: MemberReport) -> GroupReply:
-        """What another pod is to do now."""
+        """Record a member's report and return its verdict."""
         member = g.Member(
             report.boot_id, time.monotonic(), report.address, released=report.released, up=report.up, draining=report.draining
         )
@@ -56,7 +56,7 @@ class Leader:
         return GroupReply(verdict=verdict, reason=self._reason(), drained=self._barrier.files.drained.exists())
 
     async def watch(self) -> None:
-        """One look at this pod, and at those that are silent."""
+        """Check this pod and the silent members once."""
         boot = self._barrier.boot()
         released = self._barrier.released(boot)
         own = g.Member(boot, time.monotonic(), released=released, up=self._agent.state.up, draining=self._barrier.files.drain_wanted())
@@ -70,14 +70,14 @@ class Leader:
             self.group = g.tried(self.group, rank, time.monotonic(), cut=is_so)
 
     async def inquire(self) -> None:
-        """Ask the pods that this one does not hear why they are silent: nobody else would learn it."""
+        """Ask silent members why they cannot reach this pod."""
         wanted = [(rank, where) for rank in g.awaited(self.group, time.monotonic()) if (where := self._gate_of(rank))]
         for (rank, _), why in zip(wanted, await asyncio.gather(*(_why_silent(where) for _, where in wanted)), strict=True):
             if rank in g.awaited(self.group, time.monotonic()):
                 self.group = g.asked(self.group, rank, why)
 
     def _gate_of(self, rank: int) -> Address | None:
-        """By its name, which differs from this pod's own in the number: a pod that was never heard has told no address."""
+        """Return the gate of a member by its name, because a member that never reported has sent no address."""
         pod, dot, domain = self._own.host.partition(".")
         return Address(f"{self.group.pod(rank)}.{domain}", self._own.port) if dot and pod == self.group.pod(0) else None
 
@@ -86,11 +86,11 @@ class Leader:
         return g.why_down(self.group, time.monotonic())
 
     def draining(self) -> bool:
-        """Whether another pod of the engine is going away, which ends all of it."""
+        """Return whether another pod of the engine drains, which ends the whole engine."""
         return bool(self.group.draining)
 
     async def preflight(self, request: PreflightRequest) -> PreflightReply:
-        """Whether every pod of the engine reaches the trainer; the reason names the one that does not."""
+        """Check that every pod of the engine reaches the trainer; the reason names a pod that does not."""
         own, others = await asyncio.gather(preflight(request), self._ask(AGENT_PREFLIGHT, request, PreflightReply))
         for rank, reply in {0: own, **others}.items():
             if not reply.ok:
@@ -98,10 +98,10 @@ class Leader:
         return PreflightReply(ok=True)
 
     async def checkpoint(self, request: CheckpointRequest, own: CheckpointReply) -> CheckpointReply:
-        """Whether the other pods see the folder that pod 0 found good, and see the same in it."""
+        """Check that the member pods see the same folder as the head pod."""
         if not own.ok or not request.path:
             return own
-        # A snapshot is found and held by pod 0 alone; the others look at its folder.
+        # Only the head pod finds and holds a snapshot; the members check its folder.
         folder = request.model_copy(update={"path": own.path or request.path, "snapshot": None})
         for rank, reply in (await self._ask(AGENT_CHECKPOINT, folder, CheckpointReply)).items():
             if not reply.ok:
@@ -112,7 +112,7 @@ class Leader:
         return own
 
     async def _ask(self, path: str, request: _Asking, reply: type[_Reply]) -> dict[int, _Reply]:
-        """The same of every other pod."""
+        """Send a request to every member pod and return the replies by rank."""
         addresses = {rank: member.address for rank, member in self.group.members.items() if rank}
         replies = await asyncio.gather(*(self._asked(address, path, request, reply) for address in addresses.values()))
         return dict(zip(addresses, replies, strict=True))
@@ -131,23 +131,23 @@ class Leader:
             return reply(ok=False, reason=f"its agent does not answer ({str(error) or type(error).__name__})")
 
     def _decide(self) -> None:
-        """Written down before anybody acts on it."""
+        """Advance the group's state. It is saved before any pod acts on it."""
         new = g.step(self.group, time.monotonic())
         if new.memory == self.group.memory:
             return
         save(self._record, new.memory)
         if new.memory.lost and not self.group.memory.lost:
-            log.warning("All pods of the engine start anew: %s.", new.memory.lost)
+            log.warning("All pods of the engine restart: %s.", new.memory.lost)
         if new.memory.number != self.group.memory.number:
-            log.info("All %d pods wait: start %d of the engine.", new.size, new.memory.number)
+            log.info("All %d pods are ready: start %d of the engine.", new.size, new.memory.number)
         self.group = new
 
     def _reason(self) -> str:
-        return f"{self.group.memory.lost or 'pod 0 was made anew'}."
+        return f"{self.group.memory.lost or 'pod 0 was recreated'}."
 
 
 async def _why_silent(gate: Address) -> str:
-    """What the pod behind this gate says of it; empty if it says nothing."""
+    """Return why the pod behind this gate cannot reach the head pod; empty if it does not answer."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_SECONDS)) as http,

@@ -1,4 +1,6 @@
-"""The agent of a pod that is not pod 0 of its engine. It serves nobody and takes no control calls: SGLang only says there that it runs."""
+"""Agent of a member pod: any pod but pod 0 of an engine of several pods.
+
+It serves no requests and accepts no control calls, because SGLang only answers health checks there."""
 
 from __future__ import annotations
 
@@ -34,41 +36,41 @@ _NAME_SECONDS = 5.0
 
 
 class Follower:
-    """Tells pod 0 how this pod is, and does what it answers."""
+    """Reports to the head pod and carries out its verdicts."""
 
     def __init__(self, engine: Engine, barrier: Barrier, *, rank: int, leader: Address, own: Address, token: str) -> None:
         self.rank = rank
         self.leader = leader
         self.up = False
-        """This pod's part of SGLang has finished loading."""
+        """SGLang's part in this pod has finished loading."""
         self.down_reason = "it has not answered yet"
         self.unheard = ""
-        """Why pod 0 does not hear this one; empty while it does."""
+        """Why the head pod cannot be reached; empty if it can."""
         self._engine = engine
         self._barrier = barrier
         self._own = own
         self._headers = {"Authorization": f"Bearer {token}"}
         self._address = leader if _is_ip(leader.host) else None
-        """Of pod 0, as an IP: a name server that is away must not look like a pod that is away."""
+        """IP address of the head pod. A name server that is down must not look like a lost pod."""
         self._nameless = ""
-        """Why its name could not be resolved when that was tried last."""
+        """Why the last attempt to resolve its name failed."""
         self._link = Link()
 
     async def resolve(self) -> None:
-        """One look at pod 0's address; the last known one stays when its name cannot be resolved."""
+        """Resolve the head pod's address once; keep the last known one if that fails."""
         if _is_ip(self.leader.host):
             return
         try:
             async with asyncio.timeout(_NAME_SECONDS):
                 found = await asyncio.get_running_loop().getaddrinfo(self.leader.host, self.leader.port, type=socket.SOCK_STREAM)
-        except OSError as error:  # of which TimeoutError is one
+        except OSError as error:  # includes TimeoutError
             self._nameless = f"{self.leader.host}: {error.strerror or f'no name server answers within {_NAME_SECONDS:g} s'}"
             return
         self._nameless = ""
         self._address = Address(str(found[0][4][0]), self.leader.port)
 
     async def observe(self) -> None:
-        """Ask SGLang once. Where it has no tokenizer it listens only after its schedulers have loaded."""
+        """Poll SGLang once. On a node without tokenizer it listens only after its schedulers have loaded."""
         try:
             reply = await self._engine.get("/ping", timeout=_PING_SECONDS)
             self.up, self.down_reason = reply.status == 200, f"it says HTTP {reply.status}"
@@ -76,7 +78,7 @@ class Follower:
             self.up, self.down_reason = False, str(error)
 
     async def report(self) -> None:
-        """One word to pod 0, and its verdict. Silence is a verdict too, if nothing comes back from its machine at all."""
+        """Report to the head pod and carry out its verdict. If the network path to the head pod is cut, end this run."""
         files, boot = self._barrier.files, self._barrier.boot()
         released, draining = self._barrier.released(boot), files.drain_wanted()
         reply = await self._said(
@@ -116,7 +118,7 @@ class Follower:
         return None
 
     def _heard(self, why_not: str) -> None:
-        """Say it once, however often it is tried."""
+        """Log a change only once."""
         unheard = f"it cannot reach pod 0: {why_not}" if why_not else ""
         if unheard and unheard != self.unheard:
             log.warning("Pod %d of the engine: %s.", self.rank, unheard)
@@ -126,7 +128,7 @@ class Follower:
 
 
 def follower_app(follower: Follower, *, name: str, token: str, model_path: str | None) -> web.Application:
-    """All routes of such an agent. ``model_path``: what the engine was started with; checkpoints are compared with it."""
+    """Return the application of a member pod's agent. Checkpoints are compared with the model at ``model_path``."""
     checkpoints = CheckpointCheck()
     registry = CollectorRegistry()
     up = Gauge("sglang_rollout_agent_engine_up", "1 while this pod's part of the engine has loaded.", registry=registry)
@@ -152,7 +154,7 @@ def follower_app(follower: Follower, *, name: str, token: str, model_path: str |
         check_token(request, token)
         wanted = await message(request, CheckpointRequest)
         own = wanted.model_path or model_path
-        # Pod 0 compares with a model on the hub: only there SGLang says its revision.
+        # The head pod compares with a model on the hub, because SGLang reports the revision only there.
         readable = EngineModel(own if own and os.path.isabs(own) else None)
         return web.json_response((await checkpoints.run(wanted, readable)).model_dump(mode="json"))
 

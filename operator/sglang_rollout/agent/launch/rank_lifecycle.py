@@ -1,16 +1,16 @@
-"""When the ranks of an engine that has several pods start, and when they end. Pure: no I/O, no clock.
+"""Start and end of the ranks of an engine of several pods. Pure: no I/O, no clock.
 
-torch's own rendezvous is no help here: a rank that comes early waits in it for half an hour, one that meets a rank of an earlier
-life hangs, and ranks that each restart by themselves end one another in circles. So every container waits before it starts SGLang,
-under an identity of that life (its boot id), and pod 0 decides:
+torch's rendezvous does not suffice: an early rank waits in it for half an hour, a rank that meets one of an earlier run hangs, and
+ranks that restart independently end one another in circles. So every container waits before it starts SGLang, identified by its
+boot ID, and the head pod decides:
 
-    all ranks wait, each in a new life            -> go: these lives are a *generation*
-    a rank of it ended, or another life is there  -> the generation is lost: all the others of it end, too
-    a rank cannot be reached over the network     -> the same, after a grace
+    all ranks wait, each with a new boot ID       -> go: these boot IDs are a *generation*
+    a rank ended, or has another boot ID          -> the generation is lost: all its other ranks end
+    a rank cannot be reached over the network     -> the same, after a grace period
     an agent is silent, its machine answers       -> nothing: SGLang runs without its agents
 
-A generation that never came up, or is lost soon after its start, counts as failed; the next one waits longer each time, and after
-:data:`BUDGET` of them there is none: something is wrong that a restart does not cure.
+A generation fails if it never comes up or is lost soon after its start. The pause before the next one grows, and after
+:data:`BUDGET` failures in a row no generation starts, because restarts do not help.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.reasons import GateReason, Refusal
 
 BUDGET = 10
-"""So many generations in a row may fail. With the pauses between them that takes an hour, and the time that the starts take."""
+"""Generations that may fail in a row. Their pauses add up to an hour, without the time of the starts."""
 QUICK_SECONDS = 600.0
-"""A generation that came up and is lost later than this after its start did not fail: it was lost to something else than its start."""
+"""A generation that came up and is lost later than this after its start does not count as failed."""
 FIRST_PAUSE = 30.0
 LONGEST_PAUSE = 600.0
 GRACE_SECONDS = 15.0
-"""A link may be away for so long: a switch that is restarted, a route that moves. SGLang itself notices nothing for minutes."""
+"""Time that a network path may be cut: a switch restarts, a route changes. SGLang does not notice for minutes."""
 LEAST_PROBES = 4
-"""So many tries must fail in a row, too: an agent that was stopped itself finds that much time has passed."""
+"""Attempts that must fail in a row, too, because an agent that was suspended itself also sees time pass."""
 FRESH_SECONDS = 5.0
-"""A rank whose agent has not spoken for so long is not started, and is looked after."""
+"""Silence of a rank's agent after which the rank is not started, and its pod is checked."""
 START_SECONDS = 1800.0
-"""How long all ranks may take from go until they are up: a large model comes over the network at first."""
+"""Time limit from the start until all ranks are up: a large model may first have to be downloaded."""
 
 
 class GroupMemory(Message):
-    """What pod 0 must not forget when its agent restarts. Times are the machine's monotonic clock: the record does not outlive it."""
+    """State that the head pod's agent keeps over a restart. Times are of the machine's monotonic clock."""
 
     number: int = 0
-    """Generations so far."""
+    """Number of generations so far."""
     boots: list[str] = Field(default_factory=list)
-    """The lives of the last one, by rank."""
+    """Boot IDs of the last generation, by rank."""
     addresses: list[str] = Field(default_factory=list)
-    """Where their pods' gates are."""
+    """Addresses of their pods' gates."""
     went: float = 0.0
     """When it started."""
     came_up: bool = False
     lost: str = ""
-    """Why it is lost; empty while it lives."""
+    """Why the generation is lost, as a clause; empty while it runs."""
     failures: int = 0
-    """Generations in a row that never came up, or were lost soon after their start."""
+    """Generations in a row that failed."""
     not_before: float = 0.0
-    """When the next one may start."""
+    """Time when the next generation may start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What one rank said last."""
+    """Last report of one rank."""
 
     boot: str | None
     at: float
@@ -74,25 +74,25 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way to another pod, as tries to connect find it."""
+    """Network path to another pod, as connection attempts find it."""
 
     since: float = 0.0
     failures: int = 0
 
     def tried(self, now: float, *, cut: bool) -> Link:
-        """After one more try; ``cut``: nothing at all came back."""
+        """Return the link after one more attempt; ``cut``: no answer at all."""
         if not cut:
             return Link()
         return Link(self.since if self.failures else now, self.failures + 1)
 
     def is_lost(self, now: float) -> bool:
-        """Whether it has been cut for longer than the grace."""
+        """True if the path has been cut for longer than the grace period."""
         return self.failures >= LEAST_PROBES and now - self.since >= GRACE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Everything that pod 0 decides from."""
+    """All facts from which the head pod decides."""
 
     engine: str
     size: int
@@ -100,20 +100,20 @@ class Group:
     members: Mapping[int, Member] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
     unheard: Mapping[int, str] = field(default_factory=dict)
-    """Why ranks do not speak, as far as they could be asked."""
+    """Why ranks cannot reach the head pod, as far as they could be asked."""
 
     @property
     def lives(self) -> bool:
-        """Whether there is a generation that is not lost."""
+        """True if the last generation is not lost."""
         return bool(self.memory.boots) and not self.memory.lost
 
     @property
     def draining(self) -> list[str]:
-        """Pods of the living generation that are going away."""
+        """Pods of the running generation that drain."""
         return [self.pod(rank) for rank, member in sorted(self.members.items()) if member.draining and self._runs(rank, member)]
 
     def pod(self, rank: int) -> str:
-        """Name of a pod."""
+        """Return the name of a pod."""
         return f"{self.engine}-{rank}"
 
     def _runs(self, rank: int, member: Member) -> bool:
@@ -121,40 +121,40 @@ class Group:
 
 
 def heard(group: Group, rank: int, member: Member) -> Group:
-    """A rank has spoken, so the way to it is there."""
+    """Record a report of a rank, which also proves that its network path works."""
     return replace(group, members={**group.members, rank: member}, links={**group.links, rank: Link()}, unheard={**group.unheard, rank: ""})
 
 
 def tried(group: Group, rank: int, now: float, *, cut: bool) -> Group:
-    """Somebody tried to connect to a silent rank's pod."""
+    """Record an attempt to connect to the pod of a silent rank."""
     return replace(group, links={**group.links, rank: group.links.get(rank, Link()).tried(now, cut=cut)})
 
 
 def silent(group: Group, now: float) -> dict[int, str]:
-    """Ranks of the living generation whose agents have not spoken for a while (or not to this life of pod 0's agent): where they are."""
+    """Return the addresses of ranks of the running generation whose agents have not reported recently, by rank."""
     return {rank: group.memory.addresses[rank] for rank in _quiet(group, now)} if group.lives else {}
 
 
 def awaited(group: Group, now: float) -> list[int]:
-    """Ranks whose agents do not speak and without which there is no next generation: they may be asked why."""
+    """Return silent ranks that the next generation waits for."""
     return [] if group.lives else _quiet(group, now)
 
 
 def asked(group: Group, rank: int, why: str) -> Group:
-    """A rank that does not speak was asked why; empty: it did not say."""
+    """Record why a rank cannot reach the head pod; empty if it did not answer."""
     return replace(group, unheard={**group.unheard, rank: why})
 
 
 def verdict(group: Group, rank: int, boot: str | None, *, released: bool) -> Verdict:
-    """What a pod is to do whose container lives this life."""
+    """Return the verdict on a pod whose container has this boot ID."""
     if boot is not None and group.memory.boots[rank : rank + 1] == [boot]:
         return Verdict.GO if group.lives else Verdict.END
-    # Of an earlier generation, or of one that pod 0 has forgotten with its own pod.
+    # The run belongs to an earlier generation, or to one that was forgotten when the head pod was recreated.
     return Verdict.END if released and boot is not None else Verdict.WAIT
 
 
 def step(group: Group, now: float) -> Group:
-    """Look whether the generation is lost, and whether there can be a new one."""
+    """Advance: detect a lost generation, or start a new one."""
     memory = group.memory
     if group.lives:
         why = _loss(group, now)
@@ -198,18 +198,18 @@ def why_down(group: Group, now: float) -> Refusal | None:
 
 
 def pause(failures: int) -> float:
-    """Seconds before the next start, after so many failures in a row."""
+    """Return the seconds before the next start after this many failures in a row."""
     return 0.0 if failures < 2 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (failures - 2))
 
 
 def _loss(group: Group, now: float) -> str:
-    """Why the living generation is lost; empty if it is not."""
+    """Return why the running generation is lost, as a clause; empty if it is not."""
     memory = group.memory
     for rank, member in sorted(group.members.items()):
         if member.boot is None:
             return f"pod {group.pod(rank)} has ended"
         if member.boot != memory.boots[rank]:
-            return f"pod {group.pod(rank)} was started anew"
+            return f"pod {group.pod(rank)} was restarted"
     for rank, link in sorted(group.links.items()):
         if link.is_lost(now):
             return f"pod {group.pod(rank)} could not be reached for {GRACE_SECONDS:.0f} s"
@@ -220,7 +220,7 @@ def _loss(group: Group, now: float) -> str:
 
 
 def _fails(memory: GroupMemory, now: float) -> bool:
-    """Whether the living generation has failed if it is lost now."""
+    """Return whether the running generation counts as failed if it is lost now."""
     return not memory.came_up or now - memory.went < QUICK_SECONDS
 
 
@@ -230,13 +230,13 @@ def _lost(memory: GroupMemory, why: str, now: float) -> GroupMemory:
 
 
 def _quiet(group: Group, now: float) -> list[int]:
-    """Ranks other than 0 whose agents have not spoken for a while."""
+    """Return the ranks other than 0 whose agents have not reported recently."""
     spoke = {rank for rank, member in group.members.items() if now - member.at < FRESH_SECONDS}
     return [rank for rank in range(1, group.size) if rank not in spoke]
 
 
 def _missing(group: Group, now: float) -> list[int]:
-    """Ranks that are not there to be started: silent, going away, without a life, or still in one of the lost generation."""
+    """Return the ranks that cannot start yet: silent, draining, without a container, or still in a run of the lost generation."""
     boots = [member.boot for member in group.members.values()]
 
     def waits(rank: int) -> bool:

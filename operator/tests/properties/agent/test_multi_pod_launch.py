@@ -211,7 +211,7 @@ def test_the_pauses_between_failed_starts_grow_until_the_budget_is_spent() -> No
     why = g.why_down(engine.group, engine.now)
     assert why is not None
     assert why.code is GateReason.RESTART_BUDGET_EXHAUSTED
-    assert "pod e-1 has ended" in why.message or "pod e-1 was started anew" in why.message
+    assert "pod e-1 has ended" in why.message or "pod e-1 was restarted" in why.message
     assert "Delete its pods" in why.message
 
 
