@@ -14,8 +14,6 @@ PACKAGE = Path(sglang_rollout.__file__).parent
 
 ALLOWED = {
     "coordinator/update/process_groups.py": "SGLang answers HTTP 400 without a code when it does not know a process group",
-    "coordinator/update/transaction.py": "joins the texts of two answers of the same process",
-    "coordinator/update/hybrid.py": "looks at an answer of the same process",
     "kube/errors.py": "the API server gives no code when its storage fails",
 }
 """Files that may look into a message, and why."""
