@@ -32,7 +32,9 @@ def coordinator_pid(pod: str) -> int:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if b"coordinator" in words and words[0] != b"tini" and f"HOSTNAME={pod}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if b"coordinator" not in words or words[0] == b"tini":
+                continue
+            if f"HOSTNAME={pod}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 return int(entry.name)
     raise LookupError(f"no coordinator of {pod} runs on this machine")
 

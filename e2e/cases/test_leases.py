@@ -73,7 +73,7 @@ def test_a_fleet_that_pauses_because_its_trainer_is_lost_says_so_until_somebody_
         stand.signal(trainer, "KILL")
         eventually("status says that the trainer is lost", lambda: stand.condition("Ready")["reason"] == "TrainerLost", within=40)
         told = stand.condition("Ready")["message"]
-        assert f"hold version {label}. They go on when a trainer calls" in told
+        assert f"hold version {label}. They resume when a trainer calls" in told
         assert {row["phase"] for row in stand.status()["engines"]} == {"Paused"}
         assert (stand.condition("Degraded")["status"], stand.condition("Available")["status"]) == ("True", "False")
         assert any(event.startswith("TrainerLost") for event in stand.events())

@@ -120,7 +120,7 @@ def test_a_cut_between_the_pods_ends_both_ranks(kubectl: Kubectl, wide: str, url
     try:
         assert eventually("both have ended", lambda: restarts(kubectl) == [count + 1 for count in before], within=120, every=1)
         why = f"now for {ENGINE}-1; it ended because pod {ENGINE}-1 could not be reached"
-        assert eventually("it says what it waits for", lambda: why in document(url)["members"][0]["reason"], within=60)
+        assert eventually("it says what it waits for", lambda: why in document(url)["members"][0]["message"], within=60)
     finally:
         _drop("-D", inside, other)
     back(kubectl, url, boot)

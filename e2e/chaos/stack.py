@@ -36,7 +36,7 @@ POLICY = {
 HUNG_FOR = 20.0
 """Seconds after which the stack restarts an idle engine that hangs."""
 PHASE_LINE = " update phase: "
-"""The coordinator's log line when a phase begins, after the time, the level and the logger."""
+"""The coordinator's log line when a phase begins, after the time and the level."""
 PARTS = {
     "agent": ("sglang_rollout.cli", "agent", "--name", "local-engine-{index}"),
     "gate": ("haproxy", "local-engine-{index}"),
