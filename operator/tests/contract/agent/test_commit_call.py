@@ -149,7 +149,7 @@ async def test_released_memory_keeps_the_engine_paused(caller: Caller, engine: S
 
 async def test_a_sync_that_arrives_behind_a_later_one_does_not_open_the_gate_again(caller: Caller) -> None:
     """Its coordinator has waited for the answer in vain, and has committed another version since."""
-    assert (await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "at": 5.0}))[1]["gate_open"]
-    assert not (await caller.post(AGENT_SYNC, {"committed": V1, "at": 7.0}))[1]["gate_open"]
-    late = AgentStatus.model_validate((await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "at": 6.0}))[1])
+    assert (await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "sender": "c", "seq": 5}))[1]["gate_open"]
+    assert not (await caller.post(AGENT_SYNC, {"committed": V1, "sender": "c", "seq": 7}))[1]["gate_open"]
+    late = AgentStatus.model_validate((await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "sender": "c", "seq": 6}))[1])
     assert (late.gate_open, late.committed) == (False, Version(**V1))
