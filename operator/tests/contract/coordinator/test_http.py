@@ -271,15 +271,13 @@ async def test_reads_never_wait_for_an_update(lab: Lab) -> None:
     await lab.until("infos", lambda: _ok(lab, "/server_info"))
     await lab.open_group()
     for agent in lab.agents:
-        agent.slow["/update_weights_from_distributed"] = 1.5
+        agent.slow["/update_weights_from_distributed"] = 2.5
     running = asyncio.create_task(lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "g"}))
     await asyncio.sleep(0.2)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
     for path in ("/fleet", "/server_info", "/model_info", "/health", "/get_weight_version", "/v1/models", "/v1/loads"):
         assert (await lab.get(path))[0] == 200
-    assert loop.time() - began < 1.0
     assert (await lab.document())["phase"] == "transfer"
+    assert not running.done()
     assert (await running)[0] == 200
 
 

@@ -158,7 +158,7 @@ async def test_an_object_that_has_the_name_of_a_child_is_not_taken_over(operator
         return str(ready["message"])
 
     assert (await eventually("NameTaken", said)).startswith("ServiceAccount demo-engine exists and does not belong to this rollout")
-    assert await world.seconds_until_told("demo", "NameTaken") <= 5
+    assert await world.is_degraded("demo", "NameTaken")
     await asyncio.sleep(2.0)
     live = [await world.kube.get(resource_of(obj), world.namespace, obj["metadata"]["name"]) for obj in theirs]
     assert [obj["metadata"]["resourceVersion"] for obj in live] == before, "not written to"

@@ -111,7 +111,7 @@ async def test_what_the_server_refuses_is_said_in_the_status_and_not_hammered(op
         return "not a label!" in ready["message"]
 
     await eventually("the server's sentence in the status", said)
-    assert await world.seconds_until_told("demo", "ApplyFailed") <= 5
+    assert await world.is_degraded("demo", "ApplyFailed")
     before = operator.metrics()['api_requests_total{outcome="error",verb="apply"}']
     await asyncio.sleep(5.0)
     tries = operator.metrics()['api_requests_total{outcome="error",verb="apply"}'] - before
@@ -140,7 +140,7 @@ async def test_what_does_not_fit_the_schema_is_a_refusal_and_no_outage(operator:
         return words in ready["message"]
 
     await eventually("the server's words in the status", said, seconds=10)
-    assert await world.seconds_until_told("demo", "ApplyFailed") <= 5
+    assert await world.is_degraded("demo", "ApplyFailed")
     assert "waiting for the API server" not in operator.said()
     # Growing delays, and not every three seconds for ever.
     before = operator.metrics()["retries_total"]

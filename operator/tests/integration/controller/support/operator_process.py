@@ -11,7 +11,6 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +163,10 @@ class World:
         conditions = (await self.status(name)).get("conditions") or []
         return next((one for one in conditions if one["type"] == kind), {})
 
-    async def seconds_until_told(self, name: str, reason: str) -> float:
-        """From the making of a rollout until somebody was told to look at it for this reason, by the times that the object carries."""
-        rollout = await self.kube.get(ROLLOUTS, self.namespace, name)
-        told = await self.condition(name, "Degraded")
-        assert (told["status"], told["reason"]) == ("True", reason)
-        made = datetime.fromisoformat(rollout["metadata"]["creationTimestamp"])
-        return (datetime.fromisoformat(told["lastTransitionTime"]) - made).total_seconds()
+    async def is_degraded(self, name: str, reason: str) -> bool:
+        """Return True if the rollout is Degraded for this reason."""
+        condition = await self.condition(name, "Degraded")
+        return (condition["status"], condition["reason"]) == ("True", reason)
 
     async def is_complete(self, name: str, engines: int = 2) -> bool:
         """All children and the engines' pods are there, and the status says so."""
