@@ -26,7 +26,7 @@ from sglang_rollout.wire.record import EngineRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState
 from tests.support.ports import free_port
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 
 async def eventually(what: str, check: Callable[[], Awaitable[Any]], *, seconds: float = DEADLINE) -> Any:
