@@ -240,8 +240,10 @@ def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
             return _remember(state, groups=_with(memory.groups, [event.name]))
         case ControlCall.RELEASE_MEMORY:
             # The agent pauses a running engine before it releases memory.
-            asleep, lulled = memory.asleep or event.name == BY_SPEC, memory.lulled or not memory.paused
-            state = _remember(state, released=_with(memory.released, event.tags), asleep=asleep, lulled=lulled, paused=True)
+            asleep, paused_for_release = memory.asleep or event.name == BY_SPEC, memory.paused_for_release or not memory.paused
+            state = _remember(
+                state, released=_with(memory.released, event.tags), asleep=asleep, paused_for_release=paused_for_release, paused=True
+            )
             return _lost(state) if MemoryTag.WEIGHTS in event.tags else state
         case ControlCall.LOAD_ADAPTER | ControlCall.UNLOAD_ADAPTER:
             return _remember(state, pending_adapter=event.name)
@@ -271,7 +273,7 @@ def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one
         case ControlCall.END_UPDATE, True:
             return _remember(state, session=False)
         case ControlCall.CONTINUE, True:
-            return _remember(state, paused=False, lulled=False)
+            return _remember(state, paused=False, paused_for_release=False)
         case (ControlCall.INIT_GROUP, False) | (ControlCall.DESTROY_GROUP, True):
             return _remember(state, groups=[group for group in memory.groups if group != event.name])
         case ControlCall.RESUME_MEMORY, True:

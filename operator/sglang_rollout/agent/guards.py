@@ -14,7 +14,7 @@ from sglang_rollout.proxy.versions import ADAPTERS_LONGEST, listed
 from sglang_rollout.sglang.api import DEFAULT_GROUP, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, MemoryTag
 from sglang_rollout.wire.message import unwritable
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
-from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.states import FleetState, describe_state
 from sglang_rollout.wire.weights import EngineState
 
 FORWARDED = frozenset(
@@ -200,7 +200,7 @@ def _memory_refusal(call: str, memory: s.Memory, body: dict[str, Any]) -> Refusa
     if call == ControlCall.RELEASE_MEMORY:
         return _conflict(f"{call}: a weight update session is open on the engine: end it first.") if memory.session else None
     if memory.asleep and memory.hold is FleetState.ASLEEP:
-        return _conflict(f"{call}: {held_sentence(memory.hold)}")
+        return _conflict(f"{call}: {describe_state(memory.hold)}")
     wrong = [tag for tag in tags if tag not in memory.released]
     if not tags or wrong:
         what = ", ".join(wrong) or "nothing"

@@ -16,7 +16,7 @@ from sglang_rollout.wire.agent import AgentStatus, Nccl
 from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
-from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.states import FleetState, describe_state
 from sglang_rollout.wire.weights import EngineState, Version
 
 UNSURE = ""
@@ -51,7 +51,7 @@ class Memory(Message):
     """The weights were released in this engine process, and their version has not been verified since."""
     asleep: bool = False
     """The spec released the memory; only the spec restores it."""
-    lulled: bool = False
+    paused_for_release: bool = False
     """The agent itself paused the engine, for a release."""
     pause_mode: str = ""
     """The mode of the last pause."""
@@ -148,9 +148,9 @@ def _held_reason(hold: FleetState) -> Refusal | None:
         case FleetState.ACTIVE:
             return None
         case FleetState.PAUSED:
-            return Refusal(GateReason.PAUSED, held_sentence(hold))
+            return Refusal(GateReason.PAUSED, describe_state(hold))
         case FleetState.ASLEEP:
-            return Refusal(GateReason.ASLEEP, held_sentence(hold))
+            return Refusal(GateReason.ASLEEP, describe_state(hold))
         case _:
             assert_never(hold)
 

@@ -45,7 +45,7 @@ async def release_refusal(agent: Agent) -> Refusal | None:
 async def quiet(agent: Agent) -> None:
     """Close the gate, and pause the engine unless it is paused. No request runs until all memory is restored."""
     await agent.shut_gate()
-    if agent.state.memory.lulled:
+    if agent.state.memory.paused_for_release:
         reply = await agent.engine.call(ControlCall.PAUSE, {"mode": "abort"})
         if not reply.ok:
             raise EngineError("it could not be paused before its memory was released")
@@ -54,7 +54,7 @@ async def quiet(agent: Agent) -> None:
 async def after_resume(agent: Agent) -> None:
     """Resume the engine if all memory is restored and the engine was paused only for the release."""
     memory = agent.state.memory
-    if memory.lulled and memory.paused and not memory.released and memory.hold is FleetState.ACTIVE:
+    if memory.paused_for_release and memory.paused and not memory.released and memory.hold is FleetState.ACTIVE:
         await agent.control(ControlCall.CONTINUE, {}, _CALL_SECONDS)
 
 

@@ -38,7 +38,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.wire.record import UpdateOutcome
-from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.states import FleetState, describe_state
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class Driver:
         self._count_update(machine.fleet)
         if machine.fleet.applied_state is not self._logged_state:
             self._logged_state = machine.fleet.applied_state
-            log.info("%s", held_sentence(self._logged_state) or "The fleet is active, as its spec says.")
+            log.info("%s", describe_state(self._logged_state) or "The fleet is active, as its spec says.")
 
     def _cut(self, effect: Cut) -> None:
         log.warning("%s", effect.reason)

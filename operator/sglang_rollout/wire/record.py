@@ -81,12 +81,12 @@ class LastUpdate(Message):
     """The engines that committed."""
 
 
-class Noted(Message):
-    """What one life of an engine was started with."""
+class EngineChecksums(Message):
+    """Checksums of the weights that one boot of an engine was started with."""
 
     boot_id: str
     checksums: tuple[str, ...]
-    """Of its ranks."""
+    """One per rank."""
 
 
 class _Group(Message):
@@ -142,8 +142,8 @@ class Record(Message):
     last_update: LastUpdate | None = None
     history: list[Version] = Field(default_factory=list)
     """Versions of this run that may be served, oldest first: the committed version and those that the policy tolerates."""
-    burned: Version | None = None
-    """The newest version that was given up after some engine may have taken it: its number never names other weights."""
+    reserved: Version | None = None
+    """Newest version of a failed update that an engine may hold. Its step is never used for other weights."""
     under_way: Version | None = None
     """Version of the open update; None: no update was open. If it commits while the store is down, only the engines know."""
     next_run: int = 0
@@ -162,23 +162,23 @@ class Record(Message):
     """Folder from which the committed version was loaded, if it was loaded from disk."""
     adapters: list[AdapterRow] = Field(default_factory=list)
     tensors: Tensors | None = None
-    """What updates have brought since ``model.path``; None: written by a release before, or nothing yet."""
+    """Tensors that updates have sent since ``model.path``. None: no update was committed, or an older release wrote the record."""
     tried: str = ""
-    """What engines may hold besides from updates that failed: marks of the tensors' names, base64."""
+    """Tensors of failed updates that engines may hold: hashes of their names, base64."""
     sources: list[str] = Field(default_factory=list)
-    """Groups that brought the last committed tensors: an update that ends without one of them is not complete."""
-    lent: list[str] | None = None
-    """Memory of the engines that the trainer has; None: the engines share their GPUs with nobody."""
-    lent_apart: dict[str, list[str]] = Field(default_factory=dict)
-    """The same of engines at whose own URL the trainer has said something else since."""
-    noted: dict[str, Noted] = Field(default_factory=dict)
-    """Where nobody sends weights: what each engine holds, as it said before its first sleep."""
+    """Process groups that sent the last committed tensors. An update that ends without one of them is incomplete."""
+    released_to_trainer: list[str] | None = None
+    """Memory tags released to the co-located trainer. None: the engines do not share their GPUs with a trainer."""
+    released_at_engines: dict[str, list[str]] = Field(default_factory=dict)
+    """Memory tags by engine, where the trainer released or restored memory at the engine's own URL."""
+    engine_checksums: dict[str, EngineChecksums] = Field(default_factory=dict)
+    """Checksums that each engine reported before its first release, in a fleet that receives no weights."""
 
     def members(self, group: GroupRow) -> list[EngineRow]:
         """The engines of one of its groups, in rank order."""
         return [self.engines[place] for place in group.places]
 
     @property
-    def lends(self) -> bool:
-        """Whether the trainer has memory of any engine."""
-        return bool(self.lent) or any(self.lent_apart.values())
+    def has_released_memory(self) -> bool:
+        """True if memory of any engine is released to the trainer."""
+        return bool(self.released_to_trainer) or any(self.released_at_engines.values())

@@ -34,7 +34,7 @@ BY_HANDLES = (
     " none over the network. A fleet with mode Standalone opens groups."
 )
 """Message of a refused call about a process group."""
-LENT = (
+RELEASED_TO_TRAINER = (
     "The fleet is asleep: its trainer, which shares the GPUs (spec.mode), has the memory of the engines, and nothing generates until the"
     " trainer calls /resume_memory_occupation."
 )
@@ -52,6 +52,6 @@ _SENTENCES = {
 }
 
 
-def held_sentence(state: FleetState) -> str:
+def describe_state(state: FleetState) -> str:
     """Return why the fleet does not generate, and until when; empty for an active fleet."""
     return _SENTENCES[state]

@@ -82,12 +82,12 @@ def is_waiting_for_trainer(fleet: FleetView) -> bool:
 
 def is_released_by_trainer(fleet: FleetView) -> bool:
     """Return True if engines that sleep do so for the trainer on the same GPUs, and not by ``spec.state``."""
-    return fleet.record is not None and fleet.record.state is not FleetState.ASLEEP and fleet.record.lent is not None
+    return fleet.record is not None and fleet.record.state is not FleetState.ASLEEP and fleet.record.released_to_trainer is not None
 
 
 def holds_trainer_memory(fleet: FleetView) -> bool:
     """Return True if the trainer on the same GPUs still uses memory of engines. If not, engines that sleep are waking up."""
-    return is_released_by_trainer(fleet) and fleet.record is not None and fleet.record.lends
+    return is_released_by_trainer(fleet) and fleet.record is not None and fleet.record.has_released_memory
 
 
 def _report_wanted(fleet: FleetView, engine: EngineView) -> EngineReport:

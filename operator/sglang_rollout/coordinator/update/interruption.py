@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sglang_rollout.sglang.api import MEMORY_TAGS, MemoryTag
-from sglang_rollout.wire.states import LENT, FleetMode, FleetState, held_sentence
+from sglang_rollout.wire.states import RELEASED_TO_TRAINER, FleetMode, FleetState, describe_state
 
 
 class Cause(StrEnum):
@@ -117,7 +117,7 @@ class Interruptions:
     def why_not_generating(self, engines: Iterable[str]) -> str:
         """Return why no engine generates until the spec or a co-located trainer changes that; empty if nothing does."""
         asleep = self.mode is not None and all(self.trainer_memory(name) for name in engines)
-        return held_sentence(self.applied_state) or (LENT if asleep else "")
+        return describe_state(self.applied_state) or (RELEASED_TO_TRAINER if asleep else "")
 
 
 def in_order(tags: Iterable[str]) -> tuple[str, ...]:

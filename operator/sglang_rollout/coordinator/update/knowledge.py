@@ -153,19 +153,19 @@ class Knowledge:
             fleet.weights.next_run = self._record.next_run
             # An engine that is not heard, or was recreated, may have committed the open update while the store was away.
             knows = everyone and not self._has_recreated_engine(self._record)
-            fleet.weights.reserve([self._record.burned, None if knows else self._record.under_way])
+            fleet.weights.reserve([self._record.reserved, None if knows else self._record.under_way])
             self._end_interrupted(self._record, proved.committed)
             fleet.adapters.of_trainers = {row.name: adapter_of(row) for row in self._record.adapters if not row.by_spec}
             fleet.weights.fleet_id = self._record.fleet_id or fleet.weights.fleet_id
-            fleet.weights.engine_checksums = dict(self._record.noted)
+            fleet.weights.engine_checksums = dict(self._record.engine_checksums)
             fleet.weights.tensors, fleet.weights.attempted_before = (
                 tensors_of_record(self._record.tensors),
                 unpack_hashes(self._record.tried),
             )
             fleet.weights.groups = frozenset(self._record.sources)
-            if self._record.lent is not None:
-                fleet.interruptions.release_to_trainer(self._record.lent)
-            fleet.interruptions.at_engines = {name: frozenset(tags) for name, tags in self._record.lent_apart.items()}
+            if self._record.released_to_trainer is not None:
+                fleet.interruptions.release_to_trainer(self._record.released_to_trainer)
+            fleet.interruptions.at_engines = {name: frozenset(tags) for name, tags in self._record.released_at_engines.items()}
             fleet.weights.history = [version for version in self._record.history if order_key(version) < order_key(proved.committed)]
             before = {(row.name, row.boot_id) for row in self._record.engines if row.boot_id is not None}
             if before == {(name, engine.boot) for name, engine in fleet.members().items()}:

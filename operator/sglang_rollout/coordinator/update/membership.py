@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
+from sglang_rollout.wire.states import FleetMode, FleetState, describe_state
 
 if TYPE_CHECKING:
     from sglang_rollout.coordinator.update.engine import Engine
@@ -66,7 +66,7 @@ def require_members(fleet: Fleet) -> Mapping[str, str]:
 def refuse_asleep(fleet: Fleet) -> None:
     """Raise RefusedError while the spec has released the memory of the engines."""
     if fleet.applied_state is FleetState.ASLEEP:
-        raise RefusedError(held_sentence(fleet.applied_state), status=409, fleet=fleet.advice())
+        raise RefusedError(describe_state(fleet.applied_state), status=409, fleet=fleet.advice())
 
 
 def _why_uncertain(engine: Engine, now: float) -> str:
@@ -81,7 +81,7 @@ def _why_uncertain(engine: Engine, now: float) -> str:
 def why_incomplete(fleet: Fleet) -> str:
     """Return why no process group can be opened now, as a sentence; empty if one can."""
     if fleet.applied_state is FleetState.ASLEEP:
-        return held_sentence(fleet.applied_state)
+        return describe_state(fleet.applied_state)
     there, wanted = len(fleet.members()), len(fleet.engines)
     taking_part = there if fleet.membership.formed else initial_size(fleet)
     if there and is_enough(fleet, there, taking_part):

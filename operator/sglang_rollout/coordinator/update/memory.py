@@ -17,8 +17,8 @@ from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.record import Noted
-from sglang_rollout.wire.states import FleetMode, FleetState, held_sentence
+from sglang_rollout.wire.record import EngineChecksums
+from sglang_rollout.wire.states import FleetMode, FleetState, describe_state
 
 
 async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> Answer:
@@ -28,7 +28,7 @@ async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> An
     """
     await take_turn(fleet, ask, at)
     if fleet.applied_state is FleetState.ASLEEP:
-        return Answer(200, f"Memory is released already. {held_sentence(fleet.applied_state)}")
+        return Answer(200, f"Memory is released already. {describe_state(fleet.applied_state)}")
     names = _called_engines(fleet, at)
     if not names:
         raise RefusedError(_no_engine_message(fleet, at, "release"), status=503)
@@ -44,7 +44,7 @@ async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answ
     """Let every engine, or only ``at``, resume what it has released of these kinds. SGLang ends if asked to resume anything else."""
     await turn()
     if fleet.applied_state is FleetState.ASLEEP:
-        raise RefusedError(f"Memory stays released. {held_sentence(fleet.applied_state)}", status=409)
+        raise RefusedError(f"Memory stays released. {describe_state(fleet.applied_state)}", status=409)
     bodies = {}
     names = _called_engines(fleet, at)
     if at is not None and not names:
@@ -108,7 +108,7 @@ async def note_checksums(fleet: Fleet) -> None:
             continue
         fleet.weights.checksums[fleet.engines[name].tensor_size] = found
         if fleet.keeps_weights:
-            fleet.weights.engine_checksums[name] = Noted(boot_id=boot, checksums=found)
+            fleet.weights.engine_checksums[name] = EngineChecksums(boot_id=boot, checksums=found)
 
 
 def engines_without_checksums(fleet: Fleet) -> list[str]:

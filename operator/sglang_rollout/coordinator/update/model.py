@@ -21,7 +21,7 @@ from sglang_rollout.coordinator.update.ranks import RankTable, rank_table
 from sglang_rollout.coordinator.update.tensors import TensorSet, pack_hashes
 from sglang_rollout.coordinator.update.versions import history, newest, next_version
 from sglang_rollout.wire.agent import SyncRequest
-from sglang_rollout.wire.record import Adapter, LastUpdate, Noted, OnDisk, Record, UpdateOutcome
+from sglang_rollout.wire.record import Adapter, EngineChecksums, LastUpdate, OnDisk, Record, UpdateOutcome
 from sglang_rollout.wire.states import FleetMode, FleetState
 from sglang_rollout.wire.weights import Version
 
@@ -39,7 +39,7 @@ class Committed:
     """Versions that may be served, oldest first; the committed one is the last."""
     checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Checksums of the committed version by the number of an engine's ranks, as far as they are known."""
-    engine_checksums: dict[str, Noted] = field(default_factory=dict)
+    engine_checksums: dict[str, EngineChecksums] = field(default_factory=dict)
     """Checksums of each engine, on a fleet that keeps the weights it was started with."""
     disk: OnDisk | None = None
     """Where the committed version was loaded from; None: it came from a trainer."""
@@ -352,7 +352,7 @@ class Fleet:
             joined=[group.row(places) for group in self.groups.values()],
             last_update=self.last_update,
             history=weights.history,
-            burned=weights.reserved,
+            reserved=weights.reserved,
             under_way=self.target() if self.update is not None else None,
             next_run=weights.next_run,
             fleet_id=weights.fleet_id,
@@ -364,7 +364,7 @@ class Fleet:
             tensors=weights.tensors.row,
             sources=sorted(weights.groups),
             tried=pack_hashes(self._may_hold(), weights.tensors.names, weights.attempted_before),
-            lent=list(interruptions.released_to_trainer) if self.mode is not None else None,
-            lent_apart={name: list(in_order(tags)) for name, tags in interruptions.at_engines.items() if name in self.engines},
-            noted={name: noted for name, noted in weights.engine_checksums.items() if name in self.engines},
+            released_to_trainer=list(interruptions.released_to_trainer) if self.mode is not None else None,
+            released_at_engines={name: list(in_order(tags)) for name, tags in interruptions.at_engines.items() if name in self.engines},
+            engine_checksums={name: noted for name, noted in weights.engine_checksums.items() if name in self.engines},
         )

@@ -15,7 +15,7 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import failures, resume, same_body, send, sync
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.states import FleetState, describe_state
 
 RETRY_SECONDS = 10.0
 """When an engine that could not be paused is tried again. Its gate is closed, and trainers' calls may come in between."""
@@ -44,7 +44,7 @@ async def apply_desired_state(fleet: Fleet) -> Answer:
 async def _before_sleep(fleet: Fleet) -> None:
     """Do what must precede a sleep: engines fall asleep by themselves when they receive the new state."""
     if fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST:
-        await abandon(fleet, held_sentence(FleetState.ASLEEP))
+        await abandon(fleet, describe_state(FleetState.ASLEEP))
     fleet.interruptions.end_pause()
     await note_checksums(fleet)
 

@@ -18,7 +18,7 @@ from sglang_rollout.coordinator.update.steps import GRACE_SECONDS, failures, res
 from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.states import held_sentence
+from sglang_rollout.wire.states import describe_state
 
 
 async def pause(fleet: Fleet, ask: Pause) -> Answer:
@@ -73,7 +73,7 @@ async def _pause_engines(fleet: Fleet, running: Collection[str], names: Collecti
     # Engines that failed, too: a call without an answer may have paused its engine.
     await resume(fleet, names)
     fleet.interruptions.end_pause()
-    now = held_sentence(fleet.applied_state) or "All engines generate again."
+    now = describe_state(fleet.applied_state) or "All engines generate again."
     return Answer(400, f"{reason.rstrip('.')}. {now}", {"engine": name, "phase": "pause", "engines": results_by_engine(results)})
 
 
@@ -99,7 +99,7 @@ async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     behind = particulars.get(FENCED, {})
     results = await resume(fleet, [name for name in names if name not in behind], ask.body)
     # Success, because the trainer's own pause has ended, and unmodified trainers take any other answer for a failed update.
-    held = held_sentence(fleet.applied_state)
+    held = describe_state(fleet.applied_state)
     message = f"Generation stays paused. {held}" if held else "Generation continued successfully."
     if committed is not None and behind:
         message = f"{message} {partial_message(fleet, behind)}"
@@ -142,7 +142,7 @@ async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, t
     fleet.enter(Phase.OPEN)
     if fleet.update is None:
         fleet.transaction.update = OpenUpdate({}, fleet.now, fleet.transaction.label, trainer_session=trainer_session)
-    # Noted before the call: an engine whose answer is lost takes part, too.
+    # EngineChecksums before the call: an engine whose answer is lost takes part, too.
     update = fleet.require_update()
     update.boots.update(missing)
     note_held_weights(fleet, update, missing)

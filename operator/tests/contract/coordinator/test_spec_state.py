@@ -10,11 +10,11 @@ import pytest
 
 from sglang_rollout.api.intent import Intent
 from sglang_rollout.wire.record import Record
-from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.states import FleetState, describe_state
 from tests.contract.support.coordinator_process import Lab, fleet_lab
 
 UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g", "weight_version": "1"}
-PAUSED = held_sentence(FleetState.PAUSED)
+PAUSED = describe_state(FleetState.PAUSED)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.wire.states import LENT, FleetMode
+from sglang_rollout.wire.states import RELEASED_TO_TRAINER, FleetMode
 from tests.contract.support.agent_pod import until
 from tests.contract.support.whole_fleet import Whole, whole_fleet
 
@@ -100,7 +100,7 @@ async def judge(servers: list[str], tmp_path: Path) -> AsyncIterator[Whole]:
 async def test_a_judge_on_the_trainers_gpus_wakes_judges_and_sleeps(judge: Whole) -> None:
     said = []
     for _ in range(2):
-        await until(lambda: refused_with(judge, LENT), 10, "who asks for tokens is told who has the memory")
+        await until(lambda: refused_with(judge, RELEASED_TO_TRAINER), 10, "who asks for tokens is told who has the memory")
         assert (await judge.ask("GET", "/fleet/held")).status == 200, "the front sends requests to whoever can say why"
         await call(judge, "POST", "/resume_memory_occupation", TAGS)
         assert (await judge.document())["serving"] == 2, "before it is answered: the adapter generates at once"

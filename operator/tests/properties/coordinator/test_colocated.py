@@ -249,4 +249,4 @@ def test_a_fleet_with_gpus_of_its_own_is_not_put_to_sleep() -> None:
     settle(world)
     assert (serving(world), released(world)) == ([True], [()])
     assert world.record is not None
-    assert world.record.lent is None
+    assert world.record.released_to_trainer is None

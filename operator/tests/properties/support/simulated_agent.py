@@ -249,7 +249,7 @@ class SimulatedAgent:
         result = self._control(call, body, token, works)
         if call is ControlCall.RESUME_MEMORY and result.ok:
             memory = self.memory
-            if memory.lulled and memory.paused and not memory.released and memory.hold is FleetState.ACTIVE:
+            if memory.paused_for_release and memory.paused and not memory.released and memory.hold is FleetState.ACTIVE:
                 self._control(ControlCall.CONTINUE, {}, token, works)
         return result
 

@@ -11,7 +11,7 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.watchdog import in_the_middle
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.states import FleetState, held_sentence
+from sglang_rollout.wire.states import FleetState, describe_state
 from sglang_rollout.wire.weights import BASE, EngineState, Version
 
 V1, V2 = Version(run=1, step=1, label="1"), Version(run=1, step=2, label="2")
@@ -217,7 +217,7 @@ def test_groups_and_pause_are_remembered() -> None:
 
 def test_what_the_spec_holds_is_closed_through_restarts_of_agent_and_engine() -> None:
     held = run(SERVING, ev.Told(1, BASE, hold=FleetState.PAUSED))
-    assert s.closed_reason(held) == Refusal(GateReason.PAUSED, held_sentence(FleetState.PAUSED))
+    assert s.closed_reason(held) == Refusal(GateReason.PAUSED, describe_state(FleetState.PAUSED))
     assert not s.gate_may_open(run(held, ev.Told(1, BASE))), "a coordinator that does not know yet changes nothing"
     again = run(ev.restored(held.memory), ev.Identified(facts("b")), ev.Told(1, BASE))
     assert not s.gate_may_open(again)

@@ -123,13 +123,13 @@ def test_sleep_by_the_spec_has_events_and_sleep_for_the_trainer_has_none(mode: s
     custom = cr(mode=mode, sharing={"resourceClaimName": "gpus-{engine}"}, engine=engine)
     current = revision(SGLangRollout.model_validate(custom))
 
-    def seen(*released: str, lent: tuple[str, ...] = (), state: FleetState = FleetState.ACTIVE) -> FleetView:
+    def seen(*released: str, released_to_trainer: tuple[str, ...] = (), state: FleetState = FleetState.ACTIVE) -> FleetView:
         rows = [row(index, gate=not released).model_copy(update={"released": list(released)}) for index in range(2)]
         spec = {**custom["spec"], "state": "Asleep" if state is FleetState.ASLEEP else "Active"}
-        written = record(*rows).model_copy(update={"lent": list(lent), "state": state})
+        written = record(*rows).model_copy(update={"released_to_trainer": list(released_to_trainer), "state": state})
         return world([pod(0, current=current), pod(1, current=current)], written=written, custom={**custom, "spec": spec})
 
-    awake, asleep, waking = seen(), seen(*tags, lent=("kv_cache", "weights")), seen(*tags)
+    awake, asleep, waking = seen(), seen(*tags, released_to_trainer=("kv_cache", "weights")), seen(*tags)
     by_spec = seen(*tags, state=FleetState.ASLEEP)
     assert history(awake, asleep, waking, awake, asleep) == [[], [], [], []], "each step brings one"
     assert history(awake, by_spec, awake) == [["Asleep"], ["Ready"]]
@@ -151,10 +151,10 @@ def sleeping(*released: str, comparing: bool = False, **written: object) -> Flee
     return world([pod(0), pod(1)], written=record(*rows).model_copy(update=written))
 
 
-@pytest.mark.parametrize("lent", [None, []], ids=["own GPUs", "shared GPUs"])
-def test_wake_has_no_event_unless_the_comparison_finds_other_weights(lent: list[str] | None) -> None:
-    asleep = sleeping("kv_cache", "weights", lent=None if lent is None else ["kv_cache", "weights"])
-    comparing, wrong = sleeping(comparing=True, lent=lent), sleeping(lent=lent)
+@pytest.mark.parametrize("released_to_trainer", [None, []], ids=["own GPUs", "shared GPUs"])
+def test_wake_has_no_event_unless_the_comparison_finds_other_weights(released_to_trainer: list[str] | None) -> None:
+    asleep = sleeping("kv_cache", "weights", released_to_trainer=None if released_to_trainer is None else ["kv_cache", "weights"])
+    comparing, wrong = sleeping(comparing=True, released_to_trainer=released_to_trainer), sleeping(released_to_trainer=released_to_trainer)
     assert history(HEALTHY, asleep, comparing, HEALTHY, asleep) == [[], [], [], []], "each step brings one"
     assert history(HEALTHY, asleep, comparing, wrong)[-1] == ["EngineLost", "EngineLost"]
 

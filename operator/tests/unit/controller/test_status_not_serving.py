@@ -103,8 +103,10 @@ def test_fleet_asleep_for_its_trainer_is_not_degraded(mode: str, apart: bool) ->
     """``apart``: said at each engine's own URL."""
     tags = ["kv_cache", "weights"]
     rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update={"released": tags}) for index in range(2)]
-    lent = {"lent": [], "lent_apart": {one.name: tags for one in rows}} if apart else {"lent": tags}
-    written = record(*rows).model_copy(update=lent)
+    released_to_trainer = (
+        {"released_to_trainer": [], "released_at_engines": {one.name: tags for one in rows}} if apart else {"released_to_trainer": tags}
+    )
+    written = record(*rows).model_copy(update=released_to_trainer)
     custom = shared(mode)
     current = revision(SGLangRollout.model_validate(custom))
     pods = [pod(0, current=current), pod(1, current=current)]

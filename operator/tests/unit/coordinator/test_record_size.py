@@ -16,7 +16,7 @@ from sglang_rollout.coordinator.update.ranks import MAX_GROUP_NAME_CHARACTERS
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.reasons import GateReason
-from sglang_rollout.wire.record import Adapter, AdapterRow, EngineRow, GroupRow, LastUpdate, Noted, Record, UpdateOutcome
+from sglang_rollout.wire.record import Adapter, AdapterRow, EngineChecksums, EngineRow, GroupRow, LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.weights import EngineState, Version
 
 KIB = 1024
@@ -96,6 +96,6 @@ def test_as_many_groups_and_adapters_as_may_be_there_and_the_worst_that_engines_
 
 
 def test_a_fleet_that_keeps_its_weights_notes_checksums_of_eight_ranks_for_each_engine() -> None:
-    found = size(large(noted={name: Noted(boot_id=BOOT, checksums=(CHECKSUM,) * 8) for name in NAMES}))
+    found = size(large(engine_checksums={name: EngineChecksums(boot_id=BOOT, checksums=(CHECKSUM,) * 8) for name in NAMES}))
     print(f"record of {ENGINES} engines that keep their weights: {found / KIB:.0f} KiB")
     assert found < 700 * KIB
