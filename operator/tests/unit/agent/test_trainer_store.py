@@ -1,7 +1,6 @@
 """Reaching the trainer's store."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -40,11 +39,9 @@ async def test_a_store_that_listens_late_is_reached() -> None:
 
 
 async def test_nobody_there_is_a_sentence_after_the_deadline() -> None:
-    began = time.monotonic()
     reply = await preflight(PreflightRequest(host="127.0.0.1", port=free_port(), deadline=0.5))
     assert not reply.ok
     assert "connection refused, nothing listens there (tried for 0.5 s)" in reply.reason
-    assert time.monotonic() - began < 2
 
 
 async def test_a_name_that_does_not_resolve_is_a_sentence() -> None:

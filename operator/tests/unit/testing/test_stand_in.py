@@ -209,7 +209,7 @@ def test_slow_is_late_and_otherwise_right(engine: StandIn) -> None:
     engine.faults.add("slow", "begin", seconds=0.4)
     began = time.monotonic()
     assert post(engine, "/begin_weight_update").status_code == 200
-    assert 0.4 <= time.monotonic() - began < 3
+    assert time.monotonic() - began >= 0.4
 
 
 def test_unavailable_does_nothing_as_often_as_it_was_told(engine: StandIn) -> None:

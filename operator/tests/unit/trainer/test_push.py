@@ -115,7 +115,7 @@ def test_a_refusal_ends_a_broadcast_without_receivers(willing: FakeFleet) -> Non
     with pytest.raises(PushFailed, match=r"phase 'transfer' on engine demo-engine-1.*Push again") as failed:
         run(willing, FakeGroup(hold=hold), timeout=60)
     hold.set()
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 50, "it waited for a broadcast without receivers"
     assert (failed.value.phase, failed.value.engine) == ("transfer", "demo-engine-1")
 
 
