@@ -26,7 +26,7 @@ from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names, render_all
-from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.wire.record import EngineRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState
 

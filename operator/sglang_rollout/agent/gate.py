@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_rollout.proxy.versions import (
+from sglang_rollout.proxy.config import (
     ADAPTERS_KEY,
     GENERATES_KEY,
     NO_VERSION,

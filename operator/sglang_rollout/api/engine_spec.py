@@ -6,12 +6,38 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.engine_knobs import DETERMINISTIC, EP_SPANNING, EngineKnobs, same_said_twice
-from sglang_rollout.api.lora_spec import Lora, adapters_in_experts, said_in_args, with_copies
+from sglang_rollout.api.engine_flags import (
+    DETERMINISTIC,
+    EP_SPANNING,
+    EngineKnobs,
+    Lora,
+    adapters_in_experts,
+    said_in_args,
+    same_said_twice,
+    with_copies,
+)
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, ports_of_one_engine, variable_said_twice
 from sglang_rollout.api.pod_template import Labels
-from sglang_rollout.api.preflight_spec import Preflight
 from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, refuse_flags_like, rule, rules
+
+
+class AllReduce(ApiModel):
+    """An all-reduce over the ranks of each pod: with NCCL on GPUs, with gloo on CPUs. On a trainer's GPUs (`spec.mode`) it is NCCL, unless
+    `weights.backend` is `gloo` or `engine.args` has `--device cpu`."""
+
+    floor: int | None = Field(default=None, ge=1, le=100_000, alias="floorGBps")
+    """GB/s of bus bandwidth (as nccl-tests counts it) that must be reached: below it SGLang is not started. Without it, it is only
+    measured."""
+    megabytes: int = Field(default=256, ge=1, le=4096)
+    """Size of the tensor."""
+
+
+class Preflight(ApiModel):
+    """What is measured in the engine's container before SGLang starts."""
+
+    all_reduce: AllReduce
+    """How fast the ranks of a pod talk to one another; `allReduce: {}` takes the defaults."""
+
 
 Quantity = Annotated[
     int | str,

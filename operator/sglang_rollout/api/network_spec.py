@@ -11,7 +11,7 @@ from sglang_rollout.api.pod_template import overlay_sets
 from sglang_rollout.api.schema import ApiModel, rule, rules
 
 BLOCK = 20
-"""Ports of one engine in the network of its node (:mod:`sglang_rollout.controller.render.ports`)."""
+"""Ports of one engine in the network of its node (:mod:`sglang_rollout.controller.render.names`)."""
 BASE_PORT = 20000
 """Where the blocks begin if nothing else is said: above what kubelets and most daemons use."""
 NODE_PORTS = 30000

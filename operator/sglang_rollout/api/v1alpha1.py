@@ -1,14 +1,236 @@
-"""``rollout.sglang.io/v1alpha1`` SGLangRollout: names of the API and the root model."""
+"""``rollout.sglang.io/v1alpha1`` SGLangRollout: names of the API, the root model and ``spec``.
+
+Each CEL rule stands beside the field that it checks.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from enum import StrEnum
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.schema import ApiModel, rule, rules
-from sglang_rollout.api.spec import RolloutSpec
+from sglang_rollout.api.engine_spec import ENGINE_ENV, AccountAnnotations, Engine, Resources
+from sglang_rollout.api.model_spec import Model
+from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, ports_of_all_engines, variable_said_in_overlay
+from sglang_rollout.api.pod_template import PodTemplate, RouterPodTemplate, overlay_sets
+from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL, Elastic, Placement, Scheduling
+from sglang_rollout.api.schema import ApiModel, argument, rule, rules
+from sglang_rollout.api.sharing_spec import Mode, Sharing, rules_of_modes
 from sglang_rollout.api.status import RolloutStatus
+from sglang_rollout.api.weights_spec import Weights
+
+MAX_ENGINES = 1000
+"""Engine names carry their index; with four digits the longest one still fits the 63 characters of a StatefulSet's
+revision label."""
+
+ROUTER_FLAGS = (
+    "--host",
+    "--port",
+    "--policy",
+    "--worker-urls",
+    "--service-discovery",
+    "--discovery-provider",
+    "--selector",
+    "--prometheus-host",
+    "--prometheus-port",
+    "--model-alias",
+    "--disable-retries",
+)
+"""Flags of smg that the operator sets itself, or that would take the choice of engines away from the coordinator."""
+
+RouterArgument = Annotated[
+    str,
+    argument(
+        ROUTER_FLAGS,
+        "router.args must not set a flag that the operator owns: use router.policy, and leave addresses, retries and"
+        " the list of engines to the operator.",
+    ),
+]
+
+
+class RouterPolicy(StrEnum):
+    """How requests are spread over the engines."""
+
+    CACHE_AWARE = "CacheAware"
+    ROUND_ROBIN = "RoundRobin"
+    POWER_OF_TWO = "PowerOfTwo"
+    CONSISTENT_HASH = "ConsistentHash"
+    RANDOM = "Random"
+
+
+class Router(ApiModel):
+    """The pod behind the fleet's one URL: haproxy, the SGLang router (smg) and the coordinator."""
+
+    policy: RouterPolicy = RouterPolicy.CACHE_AWARE
+    """How requests are spread over the engines. Headers `x-smg-routing-key` and `x-session-id` make requests sticky
+    under every policy."""
+    resources: Resources = Resources()
+    """CPU and memory of the container smg. Default: requests of 250m CPU and 256Mi."""
+    front_resources: Resources = Resources()
+    """CPU and memory of the container front. Default: requests of 100m CPU and 128Mi."""
+    coordinator_resources: Resources = Resources()
+    """CPU and memory of the container coordinator. Default: requests of 100m CPU and 128Mi."""
+    args: list[RouterArgument] = Field(default_factory=list, max_length=64)
+    """More arguments of `smg`, one word per item."""
+    scheduling: Placement = Placement()
+    """On which nodes the router runs. `spec.scheduling` does not apply to it: a router needs no GPU."""
+    service_account_annotations: AccountAnnotations | None = None
+    """Annotations of the router's ServiceAccount `<name>-router`. A change restarts the router."""
+    pod_template: RouterPodTemplate | None = None
+    """Overlay over the router pod for everything that has no field of its own, for example `imagePullSecrets`. Merged like
+    `spec.podTemplate`. A change restarts the router."""
+
+
+class State(StrEnum):
+    """What the fleet is to do."""
+
+    ACTIVE = "Active"
+    PAUSED = "Paused"
+    ASLEEP = "Asleep"
+    SUSPENDED = "Suspended"
+
+
+class Sleep(ApiModel):
+    """How a fleet falls asleep."""
+
+    drain_seconds: int = Field(default=300, ge=0, le=86400)
+    """Requests that run when `state` becomes `Asleep` have so many seconds to end; the rest is aborted. 0: abort at once."""
+
+
+def _rules_of_overlay() -> list[dict[str, str]]:
+    """Rules of ``spec``: what other fields set, the overlay must not."""
+    labels = "self.podTemplate.metadata.labels"
+    return [
+        rule(
+            f"!{overlay_sets(ENGINE_ENV)}",
+            f"podTemplate must not set {' or '.join(ENGINE_ENV)} in the container engine: health checks and weight updates depend on them.",
+            field=".podTemplate",
+        ),
+        rule(
+            "!has(self.engine.serviceAccountAnnotations) || !has(self.podTemplate) || !has(self.podTemplate.spec)"
+            " || !has(self.podTemplate.spec.serviceAccountName)",
+            "engine.serviceAccountAnnotations annotate the ServiceAccount that the operator makes, but podTemplate.spec.serviceAccountName"
+            " names another ServiceAccount: annotate that ServiceAccount yourself, or leave serviceAccountName out.",
+            field=".podTemplate",
+        ),
+        rule(
+            f"!self.model.offline || !{overlay_sets(OFFLINE_VARIABLES)}",
+            f"model.offline sets {', '.join(OFFLINE_VARIABLES)}: leave them out of the container engine of podTemplate.",
+            field=".podTemplate",
+        ),
+        rule(
+            f"!has(self.scheduling.gang) || !has(self.podTemplate) || !has(self.podTemplate.metadata) || !has({labels})"
+            f" || !('{POD_GROUP_LABEL}' in {labels})",
+            f"scheduling.gang sets the label {POD_GROUP_LABEL} of the pods: leave it out of podTemplate.",
+            field=".podTemplate",
+        ),
+    ]
+
+
+class RolloutSpec(ApiModel):
+    """The fleet that is wanted."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!self.engine.eplb || (has(self.weights) && has(self.weights.verify) && self.weights.verify == 'Off')",
+                "engine.eplb moves experts between ranks, so that engines with the same weights differ rank by rank: set"
+                " weights.verify to Off.",
+                field=".engine",
+            ),
+            rule(
+                "self.mode != 'Standalone' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
+                " || (has(self.weights) && has(self.weights.transport) && self.weights.transport == 'Disk')",
+                "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot take weights over a group"
+                " there. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead of data,"
+                " and more tensor ranks instead of pipeline stages.",
+                field=".engine",
+            ),
+            rule(
+                "self.state == 'Suspended' || oldSelf.state == 'Suspended' || self.replicas == 0 || oldSelf.replicas == 0"
+                " || (has(self.scheduling.queueName) ? self.scheduling.queueName : '')"
+                " == (has(oldSelf.scheduling.queueName) ? oldSelf.scheduling.queueName : '')",
+                "scheduling.queueName can only change while no engine runs, because Kueue counts engines where they were admitted:"
+                " set state to Suspended first.",
+                field=".scheduling",
+            ),
+            rule(
+                f"!self.model.offline || !has(self.engine.env) || !self.engine.env.exists(e, e.name in {list(OFFLINE_VARIABLES)})",
+                f"model.offline sets {', '.join(OFFLINE_VARIABLES)}: leave them out of engine.env.",
+                field=".engine",
+            ),
+            rule(
+                "self.state != 'Asleep' || self.engine.memorySaver",
+                "state Asleep needs engine.memorySaver: without it SGLang releases nothing. Set it to true (engines restart for that),"
+                " or use Paused or Suspended.",
+                field=".state",
+            ),
+            rule(
+                "self.state != 'Asleep' || !self.engine.eplb",
+                "state Asleep cannot be used with engine.eplb: it moves experts between ranks, and an engine that wakes serves only with"
+                " the checksum that it fell asleep with. Use Suspended, or set eplb to false.",
+                field=".state",
+            ),
+            rule(
+                "!has(self.elastic) || self.replicas == 0 || self.elastic.base <= self.replicas",
+                "elastic.base must not exceed replicas, unless replicas is 0: lower elastic.base first, or keep more engines.",
+                field=".elastic",
+            ),
+            rule(
+                "has(self.elastic) || !has(self.scheduling.gang) || self.scheduling.gang.scope != 'Base'",
+                "scheduling.gang.scope Base needs elastic.base: set it to the number of engines that start together.",
+                field=".scheduling",
+            ),
+            *_rules_of_overlay(),
+            *variable_said_in_overlay(),
+            *ports_of_all_engines(),
+            *rules_of_modes(),
+        )
+    )
+
+    replicas: int = Field(default=1, ge=0, le=MAX_ENGINES)
+    """Number of engines. `kubectl scale` sets it."""
+    elastic: Elastic | None = None
+    """How many of them are the base, without which the fleet is not whole. Default: all."""
+    mode: Mode = Mode.STANDALONE
+    """`Standalone`: the engines have GPUs of their own and take weights from a trainer. `Hybrid`: they share the trainer's GPUs, sleep
+    until it wakes them, and take its weights at their own URLs. `Colocated`: they share its GPUs likewise, and keep the weights of
+    `model.path` (docs/modes.md). It cannot change."""
+    sharing: Sharing | None = None
+    """How engines come to the trainer's GPUs, with `mode: Hybrid` or `Colocated`."""
+    state: State = State.ACTIVE
+    """`Paused`: no engine generates, weight updates are taken. `Asleep`: engines release their memory; needs
+    `engine.memorySaver` (docs/states.md). `Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed
+    version are kept. Engines that come back hold what `model.path` holds, so after the first push they wait for the next one, or catch
+    up from `weights.catchUp.disk`."""
+    sleep: Sleep = Sleep()
+    """How a fleet falls asleep."""
+    model: Model
+    """Which model the engines serve before the first weight update."""
+    engine: Engine
+    """The SGLang servers."""
+    router: Router = Router()
+    """The pod behind the fleet's one URL."""
+    weights: Weights = Weights()
+    """How a trainer's weights reach the engines."""
+    scheduling: Scheduling = Scheduling()
+    """On which nodes engines run."""
+    pod_template: PodTemplate | None = None
+    """Overlay over the engine pods for everything that has no field of its own: volumes, annotations,
+    more containers. Merged like a strategic merge patch: maps key by key, containers, volumes and
+    environment by name; `null` removes a key."""
+
+    @property
+    def engines(self) -> int:
+        """How many engines are to run now."""
+        return 0 if self.state is State.SUSPENDED else self.replicas
+
+    @property
+    def base(self) -> int:
+        """How many of them, from the first on, make the fleet whole."""
+        return self.engines if self.elastic is None else min(self.elastic.base, self.engines)
+
 
 GROUP = "rollout.sglang.io"
 VERSION = "v1alpha1"

@@ -6,9 +6,9 @@ import logging
 import secrets
 from dataclasses import dataclass
 
-from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.decide.plan import Apply, Delete, Failure, Plan, find_ownership_conflict
-from sglang_rollout.controller.render.policies import token_of, with_token
+from sglang_rollout.controller.render.fleet_objects import token_of, with_token
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, NotFound, Refused
 from sglang_rollout.kube.resources import Object, Resource, resource_of

@@ -11,7 +11,7 @@ import click
 
 from sglang_rollout import __version__
 from sglang_rollout.controller.main import StartupError, run
-from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.settings import OperatorSettings, configure_logging
 from sglang_rollout.kube.errors import KubeError
 from sglang_rollout.wire.ports import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT

@@ -19,7 +19,7 @@ from sglang_rollout.controller.decide.plan import Apply, Plan, make_plan
 from sglang_rollout.controller.decide.pods import Object
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names, render_all
-from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.controller.render.common import Settings
 
 _CHILD_KINDS = frozenset(kind.kind for kind in (*names.CHILD_KINDS, names.POD_GROUP))
 _NO_STEPS = "nothing to do: every child is as the spec says"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_rollout.api.conditions import ConditionType, Reason, find
+from sglang_rollout.api.status import ConditionType, Reason, find
 from sglang_rollout.controller.apply import Outcome, execute_plan
 from sglang_rollout.controller.decide.messages import end_sentence
 from sglang_rollout.controller.decide.node_avoidance import seconds_until_expiry
@@ -17,7 +17,7 @@ from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.events import EventPoster
 from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.observe import observe
-from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, NotFound, Refused
 from sglang_rollout.kube.resources import Object

@@ -8,8 +8,8 @@ from itertools import chain, repeat
 
 import kopf
 
+from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.names import CHILD_KINDS, LABEL_ROLLOUT
-from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.logs import make_formatter
 from sglang_rollout.wire.ports import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 

@@ -21,15 +21,17 @@ from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.config import (
     FRONT_CONNECTIONS,
     GATE_CONNECTIONS,
+    UNSET,
     FrontParams,
     GateParams,
     connections_for,
     front_config,
     gate_config,
+    guard_of,
     guard_text,
+    version_map_of,
 )
 from sglang_rollout.proxy.smg import POLICIES, smg_args
-from sglang_rollout.proxy.versions import UNSET, guard_of, version_map_of
 from sglang_rollout.wire import ports
 
 _F = TypeVar("_F", bound=Callable[..., Any])

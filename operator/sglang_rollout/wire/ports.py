@@ -1,7 +1,7 @@
 """Ports, paths and headers: the one place that knows them.
 
 All fixed ports lie below 32768, the start of Linux's ephemeral range: a port above can be taken by an outgoing connection. Engines in
-the network of their node use others (``sglang_rollout.controller.render.ports``).
+the network of their node use others (``sglang_rollout.controller.render.names``).
 """
 
 GATE_PORT = 30000

@@ -16,7 +16,7 @@ import yaml
 from sglang_rollout.api.crdgen import to_yaml
 from sglang_rollout.controller.decide.view import build_fleet_view
 from sglang_rollout.controller.render import render_all
-from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.controller.render.common import Settings
 
 HERE = Path(__file__).parent
 SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")

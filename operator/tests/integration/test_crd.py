@@ -18,9 +18,9 @@ from sglang_rollout.api.crdgen import crd_yaml
 from sglang_rollout.controller.decide.plan import Apply, make_plan
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
+from sglang_rollout.controller.render.common import Settings
+from sglang_rollout.controller.render.fleet_objects import with_token
 from sglang_rollout.controller.render.names import CHILD_KINDS, FIELD_MANAGER, LABEL_ROLLOUT
-from sglang_rollout.controller.render.policies import with_token
-from sglang_rollout.controller.render.settings import Settings
 from tests.support.paths import DOCS, GOLDEN_INPUTS, REPOSITORY
 
 pytestmark = pytest.mark.controlplane

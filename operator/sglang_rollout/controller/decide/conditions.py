@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sglang_rollout.api.conditions import ConditionType, Finding, Reason, find
-from sglang_rollout.api.spec import State
-from sglang_rollout.api.status import AvoidedNode, EnginePhase, PrefetchStatus
+from sglang_rollout.api.status import AvoidedNode, ConditionType, EnginePhase, Finding, PrefetchStatus, Reason, find
+from sglang_rollout.api.v1alpha1 import State
 from sglang_rollout.controller.decide.elastic import is_held_for_base
 from sglang_rollout.controller.decide.engine_status import (
     EngineReport,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_rollout.controller.render import quantity
+from sglang_rollout.controller.render.common import is_same_quantity
 from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.names import ANNOTATION_APPLIED
 from sglang_rollout.controller.render.overlay import MERGE_KEYS, identity
@@ -100,7 +100,7 @@ def _compare_value(rendered: Any, live: Any, path: str, key: str, quantities: bo
         return ""
     if key in _FILLED_IN and not rendered:
         return ""
-    return "" if quantities and quantity.same(rendered, live) else path
+    return "" if quantities and is_same_quantity(rendered, live) else path
 
 
 def _compare_mapping(rendered: Mapping[str, Any], live: Mapping[str, Any], path: str, quantities: bool) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.decide.drift import find_difference, is_applied, stamp
 from sglang_rollout.controller.decide.elastic import count_base_group_members, is_held_for_base, is_partly_placed
 from sglang_rollout.controller.decide.pods import Object, count_designed_pods
 from sglang_rollout.controller.decide.rollout import Restart, plan_restarts
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
-from sglang_rollout.controller.render.policies import token_of
-from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.controller.render.common import Settings
+from sglang_rollout.controller.render.fleet_objects import token_of
 
 SETTLE_SECONDS = 2.0
 """Delay before the next look at something that changes without an event for us: garbage collection, a controller that lags."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.pod_template import DOWNLOAD_CONTAINER
-from sglang_rollout.api.status import PrefetchStatus
+from sglang_rollout.api.status import PrefetchStatus, Reason
 from sglang_rollout.controller.decide.messages import end_sentence
 from sglang_rollout.controller.decide.pods import Object, Pod, TroubleKind, describe_end
 from sglang_rollout.controller.decide.view import FleetView

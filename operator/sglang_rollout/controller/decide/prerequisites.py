@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from sglang_rollout.api.conditions import Reason
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER
+from sglang_rollout.api.status import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.messages import end_sentence
 from sglang_rollout.controller.decide.pods import Object, Pod
-from sglang_rollout.controller.render import quantity
+from sglang_rollout.controller.render.common import parse_quantity
 
 _RETRIES_BEFORE_ERROR = timedelta(seconds=5)
 _FAILED = " failed error: "
@@ -158,4 +158,4 @@ def _allocatable(node: Object, resource: str) -> int:
 
 
 def _amount(value: object) -> int:
-    return int(quantity.parse(value) or 0)
+    return int(parse_quantity(value) or 0)

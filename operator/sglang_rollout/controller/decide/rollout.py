@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from sglang_rollout.api.engine_knobs import FLAGS
+from sglang_rollout.api.engine_flags import FLAGS
 from sglang_rollout.controller.decide.elastic import find_stranded_pods, waits_for_room
 from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.decide.view import EngineView, FleetView

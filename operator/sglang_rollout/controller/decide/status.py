@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_rollout.api.conditions import Reason, conditions
 from sglang_rollout.api.status import (
     MAX_ADAPTER_NAME,
     MAX_ADAPTER_PATH,
@@ -16,8 +15,10 @@ from sglang_rollout.api.status import (
     EnginePhase,
     EngineStatus,
     LastUpdate,
+    Reason,
     RolloutStatus,
     WeightsStatus,
+    conditions,
 )
 from sglang_rollout.controller.decide.conditions import FleetSummary, describe_invalid_spec, evaluate_conditions
 from sglang_rollout.controller.decide.engine_status import EngineReport, format_version, report_engines

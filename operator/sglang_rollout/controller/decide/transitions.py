@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sglang_rollout.api.conditions import ConditionType, Reason, find
-from sglang_rollout.api.status import EnginePhase
+from sglang_rollout.api.status import ConditionType, EnginePhase, Reason, find
 from sglang_rollout.controller.decide.messages import describe_partial_commit, end_sentence
 
 Status = Mapping[str, Any]

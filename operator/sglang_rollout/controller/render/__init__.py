@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.engines import engine_statefulsets
+from sglang_rollout.controller.render.fleet_objects import control_secret, intent, rbac, services, weights
 from sglang_rollout.controller.render.placement import pod_groups
-from sglang_rollout.controller.render.policies import control_secret, intent, weights
 from sglang_rollout.controller.render.prefetch import prefetch
-from sglang_rollout.controller.render.rbac import rbac
 from sglang_rollout.controller.render.router import router_deployment
-from sglang_rollout.controller.render.services import services
-from sglang_rollout.controller.render.settings import Settings
 
 __all__ = ["render_all"]
 

@@ -1,13 +1,16 @@
-"""Pieces that all renderers share."""
+"""What all renderers share: the operator's settings, parts of objects, and quantities."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from sglang_rollout.api import v1alpha1 as api
 from sglang_rollout.api.engine_spec import Resources
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.ports import EnginePorts
+from sglang_rollout.controller.render.names import EnginePorts
 
 Object = dict[str, Any]
 
@@ -100,3 +103,52 @@ def control_volume(rollout: api.SGLangRollout) -> Object:
     """Return the volume with the control token. World-readable inside the pod: it is mounted into our own container
     only."""
     return {"name": "control", "secret": {"secretName": names.control_name(rollout.name), "defaultMode": 0o444}}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the operator that shape what it renders."""
+
+    coordinator_image: str
+    """Image with ``sglang-rollout``: agent and coordinator."""
+    router_image: str
+    """Image with haproxy, smg and ``sglang-rollout``: gate, front and smg."""
+    image_pull_policy: str = "IfNotPresent"
+    """Pull policy of these two images."""
+    version: str = "dev"
+    """Release of the operator; for labels and logs, never hashed into a revision."""
+
+
+_QUANTITY = re.compile(r"^([+-]?\d+(?:\.\d*)?|\.\d+)(?:([eE][+-]?\d+)|(Ki|Mi|Gi|Ti|Pi|Ei|n|u|m|k|M|G|T|P|E)?)$")
+_FACTORS = {
+    "n": Decimal("1e-9"),
+    "u": Decimal("1e-6"),
+    "m": Decimal("1e-3"),
+    "k": Decimal(10) ** 3,
+    "M": Decimal(10) ** 6,
+    "G": Decimal(10) ** 9,
+    "T": Decimal(10) ** 12,
+    "P": Decimal(10) ** 15,
+    "E": Decimal(10) ** 18,
+    "Ki": Decimal(2) ** 10,
+    "Mi": Decimal(2) ** 20,
+    "Gi": Decimal(2) ** 30,
+    "Ti": Decimal(2) ** 40,
+    "Pi": Decimal(2) ** 50,
+    "Ei": Decimal(2) ** 60,
+}
+
+
+def parse_quantity(value: Any) -> Decimal | None:
+    """Return the number that a quantity stands for; None if it is no quantity."""
+    found = _QUANTITY.match(str(value).strip()) if isinstance(value, str | int | float) else None
+    if not found:
+        return None
+    number, exponent, suffix = found.groups()
+    return Decimal(number + (exponent or "")) * _FACTORS.get(suffix or "", Decimal(1))
+
+
+def is_same_quantity(one: Any, other: Any) -> bool:
+    """Return whether two values are the same quantity."""
+    left, right = parse_quantity(one), parse_quantity(other)
+    return left is not None and left == right

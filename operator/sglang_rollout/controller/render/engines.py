@@ -19,7 +19,6 @@ from sglang_rollout.api.pod_template import AGENT_CONTAINER, ENGINE_CONTAINER, G
 from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.all_reduce import all_reduce, node_env
 from sglang_rollout.controller.render.common import (
     CONTROL_MOUNT,
     HOME_ENV,
@@ -27,6 +26,7 @@ from sglang_rollout.controller.render.common import (
     TMP_MOUNT,
     TMP_VOLUME,
     Object,
+    Settings,
     child,
     container_ports,
     container_resources,
@@ -36,18 +36,23 @@ from sglang_rollout.controller.render.common import (
     restricted,
     tcp_probe,
 )
-from sglang_rollout.controller.render.environment import capabilities, variables
+from sglang_rollout.controller.render.engine_arguments import (
+    WAIT_SECONDS,
+    agent_env,
+    agent_ranks,
+    capabilities,
+    engine_variables,
+    rank_env,
+    server_args,
+    server_ranks,
+)
 from sglang_rollout.controller.render.hashing import revisions
-from sglang_rollout.controller.render.mounts import with_shared_mounts
+from sglang_rollout.controller.render.names import EnginePorts, engine_ports
 from sglang_rollout.controller.render.overlay import merge
 from sglang_rollout.controller.render.placement import CLAIM, keep_near, keep_off, pod_labels, pod_placement, queue_labels
-from sglang_rollout.controller.render.ports import EnginePorts, engine_ports
-from sglang_rollout.controller.render.preflight import preflight
-from sglang_rollout.controller.render.ranks import WAIT_SECONDS, agent_env, agent_ranks, rank_env, server_ranks, start_script
-from sglang_rollout.controller.render.server_args import server_args
-from sglang_rollout.controller.render.settings import Settings
-from sglang_rollout.controller.render.start import DRAIN_SCRIPT, DRAIN_SECONDS
-from sglang_rollout.controller.render.storage import downloads, mounts, volumes
+from sglang_rollout.controller.render.preflight import all_reduce, node_env, preflight
+from sglang_rollout.controller.render.start import DRAIN_SCRIPT, DRAIN_SECONDS, start_script
+from sglang_rollout.controller.render.storage import downloads, mounts, volumes, with_shared_mounts
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, FRONT_PORT
 
 START_SECONDS = 1800
@@ -249,7 +254,7 @@ def _environment(rollout: SGLangRollout) -> list[Object]:
     """Health checks that generate tokens would fail while the engine is paused, which every weight update does."""
     ours: list[Object] = [{"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}]
     theirs = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
-    return [*ours, *rank_env(rollout), *node_env(rollout), *variables(rollout), *theirs]
+    return [*ours, *rank_env(rollout), *node_env(rollout), *engine_variables(rollout), *theirs]
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:

@@ -1,4 +1,13 @@
-"""Every name, label, path and key that the operator gives to something in Kubernetes."""
+"""Names, labels, paths, keys and ports of everything that the operator creates.
+
+A pod with a network of its own has all ports to itself, and every engine uses the same ports.
+Pods in the network of their node share its ports, so each engine has a block of its own, by its index:
+
+    basePort + 20 * index   +0 gate   +1 SGLang   +2 agent   +3 torch's rendezvous   +4 … +17 rendezvous of several pods, attention groups
+                           +18 metrics
+
+Blocks begin at multiples of their size. So the blocks of two fleets are either equal, which the scheduler detects, or disjoint.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,10 @@ import re
 from typing import NamedTuple
 
 from sglang_rollout.api import v1alpha1 as api
+from sglang_rollout.api.network_spec import BLOCK
 from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL
+from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.wire import ports as wire
 
 FIELD_MANAGER = "sglang-rollout-operator"
 """Owner of fields in server-side apply, and value of ``app.kubernetes.io/managed-by``."""
@@ -180,3 +192,43 @@ def selector_string(rollout: str, *, pods: int = 1) -> str:
 def public_url(rollout: str, namespace: str, port: int) -> str:
     """Return the fleet's one URL."""
     return f"http://{router_name(rollout)}.{namespace}.svc:{port}"
+
+
+_DERIVED = 14
+"""SGLang 0.5.23 counts on from the port of ``--dist-init-addr``: 1 to 6 for its processes, 13 for a handshake of attention groups."""
+
+
+class EnginePorts(NamedTuple):
+    """The ports of one engine, the same in each of its pods."""
+
+    gate: int
+    engine: int
+    agent: int
+    rendezvous: int
+    metrics: int
+    nccl: int | None = None
+    """``--nccl-port``; None: SGLang looks for a free one, as it may where nobody else listens."""
+
+    @property
+    def on_node(self) -> bool:
+        """Whether they are ports of the node, which others may use as well."""
+        return self.nccl is not None
+
+    @property
+    def of_sglang(self) -> tuple[int, ...]:
+        """Those on which SGLang itself may listen."""
+        own = (self.engine,) if self.nccl is None else (self.engine, self.nccl)
+        return (*own, *range(self.rendezvous, self.rendezvous + _DERIVED))
+
+
+OF_POD = EnginePorts(wire.GATE_PORT, wire.ENGINE_PORT, wire.AGENT_PORT, wire.RENDEZVOUS_PORT, wire.METRICS_PORT)
+"""Those of every engine whose pods have networks of their own."""
+
+
+def engine_ports(rollout: SGLangRollout, index: int) -> EnginePorts:
+    """Return the ports of engine ``index``."""
+    network = rollout.spec.engine.network
+    if network is None or not network.host_network:
+        return OF_POD
+    first = network.first_port + BLOCK * index
+    return EnginePorts(gate=first, engine=first + 1, agent=first + 2, nccl=first + 3, rendezvous=first + 4, metrics=first + 18)

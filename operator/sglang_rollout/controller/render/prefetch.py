@@ -9,10 +9,9 @@ from __future__ import annotations
 from sglang_rollout.api.pod_template import DOWNLOAD_CONTAINER
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.common import Object, child, requests, restricted
+from sglang_rollout.controller.render.common import Object, Settings, child, requests, restricted
 from sglang_rollout.controller.render.engines import engine_template
 from sglang_rollout.controller.render.hashing import digest
-from sglang_rollout.controller.render.settings import Settings
 
 _TAKEN_OVER = (
     "serviceAccountName",

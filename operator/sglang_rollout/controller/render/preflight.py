@@ -1,16 +1,23 @@
-"""What the engine's container looks at before SGLang starts: SGLang itself says it minutes later, or in other words.
+"""Checks in the engine's container before SGLang starts: ports, devices, memory, and the speed of an all-reduce.
 
 A check that fails ends the container with one line, which the operator shows in the engine's row of ``status``.
+SGLang would report the same problem minutes later, or less clearly.
 """
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from collections.abc import Iterable
+from importlib import resources
 
+from sglang_rollout.api.engine_spec import NODE_NAME_ENV
+from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import quantity
-from sglang_rollout.controller.render.common import Object
-from sglang_rollout.controller.render.ports import OF_POD, EnginePorts
+from sglang_rollout.api.weights_spec import Backend
+from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.common import Object, parse_quantity
+from sglang_rollout.controller.render.names import OF_POD, EnginePorts
 
 NVIDIA = "nvidia.com/gpu"
 """The one GPU resource whose devices are known by name. Slices (MIG) and other vendors are not counted."""
@@ -76,7 +83,7 @@ test "$found" -ge {gpus} ||
 
 def _shm(wanted: str, root: str) -> str:
     """The kubelet makes it no larger than the memory that the pod may use."""
-    kibibytes = int((quantity.parse(wanted) or 0) // 1024)
+    kibibytes = int((parse_quantity(wanted) or 0) // 1024)
     return f"""\
 second() {{ echo "$2"; }}
 size=$(second $(df -Pk {root}/dev/shm | tail -n 1))
@@ -101,3 +108,49 @@ caps=$(sed -n 's/^CapEff:[[:space:]]*//p' {root}/proc/self/status)
 test "$(ulimit -l)" = unlimited || test "$((0x$caps >> {_IPC_LOCK} & 1))" = 1 ||
   fail "RDMA pins memory, and this user may lock $(ulimit -l) KiB only: run as root, or raise the runtime's memlock limit"
 """
+
+
+SECONDS = 300
+"""How long it may take: torch is loaded for the first time on this node, once per rank, and NCCL looks at all devices and links."""
+
+_PROGRAM = (resources.files("sglang_rollout.controller.render") / "programs" / "all_reduce.py").read_text()
+
+
+def all_reduce(rollout: SGLangRollout) -> str:
+    """Return the part of the start script; empty if nobody asked for it."""
+    engine = rollout.spec.engine
+    if engine.preflight is None:
+        return ""
+    wanted = engine.preflight.all_reduce
+    arguments = [
+        *("--backend", _backend(rollout).value),
+        *("--ranks", str(engine.pod_gpus)),
+        *("--megabytes", str(wanted.megabytes)),
+        *("--floor", str(wanted.floor or 0)),
+        *("--seconds", str(SECONDS)),
+        *("--file", names.ALL_REDUCE_FILE),
+    ]
+    # In the background: a shell hears of a signal between two commands only. Without the boot file of the life before, for whose
+    # ranks the other pods would wait all the time.
+    return f"""\
+rm -f {names.BOOT_FILE}
+python3 -c {shlex.quote(_PROGRAM)} {" ".join(arguments)} --node "${NODE_NAME_ENV}" &
+wait $! || exit $?
+"""
+
+
+def _backend(rollout: SGLangRollout) -> Backend:
+    """NCCL where the engine computes on GPUs: its own, or the trainer's, of which no resource tells."""
+    spec = rollout.spec
+    if spec.engine.gpu_resource:
+        return Backend.NCCL
+    words = spec.engine.args
+    on_cpu = "--device=cpu" in words or ("--device", "cpu") in itertools.pairwise(words)
+    return Backend.GLOO if spec.mode is Mode.STANDALONE or on_cpu else spec.weights.backend
+
+
+def node_env(rollout: SGLangRollout) -> list[Object]:
+    """Return the variable with the name of the node."""
+    if rollout.spec.engine.preflight is None:
+        return []
+    return [{"name": NODE_NAME_ENV, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.nodeName"}}}]

@@ -11,6 +11,7 @@ from sglang_rollout.controller.render.common import (
     TMP_MOUNT,
     TMP_VOLUME,
     Object,
+    Settings,
     child,
     container_resources,
     control_volume,
@@ -21,7 +22,6 @@ from sglang_rollout.controller.render.common import (
 from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.overlay import merge
 from sglang_rollout.controller.render.placement import router_placement
-from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.wire.ports import COORDINATOR_PORT, FLEET_HEALTH, FRONT_PORT, METRICS_PORT, SMG_METRICS_PORT, SMG_PORT
 
 FRONT_HEALTH = "/front/health"

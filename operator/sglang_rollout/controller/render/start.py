@@ -7,6 +7,7 @@ no rank waits in torch's own rendezvous for one whose image is still being pulle
 from __future__ import annotations
 
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
+from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
 
 ENDED_BY_ITSELF = 70
@@ -95,3 +96,8 @@ for _ in $(seq {DRAIN_SECONDS}); do touch {names.DRAIN_FILE}; test -e {names.DRA
 """
 """Runs before SIGTERM: sidecars hear of the end only after this container is gone, so the agent is told by a file. Again and again, because
 a start script that has only begun removes the file, and the agent takes one older than the engine's boot for an earlier engine's."""
+
+
+def start_script(rollout: SGLangRollout, checks: str) -> str:
+    """Return the first process of an engine's container. ``checks``: shell that runs before anything else."""
+    return HANDLER + checks + (GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT)

@@ -13,7 +13,7 @@ from e2e.cluster.say import LabError
 from e2e.engine import environment
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render.environment import variables
+from sglang_rollout.controller.render.engine_arguments import engine_variables
 from tests.support.paths import GOLDEN_INPUTS
 
 pytestmark = pytest.mark.engine
@@ -48,7 +48,7 @@ def read(set_: dict[str, str]) -> dict[str, Any]:
 
 def test_the_pinned_sglang_reads_the_names_that_are_set() -> None:
     rollout = SGLangRollout.model_validate(yaml.safe_load(GOLDEN.read_text()))
-    ours = {one["name"]: one["value"] for one in variables(rollout)}
+    ours = {one["name"]: one["value"] for one in engine_variables(rollout)}
     cache = ours["SGLANG_CACHE_DIR"]
 
     # What SGLang itself would derive from its one folder is what is set one by one, for releases that do not derive it.

@@ -15,13 +15,12 @@ import yaml
 from e2e.cluster.say import LabError
 from e2e.engine import Engine, environment
 
-from sglang_rollout.api.engine_knobs import FLAGS
+from sglang_rollout.api.engine_flags import FLAGS
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.ports import engine_ports
-from sglang_rollout.controller.render.ranks import server_ranks
-from sglang_rollout.controller.render.server_args import server_args
+from sglang_rollout.controller.render.engine_arguments import server_args, server_ranks
+from sglang_rollout.controller.render.names import engine_ports
 from tests.contract.support.agent_pod import pod
 from tests.support.paths import DOCS, GOLDEN_INPUTS
 from tests.support.ports import free_port

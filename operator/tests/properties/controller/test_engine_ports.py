@@ -15,7 +15,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.engines import engine_statefulsets
-from sglang_rollout.controller.render.ports import engine_ports
+from sglang_rollout.controller.render.names import engine_ports
 from tests.properties.support.simulated_cluster import SETTINGS, Cluster, Object, rollout
 
 bases = st.integers(UNPRIVILEGED // BLOCK + 1, NODE_PORTS // BLOCK - 1).map(lambda number: number * BLOCK)

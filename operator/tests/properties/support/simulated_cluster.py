@@ -10,8 +10,8 @@ from typing import Any
 from sglang_rollout.controller.decide.plan import Action, Delete, Plan, make_plan
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.policies import with_token
-from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.controller.render.common import Settings
+from sglang_rollout.controller.render.fleet_objects import with_token
 from sglang_rollout.wire.record import EngineRow, Record
 from sglang_rollout.wire.weights import BASE, EngineState
 

@@ -11,8 +11,8 @@ import yaml
 from click.testing import CliRunner
 
 from sglang_rollout.api import crdgen
-from sglang_rollout.api.conditions import ConditionType, Finding, Reason, conditions
-from sglang_rollout.api.structural import structural
+from sglang_rollout.api.crdgen import structural
+from sglang_rollout.api.status import ConditionType, Finding, Reason, conditions
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from tests.support.paths import REPOSITORY
 

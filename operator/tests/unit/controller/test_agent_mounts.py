@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.engines import engine_statefulsets
-from sglang_rollout.controller.render.settings import Settings
 
 SETTINGS = Settings(coordinator_image="fleet:1", router_image="router:1")
 

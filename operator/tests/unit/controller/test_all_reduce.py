@@ -18,9 +18,8 @@ from sglang_rollout.agent.run_files import read_all_reduce
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.all_reduce import SECONDS, all_reduce, node_env
-from sglang_rollout.controller.render.preflight import FAILED
-from sglang_rollout.controller.render.ranks import start_script
+from sglang_rollout.controller.render.preflight import FAILED, SECONDS, all_reduce, node_env
+from sglang_rollout.controller.render.start import start_script
 from tests.unit.controller.support.worlds import BASE, NOW, cr, crashed, pod, record, row, world
 
 

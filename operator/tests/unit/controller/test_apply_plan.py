@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.apply import Outcome, execute_plan
 from sglang_rollout.controller.decide.plan import Apply, Delete, Failure, Plan
 from sglang_rollout.controller.render.names import LABEL_ROLLOUT

@@ -10,11 +10,12 @@ import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.drift import find_difference, stamp
-from sglang_rollout.controller.render import names, quantity, render_all
+from sglang_rollout.controller.render import names, render_all
+from sglang_rollout.controller.render.common import is_same_quantity
+from sglang_rollout.controller.render.engine_arguments import server_args
+from sglang_rollout.controller.render.fleet_objects import intent
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.controller.render.overlay import merge
-from sglang_rollout.controller.render.policies import intent
-from sglang_rollout.controller.render.server_args import server_args
 from tests.support.paths import DOCS
 from tests.unit.controller.support.worlds import SETTINGS, cr
 
@@ -34,7 +35,7 @@ Object = dict[str, Any]
     ],
 )
 def test_quantities(one: Any, other: Any, equal: bool) -> None:
-    assert quantity.same(one, other) is equal
+    assert is_same_quantity(one, other) is equal
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import yaml
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.render import render_all
-from sglang_rollout.controller.render.ports import engine_ports
+from sglang_rollout.controller.render.names import engine_ports
 from sglang_rollout.controller.render.preflight import FAILED, preflight
 from sglang_rollout.wire.ports import ENGINE_PORT, RENDEZVOUS_PORT
 from tests.support.paths import GOLDEN_INPUTS

@@ -12,7 +12,7 @@ from sglang_rollout.controller.decide.plan import Apply, make_plan
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.engines import engine_statefulsets
-from sglang_rollout.controller.render.ports import engine_ports
+from sglang_rollout.controller.render.names import engine_ports
 from tests.unit.controller.support.worlds import NOW, SETTINGS, Object, cr, pod, world
 
 

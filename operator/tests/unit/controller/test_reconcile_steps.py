@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.status import Reason
 from sglang_rollout.controller import reconcile as module
 from sglang_rollout.controller.apply import Outcome
 from sglang_rollout.controller.decide.plan import Failure, Plan
@@ -14,7 +14,7 @@ from sglang_rollout.controller.decide.transitions import EventToPost
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.metrics import Metrics
 from sglang_rollout.controller.reconcile import Reconciler, Result, ready_status
-from sglang_rollout.controller.render.settings import Settings
+from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, KubeError, NotFound, Refused
 
 KEY = ("n", "demo")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_rollout.api.conditions import Reason
+from sglang_rollout.api.status import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.status import build_status

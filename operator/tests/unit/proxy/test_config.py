@@ -9,8 +9,7 @@ import pytest
 
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import FrontParams, GateParams, connections_for, front_config, gate_config, guard_text
-from sglang_rollout.proxy.versions import UNSET
+from sglang_rollout.proxy.config import UNSET, FrontParams, GateParams, connections_for, front_config, gate_config, guard_text
 
 GOLDEN = Path(__file__).parent / "golden"
 LOOPBACK = Address("127.0.0.1", 30001)

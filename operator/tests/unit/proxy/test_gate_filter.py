@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import guard_text
-from sglang_rollout.proxy.versions import NO_VERSION, listed
+from sglang_rollout.proxy.config import NO_VERSION, guard_text, listed
 
 pytestmark = pytest.mark.router
 

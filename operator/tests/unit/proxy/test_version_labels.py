@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.versions import ADAPTERS_LONGEST, NO_VERSION, UNSET, encoded, listed, version_map_of
+from sglang_rollout.proxy.config import ADAPTERS_LONGEST, NO_VERSION, UNSET, encoded, listed, version_map_of
 
 
 @pytest.mark.parametrize(

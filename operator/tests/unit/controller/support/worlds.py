@@ -10,8 +10,8 @@ from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names, render_all
+from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.hashing import revision
-from sglang_rollout.controller.render.settings import Settings
 from sglang_rollout.wire.reasons import Refusal
 from sglang_rollout.wire.record import EngineRow, LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.weights import BASE, EngineState, Version
