@@ -34,7 +34,7 @@ SUBCOMMANDS = {
     ),
     "crd": Subcommand("sglang_rollout.api.crdgen:command", "operator", "Print the CustomResourceDefinition for kubectl apply."),
     "local": Subcommand("sglang_rollout.local.cli:command", "coordinator", "Run a fleet on this machine, in front of SGLang servers."),
-    "operator": Subcommand("sglang_rollout.controller.cli:command", "operator", "Run the Kubernetes operator."),
+    "operator": Subcommand("sglang_rollout.controller.main:command", "operator", "Run the Kubernetes operator."),
     "plan": Subcommand(
         "sglang_rollout.controller.preview:plan_command", "operator", "Print the steps that the operator would take for an SGLangRollout."
     ),

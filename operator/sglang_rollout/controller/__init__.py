@@ -1,1 +1,1 @@
-"""The operator's I/O: watches with kopf, reads the world, carries out what ``core`` plans, writes status."""
+"""The operator: it watches rollouts, reads their objects, carries out what ``decide`` plans, and writes their status."""

@@ -1,4 +1,7 @@
-"""The operator process: connect, check the CRD, start the workers, and watch until a signal."""
+"""``sglang-rollout operator``: the operator process.
+
+It connects, checks the CRD, starts the workers, and watches until a signal.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,31 @@ import asyncio
 import datetime
 import logging
 import os
+import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
+import click
+
+from sglang_rollout import __version__
 from sglang_rollout.api.v1alpha1 import API_VERSION, PLURAL
-from sglang_rollout.controller import triggers
 from sglang_rollout.controller.events import EventPoster
-from sglang_rollout.controller.metrics import Key, Metrics
+from sglang_rollout.controller.metrics import Key, Metrics, build_health_app, build_metrics_app, serve
 from sglang_rollout.controller.reconcile import Reconciler
 from sglang_rollout.controller.render.names import FIELD_MANAGER
-from sglang_rollout.controller.settings import OperatorSettings
-from sglang_rollout.controller.web import build_health_app, build_metrics_app, serve
-from sglang_rollout.controller.workers import Workers, relist_periodically
-from sglang_rollout.controller.workqueue import WorkQueue
+from sglang_rollout.controller.render.common import Settings
+from sglang_rollout.controller.triggers import OutageFilter, watch_rollouts
+from sglang_rollout.controller.workqueue import Workers, WorkQueue, relist_periodically
 from sglang_rollout.kube.client import Kube
+from sglang_rollout.kube.credentials import read_credentials
 from sglang_rollout.kube.errors import ApiUnavailable, KubeError, NotFound
+from sglang_rollout.logs import FORMATS, configure_logging
+from sglang_rollout.wire.ports import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +43,134 @@ API_TIMEOUT_SECONDS = 60.0
 CRD_TIMEOUT_SECONDS = 5.0
 POLL_SECONDS = 0.5
 
+WORKERS = 4
+"""Concurrent reconciles. A reconcile takes a dozen small reads, so four workers suffice for hundreds of rollouts."""
+RELIST_SECONDS = 300.0
+"""Period after which every rollout is reconciled without an event, so that correctness never depends on a watch."""
+
+_ENV = "SGLANG_ROLLOUT"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 
 class StartupError(Exception):
     """The operator cannot start. ``str()`` says why and what to do."""
+
+
+@dataclass(frozen=True)
+class OperatorSettings:
+    """Settings from the command line."""
+
+    render: Settings
+    """Settings of the rendered objects: images and their pull policy."""
+    namespaces: tuple[str, ...] = ()
+    """Namespaces to watch; empty: all."""
+    kubeconfig: str | None = None
+    metrics_port: int = OPERATOR_METRICS_PORT
+    """Port of ``/metrics``; 0: no metrics server."""
+    health_port: int = OPERATOR_HEALTH_PORT
+    """Port of ``/healthz``; 0: no health server."""
+
+
+def _setting(name: str, default: str | int, text: str, kind: click.ParamType[Any] | None = None) -> Callable[[_F], _F]:
+    """Return an option that can also be set by an environment variable."""
+    variable = f"{_ENV}_{name.upper().replace('-', '_')}"
+    return click.option(f"--{name}", default=default, envvar=variable, show_default=True, type=kind, help=text)
+
+
+_PORT = click.IntRange(0, 65535)
+
+
+def image_options(function: _F) -> _F:
+    """Add the options that name the images of the children."""
+    for option in (
+        _setting(
+            "image-pull-policy", "IfNotPresent", "Pull policy of these two images.", click.Choice(["Always", "IfNotPresent", "Never"])
+        ),
+        _setting("router-image", f"sglang-rollout/router:{__version__}", "Image of gate, front and smg."),
+        _setting("coordinator-image", f"sglang-rollout/coordinator:{__version__}", "Image of agent and coordinator."),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command()
+@click.option(
+    "--namespace",
+    "namespaces",
+    multiple=True,
+    metavar="NAME",
+    envvar=f"{_ENV}_NAMESPACES",
+    help="Namespace to watch; repeat for more.  [default: all namespaces]",
+)
+@image_options
+@_setting("metrics-port", OPERATOR_METRICS_PORT, "Port of /metrics; 0: none.", _PORT)
+@_setting("health-port", OPERATOR_HEALTH_PORT, "Port of /healthz; 0: none.", _PORT)
+@click.option(
+    "--kubeconfig",
+    type=click.Path(exists=True, dir_okay=False),
+    help="How to reach the cluster.  [default: the pod's service account, else $KUBECONFIG, else ~/.kube/config]",
+)
+@_setting("log-format", "text", "Format of log lines: for people or for a collector.", click.Choice(FORMATS))
+@click.option("--verbose", is_flag=True, help="Also log every reconcile and kopf's own lines.")
+def command(
+    *,
+    namespaces: tuple[str, ...],
+    coordinator_image: str,
+    router_image: str,
+    image_pull_policy: str,
+    metrics_port: int,
+    health_port: int,
+    kubeconfig: str | None,
+    log_format: str,
+    verbose: bool,
+) -> None:
+    """Watch SGLangRollouts and create their engines, router and services.
+
+    The Helm chart installs the operator in a cluster. Outside a cluster, it uses your kubeconfig. An option with a default is also
+    read from the environment: --coordinator-image from SGLANG_ROLLOUT_COORDINATOR_IMAGE, and so on; the namespaces from
+    SGLANG_ROLLOUT_NAMESPACES.
+    """
+    _configure_logging(log_format, verbose=verbose)
+    settings = OperatorSettings(
+        render=Settings(
+            coordinator_image=coordinator_image,
+            router_image=router_image,
+            image_pull_policy=image_pull_policy,
+            version=__version__,
+        ),
+        namespaces=namespaces,
+        kubeconfig=kubeconfig,
+        metrics_port=metrics_port,
+        health_port=health_port,
+    )
+    try:
+        asyncio.run(_until_stopped(settings))
+    except (StartupError, KubeError) as error:
+        raise click.ClickException(f"the operator stops: {error}") from error
+
+
+async def _until_stopped(settings: OperatorSettings) -> None:
+    """Run until SIGTERM or SIGINT, which end the process with exit code 0.
+
+    kopf handles both signals while it watches. Before that, this function does: PID 1 of a container ignores SIGTERM without a
+    handler, and its pod would take the full grace period to stop.
+    """
+    main = asyncio.ensure_future(run(settings))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, main.cancel)
+    try:
+        await main
+    except asyncio.CancelledError:
+        if not main.cancelled():
+            raise
+
+
+def _configure_logging(log_format: str, *, verbose: bool) -> None:
+    configure_logging("DEBUG" if verbose else "INFO", log_format)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(OutageFilter())
+    # kopf logs "Handler … succeeded" for every event at INFO. The operator logs changes itself.
+    logging.getLogger("kopf").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
 def utc_now() -> str:
@@ -41,7 +178,7 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-async def require_crd(kube: Kube, *, api_timeout: float = API_TIMEOUT_SECONDS, crd_timeout: float = CRD_TIMEOUT_SECONDS) -> None:
+async def _require_crd(kube: Kube) -> None:
     """Wait for the API server and for the CRD.
 
     Raises:
@@ -52,15 +189,15 @@ async def require_crd(kube: Kube, *, api_timeout: float = API_TIMEOUT_SECONDS, c
         try:
             found = await kube.get_path(f"/apis/{API_VERSION}")
         except NotFound:
-            problem, timeout = _describe_missing_crd(kube), crd_timeout
+            problem, timeout = _describe_missing_crd(kube), CRD_TIMEOUT_SECONDS
         except ApiUnavailable as error:
-            problem, timeout = f"the API server does not answer: {error}", api_timeout
+            problem, timeout = f"the API server does not answer: {error}", API_TIMEOUT_SECONDS
         except KubeError as error:
             raise StartupError(f"the API server refuses the operator: {error}") from error
         else:
             if any(resource.get("name") == PLURAL for resource in found.get("resources") or []):
                 return
-            problem, timeout = _describe_missing_crd(kube), crd_timeout
+            problem, timeout = _describe_missing_crd(kube), CRD_TIMEOUT_SECONDS
         if time.monotonic() - started >= timeout:
             raise StartupError(problem)
         await asyncio.sleep(POLL_SECONDS)
@@ -88,15 +225,13 @@ async def run(settings: OperatorSettings) -> None:
         stack.callback(queue.close)
         # Health comes before anything that waits: the kubelet must not kill the operator while the API server is slow.
         await _serve(stack, settings, metrics, workers)
-        await require_crd(kube)
+        await _require_crd(kube)
         log.info("watching %s of %s", ", ".join(settings.namespaces) or "all namespaces", kube.server)
-        workers.start(settings.workers)
+        workers.start(WORKERS)
         stack.push_async_callback(workers.stop)
-        relisting = asyncio.create_task(
-            relist_periodically(kube, queue, settings.namespaces, seconds=settings.relist_seconds, metrics=metrics)
-        )
+        relisting = asyncio.create_task(relist_periodically(kube, queue, settings.namespaces, seconds=RELIST_SECONDS, metrics=metrics))
         stack.callback(relisting.cancel)
-        await triggers.watch_rollouts(queue.add, kube.log_in, settings.namespaces)
+        await watch_rollouts(queue.add, partial(read_credentials, settings.kubeconfig), settings.namespaces)
     log.info("stopped")
 
 

@@ -1,7 +1,11 @@
-"""The operator's Prometheus metrics: one object per operator, so that tests share no counters."""
+"""Prometheus metrics of the operator, and its HTTP servers for ``/metrics`` and ``/healthz``."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable, Sized
+from contextlib import asynccontextmanager
+
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 PREFIX = "sglang_rollout_operator"
@@ -12,6 +16,8 @@ RESULTS = ("ok", "gone", "refused", "unavailable", "conflict", "error")
 CONDITION_VALUES = ("True", "False", "Unknown")
 # A reconcile of a healthy fleet is a dozen reads and takes milliseconds. An API server in trouble takes up to its deadline of 30 s.
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SHUTDOWN_SECONDS = 0.2
+"""Short, because the only clients, kubelet and Prometheus, retry."""
 
 Key = tuple[str, str]
 """Namespace and name of an SGLangRollout."""
@@ -61,9 +67,9 @@ class Metrics:
         """Count one reconcile that is retried later."""
         self._retries.inc()
 
-    def follow_queue(self, queue: object) -> None:
-        """Report ``len(queue)`` at each scrape."""
-        self._depth.set_function(lambda: float(len(queue)))  # type: ignore[arg-type]
+    def follow_queue(self, queue: Sized) -> None:
+        """Report the length of ``queue`` at each scrape."""
+        self._depth.set_function(lambda: float(len(queue)))
 
     def set_ready(self, key: Key, status: str | None) -> None:
         """Record the Ready condition of a rollout (True, False or Unknown); None if the rollout is gone."""
@@ -81,3 +87,44 @@ class Metrics:
     def render_text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def build_metrics_app(metrics: Metrics) -> web.Application:
+    """Return an app that serves ``GET /metrics``."""
+
+    async def show(_request: web.Request) -> web.Response:
+        return web.Response(body=metrics.render_text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    app = web.Application()
+    app.router.add_get("/metrics", show)
+    return app
+
+
+def build_health_app(find_problem: Callable[[], str]) -> web.Application:
+    """Return an app that serves ``GET /healthz``: 200, or 500 with the message of ``find_problem``.
+
+    The health does not depend on the API server, because a restart of the operator would not repair it.
+    """
+
+    async def show(_request: web.Request) -> web.Response:
+        problem = find_problem()
+        return web.Response(status=500, text=problem + "\n") if problem else web.Response(text="ok\n")
+
+    app = web.Application()
+    app.router.add_get("/healthz", show)
+    return app
+
+
+@asynccontextmanager
+async def serve(app: web.Application, port: int) -> AsyncIterator[None]:
+    """Serve ``app`` on all addresses of the machine; port 0 disables it."""
+    if port == 0:
+        yield
+        return
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, None, port).start()
+        yield
+    finally:
+        await runner.cleanup()

@@ -5,7 +5,6 @@ Reads no API server and writes nothing.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
@@ -14,10 +13,10 @@ import yaml
 
 from sglang_rollout.api.crdgen import to_yaml
 from sglang_rollout.api.v1alpha1 import KIND
-from sglang_rollout.controller.cli import image_options
 from sglang_rollout.controller.decide.plan import Apply, Plan, make_plan
 from sglang_rollout.controller.decide.pods import Object
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
+from sglang_rollout.controller.main import image_options, utc_now
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
 
@@ -100,9 +99,7 @@ def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_ima
     if fleet.rollout is None:
         raise click.ClickException(fleet.invalid)
     settings = Settings(coordinator_image=coordinator_image, router_image=router_image, image_pull_policy=image_pull_policy)
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    plan = make_plan(fleet, settings, now)
-    for line in describe_plan(plan) or [_NO_STEPS]:
+    for line in describe_plan(make_plan(fleet, settings, utc_now())) or [_NO_STEPS]:
         click.echo(line)
 
 

@@ -1,4 +1,4 @@
-"""Watch with kopf, and put the key of each changed rollout into the queue. Nothing else happens here.
+"""Watch with kopf, and put the key of each changed rollout into the queue. No other module uses kopf.
 
 Only ``on.event`` is used. kopf's state-keeping handlers, timers and daemons put annotations and finalizers on the user's object.
 They are also edge-triggered: a change during an absence of the operator would never be handled.
@@ -6,15 +6,16 @@ They are also edge-triggered: a change during an absence of the operator would n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import kopf
 
 from sglang_rollout.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 from sglang_rollout.controller.metrics import Key
-from sglang_rollout.controller.render.names import LABEL_ROLLOUT
-from sglang_rollout.controller.settings import configure_kopf, list_watched_kinds
+from sglang_rollout.controller.render.names import CHILD_KINDS, LABEL_ROLLOUT
 from sglang_rollout.kube.credentials import Credentials
 
 Wake = Callable[[Key], None]
@@ -83,3 +84,70 @@ async def watch_rollouts(wake: Wake, login: Login, namespaces: tuple[str, ...]) 
         clusterwide=not namespaces,
         namespaces=namespaces,
     )
+
+
+class RetryDelays:
+    """Endless delays between kopf's attempts to reach the API server: short at first, then 3 s.
+
+    With a finite list, kopf gives up after a minute and the operator ends. An upgrade of the API server takes longer, and a
+    restarted operator could only wait as well.
+    """
+
+    def __iter__(self) -> chain[float]:
+        return chain((0.2, 0.5, 1.0, 2.0), repeat(3.0))
+
+
+def configure_kopf(settings: kopf.OperatorSettings) -> None:
+    """Set up kopf for watching only."""
+    # The operator posts Events itself, on transitions only.
+    settings.posting.enabled = False
+    # Watching CRDs and namespaces would need more RBAC rules. The CRD is checked at start.
+    settings.scanning.disabled = True
+    # There is one replica. Two during an upgrade are harmless, because they apply the same fields as the same manager.
+    settings.peering.standalone = True
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 5
+    settings.networking.error_backoffs = RetryDelays()
+    settings.watching.connect_timeout = 5
+    # Pages keep the first list of a large cluster from arriving as one body.
+    settings.watching.chunk_size = 500
+    # Handlers only put a key into the queue, so nothing is lost when they are cancelled.
+    settings.queueing.exit_timeout = 0.5
+    # The server filters by label, so that the memory of the operator grows with its objects and not with the cluster.
+    # Keys must be tuples: "v1/pods" as one string matches nothing (kopf 1.45.2).
+    for key in list_watched_kinds():
+        settings.watching.label_selectors[key] = LABEL_ROLLOUT
+
+
+def list_watched_kinds() -> tuple[tuple[str, str, str] | tuple[str, str], ...]:
+    """Return the kinds whose changes may require a reconcile, in kopf's notation."""
+    kinds = [(kind.api_version, kind.plural) for kind in CHILD_KINDS] + [("v1", "pods")]
+    return tuple(_kopf_key(api_version, plural) for api_version, plural in kinds)
+
+
+def _kopf_key(api_version: str, plural: str) -> tuple[str, str, str] | tuple[str, str]:
+    group, _, version = api_version.rpartition("/")
+    return (group, version, plural) if group else (version, plural)
+
+
+class OutageFilter(logging.Filter):
+    """Pass one warning per minute while the API server is away. kopf logs a line per watch and attempt."""
+
+    PERIOD_SECONDS = 60.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return False for a line to drop."""
+        message = record.getMessage()
+        retried = record.name.startswith("kopf.") and "failed; will retry" in message
+        # A refusal (403) is not an outage: the RBAC rules must be repaired.
+        if not retried or "Forbidden" in message:
+            return True
+        if record.created < self._next:
+            return False
+        self._next = record.created + self.PERIOD_SECONDS
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True

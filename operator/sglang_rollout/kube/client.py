@@ -1,62 +1,69 @@
-"""The one module that talks HTTP to Kubernetes: dicts in, dicts out, sentences as errors, a deadline on everything.
+"""The only module that sends HTTP requests to Kubernetes: objects are dicts, errors are messages for people.
 
-It uses ``kubernetes.aio`` for what that library is good at (finding credentials, TLS, signing requests) and calls its
-``ApiClient`` raw: the typed models cost memory and reject fields that newer servers send. Used by the operator and by
-the coordinator.
+It uses ``kubernetes.aio`` for credentials, TLS and signed requests, and calls its ``ApiClient`` directly: the typed models cost
+memory and reject fields that newer servers send.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
 import aiohttp
 from kubernetes.aio import client
 
-from sglang_rollout.kube.credentials import Credentials, load_configuration, log_in
-from sglang_rollout.kube.errors import ApiUnavailable, KubeError, from_status
-from sglang_rollout.kube.requests import Call, as_yaml, call_of, selectors
-from sglang_rollout.kube.resources import Object, Resource, name_of, resource_of
-from sglang_rollout.kube.stream import Listing, WatchEvent, lines, parse_event, parse_object
+from sglang_rollout.kube.credentials import load_configuration
+from sglang_rollout.kube.errors import ApiUnavailable, Expired, error_from_status
+from sglang_rollout.kube.resources import Call, Object, Resource, build_call, build_selectors, name_of, resource_of, to_yaml
 
-# A healthy API server answers in milliseconds; etcd's own request limit is 7 s and the server's default is 60 s. After
-# 30 s nobody waits for the answer any more: a retry with back-off is better than a worker that hangs.
-REQUEST_DEADLINE = 30.0
-CONNECT_DEADLINE = 5.0
-# The server ends each watch after this time, which also moves watches to other API servers after a roll-out of them.
+REQUEST_DEADLINE_SECONDS = 30.0
+"""A healthy API server answers in milliseconds; etcd's own limit is 7 s. After 30 s, a retry is better than a worker that hangs."""
+CONNECT_DEADLINE_SECONDS = 5.0
 WATCH_SECONDS = 300
-# Bookmarks arrive about once a minute; a stream that is silent for longer is dead (a load balancer dropped it).
-WATCH_SILENCE = 75.0
-PAGE = 500
+"""The server ends each watch after this time, which also spreads watches over restarted API servers."""
+WATCH_SILENCE_SECONDS = 75.0
+"""Bookmarks arrive about once a minute. A stream that is silent for longer is dead, for example dropped by a load balancer."""
+PAGE_SIZE = 500
 
-UNAUTHORIZED = 401
+_UNAUTHORIZED = 401
 
 CallHook = Callable[[str, str, str], None]
 """Called after each request: verb (get, list, watch, apply, patch, create, delete), plural, outcome (ok, error)."""
 
 
+@dataclass(frozen=True)
+class Listing:
+    """Result of a list: the objects, and the resourceVersion from which a watch misses no change."""
+
+    items: list[Object]
+    resource_version: str
+
+
+@dataclass(frozen=True)
+class WatchEvent:
+    """One change. The object of a BOOKMARK has only a newer resourceVersion."""
+
+    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
+    object: Object
+
+
 class Kube:
-    """A connection to one API server. Make it with :meth:`connect`, close it (or use ``async with``)."""
+    """A connection to one API server. Open it with :meth:`connect`, and use it with ``async with``."""
 
     def __init__(
-        self,
-        configuration: client.Configuration,
-        *,
-        field_manager: str,
-        kubeconfig: str | None = None,
-        on_call: CallHook | None = None,
-        deadline: float = REQUEST_DEADLINE,
+        self, configuration: client.Configuration, *, field_manager: str, kubeconfig: str | None, on_call: CallHook, deadline: float
     ) -> None:
-        self.field_manager = field_manager
+        self._field_manager = field_manager
         self._kubeconfig = kubeconfig
-        self._on_call: CallHook = on_call or (lambda verb, plural, outcome: None)
-        self._api = client.ApiClient(configuration)
-        self._api.user_agent = field_manager
+        self._on_call = on_call
+        self._api = self._open(configuration)
         self._login = asyncio.Lock()
-        self._limit = aiohttp.ClientTimeout(total=deadline, connect=min(CONNECT_DEADLINE, deadline))
+        self._limit = aiohttp.ClientTimeout(total=deadline, connect=min(CONNECT_DEADLINE_SECONDS, deadline))
 
     @classmethod
     async def connect(
@@ -64,29 +71,35 @@ class Kube:
         *,
         field_manager: str,
         kubeconfig: str | None = None,
-        on_call: CallHook | None = None,
-        deadline: float = REQUEST_DEADLINE,
-    ) -> Kube:
-        """Find credentials (explicit kubeconfig, else the pod's service account, else KUBECONFIG, else ~/.kube/config).
+        on_call: CallHook = lambda verb, plural, outcome: None,
+        deadline: float = REQUEST_DEADLINE_SECONDS,
+    ) -> Self:
+        """Find credentials. No connection is opened yet.
 
-        Opens no connection yet. ``field_manager`` names us in managedFields, in audit logs and as User-Agent.
-        ``deadline`` is the limit of one request in seconds (watches have their own).
+        Args:
+            field_manager: Name of this client in ``managedFields``, in audit logs and as User-Agent.
+            kubeconfig: Path; None: the pod's service account, else $KUBECONFIG, else ~/.kube/config.
+            on_call: Called after each request.
+            deadline: Limit of one request in seconds. Watches have their own limits.
+
+        Raises:
+            NoCredentials: There are no usable credentials.
         """
         configuration = await load_configuration(kubeconfig)
         return cls(configuration, field_manager=field_manager, kubeconfig=kubeconfig, on_call=on_call, deadline=deadline)
 
     @property
     def server(self) -> str:
-        """URL of the API server, for messages."""
+        """URL of the API server."""
         return str(self._api.configuration.host)
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
-        """Read one object from the server (never from a cache)."""
-        return await self._json(call_of("get", "GET", resource, namespace, name))
+        """Return one object, read from the server and never from a cache."""
+        return await self._request_json(build_call("get", resource, namespace, name))
 
     async def get_path(self, path: str) -> Object:
-        """GET a path that is no object: API discovery, ``/version``."""
-        return await self._json(Call("get", f"get {path}", "GET", path))
+        """Return the reply at a path that is not an object, such as API discovery or ``/version``."""
+        return await self._request_json(Call(verb="get", description=f"get {path}", path=path))
 
     async def list(
         self,
@@ -96,13 +109,20 @@ class Kube:
         labels: Mapping[str, str | None] | None = None,
         fields: Mapping[str, str] | None = None,
     ) -> Listing:
-        """All objects that match, page by page. ``namespace`` None: everywhere; a label's value None: it exists."""
+        """Return all objects that match, read page by page.
+
+        Args:
+            resource: The kind of object.
+            namespace: None: all namespaces.
+            labels: Labels that objects must have; None as value: any value.
+            fields: Fields that objects must have.
+        """
         items: list[Object] = []
-        query = {"limit": str(PAGE), **selectors(labels, fields)}
+        query = {"limit": str(PAGE_SIZE), **build_selectors(labels, fields)}
         while True:
-            page = await self._json(call_of("list", "GET", resource, namespace, query=query))
+            page = await self._request_json(build_call("list", resource, namespace, query=query))
             for item in page.get("items") or []:
-                # Items of a list carry neither kind nor apiVersion; what comes from here must look like from get().
+                # Items of a list have neither kind nor apiVersion. Callers get objects as get() returns them.
                 items.append({"apiVersion": resource.api_version, "kind": resource.kind, **item})
             metadata = page.get("metadata", {})
             if not metadata.get("continue"):
@@ -110,14 +130,17 @@ class Kube:
             query["continue"] = metadata["continue"]
 
     async def apply(self, obj: Object, *, force: bool = True, subresource: str | None = None) -> Object:
-        """Server-side apply: create it, or make our fields so. ``force``: a field that another owns becomes ours."""
-        resource = resource_of(obj)
-        query = {"fieldManager": self.field_manager, "force": "true" if force else "false"}
-        call = call_of(
-            "apply", "PATCH", resource, obj["metadata"].get("namespace"), name_of(obj), subresource=subresource,
-            query=query, body=as_yaml(obj), content_type="application/apply-patch+yaml; charset=utf-8",
-        )  # fmt: skip
-        return await self._json(call)
+        """Create or change an object by server-side apply, and return it.
+
+        Args:
+            obj: The fields that this client owns.
+            force: Take fields that other clients own. If False, such a field raises Conflict.
+            subresource: Apply to this subresource, such as ``status``.
+        """
+        query = {"fieldManager": self._field_manager, "force": "true" if force else "false"}
+        namespace, name = obj["metadata"].get("namespace"), name_of(obj)
+        call = build_call("apply", resource_of(obj), namespace, name, subresource=subresource, query=query, body=to_yaml(obj))
+        return await self._request_json(call)
 
     async def merge_patch(
         self,
@@ -129,36 +152,35 @@ class Kube:
         subresource: str | None = None,
         resource_version: str | None = None,
     ) -> Object:
-        """Merge-patch an object or subresource. ``resource_version``: only if it still is that one, else Conflict."""
+        """Merge-patch an object or a subresource, and return the object.
+
+        Raises:
+            Conflict: ``resource_version`` was given, and the object has another one.
+        """
         if resource_version is not None:
-            metadata = {**patch.get("metadata", {}), "resourceVersion": resource_version}
-            patch = {**patch, "metadata": metadata}
-        call = call_of(
-            "patch", "PATCH", resource, namespace, name, subresource=subresource,
-            query={"fieldManager": self.field_manager}, body=patch, content_type="application/merge-patch+json",
-        )  # fmt: skip
-        return await self._json(call)
+            patch = {**patch, "metadata": {**patch.get("metadata", {}), "resourceVersion": resource_version}}
+        query = {"fieldManager": self._field_manager}
+        return await self._request_json(build_call("patch", resource, namespace, name, subresource=subresource, query=query, body=patch))
 
     async def create(self, obj: Object) -> Object:
-        """Create an object; Conflict with ``already_exists`` when there is one of that name."""
-        query = {"fieldManager": self.field_manager}
-        namespace = obj["metadata"].get("namespace")
-        return await self._json(call_of("create", "POST", resource_of(obj), namespace, query=query, body=obj))
+        """Create an object, and return it.
 
-    async def delete(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        name: str,
-        *,
-        uid: str | None = None,
-        propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
-    ) -> None:
-        """Delete an object. With ``uid``: only this one, not a new one of the same name (Conflict then)."""
-        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
+        Raises:
+            Conflict: An object of this name exists.
+        """
+        query = {"fieldManager": self._field_manager}
+        return await self._request_json(build_call("create", resource_of(obj), obj["metadata"].get("namespace"), query=query, body=obj))
+
+    async def delete(self, resource: Resource, namespace: str | None, name: str, *, uid: str | None = None) -> None:
+        """Delete an object; its children are deleted in the background.
+
+        Raises:
+            Conflict: ``uid`` was given, and the object of this name has another UID.
+        """
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
-        await self._json(call_of("delete", "DELETE", resource, namespace, name, body=body))
+        await self._request_json(build_call("delete", resource, namespace, name, body=body))
 
     async def watch(
         self,
@@ -168,21 +190,26 @@ class Kube:
         resource_version: str,
         labels: Mapping[str, str | None] | None = None,
         fields: Mapping[str, str] | None = None,
-        seconds: int = WATCH_SECONDS,
     ) -> AsyncIterator[WatchEvent]:
-        """Changes since ``resource_version``. Ends when the server ends it; raises Expired when one must list again."""
+        """Yield changes since ``resource_version`` until the server ends the watch.
+
+        Raises:
+            Expired: List again.
+        """
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": resource_version,
-            "timeoutSeconds": str(seconds),
-            **selectors(labels, fields),
+            "timeoutSeconds": str(WATCH_SECONDS),
+            **build_selectors(labels, fields),
         }
-        limit = aiohttp.ClientTimeout(total=seconds + REQUEST_DEADLINE, connect=CONNECT_DEADLINE, sock_read=WATCH_SILENCE)
-        call = call_of("watch", "GET", resource, namespace, query=query, limit=limit)
+        limit = aiohttp.ClientTimeout(
+            total=WATCH_SECONDS + REQUEST_DEADLINE_SECONDS, connect=CONNECT_DEADLINE_SECONDS, sock_read=WATCH_SILENCE_SECONDS
+        )
+        call = build_call("watch", resource, namespace, query=query, limit=limit)
         async with self._request(call) as response:
-            async for line in lines(response.content.iter_any()):
-                yield parse_event(call.what, line)
+            async for line in _split_lines(response.content.iter_any()):
+                yield _parse_event(call, line)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -194,53 +221,53 @@ class Kube:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    async def _json(self, call: Call) -> Object:
+    async def _request_json(self, call: Call) -> Object:
         async with self._request(call) as response:
-            return parse_object(call.what, await response.read())
+            return _parse_object(call, await response.read())
 
     @asynccontextmanager
     async def _request(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request: signed, counted, with a deadline. The one place where library errors become ours."""
+        """Send one request, count it, and turn the errors of the libraries into a KubeError."""
         outcome = "error"
         try:
             response = await self._send_signed(call)
             try:
                 if not response.ok:
-                    retry_after = response.headers.get("Retry-After")
-                    body, read = await response.read(), call.method == "GET"
-                    raise from_status(call.what, response.status, body, retry_after=retry_after, read=read)
+                    body, retry_after = await response.read(), response.headers.get("Retry-After")
+                    is_read = call.method == "GET"
+                    raise error_from_status(call.description, response.status, body, retry_after=retry_after, is_read=is_read)
                 outcome = "ok"
                 yield response
             finally:
-                # A watch that is left half-read cannot go back to the pool; anything else was read to its end.
+                # A watch that was not read to its end cannot go back to the pool. Other responses were read.
                 response.close()
         except TimeoutError as error:
             outcome = "error"
-            raise ApiUnavailable(f"{call.what}: no answer from {self.server} within the deadline") from error
+            raise ApiUnavailable(f"{call.description}: no answer from {self.server} within the deadline") from error
         except (aiohttp.ClientError, OSError) as error:
             outcome = "error"
             reason = str(error) or type(error).__name__
-            raise ApiUnavailable(f"{call.what}: the API server at {self.server} cannot be reached: {reason}") from error
+            raise ApiUnavailable(f"{call.description}: the API server at {self.server} cannot be reached: {reason}") from error
         finally:
             self._on_call(call.verb, call.plural, outcome)
 
     async def _send_signed(self, call: Call) -> aiohttp.ClientResponse:
+        """Send a request, and a second time with new credentials if the first were refused.
+
+        Tokens of exec plug-ins and of service accounts expire while the process runs.
+        """
         api = self._api
-        response = await self._send(api, call, self._limit)
-        if response.status != UNAUTHORIZED:
+        response = await self._send(api, call)
+        if response.status != _UNAUTHORIZED:
             return response
-        # Tokens of exec plug-ins and of rotated service accounts expire while we run: log in again, once.
         response.close()
         async with self._login:
             if self._api is api:
-                fresh = client.ApiClient(await load_configuration(self._kubeconfig))
-                fresh.user_agent = self.field_manager
-                self._api = fresh
+                self._api = self._open(await load_configuration(self._kubeconfig))
                 await api.close()
-        return await self._send(self._api, call, self._limit)
+        return await self._send(self._api, call)
 
-    @staticmethod
-    async def _send(api: client.ApiClient, call: Call, default: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
+    async def _send(self, api: client.ApiClient, call: Call) -> aiohttp.ClientResponse:
         prepared = await api.param_serialize(
             call.method,
             call.path,
@@ -249,13 +276,43 @@ class Kube:
             body=call.body,
             auth_settings=["BearerToken"],
         )
-        reply = await api.call_api(*prepared, _request_timeout=call.limit or default)
+        reply = await api.call_api(*prepared, _request_timeout=call.limit or self._limit)
         response: aiohttp.ClientResponse = reply.response
         return response
 
-    async def log_in(self) -> Credentials:
-        """Find credentials anew, for another HTTP client (kopf) that talks to the same server as the same user."""
-        return await log_in(self._kubeconfig)
+    def _open(self, configuration: client.Configuration) -> client.ApiClient:
+        api = client.ApiClient(configuration)
+        api.user_agent = self._field_manager
+        return api
 
 
-__all__ = ["CallHook", "Kube", "KubeError", "Listing", "WatchEvent"]
+def _parse_object(call: Call, data: bytes) -> Object:
+    """Parse the JSON object of a reply. A reply that is none does not come from an API server."""
+    try:
+        parsed = json.loads(data)
+    except ValueError as error:
+        raise ApiUnavailable(f"{call.description}: the answer is no JSON: is this the address of a Kubernetes API server?") from error
+    if not isinstance(parsed, dict):
+        raise ApiUnavailable(f"{call.description}: the answer is no JSON object: is this the address of a Kubernetes API server?")
+    return parsed
+
+
+async def _split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield lines of any length. aiohttp's own line reader fails at lines that exceed its buffer."""
+    pending = b""
+    async for chunk in chunks:
+        *complete, pending = (pending + chunk).split(b"\n")
+        for line in complete:
+            if line.strip():
+                yield line
+
+
+def _parse_event(call: Call, line: bytes) -> WatchEvent:
+    """Parse one line of a watch. The server's ERROR event is raised as an exception."""
+    parsed = _parse_object(call, line)
+    kind, obj = parsed["type"], parsed["object"]
+    if kind == "ERROR":
+        error = error_from_status(call.description, int(obj.get("code") or 500), json.dumps(obj), is_read=True)
+        # Whatever the error, a watch that failed continues with a new list.
+        raise error if isinstance(error, Expired | ApiUnavailable) else Expired(str(error))
+    return WatchEvent(kind, obj)

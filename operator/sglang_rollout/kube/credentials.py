@@ -1,4 +1,4 @@
-"""Who we are to the API server: a kubeconfig, or the pod's service account."""
+"""Credentials for the API server: from a kubeconfig, or from the pod's service account."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kubernetes.aio import client, config
 
 from sglang_rollout.kube.errors import NoCredentials
 
-SERVICE_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+_SERVICE_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """Where the API server is and who we are there."""
+    """Address of the API server, and the identity of this client."""
 
     server: str
     ca_path: str | None
@@ -27,8 +27,12 @@ class Credentials:
     proxy: str | None = None
 
 
-async def log_in(kubeconfig: str | None) -> Credentials:
-    """Find credentials anew, for an HTTP client that is not this library's."""
+async def read_credentials(kubeconfig: str | None) -> Credentials:
+    """Return the current credentials, for an HTTP client of another library.
+
+    Raises:
+        NoCredentials: There are no usable credentials.
+    """
     found = await load_configuration(kubeconfig)
     scheme, _, token = str(found.api_key.get("BearerToken", "")).partition(" ")
     return Credentials(
@@ -44,10 +48,14 @@ async def log_in(kubeconfig: str | None) -> Credentials:
 
 
 async def load_configuration(kubeconfig: str | None) -> client.Configuration:
-    """Credentials in this order: an explicit kubeconfig, the pod's service account, KUBECONFIG, ~/.kube/config."""
+    """Return the credentials of ``kubeconfig``, else of the pod's service account, else of $KUBECONFIG, else of ~/.kube/config.
+
+    Raises:
+        NoCredentials: There are no usable credentials.
+    """
     found = client.Configuration()
     try:
-        path = _kubeconfig_path(kubeconfig)
+        path = _find_kubeconfig(kubeconfig)
         if path is None:
             config.load_incluster_config(client_configuration=found)
         else:
@@ -57,9 +65,9 @@ async def load_configuration(kubeconfig: str | None) -> client.Configuration:
     return found
 
 
-def _kubeconfig_path(explicit: str | None) -> str | None:
-    """The kubeconfig to read; None means the pod's service account."""
-    if explicit is None and SERVICE_TOKEN.exists() and os.environ.get("KUBERNETES_SERVICE_HOST"):
+def _find_kubeconfig(explicit: str | None) -> str | None:
+    """Return the path of the kubeconfig; None for the pod's service account."""
+    if explicit is None and _SERVICE_TOKEN.exists() and os.environ.get("KUBERNETES_SERVICE_HOST"):
         return None
     path = explicit or os.environ.get("KUBECONFIG") or "~/.kube/config"
     if not any(Path(part).expanduser().exists() for part in path.split(os.pathsep) if part):

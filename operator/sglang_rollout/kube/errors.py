@@ -1,22 +1,22 @@
-"""What can go wrong between us and a Kubernetes API server, in five words that callers can act on."""
+"""Errors of requests to the API server, by what a caller can do about them."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-STATUS_CONFLICT = 409
-STATUS_EXPIRED = 410
-STATUS_NOT_FOUND = 404
-STATUS_TOO_MANY = 429
-STATUS_SERVER_ERROR = 500
+_NOT_FOUND = 404
+_CONFLICT = 409
+_GONE = 410
+_TOO_MANY_REQUESTS = 429
+_SERVER_ERROR = 500
 
-_STORAGE = ("etcdserver:", "rpc error:")
-"""How the words of an API server begin whose storage is away: it passes them on as errors of its own."""
+_STORAGE_ERRORS = ("etcdserver:", "rpc error:")
+"""How messages of an API server begin that passes on errors of its storage. They have no reason code."""
 
 
 class KubeError(Exception):
-    """Any failed conversation with the API server. ``str()`` of it is a sentence for people."""
+    """A request failed. ``str()`` is a message for people."""
 
 
 class NotFound(KubeError):
@@ -24,24 +24,15 @@ class NotFound(KubeError):
 
 
 class Conflict(KubeError):
-    """Somebody was faster: the object exists, has another resourceVersion or uid, or a field has another owner."""
-
-    def __init__(self, message: str, *, reason: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
-
-    @property
-    def already_exists(self) -> bool:
-        """Whether a create met an object of the same name."""
-        return self.reason == "AlreadyExists"
+    """Another client was faster: the object exists, has another resourceVersion or UID, or a field has another owner."""
 
 
 class Expired(KubeError):
-    """The resourceVersion of a watch or a list page is too old: list again."""
+    """The resourceVersion of a watch or of a list page is too old: list again."""
 
 
 class Refused(KubeError):
-    """The server understood and said no (schema, CEL, quota, RBAC, a webhook). Trying the same again does not help by itself."""
+    """The server refused the request because of the schema, CEL, a quota, RBAC or a webhook. A retry alone does not help."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
@@ -49,7 +40,7 @@ class Refused(KubeError):
 
 
 class ApiUnavailable(KubeError):
-    """No usable answer: connection refused or lost, deadline passed, 429, 5xx but for refusals. Trying again later is right."""
+    """There is no usable answer: no connection, deadline exceeded, 429, or 5xx that is not a refusal. Try again later."""
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -57,38 +48,41 @@ class ApiUnavailable(KubeError):
 
 
 class NoCredentials(KubeError):
-    """No kubeconfig and not in a cluster, or a kubeconfig that cannot be used."""
+    """There is no kubeconfig outside a cluster, or the kubeconfig cannot be used."""
 
 
-def from_status(what: str, code: int, body: bytes | str, *, retry_after: str | None = None, read: bool = False) -> KubeError:
-    """Turn a failed HTTP reply into one of the errors above; ``what`` says what was tried (``get configmaps ns/x``).
+def error_from_status(what: str, code: int, body: bytes | str, *, retry_after: str | None = None, is_read: bool = False) -> KubeError:
+    """Return the error for a failed HTTP reply.
 
-    ``read``: nothing was sent that could be refused. To a server-side apply that does not fit the schema, and when a webhook cannot be
-    called, an API server answers 500, too.
+    Args:
+        what: The request, for the message: ``get configmaps ns/name``.
+        code: HTTP status.
+        body: Body of the reply.
+        retry_after: Header ``Retry-After``.
+        is_read: True if the request sent no object. An API server answers 500 also to an apply that does not fit the schema,
+            and when a webhook cannot be called.
     """
-    status = _status_object(body)
-    sentence = str(status.get("message") or "").strip() or f"HTTP {code}"
-    reason = str(status.get("reason") or "")
-    message = f"{what}: {sentence}"
-    if code == STATUS_NOT_FOUND:
+    status = _parse_status(body)
+    message = f"{what}: {str(status.get('message') or '').strip() or f'HTTP {code}'}"
+    if code == _NOT_FOUND:
         return NotFound(message)
-    if code == STATUS_CONFLICT:
-        return Conflict(message, reason=reason)
-    if code == STATUS_EXPIRED:
+    if code == _CONFLICT:
+        return Conflict(message)
+    if code == _GONE:
         return Expired(message)
-    if code == STATUS_TOO_MANY or (code >= STATUS_SERVER_ERROR and (read or not _is_refusal(code, status))):
-        return ApiUnavailable(message, retry_after=_seconds(retry_after))
+    if code == _TOO_MANY_REQUESTS or (code >= _SERVER_ERROR and (is_read or not _is_refusal(code, status))):
+        return ApiUnavailable(message, retry_after=_parse_seconds(retry_after))
     return Refused(message, code=code)
 
 
 def _is_refusal(code: int, status: dict[str, Any]) -> bool:
-    """Whether a server that works as it should has said no, and neither something in between nor one without its storage."""
-    said = str(status.get("message") or "").removeprefix("Internal error occurred: ")
-    return code == STATUS_SERVER_ERROR and status.get("kind") == "Status" and not said.startswith(_STORAGE)
+    """Return True if a healthy API server has refused, and not a proxy or an API server without its storage."""
+    message = str(status.get("message") or "").removeprefix("Internal error occurred: ")
+    return code == _SERVER_ERROR and status.get("kind") == "Status" and not message.startswith(_STORAGE_ERRORS)
 
 
-def _status_object(body: bytes | str) -> dict[str, Any]:
-    """The ``kind: Status`` of an error reply; proxies in between answer with HTML, which tells nothing."""
+def _parse_status(body: bytes | str) -> dict[str, Any]:
+    """Return the ``kind: Status`` of an error reply; empty for other replies, such as a proxy's HTML."""
     try:
         parsed = json.loads(body)
     except ValueError:
@@ -96,6 +90,6 @@ def _status_object(body: bytes | str) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {}
 
 
-def _seconds(value: str | None) -> float | None:
-    """Retry-After in seconds; the HTTP-date form is not used by Kubernetes."""
+def _parse_seconds(value: str | None) -> float | None:
+    """Return Retry-After in seconds. Kubernetes does not send its HTTP-date form."""
     return float(value) if value is not None and value.isdigit() else None

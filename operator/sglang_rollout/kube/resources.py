@@ -1,11 +1,15 @@
-"""The kinds that the operator and the coordinator touch, and how their URLs are built. Pure."""
+"""The kinds that the operator and the coordinator use, and requests for them as data. Opens no connection."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import quote
+
+import aiohttp
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON."""
@@ -13,17 +17,17 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Resource:
-    """One kind of object: what a URL needs to know of it."""
+    """A kind of object, as URLs name it."""
 
     group: str
-    """"" is the core group."""
+    """API group; empty for the core group."""
     version: str
     plural: str
     kind: str
 
     @classmethod
     def of(cls, api_version: str, kind: str, plural: str | None = None) -> Self:
-        """From apiVersion and kind; kinds of this module need no ``plural``."""
+        """Return the resource with this apiVersion and kind. ``plural`` is needed only for kinds that this module does not list."""
         group, _, version = api_version.rpartition("/")
         if plural is None:
             plural = resource_of({"apiVersion": api_version, "kind": kind}).plural
@@ -31,11 +35,11 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """``apiVersion`` of its objects."""
+        """``apiVersion`` of the objects."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """URL path of the collection, of one object or of one of its subresources."""
+        """Return the URL path of the collection, of one object or of a subresource of it."""
         parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
         if namespace is not None:
             parts += ["namespaces", quote(namespace, safe="")]
@@ -83,25 +87,107 @@ _BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL
 
 
 def resource_of(obj: Mapping[str, Any]) -> Resource:
-    """The resource of an object, from its apiVersion and kind."""
+    """Return the resource of an object, from its apiVersion and kind.
+
+    Raises:
+        ValueError: This module does not list the kind.
+    """
     key = (str(obj.get("apiVersion")), str(obj.get("kind")))
     try:
         return _BY_KIND[key]
     except KeyError:
-        raise ValueError(f"{key[1]} of {key[0]} is no kind of ours: add it to runtime/resources.py") from None
-
-
-def selector(labels: Mapping[str, str | None]) -> str:
-    """A label selector; None as value means that the label exists, whatever its value."""
-    return ",".join(key if value is None else f"{key}={value}" for key, value in sorted(labels.items()))
+        raise ValueError(f"{key[1]} of {key[0]} is not listed: add it to kube/resources.py") from None
 
 
 def name_of(obj: Mapping[str, Any]) -> str:
-    """``metadata.name``."""
+    """Return ``metadata.name``."""
     return str(obj["metadata"]["name"])
 
 
-def describe(resource: Resource, namespace: str | None, name: str | None) -> str:
-    """``statefulsets ns/name`` for messages."""
+_HTTP = {
+    "get": ("GET", "application/json"),
+    "list": ("GET", "application/json"),
+    "watch": ("GET", "application/json"),
+    "apply": ("PATCH", "application/apply-patch+yaml; charset=utf-8"),
+    "patch": ("PATCH", "application/merge-patch+json"),
+    "create": ("POST", "application/json"),
+    "delete": ("DELETE", "application/json"),
+}
+"""HTTP method and content type of the body, by verb."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request to the API server."""
+
+    verb: str
+    """Verb in metrics: get, list, watch, apply, patch, create or delete."""
+    description: str
+    """Verb and object, for messages: ``get pods ns/name``."""
+    path: str
+    plural: str = ""
+    """Plural name of the kind, for metrics."""
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: Object | str | None = None
+    limit: aiohttp.ClientTimeout | None = None
+    """None: the deadline of the connection."""
+
+    @property
+    def method(self) -> str:
+        """HTTP method."""
+        return _HTTP[self.verb][0]
+
+    @property
+    def content_type(self) -> str:
+        """Content type of the body."""
+        return _HTTP[self.verb][1]
+
+
+def build_call(
+    verb: str,
+    resource: Resource,
+    namespace: str | None,
+    name: str | None = None,
+    *,
+    subresource: str | None = None,
+    query: Mapping[str, str] | None = None,
+    body: Object | str | None = None,
+    limit: aiohttp.ClientTimeout | None = None,
+) -> Call:
+    """Return a request for objects of a resource."""
     where = "/".join(part for part in (namespace, name) if part)
-    return f"{resource.plural} {where}".rstrip()
+    return Call(
+        verb=verb,
+        description=f"{verb} {resource.plural} {where}".rstrip(),
+        path=resource.path(namespace, name, subresource),
+        plural=resource.plural,
+        query=query or {},
+        body=body,
+        limit=limit,
+    )
+
+
+def build_selectors(labels: Mapping[str, str | None] | None, fields: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the query that selects objects by labels and fields. A label with None as value must only exist."""
+    selectors = {"labelSelector": _join_selector(labels or {}), "fieldSelector": _join_selector(fields or {})}
+    return {key: value for key, value in selectors.items() if value}
+
+
+def _join_selector(wanted: Mapping[str, str | None]) -> str:
+    return ",".join(key if value is None else f"{key}={value}" for key, value in sorted(wanted.items()))
+
+
+_NOT_IN_YAML = re.compile("[\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
+
+
+def to_yaml(obj: Object) -> str:
+    """Return ``obj`` as JSON that is YAML too, because the API server reads the body of a server-side apply as YAML.
+
+    YAML has no surrogate pairs, and refuses some characters that are not escaped. A lone surrogate becomes U+FFFD.
+    """
+
+    def escape(found: re.Match[str]) -> str:
+        code = ord(found.group())
+        return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
+
+    return _NOT_IN_YAML.sub(escape, json.dumps(obj, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Keep a live picture of a few objects: list, watch, list again when the watch breaks. Built on :mod:`kube`."""
+"""Follow a set of objects: list, watch, and list again when the watch fails."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from sglang_rollout.kube.client import Kube, WatchEvent
 from sglang_rollout.kube.errors import Expired, KubeError
 from sglang_rollout.kube.resources import Object, Resource, name_of
 
-# How long to wait before listing again after a failure. The cap bounds how late we notice that the server is back.
-FIRST_DELAY = 0.2
-LAST_DELAY = 5.0
+FIRST_DELAY_SECONDS = 0.2
+"""Delay before the next list after a failure; it doubles with each failure."""
+LAST_DELAY_SECONDS = 5.0
+"""Limits how late the return of the server is noticed."""
 
 
 async def follow(
@@ -24,14 +25,21 @@ async def follow(
     labels: Mapping[str, str | None] | None = None,
     on_error: Callable[[KubeError], None] | None = None,
 ) -> AsyncIterator[dict[str, Object]]:
-    """Yield ``{name: object}`` of all that match: once after the first list, then after every change. Never ends.
+    """Yield all objects that match, by name: after the first list, then after every change. Never ends.
 
-    While the API server is away nothing is yielded: the caller keeps what it has, and ``on_error`` hears each failure.
-    With ``name`` a field selector is used, which RBAC rules with resourceNames allow.
+    Nothing is yielded while the API server is away.
+
+    Args:
+        kube: Client of the API server.
+        resource: The kind of object.
+        namespace: Namespace of the objects.
+        name: Follow only this object. It becomes a field selector, which RBAC rules with resourceNames allow.
+        labels: Labels that objects must have.
+        on_error: Called with each failure.
     """
     fields = {"metadata.name": name} if name is not None else None
     known: dict[str, Object] | None = None
-    delay = FIRST_DELAY
+    delay = FIRST_DELAY_SECONDS
     while True:
         try:
             listing = await kube.list(resource, namespace, labels=labels, fields=fields)
@@ -40,25 +48,25 @@ async def follow(
                 known = fresh
                 yield dict(known)
             version = listing.resource_version
-            # The server ends a watch every few minutes: go on from the newest version seen, without a list.
+            # The server ends a watch every few minutes. The next watch starts at the newest version, without a list.
             while True:
                 async for event in kube.watch(resource, namespace, resource_version=version, labels=labels, fields=fields):
-                    delay = FIRST_DELAY
+                    delay = FIRST_DELAY_SECONDS
                     version = event.object["metadata"]["resourceVersion"]
-                    if _take(known, event):
+                    if _update(known, event):
                         yield dict(known)
-                # A server that shuts down ends each watch at once: that must not become a hot loop.
-                await asyncio.sleep(FIRST_DELAY)
+                # A server that shuts down ends each watch immediately, which must not become a busy loop.
+                await asyncio.sleep(FIRST_DELAY_SECONDS)
         except KubeError as error:
             if on_error is not None and not isinstance(error, Expired):
                 on_error(error)
-            # Jitter: everybody who lost the same server would come back in the same instant.
+            # Jitter, because all clients of the server lose it at the same moment.
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
-            delay = min(delay * 2, LAST_DELAY)
+            delay = min(delay * 2, LAST_DELAY_SECONDS)
 
 
-def _take(known: dict[str, Object], event: WatchEvent) -> bool:
-    """Bring ``known`` up to date; says whether anything changed."""
+def _update(known: dict[str, Object], event: WatchEvent) -> bool:
+    """Update ``known`` by an event. Return True if it changed."""
     if event.type == "BOOKMARK":
         return False
     name = name_of(event.object)

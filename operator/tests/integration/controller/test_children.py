@@ -9,7 +9,7 @@ import pytest
 
 from sglang_rollout.controller.observe import CHILDREN
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.settings import list_watched_kinds
+from sglang_rollout.controller.triggers import list_watched_kinds
 from sglang_rollout.kube.resources import (
     CONFIGMAPS,
     DEPLOYMENTS,

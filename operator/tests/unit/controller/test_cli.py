@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from sglang_rollout import __version__, cli
 from sglang_rollout.cli import SUBCOMMANDS, Subcommand, load, main
-from sglang_rollout.controller.metrics import Metrics
-from sglang_rollout.controller.web import build_health_app, build_metrics_app
+from sglang_rollout.controller.metrics import Metrics, build_health_app, build_metrics_app
 
 
 def test_help_and_version_import_no_subcommand() -> None:
@@ -80,15 +79,15 @@ def test_an_unknown_subcommand() -> None:
 
 
 def test_the_operators_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from sglang_rollout.controller import cli as operator_cli
+    from sglang_rollout.controller import main as operator_main
 
-    seen: list[operator_cli.OperatorSettings] = []
+    seen: list[operator_main.OperatorSettings] = []
 
-    async def note(settings: operator_cli.OperatorSettings) -> None:
+    async def note(settings: operator_main.OperatorSettings) -> None:
         seen.append(settings)
 
-    monkeypatch.setattr(operator_cli, "run", note)
-    monkeypatch.setattr(operator_cli, "configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr(operator_main, "run", note)
+    monkeypatch.setattr(operator_main, "_configure_logging", lambda *_, **__: None)
     kubeconfig = tmp_path / "k"
     kubeconfig.touch()
     words = [
@@ -99,7 +98,7 @@ def test_the_operators_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         f"--kubeconfig={kubeconfig}",
     ]
     environment = {"SGLANG_ROLLOUT_ROUTER_IMAGE": "r:1", "SGLANG_ROLLOUT_METRICS_PORT": "0"}
-    result = CliRunner().invoke(operator_cli.command, words, env=environment)
+    result = CliRunner().invoke(operator_main.command, words, env=environment)
     assert result.exit_code == 0, result.output
     (settings,) = seen
     assert settings.namespaces == ("a", "b")
@@ -110,10 +109,10 @@ def test_the_operators_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_missing_credentials_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from sglang_rollout.controller import cli as operator_cli
+    from sglang_rollout.controller import main as operator_main
 
-    monkeypatch.setattr(operator_cli, "configure_logging", lambda *_, **__: None)
-    result = CliRunner().invoke(operator_cli.command, [], env={"KUBECONFIG": str(tmp_path / "none")})
+    monkeypatch.setattr(operator_main, "_configure_logging", lambda *_, **__: None)
+    result = CliRunner().invoke(operator_main.command, [], env={"KUBECONFIG": str(tmp_path / "none")})
     assert result.exit_code == 1
     assert "Error: the operator stops: no kubeconfig at" in result.output
     assert isinstance(result.exception, SystemExit)

@@ -1,4 +1,4 @@
-"""Which events wake which rollout, and what kopf is told."""
+"""Which events wake which rollout, and how kopf is set up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import kopf
 import pytest
 
 from sglang_rollout.controller.render.names import LABEL_ROLLOUT
-from sglang_rollout.controller.settings import RetryDelays, _OutageFilter, configure_kopf, list_watched_kinds
-from sglang_rollout.controller.triggers import build_registry, find_rollout_key
+from sglang_rollout.controller.triggers import (
+    OutageFilter,
+    RetryDelays,
+    build_registry,
+    configure_kopf,
+    find_rollout_key,
+    list_watched_kinds,
+)
 from sglang_rollout.kube.credentials import Credentials
 
 OWNER = {"kind": "SGLangRollout", "name": "owner", "uid": "u"}
@@ -66,7 +72,7 @@ def test_outage_is_one_warning_per_minute() -> None:
         "kopf._cogs.clients.watching",
         "Request attempt #3 failed; will retry: GET x -> ClientConnectorError()",
     )
-    outages = _OutageFilter()
+    outages = OutageFilter()
     first = record(name, message, 1000.0)
     assert outages.filter(first)
     assert first.levelname == "WARNING"
@@ -83,7 +89,7 @@ def test_outage_is_one_warning_per_minute() -> None:
     ],
 )
 def test_other_lines_are_not_filtered(name: str, message: str) -> None:
-    outages = _OutageFilter()
+    outages = OutageFilter()
     for _ in range(3):
         one = record(name, message, 1000.0)
         assert outages.filter(one)

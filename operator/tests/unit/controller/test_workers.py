@@ -10,8 +10,8 @@ import pytest
 
 from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.reconcile import Result
-from sglang_rollout.controller.workers import RECONCILE_TIMEOUT_SECONDS, Workers, relist_periodically
-from sglang_rollout.controller.workqueue import WorkQueue
+from sglang_rollout.controller.workqueue import RECONCILE_TIMEOUT_SECONDS, Workers, WorkQueue, relist_periodically
+from sglang_rollout.kube.client import Listing
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict
 from tests.support.virtual_time import run
 
@@ -133,8 +133,6 @@ def test_relist_queues_all_rollouts_and_survives_an_outage() -> None:
             reply = self.replies.pop(0) if self.replies else []
             if isinstance(reply, Exception):
                 raise reply
-            from sglang_rollout.kube.stream import Listing
-
             assert isinstance(reply, list)
             return Listing([{"metadata": {"namespace": "n", "name": name}} for name in reply], "1")
 

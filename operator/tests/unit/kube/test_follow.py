@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from typing import Any
 
+from sglang_rollout.kube.client import Listing, WatchEvent
 from sglang_rollout.kube.errors import ApiUnavailable, Expired, KubeError
 from sglang_rollout.kube.resources import CONFIGMAPS
-from sglang_rollout.kube.stream import Listing, WatchEvent
 from sglang_rollout.kube.watch import follow
 from tests.support.virtual_time import run
 
