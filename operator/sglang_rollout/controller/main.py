@@ -25,8 +25,8 @@ from sglang_rollout.api.v1alpha1 import API_VERSION, PLURAL
 from sglang_rollout.controller.events import EventPoster
 from sglang_rollout.controller.metrics import Key, Metrics, build_health_app, build_metrics_app, serve
 from sglang_rollout.controller.reconcile import Reconciler
-from sglang_rollout.controller.render.names import FIELD_MANAGER
 from sglang_rollout.controller.render.common import Settings
+from sglang_rollout.controller.render.names import FIELD_MANAGER
 from sglang_rollout.controller.triggers import OutageFilter, watch_rollouts
 from sglang_rollout.controller.workqueue import Workers, WorkQueue, relist_periodically
 from sglang_rollout.kube.client import Kube

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_rollout.api.status import ConditionType, Reason, find
+from sglang_rollout.api.status import ConditionType, Reason, end_sentence, find
 from sglang_rollout.controller.apply import Outcome, execute_plan
-from sglang_rollout.controller.decide.messages import end_sentence
 from sglang_rollout.controller.decide.node_avoidance import seconds_until_expiry
 from sglang_rollout.controller.decide.plan import Failure, Plan, make_plan
 from sglang_rollout.controller.decide.status import build_status

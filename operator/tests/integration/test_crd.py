@@ -27,7 +27,7 @@ pytestmark = pytest.mark.controlplane
 
 HERE = Path(__file__).parent
 SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
-# PodGroups are no part of Kubernetes: controller/test_optional_kinds_and_nodes.py applies them to a server that was told of them.
+# PodGroups are no part of Kubernetes: controller/test_optional_kinds_and_nodes.py applies them to a server with their CRD.
 VALID = sorted(
     [*(path for path in GOLDEN_INPUTS.glob("*.yaml") if not path.stem.startswith("gang")), *(REPOSITORY / "examples").glob("rollout*.yaml")]
 )
@@ -169,7 +169,7 @@ def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
     api.kubectl("apply", "--server-side", f"--field-manager={FIELD_MANAGER}", "--subresource=status", "-f", "-", stdin=json.dumps(body))
 
     world = _observe(api, namespace, name)
-    assert world.cr["status"] == status, "the API server changed or dropped something: status would be written for ever"
+    assert world.cr["status"] == status, "the API server changed or dropped something: the status would be written in every reconcile"
     assert build_status(world, "2026-11-22T00:00:00Z") == status
     assert make_plan(world, SETTINGS).actions == (), "the record of the coordinator must not look like drift"
     columns = api.kubectl("get", "sglr", name, "-n", namespace, "-o", "wide").stdout

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sglang_rollout.api.status import AvoidedNode, ConditionType, EnginePhase, Finding, PrefetchStatus, Reason, find
+from sglang_rollout.api.status import AvoidedNode, ConditionType, EnginePhase, Finding, PrefetchStatus, Reason, end_sentence, find
 from sglang_rollout.api.v1alpha1 import State
 from sglang_rollout.controller.decide.elastic import is_held_for_base
 from sglang_rollout.controller.decide.engine_status import (
@@ -16,7 +16,6 @@ from sglang_rollout.controller.decide.engine_status import (
     is_released_by_trainer,
     is_waiting_for_trainer,
 )
-from sglang_rollout.controller.decide.messages import describe_partial_commit, end_sentence
 from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
@@ -171,6 +170,12 @@ def describe_invalid_spec(why: str) -> list[Finding]:
         Finding(ConditionType.PROGRESSING, "False", Reason.INVALID_SPEC, message),
         Finding(ConditionType.DEGRADED, "True", Reason.INVALID_SPEC, message),
     ]
+
+
+def describe_partial_commit(version: str, engines: int, reason: str) -> str:
+    """Return the message about a version that some engines did not commit."""
+    count = f"{engines} engine{'' if engines == 1 else 's'}"
+    return end_sentence(f"Version {version} is committed on {count}; the other engines wait for weights: {reason}")
 
 
 def evaluate_conditions(summary: FleetSummary) -> list[Finding]:

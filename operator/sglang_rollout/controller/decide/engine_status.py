@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sglang_rollout.api.status import EnginePhase, EngineStatus, Reason
+from sglang_rollout.api.status import EnginePhase, EngineStatus, Reason, end_sentence
 from sglang_rollout.controller.decide.elastic import is_held_for_base
-from sglang_rollout.controller.decide.messages import end_sentence
 from sglang_rollout.controller.decide.pods import Pod, TroubleKind
 from sglang_rollout.controller.decide.prerequisites import explain_missing_node
 from sglang_rollout.controller.decide.view import EngineView, FleetView

@@ -21,8 +21,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sglang_rollout.api.scheduling_spec import AT_ONCE_SECONDS, AvoidNodes
-from sglang_rollout.api.status import MAX_AVOIDED_NODES, MAX_NODE_FAILURES, AvoidedNode, NodeFailure, Reason
-from sglang_rollout.controller.decide.messages import end_sentence
+from sglang_rollout.api.status import MAX_AVOIDED_NODES, MAX_NODE_FAILURES, AvoidedNode, NodeFailure, Reason, end_sentence
 from sglang_rollout.controller.decide.view import EngineView, FleetView
 from sglang_rollout.controller.render.hashing import revision
 

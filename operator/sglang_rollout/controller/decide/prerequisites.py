@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER
-from sglang_rollout.api.status import Reason
+from sglang_rollout.api.status import Reason, end_sentence
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.messages import end_sentence
 from sglang_rollout.controller.decide.pods import Object, Pod
 from sglang_rollout.controller.render.common import parse_quantity
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sglang_rollout.api.status import ConditionType, EnginePhase, Reason, find
-from sglang_rollout.controller.decide.messages import describe_partial_commit, end_sentence
+from sglang_rollout.api.status import ConditionType, EnginePhase, Reason, end_sentence, find
+from sglang_rollout.controller.decide.conditions import describe_partial_commit
 
 Status = Mapping[str, Any]
 

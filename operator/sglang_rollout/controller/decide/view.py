@@ -13,8 +13,8 @@ from typing import Any
 
 import pydantic
 
+from sglang_rollout.api.status import end_sentence
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.messages import end_sentence
 from sglang_rollout.controller.decide.pod_shapes import find_misfit
 from sglang_rollout.controller.decide.pods import Object, Pod, count_designed_pods
 from sglang_rollout.controller.decide.prerequisites import Cluster

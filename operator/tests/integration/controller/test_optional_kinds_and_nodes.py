@@ -88,7 +88,7 @@ async def only(world: World, names: set[str]) -> bool:
     return set(await groups(world)) == names
 
 
-async def test_a_queue_that_does_not_exist_is_told_and_the_way_out(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
+async def test_missing_queue_is_reported_with_advice(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace, scheduling={"queueName": "rollouts"}))
     assert "this cluster has no Kueue" in await reason(world, "QueueNotFound")
     assert await world.is_degraded("demo", "QueueNotFound")
@@ -104,7 +104,7 @@ async def test_a_queue_that_does_not_exist_is_told_and_the_way_out(api: ControlP
             assert queued == ("rollouts" if child["kind"] == "StatefulSet" else None)
         made = {"apiVersion": QUEUES.api_version, "kind": QUEUES.kind, "metadata": {"name": "rollouts", "namespace": world.namespace}}
         api.kubectl("apply", "-f", "-", stdin=json.dumps(made))
-        await reason(world, "RouterNotReady")  # nobody plays the kubelet here
+        await reason(world, "RouterNotReady")  # no kubelet runs here
     finally:
         forget(api, QUEUES)
     assert operator.health() == 200
@@ -147,7 +147,7 @@ async def test_ports_of_nodes_move_past_those_that_are_in_use(world: World) -> N
         await move(29980)
 
 
-async def test_pods_that_a_quota_does_not_let_be_made_are_told_and_come_after_the_mend(
+async def test_pods_refused_by_a_quota_are_reported_and_created_when_it_is_raised(
     api: ControlPlane, operator: OperatorProcess, world: World
 ) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few", "namespace": world.namespace}}
@@ -190,7 +190,7 @@ async def test_more_gpus_than_any_node_has(api: ControlPlane, operator: Operator
         assert "asks for 8 nvidia.com/gpu, and no node has so many: the largest, large, has 4" in said
         assert await world.is_degraded("demo", "InsufficientCapacity")
         await _node(api, world, "larger", 8)
-        # A new node is nobody's child: the next look at the rollout sees it.
+        # A new node belongs to no rollout: the next reconcile sees it.
         await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"router": {"policy": "Random"}}})
         await reason(world, "RouterNotReady")
     finally:

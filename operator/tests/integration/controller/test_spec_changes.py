@@ -142,7 +142,7 @@ async def test_what_does_not_fit_the_schema_is_a_refusal_and_no_outage(operator:
     await eventually("the server's words in the status", said, seconds=10)
     assert await world.is_degraded("demo", "ApplyFailed")
     assert "waiting for the API server" not in operator.said()
-    # An outage is retried every three seconds for ever, a refusal with growing delays.
+    # An outage is retried every three seconds, a refusal with growing delays.
     assert operator.metrics()['reconcile_total{result="unavailable"}'] == 0
     await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"podTemplate": None}})
     await eventually("children after the mend", lambda: world.is_complete("demo"))
@@ -158,7 +158,7 @@ async def test_a_delete_that_is_refused_is_said_in_the_status(api: ControlPlane,
         await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"replicas": 1}})
         ready = await world.condition("demo")
         assert ready.get("reason") == "ApplyFailed", ready
-        return "nothing goes on a Friday" in ready["message"]
+        return "no change on a Friday" in ready["message"]
 
     await eventually("the policy's words in the status", refused)
     api.kubectl("delete", "validatingadmissionpolicybinding", world.namespace)
@@ -175,7 +175,7 @@ def _refuse_deletes(api: ControlPlane, namespace: str) -> None:
             "matchConstraints": {
                 "resourceRules": [{"apiGroups": ["apps"], "apiVersions": ["v1"], "resources": ["statefulsets"], "operations": ["DELETE"]}]
             },
-            "validations": [{"expression": "false", "message": "nothing goes on a Friday"}],
+            "validations": [{"expression": "false", "message": "no change on a Friday"}],
         },
     }
     binding = {

@@ -147,7 +147,7 @@ def test_engine_that_enters_the_base_never_starts_in_part() -> None:
     cluster.edit_spec({**cluster.cr["spec"], **BASE})
     seen = []
     for _ in range(12):
-        cluster.room = 3  # somebody takes a place as soon as the first engine lets go of its two
+        cluster.room = 3  # another workload takes one of the two places that the first engine frees
         cluster.step()
         seen.append(cluster.placed()[1])
     assert set(seen) <= {0, 2}

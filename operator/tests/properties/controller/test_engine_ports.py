@@ -1,4 +1,4 @@
-"""Engines that share the network of a node share no port, and the coordinator is told where each gate is, also while ports change."""
+"""Engines on the network of one node share no port, and the intent has the port of each gate, also while ports change."""
 
 from __future__ import annotations
 
@@ -94,15 +94,17 @@ def test_intent_has_the_present_gate_ports_during_a_change(steps: list[Object | 
         cluster.edit_spec(rollout(replicas=replicas, engine=engine(network))["spec"])
         for _ in range(3 * replicas + 3):
             cluster.execute(cluster.plan().actions)
-            assert told(cluster) == there(cluster) | {name: port for name, port in told(cluster).items() if name not in there(cluster)}
+            assert intended(cluster) == there(cluster) | {
+                name: port for name, port in intended(cluster).items() if name not in there(cluster)
+            }
             cluster.settle()
         cluster.converge()
         wanted = SGLangRollout.model_validate(cluster.cr)
-        assert told(cluster) == {f"demo-engine-{index}": engine_ports(wanted, index).gate for index in range(replicas)}
-        assert there(cluster) == told(cluster)
+        assert intended(cluster) == {f"demo-engine-{index}": engine_ports(wanted, index).gate for index in range(replicas)}
+        assert there(cluster) == intended(cluster)
 
 
-def told(cluster: Cluster) -> dict[str, int]:
+def intended(cluster: Cluster) -> dict[str, int]:
     """Ports of gates in the intent."""
     intent = json.loads(cluster.objects["ConfigMap", names.intent_name("demo")]["data"][names.INTENT_KEY])
     return {wanted["name"]: wanted.get("port", 30000) for wanted in intent["engines"]}

@@ -118,7 +118,7 @@ def test_edited_template_is_healed_before_a_pod_is_created_from_it() -> None:
     cluster.settle()
     for index in range(3):
         child = cluster.objects["StatefulSet", f"demo-engine-{index}"]
-        child["spec"]["template"]["spec"]["containers"][0]["image"] = "example.org/of-somebody:1"
+        child["spec"]["template"]["spec"]["containers"][0]["image"] = "example.org/foreign:1"
         child["metadata"] |= {"generation": 9, "resourceVersion": f"edited-{index}"}
     cluster.settle()
     before = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
@@ -136,7 +136,7 @@ def test_a_broken_image_stops_the_rolling_update_at_the_first_engine() -> None:
     cluster.edit_spec(bad)
     cluster.run()
     assert cluster.serving() == {"demo-engine-0", "demo-engine-1"}
-    assert cluster.plan().requeue_after is not None, "it must go on looking"
+    assert cluster.plan().requeue_after is not None, "the plan looks again"
 
     cluster.edit_spec(HEALTHY)
     cluster.converge()

@@ -87,7 +87,7 @@ async def test_refused_apply_stops_all_deletes_but_no_other_apply() -> None:
 
 @pytest.mark.parametrize(("seen", "deleted"), [("7", False), ("8", True), ("", False)])
 async def test_pod_is_not_deleted_if_the_same_plan_healed_its_template(seen: str, deleted: bool) -> None:
-    """Its controller may not have seen that yet, and would make the pod anew from what somebody had changed."""
+    """The StatefulSet controller may not have seen the apply yet. It would recreate the pod from the foreign template."""
     kube = Recorder()
     made = await run(kube, apply("a", version=seen), delete("a-0", unless_healed="a"), delete("b-0"))
     assert made.writes == 2 + deleted
@@ -139,7 +139,7 @@ async def test_secret_without_token_gets_a_new_one() -> None:
 
 async def test_two_operators_create_one_token() -> None:
     with pytest.raises(Conflict):
-        await run(Recorder(s=Conflict("exists", reason="AlreadyExists")), apply("s", "Secret", needs_token=True, unseen=True))
+        await run(Recorder(s=Conflict("exists")), apply("s", "Secret", needs_token=True, unseen=True))
 
 
 async def test_new_objects_are_applied_without_force() -> None:

@@ -162,11 +162,11 @@ def test_writing_out_a_computed_default_changes_the_revision() -> None:
     assert all(word in page for word in ("(`nodes`, `gpusPerPod`, `network.basePort`)", "(`network: {}`)", '(`cpu: 2` and `cpu: "2"`)'))
 
 
-@pytest.mark.parametrize(("enabled", "told"), [(True, [{"name": "a", "path": "/a", "pinned": False}]), (False, None)])
-def test_adapters_are_not_wanted_while_lora_is_disabled(enabled: bool, told: object) -> None:
+@pytest.mark.parametrize(("enabled", "adapters"), [(True, [{"name": "a", "path": "/a", "pinned": False}]), (False, None)])
+def test_adapters_are_not_wanted_while_lora_is_disabled(enabled: bool, adapters: object) -> None:
     lora = {"enabled": enabled, "maxRank": 8, "targetModules": ["all"], "adapters": [{"name": "a", "path": "/a"}]}
     custom = rollout(engine={"image": "e:1", "lora": lora})
-    assert json.loads(intent(custom, {})["data"][names.INTENT_KEY]).get("adapters") == told
+    assert json.loads(intent(custom, {})["data"][names.INTENT_KEY]).get("adapters") == adapters
     assert ("--enable-lora" in server_args(custom)) is enabled
 
 

@@ -1,9 +1,8 @@
-"""Which changes of status are told as Events."""
+"""Which changes of status post Events."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.transitions import find_events
-from sglang_rollout.controller.decide.view import FleetView
+from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.record import UpdateOutcome
@@ -41,13 +40,13 @@ def reasons(before: FleetView | None, after: FleetView) -> list[tuple[str, str]]
 
 
 def history(*seen: FleetView) -> list[list[str]]:
-    """What each step from one world to the next tells, a minute apart, with the status of each written into the next."""
-    told, old = [], None
+    """Return the reasons of the Events of each step. The steps are a minute apart, and each starts with the last status."""
+    posted, old = [], None
     for minute, one in enumerate(seen):
         new = build_status(replace(one, cr={**one.cr, "status": old}), f"2026-11-21T03:{minute:02}:00Z")
-        told.append([event.reason for event in find_events(old, new)])
+        posted.append([event.reason for event in find_events(old, new)])
         old = new
-    return told[1:]
+    return posted[1:]
 
 
 HEALTHY = world([pod(0), pod(1)], written=record(row(0), row(1)))
@@ -95,23 +94,23 @@ def test_crash_loop_has_one_event() -> None:
     first = world([pod(0), pod(1, ready=False, status=crashed(message="ValueError: a"))], written=record(row(0)))
     later = world([pod(0), pod(1, ready=False, status=crashed(message="ValueError: a", restarts=9))], written=record(row(0)))
     assert reasons(HEALTHY, first) == [("Warning", "EngineFailed")]
-    assert reasons(first, later) == [], "a crash loop is told once"
+    assert reasons(first, later) == [], "one Event for all restarts"
 
 
 def test_committed_version_has_an_event() -> None:
     one = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
     two = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
     assert reasons(HEALTHY, one) == [("Normal", "WeightsCommitted")]
-    (told,) = find_events(build_status(one, NOW), build_status(two, NOW))
-    assert told.message == "The fleet serves version step-2 (run 1)."
-    assert told.key == "WeightsCommitted", "one Event object, however many versions"
+    (event,) = find_events(build_status(one, NOW), build_status(two, NOW))
+    assert event.message == "The fleet serves version step-2 (run 1)."
+    assert event.key == "WeightsCommitted", "one Event object, however many versions"
 
 
 def test_update_loses_no_engine() -> None:
     during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1)))
     committed = world([pod(0), pod(1)], written=record(opening(0, V1), opening(1, V1), committed=V1))
     served = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
-    assert history(HEALTHY, during, committed, served) == [[], ["WeightsCommitted"], []], "every step of a training brings that"
+    assert history(HEALTHY, during, committed, served) == [[], ["WeightsCommitted"], []], "every training step has an update"
     mixture = row(1, None, gate=False, state=EngineState.DIRTY, closed=Refusal(GateReason.DIRTY, "The engine holds a mixture."))
     assert ("Warning", "EngineLost") in reasons(during, world([pod(0), pod(1)], written=record(row(0), mixture)))
 
@@ -131,7 +130,7 @@ def test_sleep_by_the_spec_has_events_and_sleep_for_the_trainer_has_none(mode: s
 
     awake, asleep, waking = seen(), seen(*tags, released_to_trainer=("kv_cache", "weights")), seen(*tags)
     by_spec = seen(*tags, state=FleetState.ASLEEP)
-    assert history(awake, asleep, waking, awake, asleep) == [[], [], [], []], "each step brings one"
+    assert history(awake, asleep, waking, awake, asleep) == [[], [], [], []], "every training step has a sleep"
     assert history(awake, by_spec, awake) == [["Asleep"], ["Ready"]]
     assert history(awake, asleep, by_spec, asleep, waking, awake) == [[], ["Asleep"], [], [], []]
     lost = world([pod(0, current=current), pod(1, ready=False, current=current)], written=record(row(0)), custom=custom)
@@ -145,9 +144,9 @@ def test_lost_trainer_has_one_event_and_loses_no_engine() -> None:
 
 
 def sleeping(*released: str, comparing: bool = False, **written: object) -> FleetView:
-    """Two engines that have released memory, or have it back and are being compared."""
-    told = {"released": list(released), "comparing": comparing}
-    rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update=told) for index in range(2)]
+    """Return two engines whose memory is released, or restored and being compared."""
+    changes = {"released": list(released), "comparing": comparing}
+    rows = [row(index, None, gate=False, state=EngineState.UNKNOWN).model_copy(update=changes) for index in range(2)]
     return world([pod(0), pod(1)], written=record(*rows).model_copy(update=written))
 
 
@@ -155,7 +154,7 @@ def sleeping(*released: str, comparing: bool = False, **written: object) -> Flee
 def test_wake_has_no_event_unless_the_comparison_finds_other_weights(released_to_trainer: list[str] | None) -> None:
     asleep = sleeping("kv_cache", "weights", released_to_trainer=None if released_to_trainer is None else ["kv_cache", "weights"])
     comparing, wrong = sleeping(comparing=True, released_to_trainer=released_to_trainer), sleeping(released_to_trainer=released_to_trainer)
-    assert history(HEALTHY, asleep, comparing, HEALTHY, asleep) == [[], [], [], []], "each step brings one"
+    assert history(HEALTHY, asleep, comparing, HEALTHY, asleep) == [[], [], [], []], "every training step has a sleep"
     assert history(HEALTHY, asleep, comparing, wrong)[-1] == ["EngineLost", "EngineLost"]
 
 
@@ -173,8 +172,8 @@ def test_update_that_recovers_a_lost_engine_has_events() -> None:
     during = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V1))
     served = world([pod(0), pod(1)], written=record(row(0, V2), row(1, V2), committed=V2))
     whole = world([pod(0), pod(1)], written=record(row(0, V1), row(1, V1), committed=V1))
-    told = ["EngineServing", "WeightsCommitted", "Ready"]
-    assert history(whole, lost, back, during, served) == [["EngineLost"], [], [], told]
+    expected = ["EngineServing", "WeightsCommitted", "Ready"]
+    assert history(whole, lost, back, during, served) == [["EngineLost"], [], [], expected]
     opened = world([pod(0), pod(1)], written=record(opening(0, V2), opening(1, V2), committed=V2))
     failed = world([pod(0), pod(1)], written=record(row(0, V1), row(1, BASE, gate=False), committed=V1))
     next_one = world([pod(0), pod(1)], written=record(under_way(0), under_way(1), committed=V2))
@@ -187,11 +186,11 @@ def test_update_that_recovers_a_lost_engine_has_events() -> None:
 def test_partial_commit_names_the_engine_that_failed() -> None:
     last = partial("engine demo-engine-1 could not end the session: no answer")
     after = world([pod(0), pod(1)], written=record(row(0, V2), row(1, None, gate=False, state=EngineState.DIRTY), committed=V2, last=last))
-    told = {event.reason: event for event in find_events(build_status(HEALTHY, NOW), build_status(after, NOW))}
-    assert told["WeightsPartlyCommitted"].type == "Warning"
-    assert "step-2 is committed on 1 engine;" in told["WeightsPartlyCommitted"].message
-    assert "demo-engine-1" in told["WeightsPartlyCommitted"].message
-    assert "WeightUpdateFailed" not in told
+    events = {event.reason: event for event in find_events(build_status(HEALTHY, NOW), build_status(after, NOW))}
+    assert events["WeightsPartlyCommitted"].type == "Warning"
+    assert "step-2 is committed on 1 engine;" in events["WeightsPartlyCommitted"].message
+    assert "demo-engine-1" in events["WeightsPartlyCommitted"].message
+    assert "WeightUpdateFailed" not in events
 
 
 def test_new_run_has_an_event() -> None:
@@ -212,9 +211,9 @@ def test_aborted_pause_has_a_warning_and_does_not_degrade() -> None:
     last = partial(why).model_copy(update={"outcome": UpdateOutcome.ABORTED, "engines": []})
     after = world([pod(0), pod(1)], written=record(row(0), row(1), last=last))
     status = build_status(after, NOW)
-    told = {event.reason: event for event in find_events(build_status(HEALTHY, NOW), status)}
-    assert set(told) == {"WeightUpdateAborted"}
-    assert told["WeightUpdateAborted"].message == f"The fleet keeps the weights it had: {why}."
+    events = {event.reason: event for event in find_events(build_status(HEALTHY, NOW), status)}
+    assert set(events) == {"WeightUpdateAborted"}
+    assert events["WeightUpdateAborted"].message == f"The fleet keeps the weights it had: {why}."
     degraded = next(condition for condition in status["conditions"] if condition["type"] == "Degraded")
     assert degraded["status"] == "False"
 
@@ -227,16 +226,9 @@ def test_rolling_update_has_events_for_start_and_end() -> None:
 
 def test_taken_name_has_a_warning() -> None:
     taken = build_status(HEALTHY, NOW, Failure(Reason.NAME_TAKEN, "Service demo-router exists."))
-    (told,) = find_events(build_status(HEALTHY, NOW), taken)
-    assert (told.type, told.reason, told.message) == ("Warning", "NameTaken", "Service demo-router exists.")
+    (event,) = find_events(build_status(HEALTHY, NOW), taken)
+    assert (event.type, event.reason, event.message) == ("Warning", "NameTaken", "Service demo-router exists.")
 
 
 def test_invalid_spec_has_a_warning_at_once() -> None:
-    assert reasons(None, world_of_nonsense()) == [("Warning", "InvalidSpec")]
-
-
-def world_of_nonsense() -> FleetView:
-    from sglang_rollout.controller.decide.view import build_fleet_view
-
-    custom: dict[str, Any] = cr(model={})
-    return build_fleet_view(custom, [], [])
+    assert reasons(None, build_fleet_view(cr(model={}), [], [])) == [("Warning", "InvalidSpec")]

@@ -33,7 +33,7 @@ class Store:
             raise self.error
         name = obj["metadata"]["name"]
         if name in self.objects:
-            raise Conflict("exists", reason="AlreadyExists")
+            raise Conflict("exists")
         self.objects[name] = dict(obj)
 
     async def get(self, _resource: Any, _namespace: str, name: str) -> dict[str, Any]:

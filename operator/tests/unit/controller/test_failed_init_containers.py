@@ -1,4 +1,4 @@
-"""What is told of an engine whose init container fails: the download of its model, or one of the user's own."""
+"""Status of an engine whose init container fails: the download of its model, or a container of the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENDED: Object = {"terminated": {"exitCode": 0, "reason": "Completed"}}
 
 
 def status_of(name: str, state: Object, before: Object | None = None, *, last: Object = FAILED) -> Object:
-    # The kubelet calls a container without probes started as soon as it runs.
+    # The kubelet reports a container without probes as started as soon as it runs.
     container = {"name": name, "ready": state == ENDED, "started": "running" in state, "restartCount": 2, "state": state, "lastState": last}
     fetching = pod(1, ready=False, status={"initContainerStatuses": [container]})
     fetching["spec"]["initContainers"] = [{"name": one} for one in ("download", "my-own")] + [{"name": "gate", "restartPolicy": "Always"}]
@@ -26,9 +26,9 @@ def status_of(name: str, state: Object, before: Object | None = None, *, last: O
 def test_failure_is_reported_until_the_container_succeeds(name: str) -> None:
     backing_off = status_of(name, {"waiting": {"reason": "CrashLoopBackOff"}})
     engine = backing_off["engines"][1]
-    told = f"container {name} exited with code 3: error: no such repository (restarted 2 times)."
-    assert (engine["phase"], engine["reason"], engine["message"]) == ("Failed", "EngineCrashed", told)
-    assert status_of(name, {"running": {}}, backing_off) == backing_off, "it is tried again"
+    message = f"container {name} exited with code 3: error: no such repository (restarted 2 times)."
+    assert (engine["phase"], engine["reason"], engine["message"]) == ("Failed", "EngineCrashed", message)
+    assert status_of(name, {"running": {}}, backing_off) == backing_off, "the container is being retried"
     assert status_of(name, FAILED, backing_off) == backing_off
     through = status_of(name, ENDED, backing_off)["engines"][1]
     assert (through["phase"], through["message"]) == ("Starting", "it is starting.")

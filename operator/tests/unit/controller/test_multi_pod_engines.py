@@ -1,4 +1,4 @@
-"""An engine with several pods is one unit: in its row of status, when it serves, and when it is rolled."""
+"""An engine with several pods is one unit in the status and in a rolling update."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_status_names_the_pod_that_failed_first() -> None:
     seen = fleet(pod(0, 0), pod(0, 1), ended, cause, gates=(True, False))
     assert "ValueError: no such backend" in ready(seen)["message"]
     alone = fleet(pod(0, 0), pod(0, 1), ended, pod(1, 1), gates=(True, False))
-    assert "pod demo-engine-1-1 has ended" in ready(alone)["message"], "its last words, not the shell's"
+    assert "pod demo-engine-1-1 has ended" in ready(alone)["message"], "the agent's line, not the shell's"
 
 
 def test_unschedulable_pod_is_named() -> None:
@@ -87,15 +87,17 @@ def test_unschedulable_pod_is_named() -> None:
 
 
 def test_status_has_the_message_of_the_agents() -> None:
-    told = Refusal(GateReason.GROUP_RESTART, "The engine is not up: it waits until all 2 pods can start together, now for demo-engine-1-1.")
-    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), closed=told)
+    closed = Refusal(
+        GateReason.GROUP_RESTART, "The engine is not up: it waits until all 2 pods can start together, now for demo-engine-1-1."
+    )
+    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), closed=closed)
     assert engines(seen)[1]["phase"] == "Starting"
     assert "now for demo-engine-1-1" in engines(seen)[1]["message"]
 
 
 def test_exhausted_restart_budget_degrades_the_fleet() -> None:
-    told = Refusal(GateReason.RESTART_BUDGET_EXHAUSTED, "The engine is not up: 10 starts in a row failed. Delete its pods.")
-    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), closed=told)
+    closed = Refusal(GateReason.RESTART_BUDGET_EXHAUSTED, "The engine is not up: 10 starts in a row failed. Delete its pods.")
+    seen = fleet(pod(0, 0), pod(0, 1), pod(1, 0, ready=False), pod(1, 1, ready=False), gates=(True, False), closed=closed)
     assert ready(seen)["reason"] == "RestartBudgetExhausted"
     assert "Delete its pods" in ready(seen)["message"]
     assert engines(seen)[1]["phase"] == "Failed"
@@ -127,7 +129,7 @@ def test_engine_with_another_number_of_pods_is_recreated_in_its_turn() -> None:
 
 
 def applied(seen: FleetView) -> FleetView:
-    """The same, with every child as the operator has applied it and its controller has seen it."""
+    """Return the fleet after all children were applied and their controllers have seen them."""
     rendered = [stamp(one) for one in render_all(SGLangRollout.model_validate(CR), SETTINGS, token="t0ken")]
     children: dict[tuple[str, str], Object] = {}
     for made in rendered:
@@ -144,15 +146,15 @@ def rolled(seen: FleetView) -> set[str]:
 
 def test_status_names_the_pod_that_cannot_reach_pod_0() -> None:
     words = "demo-engine-1-1 (it cannot reach pod 0: demo-engine-1-0.demo-engines: Name or service not known)"
-    said = Refusal(GateReason.GROUP_RESTART, f"it waits until all 2 pods can start together, now for {words}")
+    closed = Refusal(GateReason.GROUP_RESTART, f"it waits until all 2 pods can start together, now for {words}")
     starting = [pod(1, rank, ready=False) for rank in range(2)]
-    shown = engines(fleet(pod(0, 0), pod(0, 1), *starting, gates=(True, False), closed=said))[1]
+    shown = engines(fleet(pod(0, 0), pod(0, 1), *starting, gates=(True, False), closed=closed))[1]
     assert shown["message"].endswith(f"now for {words}.")
 
 
 @pytest.mark.parametrize("there", [0, 1])
 def test_engines_whose_pods_cannot_be_created_are_recreated_at_once(there: int) -> None:
-    """They serve nobody, so that nothing is lost, and none of them has to wait for another."""
+    """No engine serves, so nothing is lost, and no engine has to wait for another."""
     pods = [pod(index, 0, current="old") for index in range(2)][: 2 * there]
     seen = applied(fleet(*pods, gates=(False, False)))
     wanted = cr(engine={**ENGINE, "nodes": 1})

@@ -1,4 +1,4 @@
-"""Which nodes are avoided, and which are not: a bad node is told from a bad spec, and never too many at once."""
+"""Which nodes are avoided: a bad node is distinguished from a bad spec, and most nodes stay usable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER_POD_FAILED = termination_message("pod demo-engine-1-1 has ended")
 
 
 def at(minutes: int) -> str:
-    """So many minutes after 02:00; it is 03:00."""
+    """Return the time ``minutes`` after 02:00. The current time is 03:00."""
     return f"2026-11-21T{2 + minutes // 60:02}:{minutes % 60:02}:00Z"
 
 
@@ -36,7 +36,7 @@ def ended(time: str | None, *, code: int = 1, message: str = "CUDA error: uncorr
 
 
 def pod(index: int, node: str, *ends: Object, ready: bool = True, **more: Any) -> Object:
-    """A pod on a node, whose engine container ended so."""
+    """Return a pod on a node. ``ends`` are the ends of its engine container."""
     container: Object = {"name": "engine", "ready": ready, "started": ready, "restartCount": len(ends), "state": {"running": {}}}
     container |= dict(zip(("lastState", "state"), ends, strict=False))
     made = plain_pod(index, ready=ready, status={"containerStatuses": [container]}, **more)
@@ -45,7 +45,7 @@ def pod(index: int, node: str, *ends: Object, ready: bool = True, **more: Any) -
 
 
 def failure(minutes: int, node: str = "bad", engine: int = 1, of: str = CURRENT) -> Object:
-    """One that status remembers."""
+    """Return a row of ``status.nodeFailures``."""
     return {
         "node": node,
         "engine": f"demo-engine-{engine}",
@@ -57,7 +57,7 @@ def failure(minutes: int, node: str = "bad", engine: int = 1, of: str = CURRENT)
 
 
 def seen(*pods: Object, failures: tuple[Object, ...] = (), avoided: tuple[Object, ...] = (), policy: Object | None = None) -> FleetView:
-    """A fleet with a memory."""
+    """Return a fleet with failures and avoided nodes in its status."""
     status = {"nodeFailures": list(failures), "avoidedNodes": list(avoided)}
     scheduling = POLICY if policy is None else policy
     return world(list(pods), written=record(row(0), row(1)), custom=cr(len(pods), status=status, scheduling=scheduling))
@@ -104,10 +104,10 @@ def test_failure_is_counted_once() -> None:
         ("the engine that is up has another spec", seen(pod(0, "good", current="older"), BAD, failures=TWICE)),
         ("the other node fails engines, too", seen(GOOD, BAD, failures=(*TWICE, failure(20, "good", 0)))),
         ("only the node itself has an engine that is up", seen(pod(0, "bad"), BAD, failures=TWICE)),
-        ("nobody asked for it", seen(GOOD, BAD, failures=TWICE, policy={})),
+        ("the spec does not set the field", seen(GOOD, BAD, failures=TWICE, policy={})),
         ("the pod is going away", seen(GOOD, pod(1, "bad", ended(at(55)), deletionTimestamp=NOW), failures=TWICE)),
         ("it ended well", seen(GOOD, pod(1, "bad", ended(at(55), code=0)), failures=TWICE)),
-        ("nobody knows when it ended", seen(GOOD, pod(1, "bad", ended(None, code=137)), failures=TWICE)),
+        ("the time of the end is unknown", seen(GOOD, pod(1, "bad", ended(None, code=137)), failures=TWICE)),
         (
             "another pod of the engine failed",
             seen(GOOD, pod(1, "bad", ended(at(55), message=OTHER_POD_FAILED)), failures=TWICE),
@@ -180,7 +180,7 @@ def test_three_quarters_of_the_nodes_stay_usable(places: list[tuple[str, bool]],
     assert not new or len(new | before) <= max(1, len(used) // MIN_NODES_PER_AVOIDED)
     failing = {failure.node for failure in found.failures}
     assert not new or any(ready and node not in failing for node, ready in places), "there must be a better node"
-    # What was decided is not decided anew: the same look at the same fleet says the same.
+    # The same view with the new status leads to the same decision.
     fleet.cr["status"] = {
         "avoidedNodes": [node.model_dump(by_alias=True) for node in found.nodes],
         "nodeFailures": [failure.model_dump(by_alias=True) for failure in found.failures],
@@ -191,9 +191,9 @@ def test_three_quarters_of_the_nodes_stay_usable(places: list[tuple[str, bool]],
 def test_avoidance_has_events_for_start_and_end() -> None:
     before, after = seen(GOOD, BAD, failures=TWICE[:1]), seen(GOOD, BAD, failures=TWICE)
     old, new = build_status(before, NOW), build_status(after, NOW)
-    told = {event.reason: event for event in find_events(old, new)}
-    assert told["NodeAvoided"].type == "Warning"
-    assert told["NodeAvoided"].message.startswith("Node bad is avoided until 2026-11-21T05:00:00Z: engines failed there 3 times since")
+    events = {event.reason: event for event in find_events(old, new)}
+    assert events["NodeAvoided"].type == "Warning"
+    assert events["NodeAvoided"].message.startswith("Node bad is avoided until 2026-11-21T05:00:00Z: engines failed there 3 times since")
     again = {event.reason: event.message for event in find_events(new, old)}
     assert again["NodeAllowedAgain"] == "Engines may use node bad again."
 

@@ -1,4 +1,4 @@
-"""What is told about nodes that a model is brought to, and what that has to do with the engines: nothing."""
+"""Status of ``model.prefetch``, which does not affect the engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def custom(**model: Any) -> Object:
 
 
 def on(node: int, *, ready: bool = False, current: bool = True, status: Object | None = None) -> Object:
-    """The prefetch's pod on a node."""
+    """Return the pod of the prefetch on a node."""
     made = next(one for one in render_all(SGLangRollout.model_validate(custom()), SETTINGS, "t") if one["kind"] == "DaemonSet")
     labels = made["spec"]["template"]["metadata"]["labels"]
     said = {"conditions": [{"type": "Ready", "status": "True" if ready else "False"}], **(status or {})}
@@ -40,13 +40,13 @@ def on(node: int, *, ready: bool = False, current: bool = True, status: Object |
 
 
 def download(state: Object, last: Object | None = None) -> Object:
-    """Status of a pod whose download is in ``state``; the kubelet calls one that runs started."""
+    """Return the status of a pod whose download is in ``state``. The kubelet reports a running container as started."""
     container = {"name": "download", "ready": False, "started": "running" in state, "restartCount": 2, "state": state}
     return {"initContainerStatuses": [{**container, "lastState": last or {}}]}
 
 
 def seen(*prefetching: Object, wanted: int = 3, observed: int = 1) -> FleetView:
-    """Two engines that serve, and the pods of the prefetch."""
+    """Return a fleet of two serving engines, and the pods of the prefetch."""
     current = revision(SGLangRollout.model_validate(custom()))
     engines = [pod(index, current=current) for index in range(2)]
     found = world([*engines, *prefetching], written=record(row(0), row(1), committed=BASE), custom=custom())
@@ -54,8 +54,8 @@ def seen(*prefetching: Object, wanted: int = 3, observed: int = 1) -> FleetView:
     return found
 
 
-def told(found: FleetView) -> tuple[Object | None, str]:
-    """What status says of the prefetch, and the reason of Degraded. The engines serve whatever it is."""
+def report(found: FleetView) -> tuple[Object | None, str]:
+    """Return ``status.prefetch`` and the reason of Degraded. The engines serve in every case."""
     status = build_status(found, NOW)
     conditions = {one["type"]: one for one in status["conditions"]}
     assert conditions["Ready"]["reason"] == "AllServing"
@@ -64,14 +64,14 @@ def told(found: FleetView) -> tuple[Object | None, str]:
 
 
 def test_nodes_with_the_model_are_counted() -> None:
-    assert told(seen(on(1, ready=True), on(2, ready=True), on(3, status=download({"running": {}})))) == (
+    assert report(seen(on(1, ready=True), on(2, ready=True), on(3, status=download({"running": {}})))) == (
         {"ready": 2, "wanted": 3, "reason": "", "message": ""},
         "AsExpected",
     )
 
 
 def test_pods_of_the_previous_model_are_not_counted() -> None:
-    found, reason = told(seen(on(1, ready=True, current=False), on(2, ready=True)))
+    found, reason = report(seen(on(1, ready=True, current=False), on(2, ready=True)))
     assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": "", "message": ""}, "AsExpected")
 
 
@@ -85,11 +85,11 @@ def test_pods_of_the_previous_model_are_not_counted() -> None:
     ids=["backing-off", "tried-again", "just-ended"],
 )
 def test_failed_download_is_reported_with_its_node_until_it_succeeds(status: Object) -> None:
-    found, reason = told(seen(on(1, ready=True), on(2, status=status), on(3, status=status)))
+    found, reason = report(seen(on(1, ready=True), on(2, status=status), on(3, status=status)))
     why = "pod demo-prefetch-2 on node node-2: the download exited with code 3: error: no such repository. (1 more)"
     assert (found, reason) == ({"ready": 1, "wanted": 3, "reason": "DownloadFailed", "message": why}, "PrefetchFailed")
     recovered = {**status, "conditions": [{"type": "Ready", "status": "True"}]}
-    assert told(seen(on(2, status=recovered), wanted=1)) == ({"ready": 1, "wanted": 1, "reason": "", "message": ""}, "AsExpected")
+    assert report(seen(on(2, status=recovered), wanted=1)) == ({"ready": 1, "wanted": 1, "reason": "", "message": ""}, "AsExpected")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_failed_download_is_reported_with_its_node_until_it_succeeds(status: Obj
     ],
 )
 def test_unschedulable_prefetch_pod_is_reported(status: Object, code: str, words: str) -> None:
-    found, reason = told(seen(on(1, status=status)))
+    found, reason = report(seen(on(1, status=status)))
     assert found is not None
     assert found["reason"] == code
     assert words in found["message"]
@@ -108,7 +108,7 @@ def test_unschedulable_prefetch_pod_is_reported(status: Object, code: str, words
 
 
 def test_no_prefetch_status_before_nodes_are_counted() -> None:
-    assert told(seen(on(1, ready=True), observed=0)) == (None, "AsExpected")
+    assert report(seen(on(1, ready=True), observed=0)) == (None, "AsExpected")
 
 
 def test_no_prefetch_status_without_the_field() -> None:

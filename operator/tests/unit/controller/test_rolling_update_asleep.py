@@ -1,4 +1,4 @@
-"""A fleet that is put to sleep by the same change that gives its engines what sleeping needs: they are made anew, one by one."""
+"""A spec change sets ``state: Asleep`` and ``memorySaver``: the engines are recreated, one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fleet's status says that serves nobody on purpose: scaled to zero, suspended, paused, asleep."""
+"""The status of a fleet without serving engines on purpose: scaled to zero, suspended, paused, asleep."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_fleet_paused_by_the_spec_is_not_degraded() -> None:
     assert [engine["phase"] for engine in status["engines"]] == ["Paused", "Paused"]
     assert condition(status, "WeightsConsistent")["status"] == "True"
     assert condition(status, "Degraded")["status"] == "False"
-    letting_go = world([pod(0), pod(1)], written=written)
-    assert ready(letting_go)[1:] == ("Paused", "spec.state is Active again: 2 of 2 engines have not resumed yet.")
+    resuming = world([pod(0), pod(1)], written=written)
+    assert ready(resuming)[1:] == ("Paused", "spec.state is Active again: 2 of 2 engines have not resumed yet.")
 
 
 def test_fleet_paused_for_a_lost_trainer_says_what_resumes_it() -> None:

@@ -1,4 +1,4 @@
-"""The operator as a process, and somebody who plays kubelet and coordinator."""
+"""The operator as a process, and a stand-in for the kubelet and the coordinator."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class World:
         return (condition["status"], condition["reason"]) == ("True", reason)
 
     async def is_complete(self, name: str, engines: int = 2) -> bool:
-        """All children and the engines' pods are there, and the status says so."""
+        """Return True if all children and the engines' pods exist, and the status reports them."""
         missing = expected(name, engines) - set(await self.children(name))
         assert not missing, f"missing: {missing}"
         assert len(await self.pods(name)) == engines

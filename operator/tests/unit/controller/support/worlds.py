@@ -1,4 +1,4 @@
-"""Small worlds for tests of status (a rollout, its objects as if applied, pods as a test wants them), and what is read of it."""
+"""Fleets for tests of the status: a rollout, its objects as if applied, and pods; and readers of the status."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cr(replicas: int = 2, status: Object | None = None, **spec: Any) -> Object:
 
 
 def pod(index: int, *, ready: bool = True, current: str | None = None, status: Object | None = None, **more: Any) -> Object:
-    """A pod of an engine; ``status`` replaces what the kubelet says."""
+    """Return a pod of an engine. ``status`` replaces parts of the kubelet's report."""
     engine = names.engine_name("demo", index)
     name = revision(SGLangRollout.model_validate(cr())) if current is None else current
     said = {"conditions": [{"type": "Ready", "status": "True" if ready else "False"}], "containerStatuses": [], **(status or {})}
@@ -56,7 +56,7 @@ def pod(index: int, *, ready: bool = True, current: str | None = None, status: O
 
 
 def crashed(*, code: int = 1, message: str = "", restarts: int = 3, waiting: bool = True, reason: str = "Error") -> Object:
-    """Status of a pod whose engine container ended."""
+    """Return the status of a pod whose engine container ended."""
     ended = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
     state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}} if waiting else {"running": {}}
     container = {"name": "engine", "ready": False, "started": False, "restartCount": restarts, "state": state, "lastState": ended}
@@ -64,13 +64,13 @@ def crashed(*, code: int = 1, message: str = "", restarts: int = 3, waiting: boo
 
 
 def waiting(reason: str, message: str, *, container: str = "engine") -> Object:
-    """Status of a pod with a container that does not start."""
+    """Return the status of a pod with a container that does not start."""
     said = {"name": container, "image": "example.org/x:1", "ready": False, "state": {"waiting": {"reason": reason, "message": message}}}
     return {"containerStatuses": [said]}
 
 
 def unschedulable(message: str) -> Object:
-    """Status of a pod that no node takes."""
+    """Return the status of an unschedulable pod."""
     return {
         "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}],
     }
@@ -84,19 +84,19 @@ def row(
 
 
 def under_way(index: int) -> EngineRow:
-    """An engine in the middle of an update, as its agent reports it."""
+    """Return the row of an engine during an update, as its agent reports it."""
     said = closed_reason(State(memory=Memory(state=EngineState.DIRTY), up=True))
     return row(index, None, gate=False, state=EngineState.DIRTY, closed=said)
 
 
 def opening(index: int, version: Version) -> EngineRow:
-    """An engine whose version has just been committed and whose agent has not heard of that."""
+    """Return the row of an engine whose agent has not received the commit of its version yet."""
     said = closed_reason(State(memory=Memory(state=EngineState.CLEAN, version=version, committed=BASE), up=True, informed=True))
     return row(index, version, gate=False, closed=said)
 
 
 def partial(reason: str) -> LastUpdate:
-    """An update that one engine did not reach the end of."""
+    """Return a partial update: one engine did not commit."""
     return LastUpdate(version=V2, outcome=UpdateOutcome.PARTIAL, reason=reason, finished=NOW, engines=["demo-engine-0"])
 
 
@@ -114,7 +114,7 @@ def world(
     custom: Object | None = None,
     extra: tuple[Object, ...] = (),
 ) -> FleetView:
-    """Everything applied; ``written`` is the coordinator's record, ``router`` whether its pod runs."""
+    """Return a fleet whose children are all applied. ``written``: the coordinator's record; ``router``: True if the router runs."""
     custom = custom or cr()
     children = render_all(SGLangRollout.model_validate({**custom, "status": None}), SETTINGS, token="t0ken")
     for child in children:
