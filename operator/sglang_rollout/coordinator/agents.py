@@ -1,9 +1,13 @@
-"""HTTP client of the agents. Every call has a deadline, carries the token and the term, and returns a value instead of raising."""
+"""HTTP client of the agents, and what the engines behind them report about themselves.
+
+Every call has a deadline, carries the token and the term, and returns a value instead of raising.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -15,9 +19,10 @@ from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from sglang_rollout.coordinator.update.events import Result, Send
+from sglang_rollout.coordinator.update.machine import Machine
 from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import SLOWEST_FACTOR
-from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO, ControlCall
 from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, SyncRequest
 from sglang_rollout.wire.ports import (
     AGENT_ACK,
@@ -40,6 +45,9 @@ STATUS_PATHS = (AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE)
 """Calls that an agent answers with its status."""
 CONFLICT = 409
 JSON_BODY = {"Content-Type": "application/json"}
+INFO_PATHS = (SERVER_INFO, MODEL_INFO, MODELS)
+INFO_RETRY_SECONDS = 2.0
+INFO_POLL_SECONDS = 0.5
 
 Address = Callable[[str], str | None]
 """Returns the base URL of an engine's gate; None if the engine has no address now."""
@@ -329,3 +337,49 @@ def _error_message(error: BaseException, deadline: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {deadline:g} s."
     return f"{str(error) or type(error).__name__}."
+
+
+log = logging.getLogger(__name__)
+
+
+class EngineInfos:
+    """Asks each engine once per boot ID, in the background."""
+
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
+        self._known: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._due: dict[str, float] = {}
+
+    def first(self, machine: Machine, path: str) -> dict[str, Any] | None:
+        """Return the answer of the first engine that is up, or else of the first engine ever seen."""
+        for name in [*machine.fleet.up(), *machine.fleet.engines, *self._known]:
+            known = self._known.get(name)
+            if known is not None and path in known[1]:
+                return dict(known[1][path])
+        return None
+
+    async def refresh(self, machine: Machine) -> None:
+        """Ask the engines whose boot ID is new."""
+        now = asyncio.get_running_loop().time()
+        for name in machine.fleet.up():
+            boot = machine.fleet.boot(name)
+            known = self._known.get(name)
+            if boot is None or (known is not None and known[0] == boot) or now < self._due.get(name, 0.0):
+                continue
+            self._due[name] = now + INFO_RETRY_SECONDS
+            replies = await asyncio.gather(*(self._agents.get(name, path) for path in INFO_PATHS))
+            found = {
+                path: body for path, (status, body) in zip(INFO_PATHS, replies, strict=True) if status == 200 and isinstance(body, dict)
+            }
+            if len(found) == len(INFO_PATHS):
+                self._known[name] = (boot, found)
+            else:
+                log.info("engine %s does not answer yet: %s", name, [status for status, _ in replies])
+
+    async def run(self, machine: Callable[[], Machine | None]) -> None:
+        """Ask forever. ``machine`` returns the state machine."""
+        while True:
+            current = machine()
+            if current is not None:
+                await self.refresh(current)
+            await asyncio.sleep(INFO_POLL_SECONDS)

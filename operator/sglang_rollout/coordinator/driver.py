@@ -13,10 +13,9 @@ from typing import Any
 
 from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator.agents import Agents
-from sglang_rollout.coordinator.leader import DeposedError, Leadership
 from sglang_rollout.coordinator.members import Members
 from sglang_rollout.coordinator.metrics import Metrics
-from sglang_rollout.coordinator.record import HigherTermError, RecordStore, RecordWriter, take_over
+from sglang_rollout.coordinator.record import DeposedError, HigherTermError, Leadership, RecordStore, RecordWriter, take_over
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import (
     Answered,

@@ -16,17 +16,25 @@ import click
 import uvloop
 from aiohttp import web
 
-from sglang_rollout.coordinator.agents import Agents
+from sglang_rollout.coordinator.agents import Agents, EngineInfos
 from sglang_rollout.coordinator.driver import Driver
-from sglang_rollout.coordinator.engine_infos import EngineInfos
-from sglang_rollout.coordinator.generate.client import GenerateClient
-from sglang_rollout.coordinator.generate.smg_workers import SmgWorkers, WantedWorkers
-from sglang_rollout.coordinator.http.app import make_app
-from sglang_rollout.coordinator.http.parts import Parts
-from sglang_rollout.coordinator.leader import DeposedError, FileLeadership, Leadership, LeaseLeadership
+from sglang_rollout.coordinator.generate.routes import routes as data_routes
+from sglang_rollout.coordinator.generate.smg import GenerateClient, SmgWorkers, WantedWorkers
+from sglang_rollout.coordinator.http.app import Parts, make_app
+from sglang_rollout.coordinator.http.control import routes as control_routes
+from sglang_rollout.coordinator.http.info import routes as info_routes
 from sglang_rollout.coordinator.members import ConfigMapIntent, FileIntent, IntentSource, Members
 from sglang_rollout.coordinator.metrics import Metrics
-from sglang_rollout.coordinator.record import ConfigMapRecord, FileRecord, HigherTermError, RecordStore
+from sglang_rollout.coordinator.record import (
+    ConfigMapRecord,
+    DeposedError,
+    FileLeadership,
+    FileRecord,
+    HigherTermError,
+    Leadership,
+    LeaseLeadership,
+    RecordStore,
+)
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NoCredentials
 from sglang_rollout.kube.lease import Lease
@@ -95,7 +103,12 @@ async def serve(options: Options, token: str) -> None:
         )  # fmt: skip
         await agents.start()
         stack.push_async_callback(agents.close)
-        runner = web.AppRunner(make_app(parts), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_SECONDS)
+        runner = web.AppRunner(
+            make_app(parts, [*info_routes, *control_routes, *data_routes]),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=SHUTDOWN_GRACE_SECONDS,
+        )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, options.host, options.port).start()

@@ -1,4 +1,4 @@
-"""The coordinator's record: where it is stored, how it is written, and how a new leader takes it over.
+"""The coordinator's record, the right to write it, and how a new leader takes it over.
 
 The record is never replaced by an empty one: if its ConfigMap or file is lost, the newest record is written again. While the store is
 away the fleet continues, and the newest record is written when the store is back.
@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 from pydantic import ValidationError
 
-from sglang_rollout.coordinator.leader import DeposedError
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, KubeError, NotFound
+from sglang_rollout.kube.lease import Lease, LeaseTakenError
 from sglang_rollout.kube.resources import CONFIGMAPS, Object
 from sglang_rollout.wire.record import Record
 
@@ -39,6 +40,102 @@ CHECK_SECONDS = 30.0
 READ_RETRY_SECONDS = 0.5
 TAKEOVER_ATTEMPTS = 3
 """Attempts to write a new term. Each reads the record again, because the previous coordinator may have written meanwhile."""
+LOCK_POLL_SECONDS = 0.5
+"""Interval of attempts to lock the record's file."""
+
+
+class DeposedError(Exception):
+    """Another coordinator leads: this process must end."""
+
+
+class Leadership(Protocol):
+    """The right to lead."""
+
+    async def acquire(self) -> int:
+        """Wait until this process leads. Return a term that is higher than every term announced so far, or 0 if none is stored here."""
+
+    async def announce(self, term: int) -> None:
+        """Store the term where the next leader looks, so that its own is higher. Raises DeposedError."""
+
+    async def hold(self) -> None:
+        """Keep the right forever. Raises DeposedError when another coordinator has it."""
+
+    async def release(self) -> None:
+        """Give the right up, so that the next leader need not wait."""
+
+
+class FileLeadership:
+    """Leadership on one machine: a lock beside the record. The kernel drops the lock when the process ends."""
+
+    def __init__(self, record: Path) -> None:
+        self._path = record.with_name(f"{record.name}.lock")
+        self._handle: int | None = None
+
+    async def acquire(self) -> int:
+        """Wait for the lock and return 0: the record alone stores the term."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        warned = False
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not warned:
+                    log.warning("another coordinator holds %s: waiting until it ends", self._path)
+                warned = True
+                await asyncio.sleep(LOCK_POLL_SECONDS)
+            else:
+                self._handle = handle
+                return 0
+
+    async def announce(self, term: int) -> None:
+        """Do nothing: the record stores the term."""
+
+    async def hold(self) -> None:
+        """Wait forever: no process can take a lock that is held."""
+        await asyncio.Event().wait()
+
+    async def release(self) -> None:
+        """Unlock the file."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+class LeaseLeadership:
+    """Leadership on a cluster: a Lease whose ``leaseTransitions`` is the term. Agents enforce terms, so a late renewal does no harm."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+
+    async def acquire(self) -> int:
+        """Wait for the Lease and return its new ``leaseTransitions``."""
+        return await self._lease.acquire()
+
+    async def announce(self, term: int) -> None:
+        """Raise ``leaseTransitions`` to the term."""
+        with _deposed():
+            await self._lease.raise_transitions(term)
+
+    async def hold(self) -> None:
+        """Renew the Lease forever."""
+        with _deposed():
+            await self._lease.keep_renewing()
+
+    async def release(self) -> None:
+        """Leave the Lease without a holder."""
+        await self._lease.release()
+
+
+@contextlib.contextmanager
+def _deposed() -> Iterator[None]:
+    try:
+        yield
+    except LeaseTakenError as error:
+        raise DeposedError(str(error)) from error
+
+
+log = logging.getLogger(__name__)
 
 
 class StoreError(Exception):

@@ -1,4 +1,4 @@
-"""Batched ``/generate`` bodies: split into single requests, and their answers joined. Pure.
+"""Batched ``/generate`` bodies, which are split into single requests, and the join of their answers. Pure.
 
 SGLang accepts lists of prompts with lists of nearly every other field. smg accepts few of these fields, and sends a whole batch to one
 engine. The rules here are those of SGLang's ``GenerateReqInput.normalize_batch_and_arguments`` (0.5.23), with its error messages.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -27,6 +27,10 @@ _HASHES = ("mm_hashes", "mm_content_hashes")
 
 _OMITTED = ("text", "input_ids", "input_embeds", "modalities")
 """Fields that an item does not inherit. SGLang uses one form of the prompt, and derives modalities from the images."""
+_TOKEN_ID_FIELDS = ("input_ids", "label_token_ids", "stop_token_ids", "tokens")
+"""Fields that hold token IDs, also in lists of lists."""
+_TOKEN_ID_OR_TEXT_FIELDS = ("input", "query", "items", "prompt")
+"""Fields that hold token IDs or texts, never both in one list."""
 
 
 class BatchError(Exception):
@@ -191,3 +195,32 @@ def _as_list(value: Any) -> Any:
 
 def _is_nested(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and bool(value) and isinstance(value[0], list)
+
+
+def find_mixed_token_ids(body: Mapping[str, Any]) -> str | None:
+    """Return a message about the first field that mixes token IDs with strings; None if there is none.
+
+    SGLang also accepts a token ID that is written as a string. The gate's filter reads numbers only, so such a body is refused here.
+    """
+    sampling = body.get("sampling_params")
+    rows = [body, *(sampling if isinstance(sampling, list) else [sampling])]
+    for key in _TOKEN_ID_FIELDS:
+        lists = (found for row in rows if isinstance(row, Mapping) for found in _nested_lists(row.get(key)))
+        if any(isinstance(item, str) for found in lists for item in found):
+            return f"{key} holds a string: write token ids as numbers."
+    for key in _TOKEN_ID_OR_TEXT_FIELDS:
+        for found in _nested_lists(body.get(key)):
+            texts = sum(isinstance(item, str) for item in found)
+            if texts and texts < len(found):
+                return f"{key} holds strings beside other values in one list: use token ids or texts."
+    return None
+
+
+def _nested_lists(value: Any) -> Iterator[list[Any]]:
+    """Yield the lists in a value, at any depth."""
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, list):
+            yield found
+            pending += [item for item in found if isinstance(item, list)]

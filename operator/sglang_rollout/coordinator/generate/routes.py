@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.coordinator.generate.batches import Batch, BatchError, encode, join, split
-from sglang_rollout.coordinator.generate.client import HOLD_SECONDS, ConnectionLostError, UnreachableError
-from sglang_rollout.coordinator.generate.streams import BatchStream
-from sglang_rollout.coordinator.http.parts import PARTS, Handler
+from sglang_rollout.coordinator.generate.batches import Batch, BatchError, Item, add_index, encode, find_mixed_token_ids, join, split
+from sglang_rollout.coordinator.generate.smg import HOLD_SECONDS, ConnectionLostError, UnreachableError
+from sglang_rollout.coordinator.http.app import PARTS, Handler
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
 from sglang_rollout.sglang.smg_limits import should_bypass_smg
@@ -43,10 +42,12 @@ NO_ENGINE = (
     "GET /fleet tells the state of each engine. Try again."
 )
 
-_TOKEN_ID_FIELDS = ("input_ids", "label_token_ids", "stop_token_ids", "tokens")
-"""Fields that hold token IDs, also in lists of lists."""
-_TOKEN_ID_OR_TEXT_FIELDS = ("input", "query", "items", "prompt")
-"""Fields that hold token IDs or texts, never both in one list."""
+_WAITING_EVENTS = 256
+"""Limit of buffered events: a slow reader slows the engines' streams and does not fill the coordinator's memory."""
+_KEEPALIVE_SECONDS = 15.0
+_DONE = b"[DONE]"
+
+Open = Callable[[Item], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 
 
 class ItemError(Exception):
@@ -304,33 +305,102 @@ async def _tasks(coroutines: Sequence[Any]) -> AsyncIterator[list[asyncio.Task[A
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def find_mixed_token_ids(body: Mapping[str, Any]) -> str | None:
-    """Return a message about the first field that mixes token IDs with strings; None if there is none.
+class BatchStream:
+    """One streamed answer. A failure before the first event is raised, so that it gets its own status."""
 
-    SGLang also accepts a token ID that is written as a string. The gate's filter reads numbers only, so such a body is refused here.
-    """
-    sampling = body.get("sampling_params")
-    rows = [body, *(sampling if isinstance(sampling, list) else [sampling])]
-    for key in _TOKEN_ID_FIELDS:
-        lists = (found for row in rows if isinstance(row, Mapping) for found in _nested_lists(row.get(key)))
-        if any(isinstance(item, str) for found in lists for item in found):
-            return f"{key} holds a string: write token ids as numbers."
-    for key in _TOKEN_ID_OR_TEXT_FIELDS:
-        for found in _nested_lists(body.get(key)):
-            texts = sum(isinstance(item, str) for item in found)
-            if texts and texts < len(found):
-                return f"{key} holds strings beside other values in one list: use token ids or texts."
-    return None
+    def __init__(self, request: web.Request, batch: Batch, opened: Open) -> None:
+        self._request = request
+        self._batch = batch
+        self._open = opened
+        self._events: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_WAITING_EVENTS)
+        self._versions: dict[str, None] = {}
+        self._answer: web.StreamResponse | None = None
+
+    async def run(self) -> web.StreamResponse:
+        """Forward events until all items have ended, an item has failed, or the client has gone."""
+        tasks = [asyncio.create_task(self._follow(place, item)) for place, item in enumerate(self._batch.items)]
+        try:
+            return await self._write(len(tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, place: int, item: Item) -> None:
+        try:
+            async with self._open(item) as reply:
+                version = reply.headers.get(VERSION_HEADER)
+                if version:
+                    self._versions[version] = None
+                async for event in read_events(reply):
+                    if event == _DONE:
+                        await self._events.put(None)
+                        return
+                    await self._events.put(add_index(event, place, self._batch.samples))
+                raise ConnectionLostError("The engine ended a stream before its end.")
+        except (aiohttp.ClientError, OSError) as error:
+            await self._events.put(
+                ConnectionLostError(f"The engine broke the connection in the middle of a stream ({type(error).__name__}).")
+            )
+        except Exception as error:  # noqa: BLE001 - the writer sends it to the client
+            await self._events.put(error)
+
+    async def _write(self, running: int) -> web.StreamResponse:
+        while running:
+            event = await self._next()
+            if event is None:
+                running -= 1
+            elif isinstance(event, BaseException):
+                return await self._write_failure(event)
+            else:
+                await self._send(b"data: " + event + b"\n\n")
+                if b'"error"' in event and "error" in json.loads(event):
+                    break  # SGLang refused one item, which ends its batch too
+        await self._send(b"data: " + _DONE + b"\n\n")
+        return await self._finish()
+
+    async def _next(self) -> bytes | BaseException | None:
+        while True:
+            try:
+                async with asyncio.timeout(_KEEPALIVE_SECONDS):
+                    return await self._events.get()
+            except TimeoutError:
+                await self._send(b": waiting\n\n")
+
+    async def _write_failure(self, error: BaseException) -> web.StreamResponse:
+        if self._answer is None:
+            raise error
+        # No [DONE]: clients recognize an incomplete stream by its absence.
+        failure: dict[str, Any] = {"error": {"message": str(error), "type": "server_error", "code": 502, "retryable": True}}
+        await self._send(b"data: " + json.dumps(failure).encode() + b"\n\n")
+        return await self._finish()
+
+    async def _send(self, data: bytes) -> None:
+        if self._answer is None:
+            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            if self._versions:
+                headers[VERSION_HEADER] = ", ".join(self._versions)
+            self._answer = web.StreamResponse(headers=headers)
+            await self._answer.prepare(self._request)
+        await self._answer.write(data)
+
+    async def _finish(self) -> web.StreamResponse:
+        if self._answer is None:
+            raise RuntimeError("nothing was sent")
+        await self._answer.write_eof()
+        return self._answer
 
 
-def _nested_lists(value: Any) -> Iterator[list[Any]]:
-    """Yield the lists in a value, at any depth."""
-    pending = [value]
-    while pending:
-        found = pending.pop()
-        if isinstance(found, list):
-            yield found
-            pending += [item for item in found if isinstance(item, list)]
+async def read_events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the data of each server-sent event. With logprobs a line may exceed the usual limit of a reader."""
+    held = bytearray()
+    async for chunk in reply.content.iter_any():
+        held += chunk
+        *lines, rest = held.split(b"\n")
+        held = bytearray(rest)
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield bytes(line[5:].strip())
 
 
 routes = [

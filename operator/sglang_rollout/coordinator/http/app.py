@@ -1,20 +1,63 @@
-"""HTTP application of the coordinator: limits, errors and routes."""
+"""HTTP application of the coordinator: objects that the routes share, limits and errors."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
-from sglang_rollout.coordinator.generate.routes import routes as data_routes
-from sglang_rollout.coordinator.http.control import routes as control_routes
-from sglang_rollout.coordinator.http.info import routes as info_routes
-from sglang_rollout.coordinator.http.parts import PARTS, Handler, Parts, refuse
+from sglang_rollout.coordinator.agents import Agents, EngineInfos
+from sglang_rollout.coordinator.driver import Driver
+from sglang_rollout.coordinator.generate.smg import GenerateClient, SmgWorkers
+from sglang_rollout.coordinator.http.dialects import reason_phrase
+from sglang_rollout.coordinator.members import Members
+from sglang_rollout.coordinator.metrics import Metrics
+from sglang_rollout.coordinator.update.machine import Machine
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.sglang.refused_paths import find_refusal
 from sglang_rollout.wire.ports import FLEET_METRICS
 from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.trainer import ControlReply
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Objects that the routes need."""
+
+    name: str
+    namespace: str
+    public_url: str
+    driver: Driver
+    agents: Agents
+    members: Members
+    workers: SmgWorkers
+    generate: GenerateClient
+    infos: EngineInfos
+    metrics: Metrics
+
+    @property
+    def machine(self) -> Machine:
+        """The state machine. Raises RefusedError until the record has been read."""
+        machine = self.driver.machine
+        if machine is None:
+            raise RefusedError("The coordinator has just started and cannot read its record yet. Try again.", status=503)
+        return machine
+
+
+PARTS = web.AppKey("parts", Parts)
+
+
+def refuse(status: int, message: str, fleet: dict[str, object] | None = None) -> web.Response:
+    """Return a refusal in SGLang's shape. The reason is in the status line too, because clients print that and drop the body."""
+    body = ControlReply(success=False, message=message, fleet=fleet)
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return web.json_response(body.model_dump(mode="json", exclude_none=True), status=status, reason=reason_phrase(message), headers=headers)
+
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +112,10 @@ def _unknown_path(request: web.Request) -> str:
     )
 
 
-def make_app(parts: Parts) -> web.Application:
-    """Return the application with all of its routes."""
+def make_app(parts: Parts, routes: Iterable[web.RouteDef]) -> web.Application:
+    """Return the application with these routes and the metrics."""
     app = web.Application(middlewares=[handle_errors], client_max_size=MAX_BODY_BYTES)
     app[PARTS] = parts
     app.router.add_get(FLEET_METRICS, make_aiohttp_handler(parts.metrics.registry))
-    for routes in (info_routes, control_routes, data_routes):
-        app.add_routes(routes)
+    app.add_routes(routes)
     return app

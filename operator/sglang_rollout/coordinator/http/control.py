@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from sglang_rollout.coordinator.http import dialects
-from sglang_rollout.coordinator.http.parts import PARTS, refuse
+from sglang_rollout.coordinator.http.app import PARTS, refuse
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.hybrid import AT_ENGINES
 from sglang_rollout.coordinator.update.requests import AtEngine, Call, NewRun, Request

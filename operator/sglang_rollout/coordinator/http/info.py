@@ -9,8 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from sglang_rollout.coordinator.http.app import PARTS, Parts, refuse
 from sglang_rollout.coordinator.http.dialects import parse, reason_phrase, weights_by_name
-from sglang_rollout.coordinator.http.parts import PARTS, Parts, refuse
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
 from sglang_rollout.wire.agent import CheckpointRequest

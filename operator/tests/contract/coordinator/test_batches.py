@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from sglang_rollout.coordinator.generate import client as smg
 from sglang_rollout.coordinator.generate import routes as routes_data
+from sglang_rollout.coordinator.generate import smg
 from sglang_rollout.wire.ports import VERSION_HEADER
 from tests.contract.support.coordinator_process import Lab, fleet_lab
 

@@ -12,8 +12,8 @@ import pytest
 
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.driver import Driver
-from sglang_rollout.coordinator.leader import DeposedError
 from sglang_rollout.coordinator.metrics import Metrics
+from sglang_rollout.coordinator.record import DeposedError
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
 from sglang_rollout.coordinator.update.phases import Phase
