@@ -28,7 +28,7 @@ from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.wire.record import EngineRow, Record
-from sglang_rollout.wire.weights import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState
 
 ROOT = Path(__file__).parents[1]
 FLEETS = ((10, 1, True), (100, 1, True), (1000, 1, True), (100, 8, True), (10, 1, False), (100, 1, False), (1000, 1, False))

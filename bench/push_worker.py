@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 
 from sglang_rollout.testing import StandIn
 from sglang_rollout.trainer import connect
-from sglang_rollout.trainer.buckets import describe_tensor, plan_buckets
-from sglang_rollout.trainer.deadlines import Deadline
+from sglang_rollout.trainer.calls import Deadline
 from sglang_rollout.trainer.process_group import ProcessGroup, Rendezvous
 from sglang_rollout.trainer.push import UPDATE
+from sglang_rollout.trainer.tensors import plan_buckets, read_spec
 
 SECONDS = 120.0
 Row = dict[str, Any]
@@ -87,7 +87,7 @@ class Direct:
         self._timed(calls, "/pause_generation", {"mode": "retract"})
         self._timed(calls, "/begin_weight_update", {})
         begun = time.monotonic()
-        buckets = plan_buckets(((describe_tensor(tensor, name), tensor) for name, tensor in self._tensors.items()), self._bucket_bytes)
+        buckets = plan_buckets(((read_spec(name, tensor), tensor) for name, tensor in self._tensors.items()), self._bucket_bytes)
         for turn, bucket in enumerate(buckets):
             buffer = group.flatten(bucket, turn)
             body = bucket.request(group.name) | {"flush_cache": bucket.last}

@@ -21,7 +21,7 @@ from sglang_rollout.agent.record import RecordError, RecordFile
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,9 @@ from sglang_rollout.agent.suspend import after_resume
 from sglang_rollout.agent.update import Fence, acknowledge
 from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.wire import ports
-from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, PreflightRequest, SyncRequest
-from sglang_rollout.wire.launch import MemberReport
+from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, MemberReport, PreflightRequest, SyncRequest
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState
 
 MAX_BODY = 16 * 1024 * 1024
 _READ_DEADLINE = 5.0

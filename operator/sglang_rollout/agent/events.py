@@ -8,8 +8,7 @@ from typing import TypeAlias, assert_never
 from sglang_rollout.agent.state import BY_SPEC, UNSURE, EngineFacts, Memory, State, gate_may_open
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import BASE, EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, FleetState, Version
 
 
 @dataclass(frozen=True, slots=True)

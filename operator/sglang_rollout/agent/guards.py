@@ -12,10 +12,9 @@ from typing import Any
 from sglang_rollout.agent import state as s
 from sglang_rollout.proxy.config import ADAPTERS_LONGEST, listed
 from sglang_rollout.sglang.api import DEFAULT_GROUP, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, MemoryTag
-from sglang_rollout.wire.message import unwritable
+from sglang_rollout.wire import unwritable
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
-from sglang_rollout.wire.states import FleetState, describe_state
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState, FleetState, describe_state
 
 FORWARDED = frozenset(
     {

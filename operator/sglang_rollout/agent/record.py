@@ -12,7 +12,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from sglang_rollout.agent.state import Memory
-from sglang_rollout.wire.message import Message
+from sglang_rollout.wire import Message
 
 _Kept = TypeVar("_Kept", bound=Message)
 

@@ -12,12 +12,11 @@ from typing import assert_never
 from pydantic import Field
 
 from sglang_rollout.sglang.api import MemoryTag
+from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import AgentStatus, Nccl
-from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
-from sglang_rollout.wire.states import FleetState, describe_state
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, FleetState, Version, describe_state
 
 UNSURE = ""
 """Path of an adapter that the engine may or may not have loaded, possibly in an older version. Unloading it makes that certain."""

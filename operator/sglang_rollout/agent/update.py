@@ -14,7 +14,7 @@ from sglang_rollout.agent.engine import EngineError, Reply
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest, FenceRequest
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState
 
 log = logging.getLogger(__name__)
 

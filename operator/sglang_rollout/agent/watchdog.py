@@ -17,8 +17,7 @@ from sglang_rollout.agent.engine import EngineError
 from sglang_rollout.agent.run_files import RunFiles
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.wire.agent import FenceRequest
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState, FleetState
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from sglang_rollout.api.weights_spec import Weights
-from sglang_rollout.wire.message import Message
+from sglang_rollout.wire import Message
 from sglang_rollout.wire.record import Adapter
 from sglang_rollout.wire.states import FleetMode, FleetState
 

@@ -14,8 +14,7 @@ from sglang_rollout.coordinator.update.machine import Machine
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.record import UpdateOutcome
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState, FleetState
 
 PREFIX = "sglang_rollout_coordinator"
 # From a call to an idle engine (milliseconds) to a bucket of a large model (minutes).

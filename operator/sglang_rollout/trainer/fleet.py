@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError
 
-from sglang_rollout.trainer.deadlines import Deadline, run_in_background
+from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import FleetError, FleetUnreachable, GroupFailed, PushFailed
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
 from sglang_rollout.trainer.group_control import Heartbeat, address_toward_fleet, destroy_process_group, open_process_group
-from sglang_rollout.trainer.http import Http
 from sglang_rollout.trainer.push import DEFAULT_BUCKET_BYTES, OTHER_SIDE_SECONDS, Checksums, Push, PushResult, TensorSink, prepare_failure
 from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
 from sglang_rollout.trainer.snapshots import Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
 from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
+from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import FleetDocument, ModelTensors
-from sglang_rollout.wire.weights import Version
 
 if TYPE_CHECKING:
     from sglang_rollout.trainer.process_group import ProcessGroup

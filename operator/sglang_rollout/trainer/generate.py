@@ -12,9 +12,8 @@ from typing import Any
 
 import requests
 
-from sglang_rollout.trainer.deadlines import Deadline, run_in_background
+from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, refusal_reason, run_in_background
 from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed
-from sglang_rollout.trainer.http import Cancellation, Http, refusal_reason
 
 __all__ = ["Sample", "SamplingParams", "VersionSpan", "generate"]
 

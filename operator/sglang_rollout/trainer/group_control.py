@@ -13,9 +13,8 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.trainer.deadlines import Deadline, run_in_background
+from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, GroupFailed
-from sglang_rollout.trainer.http import Http
 from sglang_rollout.trainer.push import OTHER_SIDE_SECONDS
 from sglang_rollout.wire.ports import FLEET_LEASE
 

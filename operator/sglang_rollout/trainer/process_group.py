@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sglang_rollout.trainer.buckets import Bucket, TensorSpec
-from sglang_rollout.trainer.deadlines import Deadline
+from sglang_rollout.trainer.calls import Deadline
 from sglang_rollout.trainer.ranks import Ranks
+from sglang_rollout.trainer.tensors import Bucket, TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +127,6 @@ class ProcessGroup:
         self._rendezvous = rendezvous
         self._torch_group: Any = torch_group
         self._staging: list[Any] = [None, None]
-
-    @property
-    def is_open(self) -> bool:
-        """True until ``close``."""
-        return self._torch_group is not None
 
     def flatten(self, bucket: Bucket[Any], turn: int, full: Callable[[TensorSpec, Any], Any] = lambda _, tensor: tensor) -> FilledBuffer:
         """Copy the bucket's tensors into one of two staging buffers. One buffer is filled while the other is sent.

@@ -19,12 +19,10 @@ from typing import Any, Protocol, TypeVar
 
 from sglang_rollout.checkpoints.snapshots import Snapshot
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.trainer.buckets import Bucket, TensorSpec, plan_buckets
-from sglang_rollout.trainer.deadlines import Deadline, run_in_background
+from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import NOTHING_SENT, FleetError, FleetRefused, PushFailed
-from sglang_rollout.trainer.http import Http
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket
-from sglang_rollout.trainer.tensors import NoTensorError, Source, full_tensor
+from sglang_rollout.trainer.tensors import Bucket, NoTensorError, Source, TensorSpec, full_tensor, plan_buckets
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from sglang_rollout.trainer.buckets import Bucket, plan_buckets
-from sglang_rollout.trainer.deadlines import Deadline
+from sglang_rollout.trainer.calls import Deadline
 from sglang_rollout.trainer.errors import NOTHING_SENT, PushFailed
-from sglang_rollout.trainer.tensors import Source, digest, full_tensor
+from sglang_rollout.trainer.tensors import Bucket, Source, digest, full_tensor, plan_buckets
 
 log = logging.getLogger(__name__)
 

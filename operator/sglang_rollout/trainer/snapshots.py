@@ -31,10 +31,10 @@ from typing import Any
 from sglang_rollout.checkpoints.folder import CONFIG, INDEX, SINGLE, CancelCheck
 from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, build_header
 from sglang_rollout.checkpoints.snapshots import MANIFEST, FileEntry, Manifest, Snapshot, flock, list_snapshots
-from sglang_rollout.trainer.buckets import TensorSpec
-from sglang_rollout.trainer.deadlines import Deadline, run_in_background
+from sglang_rollout.trainer.calls import Deadline, run_in_background
 from sglang_rollout.trainer.errors import SnapshotFailed
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.trainer.tensors import TensorSpec
+from sglang_rollout.wire.states import Version
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,10 @@
-"""The tensors of one push: names, shapes and types, checked before the first call to the fleet.
+"""The tensors of one push: names, shapes and types, checked before the first call to the fleet, and cut into buckets.
 
 Called by ``Fleet.push`` on every rank of the trainer. Never copies a tensor, never imports torch.
+
+SGLang receives a bucket (``load_format: flattened_bucket``) as one byte buffer: the raw bytes of its tensors, in the
+order of the lists in the request and without padding. SGLang refuses a tensor whose offset is not a multiple of its
+element size, so a tensor that would be misaligned starts a new bucket.
 """
 
 from __future__ import annotations
@@ -8,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from math import prod
+from typing import Any, Generic, TypeVar
 
 from sglang_rollout.checkpoints.format import DTYPE_OF_TORCH, ITEM_BITS
-from sglang_rollout.trainer.buckets import TensorSpec, named_pairs, plan_buckets
 
+T = TypeVar("T")
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 Specs = Iterable[tuple[str, Sequence[int], Any]]
 """Name, shape and type (``torch.bfloat16`` or ``"bfloat16"``) of each tensor, in order."""
@@ -32,6 +38,83 @@ NAMES_OUTSIDE_CHECKPOINTS = ("lm_head.weight", "rotary_emb.inv_freq")
 """Ends of names that engines accept although a checkpoint lacks them: a tied output layer, and values that the engine computes."""
 MAX_SHOWN_PROBLEMS = 5
 """Maximum problems in one message; a wrong model has thousands."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, type and shape of one tensor, in SGLang's form."""
+
+    name: str
+    dtype: str
+    """Without ``torch.``: ``bfloat16``."""
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's contiguous bytes."""
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket(Generic[T]):
+    """Tensors that are sent in one broadcast."""
+
+    items: tuple[tuple[TensorSpec, T], ...]
+    nbytes: int
+    last: bool
+    """True if no further bucket follows in this push."""
+
+    def request(self, group_name: str) -> dict[str, Any]:
+        """Return the part of the body of ``/update_weights_from_distributed`` that describes the tensors."""
+        specs = [spec for spec, _ in self.items]
+        return {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+        }
+
+    def offsets(self) -> list[tuple[int, T]]:
+        """Return each tensor with its byte offset in the buffer."""
+        placed, offset = [], 0
+        for spec, tensor in self.items:
+            placed.append((offset, tensor))
+            offset += spec.nbytes
+        return placed
+
+
+def plan_buckets(items: Iterable[tuple[TensorSpec, T]], bucket_bytes: int) -> Iterator[Bucket[T]]:
+    """Cut the tensors into buckets of at most ``bucket_bytes``, in the given order. A larger tensor gets its own bucket.
+
+    Lazy: before a bucket is yielded, one tensor after it is read, to know whether the bucket is the last one.
+
+    Raises:
+        ValueError: A name appears twice, a tensor is empty, or ``bucket_bytes`` is not positive.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive.")
+    seen: set[str] = set()
+    held: list[tuple[TensorSpec, T]] = []
+    size = 0
+    for spec, tensor in items:
+        _check_spec(spec, seen)
+        if held and (size + spec.nbytes > bucket_bytes or size % spec.itemsize):
+            yield Bucket(tuple(held), size, last=False)
+            held, size = [], 0
+        held.append((spec, tensor))
+        size += spec.nbytes
+    if held:
+        yield Bucket(tuple(held), size, last=True)
+
+
+def _check_spec(spec: TensorSpec, seen: set[str]) -> None:
+    if spec.name in seen:
+        raise ValueError(f"Tensor {spec.name!r} appears twice in one push; send each name once.")
+    if spec.nbytes == 0:
+        raise ValueError(f"Tensor {spec.name!r} has shape {list(spec.shape)} and so no bytes to send; leave it out.")
+    seen.add(spec.name)
 
 
 class NoTensorError(ValueError):
@@ -89,7 +172,7 @@ class Source:
 
     def __init__(self, named_tensors: NamedTensors, specs: Specs | None = None) -> None:
         """Read all entries of a collection, but only the first entry of an iterator, which may gather shards."""
-        found = named_pairs(named_tensors)
+        found = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         self._is_collection = isinstance(found, Collection)
         self._rest: Iterator[Any] = iter(())
         if isinstance(found, Collection):

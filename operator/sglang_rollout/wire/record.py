@@ -6,11 +6,10 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from sglang_rollout.wire.message import Message
+from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.reasons import GateReason
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, FleetState, Version
 
 
 class EngineRow(Message):

@@ -6,12 +6,11 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import Nccl
-from sglang_rollout.wire.message import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.record import AdapterRow, EngineRow, FleetGroup, LastUpdate
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import FleetState, Version
 
 
 class FleetMember(EngineRow):

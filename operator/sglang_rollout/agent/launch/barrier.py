@@ -6,7 +6,7 @@ import logging
 import os
 
 from sglang_rollout.agent.run_files import RunFiles
-from sglang_rollout.wire.launch import Verdict, termination_message
+from sglang_rollout.wire.agent import Verdict, termination_message
 
 log = logging.getLogger(__name__)
 

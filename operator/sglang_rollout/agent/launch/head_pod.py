@@ -17,8 +17,15 @@ from sglang_rollout.agent.launch.barrier import Barrier
 from sglang_rollout.agent.reachability import is_cut, preflight
 from sglang_rollout.agent.record import load, save
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest, PreflightReply, PreflightRequest
-from sglang_rollout.wire.launch import GroupReply, MemberHealth, MemberReport
+from sglang_rollout.wire.agent import (
+    CheckpointReply,
+    CheckpointRequest,
+    GroupReply,
+    MemberHealth,
+    MemberReport,
+    PreflightReply,
+    PreflightRequest,
+)
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_HEALTH, AGENT_PREFLIGHT
 from sglang_rollout.wire.reasons import Refusal
 

@@ -24,8 +24,7 @@ from sglang_rollout.agent.launch.rank_lifecycle import GRACE_SECONDS, Link
 from sglang_rollout.agent.reachability import is_cut, preflight
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire import ports
-from sglang_rollout.wire.agent import CheckpointRequest, PreflightRequest
-from sglang_rollout.wire.launch import GroupReply, MemberHealth, MemberReport, Verdict
+from sglang_rollout.wire.agent import CheckpointRequest, GroupReply, MemberHealth, MemberReport, PreflightRequest, Verdict
 from sglang_rollout.wire.reasons import RefusedError
 
 log = logging.getLogger(__name__)

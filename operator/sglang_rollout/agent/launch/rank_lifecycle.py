@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import Field
 
-from sglang_rollout.wire.launch import Verdict
-from sglang_rollout.wire.message import Message
+from sglang_rollout.wire import Message
+from sglang_rollout.wire.agent import Verdict
 from sglang_rollout.wire.reasons import GateReason, Refusal
 
 BUDGET = 10

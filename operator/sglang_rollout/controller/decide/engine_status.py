@@ -13,8 +13,7 @@ from sglang_rollout.controller.decide.view import EngineView, FleetView
 from sglang_rollout.wire.ports import GATE_PORT
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import EngineRow
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import BASE_LABEL, EngineState, Version
+from sglang_rollout.wire.states import BASE_LABEL, EngineState, FleetState, Version
 
 _WORST_FIRST = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
 """Of several pods of an engine, the status describes the one whose phase comes first here."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.controller.render import names
-from sglang_rollout.wire.launch import is_group_restart
+from sglang_rollout.wire.agent import is_group_restart
 
 Object = dict[str, Any]
 

@@ -32,7 +32,7 @@ from sglang_rollout.controller.decide.view import FleetView, holds_committed
 from sglang_rollout.controller.render import names
 from sglang_rollout.wire.ports import FLEET, FRONT_PORT
 from sglang_rollout.wire.record import Record
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 
 _MAX_MESSAGE_CHARACTERS = 2000
 _PREFETCH_REASONS = {TroubleKind.IMAGE: Reason.IMAGE_PULL_FAILED, TroubleKind.CREATE: Reason.CREATE_FAILED}

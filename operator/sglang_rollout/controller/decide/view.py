@@ -21,8 +21,7 @@ from sglang_rollout.controller.decide.prerequisites import Cluster
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.hashing import revision, revisions
 from sglang_rollout.wire.record import EngineRow, Record
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState, FleetState
 
 Key = tuple[str, str]
 """Kind and name of a child."""

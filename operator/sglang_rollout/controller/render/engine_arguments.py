@@ -13,7 +13,7 @@ from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object
 from sglang_rollout.controller.render.names import OF_POD, EnginePorts
 from sglang_rollout.controller.render.storage import CACHE_DIR
-from sglang_rollout.wire.weights import BASE_LABEL
+from sglang_rollout.wire.states import BASE_LABEL
 
 
 def server_args(rollout: SGLangRollout, ranks: Sequence[str] = (), ports: EnginePorts = OF_POD) -> list[str]:

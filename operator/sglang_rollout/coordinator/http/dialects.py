@@ -32,7 +32,7 @@ from sglang_rollout.coordinator.update.requests import (
 )
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, PauseMode
-from sglang_rollout.wire.message import unwritable
+from sglang_rollout.wire import unwritable
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.trainer import ControlReply
 

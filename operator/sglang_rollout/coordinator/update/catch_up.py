@@ -20,8 +20,7 @@ from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, FleetState, Version
 
 VERSION_PLACEHOLDER = "{version}"
 """In ``weights.catchUp.disk``: stands for the version's label."""

@@ -19,7 +19,7 @@ from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, Results, s
 from sglang_rollout.coordinator.update.tensors import TensorSet, hash_name
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
-from sglang_rollout.wire.weights import BASE, Version
+from sglang_rollout.wire.states import BASE, Version
 
 ANSWER_MARGIN_SECONDS = 5.0
 """How much longer than the work that it was asked for the answer of an agent may take."""

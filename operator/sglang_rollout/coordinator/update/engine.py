@@ -9,7 +9,7 @@ from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import EngineRow
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, Version
 
 MAX_MISSES = 3
 """An agent that left this many syncs in a row unanswered counts as away."""

@@ -35,8 +35,7 @@ from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, SLOWEST_FA
 from sglang_rollout.coordinator.update.transaction import flush, open_sessions, set_label
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.states import BY_HANDLES
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import BY_HANDLES, EngineState
 
 _CACHE = "kv_cache"
 AT_ENGINES = "weights come to each engine of this fleet at that engine's own URL (spec.mode: Hybrid), and so does this call."

@@ -17,7 +17,7 @@ from sglang_rollout.coordinator.update.tensors import tensors_of_record, unpack_
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, Version
 
 REBUILD_SECONDS = 5.0
 """With a record: how long a new coordinator waits for agents that may prove a newer version than the record says."""

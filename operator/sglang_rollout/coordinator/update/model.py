@@ -22,8 +22,7 @@ from sglang_rollout.coordinator.update.tensors import TensorSet, pack_hashes
 from sglang_rollout.coordinator.update.versions import history, newest, next_version
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.record import Adapter, EngineChecksums, LastUpdate, OnDisk, Record, UpdateOutcome
-from sglang_rollout.wire.states import FleetMode, FleetState
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import FleetMode, FleetState, Version
 
 MAX_REASONS_CHARACTERS = 100_000
 """Room for the reasons of all engines in the record, which must fit into a ConfigMap (1 MiB): 200 characters each for 500 engines."""

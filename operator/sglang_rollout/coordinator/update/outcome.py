@@ -30,7 +30,7 @@ from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, Version
 
 MAX_REASON_CHARACTERS = 4000
 """Longest reason of the last update in the record. The trainer's answer has all of it."""

@@ -20,7 +20,7 @@ from sglang_rollout.coordinator.update.progress import Group
 from sglang_rollout.coordinator.update.versions import newest, order_key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import Record
-from sglang_rollout.wire.weights import BASE, EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, Version
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import FenceRequest
 from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.record import Record
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState, FleetState
 
 COLLECTIVE = frozenset({ControlCall.INIT_GROUP.path, ControlCall.UPDATE_DISTRIBUTED.path})
 """Calls in which engines wait for the trainer in a collective. If the trainer dies, they wait for as long as the deadline allows."""

@@ -15,8 +15,7 @@ from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, same_body, send, sync
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.states import FleetMode
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, FleetMode, Version
 
 CHECKSUM = {"action": "checksum"}
 Checksums = tuple[str, ...]

@@ -6,7 +6,7 @@ an older checkpoint, or starts a new experiment) opens a new run.
 
 from __future__ import annotations
 
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 
 MAX_LABEL_CHARACTERS = 256
 HIGHEST_STEP = 10**15

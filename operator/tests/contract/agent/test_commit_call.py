@@ -20,7 +20,7 @@ from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.contract.support.agent_pod import TOKEN, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
 

@@ -13,7 +13,7 @@ import pytest
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_METRICS, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, SEQ_HEADER, TERM_HEADER
 from sglang_rollout.wire.reasons import GateReason
-from sglang_rollout.wire.weights import BASE, EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.contract.support.agent_pod import BASE_WIRE, TOKEN, Pod, pod, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
 from tests.support.ports import free_port

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from e2e.engine import Engine, LabError, environment, start_engine
 
-from sglang_rollout.wire.weights import BASE, EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.contract.support.agent_pod import BASE_WIRE, Answer, Pod, pod, until
 from tests.support.paths import TRAINERS
 from tests.support.ports import free_port

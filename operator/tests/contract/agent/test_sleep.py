@@ -18,7 +18,7 @@ from aiohttp import web
 
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_SYNC
-from sglang_rollout.wire.weights import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState
 from tests.contract.support.agent_pod import BASE_WIRE, Answer, Pod, pod, until
 from tests.contract.support.engine_servers import Server
 from tests.support.ports import free_port

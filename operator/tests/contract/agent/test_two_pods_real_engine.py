@@ -13,7 +13,7 @@ from e2e.engine import LabError, environment, make_engine
 from sglang_rollout.local.plan import EngineArg
 from sglang_rollout.local.sizes import Sizes, read_sizes
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.contract.agent.test_real_engine import push
 from tests.contract.support.agent_pod import BASE_WIRE, Pod, until
 from tests.contract.support.two_pod_engine import Pair, two_pods

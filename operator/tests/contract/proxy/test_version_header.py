@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_rollout.wire.ports import VERSION_HEADER
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.contract.agent.test_http import update
 from tests.contract.support.agent_pod import BASE_WIRE, Pod, pod, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine

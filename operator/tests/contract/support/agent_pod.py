@@ -18,7 +18,7 @@ from e2e.child import killed_with_parent
 
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_GATE, AGENT_HEALTH, AGENT_SYNC, TERM_HEADER
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.support.ports import free_port
 
 TOKEN = "secret"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_rollout.agent.launch import rank_lifecycle as g
-from sglang_rollout.wire.launch import Verdict
+from sglang_rollout.wire.agent import Verdict
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from tests.properties.support.search_depth import examples
 

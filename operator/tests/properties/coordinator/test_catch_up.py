@@ -9,7 +9,7 @@ from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import SNAPSHOTS, World
 
 TENSORS = {"names": ["w"]}

@@ -9,8 +9,7 @@ import pytest
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.states import FleetMode, FleetState
-from sglang_rollout.wire.weights import BASE
+from sglang_rollout.wire.states import BASE, FleetMode, FleetState
 from tests.properties.coordinator.test_spec_state import tell
 from tests.properties.support.coordinator_world import World, group_body
 

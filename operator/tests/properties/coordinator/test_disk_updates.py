@@ -8,7 +8,7 @@ from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World
 
 ASK = rq.FromDisk("/snapshots/5", "5", {"model_path": "/snapshots/5", "abort_all_requests": True})

@@ -15,8 +15,7 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.tensors import digest_names
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState, FleetState
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body
 from tests.properties.support.search_depth import examples
 from tests.properties.support.simulated_agent import MEMORY, NAMES, SimulatedAgent

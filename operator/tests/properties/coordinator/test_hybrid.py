@@ -13,8 +13,7 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.requests import Answer, AtEngine
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.record import UpdateOutcome
-from sglang_rollout.wire.states import FleetMode, FleetState
-from sglang_rollout.wire.weights import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState, FleetMode, FleetState
 from tests.properties.coordinator.test_spec_state import tell
 from tests.properties.support.coordinator_world import World, group_body
 from tests.properties.support.search_depth import examples

@@ -6,7 +6,7 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.ports import AGENT_ACK
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState
 from tests.properties.support.coordinator_world import World, group_body
 from tests.properties.support.simulated_agent import NAMES, SimulatedAgent
 

@@ -12,7 +12,7 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 from sglang_rollout.wire.record import UpdateOutcome
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World
 
 EVERYBODY = frozenset({"e0", "e1"})

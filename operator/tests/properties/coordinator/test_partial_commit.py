@@ -7,7 +7,7 @@ import pytest
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World, group_body, push
 
 COMMITS = {"end": rq.End(), "continue": rq.Continue({}), "flush": rq.Flush(), "destroy": rq.CloseGroup("g")}

@@ -7,8 +7,7 @@ import pytest
 from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, FleetState, Version
 from tests.properties.coordinator.test_spec_state import make, tell
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body, push
 from tests.properties.support.simulated_agent import MEMORY, NAMES

@@ -12,8 +12,7 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.requests import AtEngine
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState, FleetState
 from tests.properties.coordinator.test_fence import Fence
 from tests.properties.coordinator.test_hybrid import at, gates, make, tensors
 from tests.properties.support.search_depth import examples

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.versions import order_key
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState
 from tests.properties.support.coordinator_pair import Coordinator, Pair, contents
 from tests.properties.support.search_depth import examples
 from tests.properties.support.simulated_agent import NAMES

@@ -10,7 +10,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.record import UpdateOutcome
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World, group_body, push
 
 

@@ -10,7 +10,7 @@ from sglang_rollout.api.weights_spec import Verify, Weights
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.verify import find_differing
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World
 
 

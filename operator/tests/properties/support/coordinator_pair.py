@@ -27,7 +27,7 @@ from sglang_rollout.coordinator.update.requests import Answer, Request
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.record import Record
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 from tests.properties.support.simulated_agent import SimulatedAgent
 
 SILENCE = "no answer within 60 s."

@@ -34,8 +34,7 @@ from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.record import Adapter, Record
-from sglang_rollout.wire.states import FleetMode, FleetState
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, FleetMode, FleetState, Version
 from tests.properties.support.simulated_agent import NAMES, SimulatedAgent
 
 _processes = itertools.count()

@@ -16,8 +16,7 @@ from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.agent import UNCHECKED, AckRequest, AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, FleetState, Version
 
 MEMORY = tuple(MEMORY_TAGS)
 NAMES = ("u", "v", "w")

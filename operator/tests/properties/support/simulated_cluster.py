@@ -13,7 +13,7 @@ from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.fleet_objects import with_token
 from sglang_rollout.wire.record import EngineRow, Record
-from sglang_rollout.wire.weights import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState
 
 SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
 Object = dict[str, Any]

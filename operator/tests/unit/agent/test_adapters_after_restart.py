@@ -15,7 +15,7 @@ from sglang_rollout.agent.engine import Engine, Reply
 from sglang_rollout.agent.gate import Gate, GateView
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.weights import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState
 
 FACTS = s.EngineFacts("b1", "default", "default")
 HELD = s.Memory(boot_id="b1", state=EngineState.CLEAN, version=BASE, label="default", committed=BASE, adapters={"old": "/old"})

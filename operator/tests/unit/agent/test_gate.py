@@ -17,7 +17,7 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateError, GateView
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.state import Memory, State
-from sglang_rollout.wire.weights import BASE, EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, Version
 
 ADAPTERS = {f"adapter-{number}": "/a" for number in range(1000)}
 

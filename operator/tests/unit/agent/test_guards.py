@@ -8,7 +8,7 @@ import pytest
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.weights import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState
 
 CLEAN = s.State(memory=s.Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", groups=["g"]), up=True, informed=True)
 DIRTY = replace(CLEAN, memory=CLEAN.memory.model_copy(update={"state": EngineState.DIRTY, "version": None, "session": True}))

@@ -13,7 +13,7 @@ from sglang_rollout.agent.gate import Gate, GateError
 from sglang_rollout.agent.record import RecordError, RecordFile
 from sglang_rollout.agent.state import EngineFacts, Memory, State
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.weights import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState
 
 MEMORY = Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", cohort=["e0"], committed=BASE, term=7, groups=["g"])
 

@@ -11,8 +11,7 @@ from sglang_rollout.agent import state as s
 from sglang_rollout.agent.watchdog import in_the_middle
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.states import FleetState, describe_state
-from sglang_rollout.wire.weights import BASE, EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, FleetState, Version, describe_state
 
 V1, V2 = Version(run=1, step=1, label="1"), Version(run=1, step=2, label="2")
 

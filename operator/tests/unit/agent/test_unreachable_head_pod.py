@@ -22,7 +22,7 @@ from sglang_rollout.agent.launch.head_pod import Leader
 from sglang_rollout.agent.launch.member_pod import Follower, follower_app
 from sglang_rollout.agent.run_files import RunFiles
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.wire.launch import GroupReply, MemberReport, Verdict
+from sglang_rollout.wire.agent import GroupReply, MemberReport, Verdict
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_GROUP
 from tests.support.ports import free_port, needs_ipv6
 

@@ -15,8 +15,7 @@ from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.record import UpdateOutcome
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, FleetState, Version
 from tests.unit.controller.support.worlds import (
     BASE,
     NOW,

@@ -14,7 +14,7 @@ from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.transitions import find_events
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render.hashing import revision
-from sglang_rollout.wire.launch import termination_message
+from sglang_rollout.wire.agent import termination_message
 from tests.unit.controller.support.worlds import NOW, cr, record, row, unschedulable, world
 from tests.unit.controller.support.worlds import pod as plain_pod
 

@@ -16,7 +16,7 @@ from sglang_rollout.coordinator.update.events import Result, Send
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
-from sglang_rollout.wire.weights import BASE, EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, Version
 
 V1 = Version(run=1, step=1, label="1")
 STATUS = AgentStatus(name="e0", boot_id="b", state=EngineState.CLEAN, version=V1, committed=V1, term=1, gate_open=True)

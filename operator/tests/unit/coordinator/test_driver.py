@@ -20,8 +20,7 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Continue
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.record import Record
-from sglang_rollout.wire.states import FleetState
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import FleetState, Version
 
 
 class Scripted:

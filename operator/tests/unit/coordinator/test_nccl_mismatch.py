@@ -12,7 +12,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.nccl import check_nccl
 from sglang_rollout.wire.agent import AgentStatus, Nccl
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.weights import EngineState
+from sglang_rollout.wire.states import EngineState
 
 
 def fleet(*engines: Nccl | None) -> Fleet:

@@ -7,7 +7,7 @@ from typing import Any
 from sglang_rollout.coordinator.update.recovery import complete_cohorts, is_everyone_heard, rebuild
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import EngineRow, GroupRow, Record
-from sglang_rollout.wire.weights import BASE, EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, Version
 
 OLD, NEW = Version(run=1, step=4, label="4"), Version(run=1, step=5, label="5")
 BOTH = ["a", "b"]

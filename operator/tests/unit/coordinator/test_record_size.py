@@ -17,7 +17,7 @@ from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import Adapter, AdapterRow, EngineChecksums, EngineRow, GroupRow, LastUpdate, Record, UpdateOutcome
-from sglang_rollout.wire.weights import EngineState, Version
+from sglang_rollout.wire.states import EngineState, Version
 
 KIB = 1024
 ENGINES = 500

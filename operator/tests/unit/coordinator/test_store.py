@@ -27,7 +27,7 @@ from sglang_rollout.coordinator.record import (
 )
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, NotFound
 from sglang_rollout.wire.record import Record
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.wire.states import Version
 
 
 def record(n: int, term: int = 1) -> Record:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_rollout.coordinator.update.versions import history, newest, next_version, order_key
-from sglang_rollout.wire.weights import BASE, Version
+from sglang_rollout.wire.states import BASE, Version
 
 
 def version(run: int, n: int, label: str | None = None) -> Version:

@@ -13,8 +13,8 @@ import requests
 
 from sglang_rollout.testing import StandIn
 from sglang_rollout.trainer import FailedPrompt, Fleet, GenerateFailed, connect, connect_engine
+from sglang_rollout.trainer.calls import Cancellation, Http
 from sglang_rollout.trainer.errors import FleetUnreachable
-from sglang_rollout.trainer.http import Cancellation, Http
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply
 
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sglang_rollout.trainer.calls import Http
 from sglang_rollout.trainer.group_control import Heartbeat
-from sglang_rollout.trainer.http import Http
 from sglang_rollout.wire.ports import FLEET_LEASE
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, Reply
 

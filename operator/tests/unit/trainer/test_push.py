@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from sglang_rollout.trainer import PushFailed
-from sglang_rollout.trainer.buckets import Bucket, TensorSpec
-from sglang_rollout.trainer.http import Http
+from sglang_rollout.trainer.calls import Http
 from sglang_rollout.trainer.push import UPDATE, Push
-from sglang_rollout.trainer.tensors import Source
+from sglang_rollout.trainer.tensors import Bucket, Source, TensorSpec
 from tests.unit.trainer.support.scripted_fleet import FakeFleet
 
 GOOD = (200, {"success": True, "message": "ok"})

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_rollout.trainer import PushFailed
-from sglang_rollout.trainer.buckets import plan_buckets
 from sglang_rollout.trainer.ranks import Ranks, digest_bucket, follow
-from sglang_rollout.trainer.tensors import Source
+from sglang_rollout.trainer.tensors import Source, plan_buckets
 from tests.unit.trainer.test_tensors import Sharded, Tensor, mesh
 
 RESULT = {"version": "1"}

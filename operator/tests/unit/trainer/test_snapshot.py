@@ -20,10 +20,10 @@ from sglang_rollout.checkpoints.folder import ProblemsError, read_model
 from sglang_rollout.checkpoints.snapshots import latest_snapshot, list_snapshots, lock_snapshot, verify_snapshot
 from sglang_rollout.trainer import Fleet, PushFailed, SnapshotFailed, Snapshots, connect
 from sglang_rollout.trainer import snapshots as module
-from sglang_rollout.trainer.buckets import TensorSpec
 from sglang_rollout.trainer.push import UPDATE
 from sglang_rollout.trainer.snapshots import Job, StagedTensor, folder_name, write_snapshot
-from sglang_rollout.wire.weights import Version
+from sglang_rollout.trainer.tensors import TensorSpec
+from sglang_rollout.wire.states import Version
 from tests.unit.trainer.support.scripted_fleet import FakeFleet, document
 from tests.unit.trainer.test_push import GOOD, FakeGroup, Tensor
 
@@ -211,8 +211,6 @@ def test_a_second_writer_is_refused(tmp_path: Path, model: Path) -> None:
 
 class Group(FakeGroup):
     """A scripted group whose tensors have bytes."""
-
-    is_open = True
 
     def host_bytes(self, tensor: Tensor) -> memoryview:
         return memoryview(b"\1" * (4 * tensor.shape[0]))

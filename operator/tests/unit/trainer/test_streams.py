@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.trainer.buckets import Bucket, TensorSpec
+from sglang_rollout.trainer.tensors import Bucket, TensorSpec
 
 
 class Buffer:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import AutoModelForCausalLM
 
 from sglang_rollout.trainer import Fleet, PushFailed, Snapshots, connect
-from sglang_rollout.trainer.http import Http
+from sglang_rollout.trainer.calls import Http
 
 PROMPT = [11, 12, 13, 14]
 TOKENS = 24

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sglang_rollout.trainer.deadlines import Deadline, run_in_background
+from sglang_rollout.trainer.calls import Deadline, run_in_background
 from sglang_rollout.trainer.process_group import FilledBuffer, ProcessGroup, Rendezvous
 
 LIMIT = 20.0

@@ -23,7 +23,7 @@ from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NotFound
 from sglang_rollout.kube.resources import CONFIGMAPS, PODS, ROLLOUTS, Object, Resource
 from sglang_rollout.wire.record import EngineRow, Record
-from sglang_rollout.wire.weights import BASE, EngineState
+from sglang_rollout.wire.states import BASE, EngineState
 from tests.support.ports import free_port
 
 DEADLINE = 120.0

@@ -14,7 +14,7 @@ from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.reasons import Refusal
 from sglang_rollout.wire.record import EngineRow, LastUpdate, Record, UpdateOutcome
-from sglang_rollout.wire.weights import BASE, EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, Version
 
 SETTINGS = Settings(coordinator_image="example.org/coordinator:1", router_image="example.org/router:1")
 NOW = "2026-11-21T03:00:00Z"

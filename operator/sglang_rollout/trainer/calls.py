@@ -1,4 +1,4 @@
-"""HTTP calls to the fleet: replies are checked, every call has a timeout, and other threads can cancel a call.
+"""Calls with deadlines: HTTP calls to the fleet that other threads can cancel, and functions in background threads.
 
 ``requests`` cannot cancel a call. The sessions of this module keep a weak reference to each socket that they open, and
 ``cancel`` shuts these sockets down, so that the fleet aborts what it generates for them.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -22,8 +24,47 @@ from urllib3.util.retry import Retry
 
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 CONNECT_SECONDS = 5.0
 """A TCP connection inside a cluster either opens within a few milliseconds or hangs on a dropped packet."""
+
+
+class Deadline:
+    """A point in time that several waits share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def has_passed(self) -> bool:
+        """True if no time is left."""
+        return self.remaining <= 0.0
+
+
+def run_in_background(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    """Run ``function`` in a daemon thread and return a future of its result.
+
+    A ``ThreadPoolExecutor`` would block the exit of the interpreter: its threads are joined at exit, and a thread inside
+    a collective whose peers are gone may never return.
+    """
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - the future raises the error again in the waiting thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"rollout-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    return future
 
 
 class Http:
