@@ -5,6 +5,7 @@ SHELL := /bin/bash
 CLUSTER ?= lab
 PYTHON ?= python3
 NODES ?= 1
+KIND_CLUSTER ?= kind
 VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)
@@ -89,7 +90,7 @@ bench: venv engine-venv ## Benchmarks against a baseline of the same run; result
 	@for b in reconcile plans push catchup endurance inflight latency; do $(BIN)/python -m bench.$$b; done
 
 # --- cluster and demo --------------------------------------------------------------------------------------------------
-.PHONY: cluster-up cluster-status cluster-down images demo clean
+.PHONY: cluster-up cluster-status cluster-down images kind-load demo clean
 cluster-up: venv ## Start a Kubernetes cluster with the project's images
 	@$(LAB) up --nodes $(NODES)
 	@if [ $(CLUSTER) = lab ]; then $(BIN)/python -m e2e.images build | $(LAB) load; fi
@@ -100,6 +101,9 @@ cluster-down: venv ## Remove the lab cluster
 	@$(LAB) down
 images: venv ## Build the images with docker or buildah (cached)
 	@$(BIN)/python -m e2e.images build
+kind-load: venv ## Build the images and load them into a kind cluster (KIND_CLUSTER)
+	@command -v kind > /dev/null || { echo "kind is not on PATH: https://kind.sigs.k8s.io"; exit 1; }
+	@CLUSTER=none $(BIN)/python -m e2e.images build | while read -r _ archive _; do kind load image-archive --name $(KIND_CLUSTER) "$$archive"; done
 demo: ## Start a fleet and a trainer that updates its weights
 	@e2e/demo.sh
 clean: ## Stop and remove what demo and test created; caches stay
