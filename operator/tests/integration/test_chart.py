@@ -1,4 +1,4 @@
-"""The Helm chart, judged by helm and a real API server."""
+"""The Helm chart, checked by helm and a real API server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_lint_is_clean(api: ControlPlane) -> None:
     ],
     ids=["cluster", "namespace", "options"],
 )
-def test_everything_it_renders_is_accepted_as_restricted(api: ControlPlane, values: tuple[str, ...]) -> None:
+def test_rendered_objects_are_accepted_as_restricted(api: ControlPlane, values: tuple[str, ...]) -> None:
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": rendered(api, *values)})
     done = api.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=text)
     assert "would violate PodSecurity" not in done.stderr
@@ -78,7 +78,7 @@ def test_the_cluster_scope_may_list_nodes(api: ControlPlane) -> None:
     assert {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]} in role["rules"]
 
 
-def test_the_operator_can_be_put_on_tainted_nodes_with_a_private_registry(api: ControlPlane) -> None:
+def test_operator_can_run_on_tainted_nodes_with_a_private_registry(api: ControlPlane) -> None:
     amounts = {"cpu": "1", "memory": "1Gi"}
     resources = {"requests": amounts, "limits": amounts}
     values = {
@@ -107,7 +107,7 @@ def test_a_wrong_value_is_refused(api: ControlPlane) -> None:
     assert "scop" in done.stderr
 
 
-def test_the_definition_follows_an_upgrade_and_outlives_the_release(api: ControlPlane) -> None:
+def test_crd_follows_an_upgrade_and_outlives_the_release(api: ControlPlane) -> None:
     name = "sglangrollouts.rollout.sglang.io"
     api.kubectl("delete", "crd", name, "--ignore-not-found")
     helm(api, "install", "x", str(CHART), "-n", NAMESPACE)

@@ -1,4 +1,4 @@
-"""The definition and everything that the operator renders, judged by a real API server."""
+"""The CRD and all rendered objects, checked by a real API server."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def api(kubernetes_api: ControlPlane) -> ControlPlane:  # noqa: F811
 
 @pytest.fixture(scope="module")
 def refusals(api: ControlPlane) -> str:
-    """What kubectl prints when all wrong objects are applied at once; each message names its file."""
+    """Return the messages of kubectl about all invalid objects. Each message names its file."""
     done = api.kubectl("apply", "--dry-run=server", "-f", str(HERE / "invalid"), check=False)
     assert not done.stdout.strip(), f"accepted: {done.stdout}"
     return done.stderr
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "invalid").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_wrong_object_is_refused_with_a_sentence(refusals: str, path: Path) -> None:
+def test_invalid_object_is_refused_with_a_message(refusals: str, path: Path) -> None:
     expected = path.read_text().splitlines()[0].removeprefix("# expect: ")
     assert f'{path.name}":' in refusals, "it was accepted"
     assert expected in refusals.split(f'{path.name}":', 1)[1].split("Error from server", 1)[0]
@@ -82,7 +82,7 @@ ACCEPTED = {
 }
 
 
-def test_what_a_rule_must_not_catch_is_accepted(api: ControlPlane) -> None:
+def test_valid_edge_cases_are_accepted(api: ControlPlane) -> None:
     for number, (what, spec) in enumerate(ACCEPTED.items()):
         made = {"model": {"path": "m"}, **spec, "engine": {"image": "i", **spec.get("engine", {})}}
         rollout = {"apiVersion": "rollout.sglang.io/v1alpha1", "kind": "SGLangRollout", "metadata": {"name": f"a{number}"}, "spec": made}
@@ -91,7 +91,7 @@ def test_what_a_rule_must_not_catch_is_accepted(api: ControlPlane) -> None:
 
 
 def _shown() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Page and object of every rollout in the documentation; a part of a spec is put into a small rollout."""
+    """Yield page and object of every rollout in the documentation. A part of a spec is completed to a small rollout."""
     for page in [REPOSITORY / "README.md", *sorted((DOCS).glob("*.md"))]:
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
             shown = yaml.safe_load(block)
@@ -103,7 +103,7 @@ def _shown() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield page.name, shown
 
 
-def test_every_rollout_that_a_page_shows_is_accepted(api: ControlPlane) -> None:
+def test_every_rollout_of_the_documentation_is_accepted(api: ControlPlane) -> None:
     shown = list(_shown())
     assert {"README.md", "engines.md", "guides.md", "scheduling.md"} <= {page for page, _ in shown}
     for number, (page, rollout) in enumerate(shown):
@@ -119,8 +119,8 @@ def test_explain_describes_every_field_of_the_spec(api: ControlPlane) -> None:
 
 
 @pytest.mark.parametrize("path", VALID, ids=lambda path: path.stem)
-def test_what_is_rendered_is_accepted_and_stays_as_it_is(api: ControlPlane, path: Path) -> None:
-    """One pass makes everything; the second one, over what the API server made of it, has nothing to do."""
+def test_rendered_objects_are_accepted_and_a_second_pass_changes_nothing(api: ControlPlane, path: Path) -> None:
+    """The second pass sees the objects with the defaults of the API server."""
     namespace = f"crd-{path.stem}"
     _applied(api, namespace, "demo", path)
     after = make_plan(_observe(api, namespace, "demo"), SETTINGS)
@@ -130,7 +130,7 @@ def test_what_is_rendered_is_accepted_and_stays_as_it_is(api: ControlPlane, path
     api.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
-def test_the_status_is_kept_whole_and_shown(api: ControlPlane) -> None:
+def test_status_is_stored_completely_and_printed(api: ControlPlane) -> None:
     name, namespace = "shown", "crd-status"
     cr = _applied(api, namespace, name, REPOSITORY / "examples/rollout-cpu.yaml")
     record = {
@@ -190,7 +190,7 @@ def test_the_mode_of_a_rollout_cannot_change(api: ControlPlane) -> None:
     api.kubectl("delete", "namespace", "crd-mode", "--wait=false")
 
 
-def test_a_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
+def test_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     name, namespace = "drift", "crd-drift"
     _applied(api, namespace, name, REPOSITORY / "examples/rollout-cpu.yaml")
     api.kubectl("delete", "service", f"{name}-router", "-n", namespace)
@@ -214,7 +214,7 @@ def test_a_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
 
 
 def _applied(api: ControlPlane, namespace: str, name: str, path: Path) -> dict[str, Any]:
-    """Apply the custom resource of a file, and all that the plan wants for it, in a new namespace."""
+    """Apply the custom resource of a file, and all children that the plan wants, in a new namespace."""
     api.kubectl("create", "namespace", namespace)
     cr: dict[str, Any] = yaml.safe_load(path.read_text())
     cr["metadata"] = {"name": name, "namespace": namespace}
@@ -229,7 +229,7 @@ def _applied(api: ControlPlane, namespace: str, name: str, path: Path) -> dict[s
 
 
 def _observe(api: ControlPlane, namespace: str, name: str) -> FleetView:
-    """What the operator reads."""
+    """Return the view of the operator."""
     kinds = ",".join([*(kind.plural for kind in CHILD_KINDS), "pods"])
     found: list[dict[str, Any]] = api.get(kinds, "-n", namespace, "-l", f"{LABEL_ROLLOUT}={name}")["items"]
     pods = [item for item in found if item["kind"] == "Pod"]

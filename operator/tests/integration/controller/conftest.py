@@ -1,4 +1,4 @@
-"""A namespace per test on a real API server, and operators that look after it."""
+"""A namespace per test on a real API server, and operators that watch it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ StartOperator = Callable[..., OperatorProcess]
 
 @pytest.fixture(scope="session")
 def api(kubernetes_api: ControlPlane) -> ControlPlane:  # noqa: F811
-    """The API server with our CRD."""
+    """Return an API server with the CRD."""
     kubernetes_api.kubectl("apply", "--server-side", "-f", str(CRDS))
     kubernetes_api.kubectl("wait", "--for=condition=Established", "crd/sglangrollouts.rollout.sglang.io", "--timeout=20s")
     return kubernetes_api
@@ -47,7 +47,7 @@ def world(kube: Kube, namespace: str) -> World:
 
 @pytest.fixture
 def start_operator(api: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[StartOperator]:
-    """Starts operators for the test's namespace; all of them end with the test."""
+    """Return a function that starts operators for the namespace of the test. They end with the test."""
     started: list[OperatorProcess] = []
 
     def start(kubeconfig: Path | None = None) -> OperatorProcess:

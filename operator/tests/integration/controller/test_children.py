@@ -1,4 +1,4 @@
-"""Children against a real API server and its controllers; only kubelet and coordinator are played."""
+"""Children on a real API server with its controllers. Kubelet and coordinator are stand-ins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.integration.controller.support.operator_process import OperatorProces
 pytestmark = [pytest.mark.controlplane]
 
 
-async def test_a_rollout_gets_all_its_children_and_owns_them(operator: OperatorProcess, world: World) -> None:
+async def test_rollout_owns_all_its_children(operator: OperatorProcess, world: World) -> None:
     created = await world.kube.create(rollout("demo", world.namespace))
     await eventually("children", lambda: world.is_complete("demo"))
     children = await world.children("demo")
@@ -71,11 +71,11 @@ DRIFT: list[tuple[Resource, str, dict[str, Any]]] = [
 
 
 def rendered(obj: dict[str, Any], changed: dict[str, Any]) -> Any:
-    """The parts of an object that ``changed`` speaks of."""
+    """Return the parts of an object that ``changed`` names."""
     return {key: rendered(obj.get(key, {}), value) if isinstance(value, dict) else obj.get(key) for key, value in changed.items()}
 
 
-async def test_drift_in_any_child_heals(operator: OperatorProcess, world: World) -> None:
+async def test_changed_child_is_restored(operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace))
     await eventually("children", lambda: world.is_complete("demo"))
     before = await world.children("demo")
@@ -93,7 +93,7 @@ async def test_drift_in_any_child_heals(operator: OperatorProcess, world: World)
     assert operator.health() == 200
 
 
-async def test_any_deleted_child_comes_back(operator: OperatorProcess, world: World) -> None:
+async def test_deleted_child_is_recreated(operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace))
     await eventually("children", lambda: world.is_complete("demo"))
     before = await world.children("demo")
@@ -110,7 +110,7 @@ async def test_any_deleted_child_comes_back(operator: OperatorProcess, world: Wo
     assert operator.health() == 200
 
 
-async def test_the_record_of_the_coordinator_is_never_overwritten(operator: OperatorProcess, world: World) -> None:
+async def test_coordinator_record_is_never_overwritten(operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace))
     await eventually("children", lambda: world.is_complete("demo"))
     await world.record("demo", ["demo-engine-0"])
@@ -125,7 +125,7 @@ async def test_the_record_of_the_coordinator_is_never_overwritten(operator: Oper
     assert operator.health() == 200
 
 
-async def test_children_of_strangers_are_left_alone(operator: OperatorProcess, world: World) -> None:
+async def test_foreign_objects_are_left_alone(operator: OperatorProcess, world: World) -> None:
     stranger = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -138,7 +138,7 @@ async def test_children_of_strangers_are_left_alone(operator: OperatorProcess, w
     assert operator.health() == 200
 
 
-async def test_an_object_that_has_the_name_of_a_child_is_not_taken_over(operator: OperatorProcess, world: World) -> None:
+async def test_foreign_object_with_the_name_of_a_child_is_left_alone(operator: OperatorProcess, world: World) -> None:
     theirs = [
         {
             "apiVersion": "v1",
@@ -175,7 +175,7 @@ async def test_an_object_that_has_the_name_of_a_child_is_not_taken_over(operator
     assert (await world.kube.get(SECRETS, world.namespace, "demo-control"))["data"]["token"]
 
 
-async def test_a_deleted_rollout_takes_its_children_along(operator: OperatorProcess, world: World) -> None:
+async def test_deleted_rollout_removes_its_children(operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace))
     await eventually("children", lambda: world.is_complete("demo"))
     await world.kube.delete(ROLLOUTS, world.namespace, "demo")
@@ -192,6 +192,6 @@ async def test_a_deleted_rollout_takes_its_children_along(operator: OperatorProc
     await eventually("children of the new one", lambda: world.is_complete("demo"))
 
 
-def test_every_kind_that_is_rendered_is_watched() -> None:
+def test_every_rendered_kind_is_watched() -> None:
     watched = {key[-1] for key in list_watched_kinds()}
     assert watched == {resource.plural for resource in CHILDREN} | {"pods"}

@@ -53,9 +53,7 @@ async def lease(kube: Kube, namespace: str) -> dict[str, object]:
     return dict((await kube.get(LEASES, namespace, "demo-router"))["spec"])
 
 
-async def test_the_second_waits_while_the_first_renews_and_leads_under_a_higher_term_when_it_stops(
-    kube: Kube, namespace_with_weights: str
-) -> None:
+async def test_second_coordinator_waits_and_then_leads_under_a_higher_term(kube: Kube, namespace_with_weights: str) -> None:
     first, second = candidate(kube, namespace_with_weights, "pod-a"), candidate(kube, namespace_with_weights, "pod-b")
     assert await first.acquire() == 1
     await first.announce(5)
@@ -72,7 +70,7 @@ async def test_the_second_waits_while_the_first_renews_and_leads_under_a_higher_
         await asyncio.wait_for(first.hold(), 5)
 
 
-async def test_a_released_lease_and_an_own_one_are_taken_at_once(kube: Kube, namespace_with_weights: str) -> None:
+async def test_free_or_own_lease_is_acquired_immediately(kube: Kube, namespace_with_weights: str) -> None:
     first = candidate(kube, namespace_with_weights, "pod-a")
     assert await first.acquire() == 1
     assert await asyncio.wait_for(candidate(kube, namespace_with_weights, "pod-a").acquire(), 1) == 2, "its container was restarted"
@@ -82,7 +80,7 @@ async def test_a_released_lease_and_an_own_one_are_taken_at_once(kube: Kube, nam
     assert await asyncio.wait_for(candidate(kube, namespace_with_weights, "pod-c").acquire(), 1) == 4
 
 
-async def test_the_lease_goes_with_its_rollout(kube: Kube, namespace_with_weights: str) -> None:
+async def test_lease_is_deleted_with_its_rollout(kube: Kube, namespace_with_weights: str) -> None:
     await candidate(kube, namespace_with_weights, "pod-a").acquire()
     made = await kube.get(LEASES, namespace_with_weights, "demo-router")
     (owner,) = made["metadata"]["ownerReferences"]
@@ -91,7 +89,7 @@ async def test_the_lease_goes_with_its_rollout(kube: Kube, namespace_with_weight
     assert set(owner) == {"apiVersion", "kind", "name", "uid"}, "more needs rights over the owner in some clusters"
 
 
-async def test_a_deleted_lease_is_made_again_and_terms_do_not_go_back(kube: Kube, namespace_with_weights: str) -> None:
+async def test_deleted_lease_is_recreated_and_terms_still_grow(kube: Kube, namespace_with_weights: str) -> None:
     first = candidate(kube, namespace_with_weights, "pod-a")
     await first.acquire()
     await first.announce(9)

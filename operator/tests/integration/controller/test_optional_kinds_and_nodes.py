@@ -1,4 +1,4 @@
-"""Kinds that not every cluster has, and nodes: what the operator says and does as they come and go."""
+"""Kinds that some clusters lack, and nodes: status and actions of the operator as they appear and disappear."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUEUES = Resource("kueue.x-k8s.io", "v1beta2", "localqueues", "LocalQueue")
 
 
 def define(api: ControlPlane, resource: Resource) -> None:
-    """Install a definition that takes any spec."""
+    """Install a definition that accepts any spec."""
     singular = resource.kind.lower()
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     version = {"name": resource.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": anything}}
@@ -39,7 +39,7 @@ def forget(api: ControlPlane, resource: Resource) -> None:
 
 
 async def reason(world: World, wanted: str) -> str:
-    """Wait for a reason of Ready; its sentence."""
+    """Wait for a reason of Ready, and return its message."""
 
     async def there() -> str:
         found = await world.condition("demo")
@@ -53,9 +53,7 @@ async def groups(world: World) -> dict[str, Object]:
     return {item["metadata"]["name"]: item for item in (await world.kube.list(POD_GROUPS, world.namespace)).items}
 
 
-async def test_a_gang_without_pod_groups_says_so_and_goes_on_when_they_come(
-    api: ControlPlane, operator: OperatorProcess, world: World
-) -> None:
+async def test_gang_waits_for_the_kind_of_pod_groups(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace, scheduling={"gang": {}}))
     assert "install a scheduler with coscheduling" in await reason(world, "GangNotPossible")
     assert await world.is_degraded("demo", "GangNotPossible")
@@ -110,8 +108,8 @@ async def test_missing_queue_is_reported_with_advice(api: ControlPlane, operator
     assert operator.health() == 200
 
 
-async def test_the_queue_changes_only_while_no_engine_runs(world: World) -> None:
-    """Kueue refuses it for each engine that runs; the API server refuses it as a whole, and says what to do."""
+async def test_queue_changes_only_while_no_engine_runs(world: World) -> None:
+    """Kueue would refuse the change for each running engine. The API server refuses it for the rollout, with advice."""
 
     async def change(**spec: Any) -> None:
         await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": spec})
@@ -127,8 +125,8 @@ async def test_the_queue_changes_only_while_no_engine_runs(world: World) -> None
         await change(scheduling={"queueName": "rollouts"})
 
 
-async def test_ports_of_nodes_move_past_those_that_are_in_use(world: World) -> None:
-    """Engines restart one by one: the first would wait for a port of the second, and the second for the first to serve."""
+async def test_ports_on_nodes_move_only_past_ports_in_use(world: World) -> None:
+    """Engines restart one by one. The first would wait for a port of the second, and the second for the first to serve."""
 
     async def move(base: int, **spec: Any) -> None:
         engine = {"network": {"hostNetwork": True, "basePort": base}}
@@ -180,7 +178,7 @@ async def _counted(api: ControlPlane, world: World) -> bool:
     return bool(api.get("resourcequota", "few", "-n", world.namespace).get("status", {}).get("hard"))
 
 
-async def test_more_gpus_than_any_node_has(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
+async def test_request_for_more_gpus_than_any_node_has_is_reported(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
     await _node(api, world, "large", 4)
     await _node(api, world, "small", 2)
     try:

@@ -1,4 +1,4 @@
-"""With how few rights operator and coordinator do their work, against real RBAC."""
+"""Operator and coordinator need no more than their RBAC rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.controlplane]
 
 
 def kubeconfig_of(api: ControlPlane, namespace: str, account: str, path: Path) -> Path:
-    """A kubeconfig with the token of a service account."""
+    """Return a kubeconfig with the token of a service account."""
     token = api.kubectl("create", "token", account, "-n", namespace).stdout.strip()
     config = yaml.safe_load(api.kubeconfig.read_text())
     config["users"][0]["user"] = {"token": token}
@@ -33,7 +33,7 @@ def kubeconfig_of(api: ControlPlane, namespace: str, account: str, path: Path) -
 
 @pytest.fixture
 def limited(api: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Path]:
-    """Credentials with exactly the rights that the chart grants."""
+    """Return credentials with exactly the rights that the chart grants."""
     name = f"operator-{namespace}"
     rbac = "rbac.authorization.k8s.io"
     role = {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": {"name": name}, "rules": [*OPERATOR_RULES, *CLUSTER_RULES]}
@@ -51,7 +51,7 @@ def limited(api: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Path]
     api.kubectl("delete", "clusterrole,clusterrolebinding", name)
 
 
-async def test_the_operator_does_everything_with_the_rights_of_the_chart(limited: Path, world: World, tmp_path: Path) -> None:
+async def test_operator_works_with_the_rights_of_the_chart(limited: Path, world: World, tmp_path: Path) -> None:
     operator = OperatorProcess(limited, [], tmp_path / "operator.log")
     operator.start()
     try:
@@ -80,7 +80,7 @@ async def test_the_operator_does_everything_with_the_rights_of_the_chart(limited
     assert "ERROR" not in said, said
 
 
-async def test_the_coordinator_follows_its_intent_and_writes_its_record_and_nothing_else(
+async def test_coordinator_may_read_its_intent_and_write_only_its_record(
     api: ControlPlane, operator: OperatorProcess, world: World, tmp_path: Path
 ) -> None:
     await world.kube.create(rollout("demo", world.namespace))

@@ -1,4 +1,4 @@
-"""The operator's process: restarts, outages, idleness, and what it says when it cannot start."""
+"""The operator process: restarts, outages, steady state, and errors at the start."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def _reconciled(operator: OperatorProcess) -> bool:
         return False
 
 
-async def test_a_steady_fleet_costs_no_write(operator: OperatorProcess, world: World) -> None:
+async def test_steady_fleet_causes_no_write(operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace))
     await world.serve("demo", 2)
     versions = await world.settled("demo")
@@ -62,14 +62,14 @@ async def test_a_steady_fleet_costs_no_write(operator: OperatorProcess, world: W
     assert await world.versions("demo") == versions
 
 
-async def test_an_api_server_that_goes_away_and_comes_back(api: ControlPlane, start_operator: Any, world: World, tmp_path: Path) -> None:
+async def test_operator_survives_an_outage_of_the_api_server(api: ControlPlane, start_operator: Any, world: World, tmp_path: Path) -> None:
     relay = Relay(int(api.url.rsplit(":", 1)[1]))
     await relay.start()
     operator = start_operator(kubeconfig_through(relay, api.kubeconfig, tmp_path / "relayed"))
     await world.kube.create(rollout("demo", world.namespace))
     await eventually("children", lambda: world.is_complete("demo"))
     await relay.stop()
-    # While it is away: a change, a deletion and a new rollout that no watch will tell of.
+    # Changes during the outage, which no watch reports.
     await world.kube.delete(SERVICES, world.namespace, "demo-router")
     await world.kube.merge_patch(ROLLOUTS, world.namespace, "demo", {"spec": {"replicas": 3}})
     await world.kube.create(rollout("other", world.namespace, replicas=1))
@@ -78,16 +78,14 @@ async def test_an_api_server_that_goes_away_and_comes_back(api: ControlPlane, st
     assert await asyncio.to_thread(operator.health) == 200
     await relay.start()
     began = time.monotonic()
-    await eventually("the old one healed", lambda: world.is_complete("demo", 3))
-    await eventually("the new one made", lambda: world.is_complete("other", 1))
+    await eventually("the old rollout is restored", lambda: world.is_complete("demo", 3))
+    await eventually("the new rollout is created", lambda: world.is_complete("other", 1))
     print(f"recovered {time.monotonic() - began:.1f} s after the API server")
     assert operator.said().count("ERROR") == 0, operator.said()
     await relay.stop()
 
 
-async def test_all_namespaces_with_the_rights_of_the_kinds_it_watches(
-    api: ControlPlane, kube: Kube, namespace: str, tmp_path: Path
-) -> None:
+async def test_operator_watches_all_namespaces(api: ControlPlane, kube: Kube, namespace: str, tmp_path: Path) -> None:
     operator = OperatorProcess(api.kubeconfig, [], tmp_path / "operator.log")
     operator.start()
     try:
@@ -100,7 +98,7 @@ async def test_all_namespaces_with_the_rights_of_the_kinds_it_watches(
     assert "Handler" not in operator.said()
 
 
-async def test_an_occupied_port_is_a_sentence(api: ControlPlane, namespace: str, tmp_path: Path) -> None:
+async def test_occupied_port_is_reported(api: ControlPlane, namespace: str, tmp_path: Path) -> None:
     server = await asyncio.start_server(lambda _r, _w: None, None, free_port())
     port = server.sockets[0].getsockname()[1]
     operator = OperatorProcess(api.kubeconfig, [namespace], tmp_path / "operator.log", health_port=port)
@@ -111,8 +109,8 @@ async def test_an_occupied_port_is_a_sentence(api: ControlPlane, namespace: str,
     server.close()
 
 
-async def test_a_missing_crd_is_a_sentence(api: ControlPlane, namespace: str, tmp_path: Path) -> None:
-    """Played by a scripted server: taking the CRD away from the shared one would take all rollouts along."""
+async def test_missing_crd_is_reported(api: ControlPlane, namespace: str, tmp_path: Path) -> None:
+    """Use a scripted server, because removing the CRD from the shared API server would remove all rollouts."""
     config = yaml.safe_load(api.kubeconfig.read_text())
 
     async def missing(_: web.Request) -> web.Response:

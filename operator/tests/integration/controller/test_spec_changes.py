@@ -1,4 +1,4 @@
-"""Scaling, rolling updates and specs that cannot be carried out, against a real API server."""
+"""Scaling, rolling updates and specs that cannot be applied, on a real API server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_scaling_adds_and_removes_engines(operator: OperatorProcess, world
     assert operator.health() == 200
 
 
-async def test_a_changed_engine_rolls_one_at_a_time(operator: OperatorProcess, world: World) -> None:
+async def test_rolling_update_restarts_one_engine_at_a_time(operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace, replicas=3))
     await world.serve("demo", 3)
     old = {name: pod["metadata"]["uid"] for name, pod in (await world.pods("demo")).items()}
@@ -78,7 +78,7 @@ async def test_a_changed_engine_rolls_one_at_a_time(operator: OperatorProcess, w
 
 
 @pytest.mark.parametrize("pod_spec", [{"nodeSelector": {}, "schedulerName": ""}, {"serviceAccount": "other"}], ids=["dropped", "rewritten"])
-async def test_what_the_server_makes_of_a_template_holds_no_rolling_update(
+async def test_defaulting_of_a_template_does_not_block_a_rolling_update(
     operator: OperatorProcess, world: World, pod_spec: dict[str, Any]
 ) -> None:
     await world.kube.create(rollout("demo", world.namespace, podTemplate={"spec": pod_spec}))
@@ -101,7 +101,7 @@ async def _is_ready(world: World, name: str) -> bool:
     return (await world.condition(name)).get("status") == "True"
 
 
-async def test_what_the_server_refuses_is_said_in_the_status_and_not_hammered(operator: OperatorProcess, world: World) -> None:
+async def test_refusal_is_reported_and_retried_with_growing_delays(operator: OperatorProcess, world: World) -> None:
     template = {"spec": {"nodeSelector": {"not a label!": "x"}}}
     await world.kube.create(rollout("demo", world.namespace, podTemplate=template))
 
@@ -129,8 +129,8 @@ MISFITS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-async def test_what_does_not_fit_the_schema_is_a_refusal_and_no_outage(operator: OperatorProcess, world: World, case: str) -> None:
-    """The API server answers 500 to such an apply, as it does when it is in trouble itself."""
+async def test_schema_violation_is_a_refusal_and_not_an_outage(operator: OperatorProcess, world: World, case: str) -> None:
+    """The API server answers 500 to such an apply, as it does when it fails itself."""
     pod_spec, words = MISFITS[case]
     await world.kube.create(rollout("demo", world.namespace, podTemplate={"spec": pod_spec}))
 
@@ -149,7 +149,7 @@ async def test_what_does_not_fit_the_schema_is_a_refusal_and_no_outage(operator:
     assert (await world.condition("demo"))["reason"] != "ApplyFailed"
 
 
-async def test_a_delete_that_is_refused_is_said_in_the_status(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
+async def test_refused_delete_is_reported(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace, replicas=2))
     await eventually("children", lambda: world.is_complete("demo"))
     _refuse_deletes(api, world.namespace)
@@ -166,7 +166,7 @@ async def test_a_delete_that_is_refused_is_said_in_the_status(api: ControlPlane,
 
 
 def _refuse_deletes(api: ControlPlane, namespace: str) -> None:
-    """An admission policy for the namespace; it takes a moment to be looked at."""
+    """Create an admission policy for the namespace, and wait until it is in effect."""
     policy = {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingAdmissionPolicy",
@@ -196,7 +196,7 @@ def _refuse_deletes(api: ControlPlane, namespace: str) -> None:
         time.sleep(0.5)
 
 
-async def test_an_image_that_does_not_pull_is_a_sentence_and_an_event(operator: OperatorProcess, world: World) -> None:
+async def test_image_pull_failure_is_reported_with_an_event(operator: OperatorProcess, world: World) -> None:
     await world.kube.create(rollout("demo", world.namespace))
     await eventually("children", lambda: world.is_complete("demo"))
     waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "img:1": not found'}
@@ -229,8 +229,8 @@ async def test_an_image_that_does_not_pull_is_a_sentence_and_an_event(operator: 
     assert "EngineFailed" in operator.said()
 
 
-async def test_a_spec_that_cannot_be_read_touches_nothing(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
-    """Stored before a rule existed: played by taking the schema away for a moment."""
+async def test_invalid_spec_changes_no_child(api: ControlPlane, operator: OperatorProcess, world: World) -> None:
+    """The object was stored before a rule existed: the test removes the schema for a moment."""
     await world.kube.create(rollout("demo", world.namespace))
     await eventually("children", lambda: world.is_complete("demo"))
     before = await world.settled("demo")
@@ -255,7 +255,7 @@ async def _has_reason(world: World, reason: str) -> bool:
 
 @contextmanager
 def without_schema(api: ControlPlane) -> Iterator[None]:
-    """Let the API server take any spec while the block runs."""
+    """Let the API server accept any spec while the block runs."""
     crd = api.get("crd", "sglangrollouts.rollout.sglang.io")
     (version,) = crd["spec"]["versions"]
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}

@@ -1,4 +1,4 @@
-"""Fleets with a base (``spec.elastic``) in a cluster that has not always room, under a scheduler that knows PodGroups."""
+"""Fleets with a base (``spec.elastic``) in a cluster with limited room and a scheduler for PodGroups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Room(Cluster):
     room: int = 100
     now: str = ""
     started: dict[str, str] = field(default_factory=dict)
-    """When pods came to their nodes, by uid."""
+    """Time when each pod got its node, by UID."""
 
     def plan(self, settings: Any = SETTINGS) -> Plan:
         return make_plan(self.observe(), settings, self.now)
@@ -62,7 +62,7 @@ class Room(Cluster):
                 pod["spec"]["nodeName"] = "node"
 
     def _least(self, group: str, found: list[Object]) -> int | None:
-        """None: the pods say that they belong to a group, and there is none."""
+        """Return how many pods of the group must fit; None if the group does not exist."""
         if names.LABEL_POD_GROUP not in found[0]["metadata"]["labels"]:
             return 1
         known = self.objects.get(("PodGroup", group))
@@ -72,7 +72,7 @@ class Room(Cluster):
         return {name: pod for name, pod in self.pods.items() if "-engine-" in name}
 
     def placed(self) -> dict[int, int]:
-        """How many pods of each engine have a node."""
+        """Return the number of pods with a node, by engine."""
         found: dict[int, int] = defaultdict(int)
         for name, pod in self.engine_pods().items():
             found[int(name.split("-")[2])] += "nodeName" in pod["spec"]
@@ -96,7 +96,7 @@ ENGINE = {"scheduling": {"gang": {"scope": "Engine"}}}
 
 @given(replicas=st.integers(1, 5), base=st.integers(1, 5), nodes=st.sampled_from([1, 2]), room=st.integers(0, 10))
 @settings(deadline=None, max_examples=30)
-def test_no_engine_starts_in_part_and_the_base_starts_completely_or_not_at_all(replicas: int, base: int, nodes: int, room: int) -> None:
+def test_engines_and_the_base_start_completely_or_not_at_all(replicas: int, base: int, nodes: int, room: int) -> None:
     base = min(base, replicas)
     cluster = Room(rollout(**spec(replicas, base, nodes, **BASE)), room=room)
     for _ in range(8):
@@ -126,8 +126,8 @@ SPECS = st.builds(
 
 @given(first=SPECS, then=SPECS)
 @settings(deadline=None, max_examples=30)
-def test_a_rolling_update_from_any_shape_to_any_other_ends(first: Object, then: Object) -> None:
-    """Into a base and out of it, with other numbers of pods: a group never waits for pods that belong to another one."""
+def test_rolling_update_between_any_two_shapes_ends(first: Object, then: Object) -> None:
+    """Engines enter and leave the base, with other numbers of pods. No group waits for pods of another group."""
     cluster = Room(rollout(**first))
     cluster.run()
     cluster.edit_spec({**cluster.cr["spec"], "scheduling": {}, "elastic": None, **copy.deepcopy(then)})

@@ -40,7 +40,7 @@ def fleets(draw: st.DrawFn, most: int) -> SGLangRollout:
 
 
 def named(statefulset: Object) -> Iterator[int]:
-    """Every port that stands in the pods of an engine."""
+    """Return every port in the pods of an engine."""
     pod = statefulset["spec"]["template"]["spec"]
     assert pod["hostNetwork"] is True
     for container in (*pod["initContainers"], *pod["containers"]):
@@ -56,7 +56,7 @@ def named(statefulset: Object) -> Iterator[int]:
 
 @given(fleets(6))
 @settings(deadline=None, max_examples=40)
-def test_no_two_engines_of_a_fleet_name_the_same_port(fleet: SGLangRollout) -> None:
+def test_no_two_engines_of_a_fleet_share_a_port(fleet: SGLangRollout) -> None:
     seen: set[int] = set()
     for index, statefulset in enumerate(engine_statefulsets(fleet, SETTINGS)):
         ports = engine_ports(fleet, index)
@@ -71,7 +71,7 @@ def test_no_two_engines_of_a_fleet_name_the_same_port(fleet: SGLangRollout) -> N
 
 @given(fleets(500), fleets(500))
 @settings(deadline=None, max_examples=200)
-def test_ports_of_two_fleets_meet_only_where_the_scheduler_sees_it(one: SGLangRollout, other: SGLangRollout) -> None:
+def test_port_conflicts_of_two_fleets_are_visible_to_the_scheduler(one: SGLangRollout, other: SGLangRollout) -> None:
     def blocks(fleet: SGLangRollout) -> dict[int, tuple[int, ...]]:
         """By the port that the engine's own container names."""
         return {(ports := engine_ports(fleet, index)).engine: (*ports, *ports.of_sglang) for index in range(fleet.spec.engines)}
@@ -105,11 +105,11 @@ def test_intent_has_the_present_gate_ports_during_a_change(steps: list[Object | 
 
 
 def intended(cluster: Cluster) -> dict[str, int]:
-    """Ports of gates in the intent."""
+    """Return the ports of gates in the intent."""
     intent = json.loads(cluster.objects["ConfigMap", names.intent_name("demo")]["data"][names.INTENT_KEY])
     return {wanted["name"]: wanted.get("port", 30000) for wanted in intent["engines"]}
 
 
 def there(cluster: Cluster) -> dict[str, int]:
-    """Ports of the gates of pods that run."""
+    """Return the ports of the gates of running pods."""
     return {name.removesuffix("-0"): Pod(pod).gate_port or 0 for name, pod in cluster.pods.items()}

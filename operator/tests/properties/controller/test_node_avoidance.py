@@ -1,4 +1,4 @@
-"""A node on which an engine fails again and again, from its first failure until engines go there again."""
+"""A node on which an engine fails repeatedly, from the first failure until engines may use the node again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def at(minute: int) -> str:
 
 @dataclass
 class Nodes(Cluster):
-    """With a scheduler that knows of names only and takes the first node that it may, and kubelets that restart engines."""
+    """A cluster whose scheduler takes the first allowed node, with kubelets that restart engines."""
 
     nodes: list[str] = field(default_factory=lambda: ["a", "b", "c"])
     ends: dict[str, Object] = field(default_factory=dict)
-    """By uid of the pod: how its engine ended last. It does not come up again there."""
+    """Last end of the engine, by UID of its pod. The engine does not come up again there."""
 
     def _kubelet(self) -> None:
         super()._kubelet()
@@ -57,7 +57,7 @@ class Nodes(Cluster):
         self.cr["status"] = build_status(self.observe(), at(minute))
 
     def go_on(self, minute: int) -> list[str]:
-        """Let the operator look until it has nothing to do; the pods that it deleted."""
+        """Let the operator plan until nothing is left to do, and return the deleted pods."""
         deleted = []
         for _ in range(10):
             made = self.plan()

@@ -1,4 +1,4 @@
-"""Any world converges, a second pass plans nothing, and a rolling update never takes a second engine away."""
+"""Any state converges, a second pass plans nothing, and a rolling update never stops a second engine."""
 
 from __future__ import annotations
 

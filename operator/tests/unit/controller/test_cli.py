@@ -1,4 +1,4 @@
-"""The command line: lazy subcommands, sentences instead of tracebacks; and the two small web servers."""
+"""The command line, and the HTTP servers for metrics and health."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a fleet with a base (``spec.elastic``): when it is ready, and of which engines that is no question."""
+"""The status of a fleet with a base (``spec.elastic``): surplus engines do not affect ``Ready``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"
 
 
 def seen(*pods: Object, replicas: int = 3, rows: int = 3, router: bool = True, last: Any = None, **spec: Any) -> FleetView:
-    """Two engines are the base, unless ``spec`` says otherwise."""
+    """Return a fleet with a base of two engines, unless ``spec`` has another base."""
     written = record(*map(row, range(rows)), last=last)
     return world(list(pods), written=written, router=router, custom=cr(replicas, **{"elastic": {"base": 2}, **spec}))
 
@@ -134,6 +134,6 @@ def test_events_when_the_base_and_when_all_engines_serve() -> None:
 
 
 def test_a_field_of_later_releases_changes_no_revision() -> None:
-    """Else an upgrade of the operator would restart fleets that do not use it."""
+    """Otherwise an upgrade of the operator would restart fleets that do not use the field."""
     plain, elastic = (SGLangRollout.model_validate(cr(3, **more)) for more in ({}, {"elastic": {"base": 1}}))
     assert {revision(plain), *(revision(elastic, index) for index in range(3))} == {revision(plain)}

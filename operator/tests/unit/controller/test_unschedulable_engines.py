@@ -1,4 +1,4 @@
-"""What is said of engines that have no node yet, and of what their cluster lacks."""
+"""The status of engines without a node, and of what their cluster lacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GATED = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "S
 
 
 def homeless(index: int, *, gpus: int = 8, gate: str = "", status: Object | None = None) -> Object:
-    """A pod that no node has."""
+    """Return a pod without a node."""
     made = pod(index, ready=False, status=status or {})
     made["spec"] = {"containers": [{"name": "engine", "resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}]}
     if gate:
@@ -38,7 +38,7 @@ def homeless(index: int, *, gpus: int = 8, gate: str = "", status: Object | None
 
 
 def seen(*pods: Object, cluster: Cluster | None = None, **scheduling: Any) -> FleetView:
-    """A fleet on GPUs whose pods are all made from its spec."""
+    """Return a fleet on GPUs whose pods are all up to date."""
     engine = {"image": "example.org/engine:1", "parallelism": {"tensor": 8}}
     custom = cr(replicas=2, engine=engine, scheduling=scheduling)
     for one in pods:
@@ -191,7 +191,7 @@ def failed_create(engine: str, words: str, *, first: str = "02:58:00", last: str
 
 
 def unmade(*events: Object, made: int = 0, **spec: Any) -> FleetView:
-    """The controller has looked at the second engine, and made so many pods of it."""
+    """Return a fleet whose second engine has ``made`` pods, as its controller reports."""
     found = seen(pod(0), **spec)
     live = found.children["StatefulSet", "demo-engine-1"]
     live["metadata"]["uid"] = "now"

@@ -1,4 +1,4 @@
-"""The wire contract of the Kubernetes client: what it sends, and what it makes of bad answers."""
+"""Requests that the Kubernetes client sends, and errors for failed replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_rollout.kube.resources import CONFIGMAPS, PODS, ROLLOUTS, STATEFULSE
 from tests.unit.kube.support.scripted_api import ok, scripted, status, stream, write_kubeconfig
 
 
-async def test_apply_sends_a_forced_server_side_apply_under_our_name(tmp_path: Path) -> None:
+async def test_apply_is_a_forced_server_side_apply(tmp_path: Path) -> None:
     obj = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "x", "namespace": "n"}}
     async with scripted(tmp_path, ok(obj)) as (script, kube):
         assert await kube.apply(obj) == obj
@@ -28,8 +28,8 @@ async def test_apply_sends_a_forced_server_side_apply_under_our_name(tmp_path: P
     assert script.headers[0]["User-Agent"] == "tester"
 
 
-async def test_what_an_engine_says_can_be_applied_whatever_characters_it_holds(tmp_path: Path) -> None:
-    """An apply is read as YAML, which knows no surrogate pairs: gloo's own error message ends with a picture of a beach."""
+async def test_any_character_can_be_applied(tmp_path: Path) -> None:
+    """An apply is read as YAML, which has no surrogate pairs. An error message of gloo ends with an emoji."""
     said = "GLHF! \U0001f3d6 \x1b[0m \x85 \ud83c"
     obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x", "namespace": "n"}, "data": {"said": said}}
     async with scripted(tmp_path, ok(obj)) as (script, kube):
@@ -46,7 +46,7 @@ async def test_status_is_applied_to_the_subresource(tmp_path: Path) -> None:
     assert script.requests[0][1] == "/apis/rollout.sglang.io/v1alpha1/namespaces/n/sglangrollouts/x/status"
 
 
-async def test_merge_patch_can_insist_on_a_resource_version(tmp_path: Path) -> None:
+async def test_merge_patch_can_require_a_resource_version(tmp_path: Path) -> None:
     async with scripted(tmp_path, ok({}), status(409, "the object has been modified", "Conflict")) as (script, kube):
         await kube.merge_patch(CONFIGMAPS, "n", "x", {"data": {"a": "b"}}, resource_version="7")
         assert script.requests[0][3] == {"data": {"a": "b"}, "metadata": {"resourceVersion": "7"}}
@@ -55,7 +55,7 @@ async def test_merge_patch_can_insist_on_a_resource_version(tmp_path: Path) -> N
             await kube.merge_patch(CONFIGMAPS, "n", "x", {}, resource_version="7")
 
 
-async def test_delete_names_the_uid(tmp_path: Path) -> None:
+async def test_delete_requires_the_uid(tmp_path: Path) -> None:
     async with scripted(tmp_path, ok({})) as (script, kube):
         await kube.delete(PODS, "n", "x", uid="u1")
     options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
@@ -63,7 +63,7 @@ async def test_delete_names_the_uid(tmp_path: Path) -> None:
     assert script.requests == [("DELETE", "/api/v1/namespaces/n/pods/x", {}, expected)]
 
 
-async def test_list_reads_all_pages_and_gives_the_items_their_kind(tmp_path: Path) -> None:
+async def test_list_reads_all_pages_and_adds_the_kind_to_items(tmp_path: Path) -> None:
     pages = (
         ok({"metadata": {"continue": "more", "resourceVersion": "5"}, "items": [{"metadata": {"name": "a"}}]}),
         ok({"metadata": {"resourceVersion": "5"}, "items": [{"metadata": {"name": "b"}}]}),
@@ -94,7 +94,7 @@ async def test_list_reads_all_pages_and_gives_the_items_their_kind(tmp_path: Pat
         (503, "ServiceUnavailable", ApiUnavailable),
     ],
 )
-async def test_bad_answers_become_our_errors_with_the_servers_sentence(
+async def test_failed_reply_is_an_error_with_the_message_of_the_server(
     tmp_path: Path, code: int, reason: str, kind: type[KubeError]
 ) -> None:
     async with scripted(tmp_path, status(code, "because of this", reason, Retry_After="7")) as (_, kube):
@@ -120,7 +120,7 @@ async def test_bad_answers_become_our_errors_with_the_servers_sentence(
         (504, "because of this", "Timeout", ApiUnavailable),
     ],
 )
-async def test_a_server_error_about_what_was_sent_is_a_refusal(
+async def test_server_error_about_the_sent_object_is_a_refusal(
     tmp_path: Path, code: int, message: str, reason: str, kind: type[KubeError]
 ) -> None:
     obj = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", "namespace": "n"}}
@@ -132,14 +132,14 @@ async def test_a_server_error_about_what_was_sent_is_a_refusal(
     assert type(caught.value) is type(deleting.value) is kind
 
 
-async def test_a_server_error_of_something_in_between_is_an_outage(tmp_path: Path) -> None:
+async def test_server_error_of_a_proxy_is_an_outage(tmp_path: Path) -> None:
     async with scripted(tmp_path, web.Response(status=500, text="<html>"), web.json_response({"message": "no"}, status=500)) as (_, kube):
         for _ in range(2):
             with pytest.raises(ApiUnavailable):
                 await kube.delete(PODS, "n", "x")
 
 
-async def test_a_proxy_that_answers_with_html_is_no_api_server(tmp_path: Path) -> None:
+async def test_reply_that_is_not_json_is_an_outage(tmp_path: Path) -> None:
     pages = (web.Response(text="<html>"), web.Response(status=502, text="<html>"), web.json_response([1]))
     async with scripted(tmp_path, *pages) as (_, kube):
         with pytest.raises(ApiUnavailable, match="is this the address of a Kubernetes API server"):
@@ -150,14 +150,14 @@ async def test_a_proxy_that_answers_with_html_is_no_api_server(tmp_path: Path) -
             await kube.get(PODS, "n", "x")
 
 
-async def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+async def test_refused_connection_is_an_outage(tmp_path: Path) -> None:
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:1")
     async with await Kube.connect(field_manager="t", kubeconfig=kubeconfig) as kube:
         with pytest.raises(ApiUnavailable, match=r"API server at http://127\.0\.0\.1:1 cannot be reached"):
             await kube.get(PODS, "n", "x")
 
 
-async def test_a_server_that_never_answers(tmp_path: Path) -> None:
+async def test_missing_answer_is_an_outage(tmp_path: Path) -> None:
     async def sleep(_: web.Request) -> web.Response:
         await asyncio.sleep(30)
         return ok({})
@@ -167,7 +167,7 @@ async def test_a_server_that_never_answers(tmp_path: Path) -> None:
             await kube.get_path("/version")
 
 
-async def test_an_expired_token_is_read_again_once(tmp_path: Path) -> None:
+async def test_expired_token_is_read_again_once(tmp_path: Path) -> None:
     async with scripted(tmp_path, status(401, "Unauthorized"), ok({"a": 1}), status(401, "no"), status(401, "no")) as (
         script,
         kube,
@@ -184,7 +184,7 @@ def line(kind: str, obj: dict[str, Any]) -> bytes:
     return json.dumps({"type": kind, "object": obj}).encode() + b"\n"
 
 
-async def test_watch_puts_lines_together_and_ends_with_the_stream(tmp_path: Path) -> None:
+async def test_watch_joins_lines_and_ends_with_the_stream(tmp_path: Path) -> None:
     long = "x" * 5_000_000
     data = line("ADDED", {"n": 1}) + b"\n" + line("MODIFIED", {"n": long}) + line("BOOKMARK", {"n": 3})
     cut = (data[:7], data[7:100], data[100:])
@@ -197,7 +197,7 @@ async def test_watch_puts_lines_together_and_ends_with_the_stream(tmp_path: Path
 
 
 @pytest.mark.parametrize(("code", "kind"), [(410, Expired), (403, Expired), (500, ApiUnavailable)])
-async def test_an_error_in_a_watch_ends_it(tmp_path: Path, code: int, kind: type[KubeError]) -> None:
+async def test_error_event_ends_a_watch(tmp_path: Path, code: int, kind: type[KubeError]) -> None:
     data = line("ERROR", {"kind": "Status", "code": code, "message": "too old resource version"})
     async with scripted(tmp_path, stream(data)) as (_, kube):
         with pytest.raises(kind, match="watch pods n: too old"):
@@ -217,7 +217,7 @@ async def test_calls_are_counted(tmp_path: Path) -> None:
     assert calls == [("get", "pods", "ok"), ("delete", "pods", "error"), ("watch", "configmaps", "ok")]
 
 
-async def test_without_credentials_the_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_credentials_are_reported_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
     with pytest.raises(NoCredentials, match=r"no kubeconfig at .*missing, and not in a cluster: name one with --kubeconfig"):
         await Kube.connect(field_manager="t")

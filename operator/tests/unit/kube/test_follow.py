@@ -1,4 +1,4 @@
-"""A followed set of objects survives everything that happens to a watch."""
+"""Following a set of objects survives every failure of a watch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def obj(name: str, version: int) -> dict[str, Any]:
 
 
 class Scripted:
-    """Lists and watches in a given order; at the end it stays silent."""
+    """Return lists and watches in a given order, then send nothing."""
 
     def __init__(self, *steps: Any) -> None:
         self.steps = list(steps)
@@ -46,7 +46,7 @@ class Scripted:
             yield item
 
 
-def pictures(kube: Scripted, count: int, on_error: Callable[[KubeError], None] | None = None) -> list[set[str]]:
+def collect(kube: Scripted, count: int, on_error: Callable[[KubeError], None] | None = None) -> list[set[str]]:
     async def main() -> list[set[str]]:
         seen = []
         async for objects in follow(kube, CONFIGMAPS, "n", on_error=on_error):  # type: ignore[arg-type]
@@ -58,36 +58,36 @@ def pictures(kube: Scripted, count: int, on_error: Callable[[KubeError], None] |
     return run(main())
 
 
-def test_every_change_gives_a_whole_picture() -> None:
+def test_every_change_yields_all_objects() -> None:
     events = [WatchEvent("ADDED", obj("b", 2)), WatchEvent("BOOKMARK", obj("", 3)), WatchEvent("DELETED", obj("a", 4))]
     kube = Scripted(Listing([obj("a", 1)], "1"), events)
-    assert pictures(kube, 3) == [{"a"}, {"a", "b"}, {"b"}]
+    assert collect(kube, 3) == [{"a"}, {"a", "b"}, {"b"}]
 
 
-def test_an_empty_world_is_a_picture_too() -> None:
-    assert pictures(Scripted(Listing([], "1")), 1) == [set()]
+def test_empty_set_is_yielded() -> None:
+    assert collect(Scripted(Listing([], "1")), 1) == [set()]
 
 
-def test_a_watch_that_ends_goes_on_from_the_newest_version() -> None:
+def test_watch_continues_at_the_newest_version() -> None:
     kube = Scripted(Listing([], "1"), [WatchEvent("BOOKMARK", obj("", 9))], [WatchEvent("ADDED", obj("a", 10))])
-    assert pictures(kube, 2) == [set(), {"a"}]
+    assert collect(kube, 2) == [set(), {"a"}]
     assert [(verb, version) for verb, _, version in kube.calls] == [("list", ""), ("watch", "1"), ("watch", "9")]
     # Not in the same instant: a server that is going down ends every watch at once.
     assert kube.calls[2][1] > kube.calls[1][1]
 
 
-def test_after_410_it_lists_again_and_says_only_what_changed() -> None:
+def test_list_after_an_expired_watch_yields_only_a_change() -> None:
     errors: list[KubeError] = []
     kube = Scripted(Listing([obj("a", 1)], "1"), [Expired("old")], Listing([obj("a", 1)], "5"), [Expired("old")], Listing([], "7"))
-    assert pictures(kube, 2, errors.append) == [{"a"}, set()]
+    assert collect(kube, 2, errors.append) == [{"a"}, set()]
     assert not errors
 
 
-def test_an_outage_keeps_the_picture_and_slows_down() -> None:
+def test_outage_yields_nothing_and_slows_down() -> None:
     errors: list[KubeError] = []
     away = [ApiUnavailable("away")] * 12
     kube = Scripted(Listing([obj("a", 1)], "1"), *away, Listing([obj("b", 2)], "2"))
-    assert pictures(kube, 2, errors.append) == [{"a"}, {"b"}]
+    assert collect(kube, 2, errors.append) == [{"a"}, {"b"}]
     assert errors == away
     times = [at for _, at, _ in kube.calls]
     gaps = [later - earlier for earlier, later in pairwise(times[1:])]

@@ -30,7 +30,7 @@ DEADLINE = 120.0
 
 
 async def eventually(what: str, check: Callable[[], Awaitable[Any]], *, seconds: float = DEADLINE) -> Any:
-    """Wait until ``check`` returns something true, and return it. Its AssertionErrors are reasons to wait."""
+    """Wait until ``check`` returns a true value, and return the value. Wait also while ``check`` raises AssertionError."""
     end = time.monotonic() + seconds
     problem: object = None
     while True:
@@ -75,7 +75,7 @@ class OperatorProcess:
             self.process = start_child(command, stdout=log, stderr=log, env=environment)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Signal it and return the exit code."""
+        """Send a signal, and return the exit code."""
         assert self.process is not None
         self.process.send_signal(number)
         return self.process.wait(15)
@@ -95,7 +95,7 @@ class OperatorProcess:
 
 
 class Relay:
-    """A TCP relay in front of the API server: closing it is an API server that went away, with all its connections."""
+    """A TCP relay in front of the API server. Closing it plays an outage that breaks all connections."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -140,7 +140,7 @@ def kubeconfig_through(relay: Relay, original: Path, copy: Path) -> Path:
 
 @dataclass
 class World:
-    """One namespace of a real API server without nodes; plays what is missing there."""
+    """One namespace of a real API server without nodes. It plays the kubelet and the coordinator."""
 
     kube: Kube
     namespace: str
@@ -176,7 +176,7 @@ class World:
         return (await self.status(name)).get("replicas") == engines
 
     async def make_ready(self, pod: Object) -> None:
-        """Play the kubelet."""
+        """Play the kubelet: report a pod as ready."""
         conditions = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady", "Initialized")]
         status = {"phase": "Running", "conditions": conditions}
         await self.kube.merge_patch(PODS, self.namespace, pod["metadata"]["name"], {"status": status}, subresource="status")
@@ -189,7 +189,7 @@ class World:
         await self.kube.merge_patch(CONFIGMAPS, self.namespace, names.weights_name(name), {"data": data})
 
     async def serve(self, name: str, engines: int) -> None:
-        """Play until the fleet is Ready."""
+        """Play kubelet and coordinator until the fleet is Ready."""
 
         async def step() -> bool:
             for component in ("engine", "router"):

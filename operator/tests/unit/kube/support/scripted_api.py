@@ -1,4 +1,4 @@
-"""A scripted HTTP server in the API server's place: for replies that a real one gives only on bad days."""
+"""A scripted HTTP server in place of the API server, for replies that a real server rarely gives."""
 
 from __future__ import annotations
 
