@@ -211,15 +211,11 @@ class Kube:
             async for line in _split_lines(response.content.iter_any()):
                 yield _parse_event(call, line)
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._api.close()
-
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.close()
+        await self._api.close()
 
     async def _request_json(self, call: Call) -> Object:
         async with self._request(call) as response:
