@@ -1,4 +1,4 @@
-"""What the cases do again and again: push a version, generate, keep a client running."""
+"""Actions that several cases share: push a version, generate, run a client."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ PUSH, FORWARD = ((pathlib.Path(__file__).parent / name).read_text() for name in 
 
 
 def push(kubectl: Kubectl, rollout: str, version: str, seed: int, model: str = "/models/tiny") -> dict[str, Any]:
-    """Push new weights from the client pod, those of the model itself for seed 0; what each engine then answers, by engine."""
+    """Push new weights from the client pod and return what each engine then answers. Seed 0 pushes the model's own weights."""
     words = [f"http://{rollout}-router:30000", version, str(seed), "", model]
     out = kubectl.exec("client", "python", "-", *words, stdin=PUSH, timeout=240)
     return dict(json.loads(out.strip().splitlines()[-1]))
 
 
 def forward(kubectl: Kubectl, model: str, seed: int, *adapter: str) -> list[int]:
-    """What a plain forward pass on the weights of a push, and of an adapter, answers to what :func:`generate` asks."""
+    """Return the tokens of a plain forward pass for the request of :func:`generate`, with the weights of a push and of an adapter."""
     out = kubectl.exec("client", "python", "-", model, str(seed), *adapter, stdin=FORWARD, timeout=120)
     return list(json.loads(out.strip().splitlines()[-1]))
 
 
 def ask_engines(kubectl: Kubectl, url: str, **more: Any) -> dict[str, Any]:
-    """Ask each engine of the fleet, from the client pod, what :func:`generate` asks; the answers by engine."""
+    """Send the request of :func:`generate` from the client pod to each engine, and return the answers by engine."""
     engines = {member["name"]: f"{member['url']}/generate" for member in document(url)["members"]}
     words = (json.dumps(engines), json.dumps(QUESTION | more))
     return dict(json.loads(kubectl.exec("client", "python", "-", *words, stdin=_ASK, timeout=120)))
 
 
 def generate(url: str, tokens: int = 8, **more: Any) -> requests.Response:
-    """One greedy request through the URL."""
+    """Send one greedy request to the fleet's URL."""
     body = QUESTION | {"sampling_params": QUESTION["sampling_params"] | {"max_new_tokens": tokens}}
     return requests.post(f"{url}/generate", json=body | more, timeout=60)
 
 
 def document(url: str) -> dict[str, Any]:
-    """``GET /fleet``."""
+    """Return ``GET /fleet``."""
     reply = requests.get(f"{url}/fleet", timeout=10)
     reply.raise_for_status()
     return dict(reply.json())
 
 
 def serving(url: str, count: int, within: float = 240) -> dict[str, Any]:
-    """Wait until ``count`` engines have an open gate; the discovery document then."""
+    """Wait until ``count`` engines have an open gate, and return the discovery document."""
 
     def probe() -> dict[str, Any] | None:
         seen = document(url)
@@ -72,7 +72,7 @@ def serving(url: str, count: int, within: float = 240) -> dict[str, Any]:
 
 @dataclass
 class Client:
-    """A trainer's sampling loop: greedy requests one after another, each answer's status, tokens and version kept."""
+    """A trainer's sampling loop: sends greedy requests and records each answer's status, tokens and version."""
 
     url: str
     statuses: list[tuple[float, int, str]] = field(default_factory=list)
@@ -110,5 +110,5 @@ class Client:
 
     @property
     def failures(self) -> list[tuple[float, int, str]]:
-        """Everything that was not a 200."""
+        """Requests whose status was not 200."""
         return [entry for entry in self.statuses if entry[1] != 200]

@@ -1,4 +1,4 @@
-"""Runs in a pod: write a checkpoint of a model plus seeded noise, as push.py makes it.
+"""Runs in a pod: write a checkpoint of a model plus seeded noise, as in push.py.
 
 usage: python - MODEL SEED FOLDER
 """

@@ -1,4 +1,4 @@
-"""A rollout on a real cluster, made the way the README says, and shared by all cases."""
+"""Fixtures of the cases: rollouts on a real cluster, created as the README describes, and shared by the cases."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import yaml
 
 from e2e import stand_in
 from e2e.cases.actions import document, push, serving
-from e2e.cases.stand import Stand
-from e2e.cases.stand import whole as make_whole
+from e2e.cases.stand_in_rollout import StandInRollout, let_all_serve
 from e2e.chaos.tokens import FEW
 from e2e.chaos.watch import Watch
 from e2e.kube import ROOT, SYSTEM, Kubectl, Refused, condition, describe_pods, eventually, install_operator
@@ -24,13 +23,12 @@ NAME = "demo"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every case here needs the cluster; engines start slowly on two cores, hence the long limit."""
+    """Mark every case as one that needs the cluster. The limit is long, because engines start slowly on two cores."""
     for item in items:
         item.add_marker(pytest.mark.cluster)
         item.add_marker(pytest.mark.timeout(900))
-    # A node of two cores has room for one fleet at a time: stand-ins, engines of several ranks, those that move, those of a trainer on
-    # their node, and last the one of most.
-    fleets = ("stand_fleet", "hosted", "wide", "ranks", "wary", "judge", "policy")
+    # A node of two cores has room for one fleet at a time. So the cases are sorted by the fleet that they use.
+    fleets = ("stand_fleet", "hosted", "wide", "ranks", "avoiding", "judge", "policy")
     items.sort(
         key=lambda item: next((place for place, name in enumerate(fleets) if name in getattr(item, "fixturenames", ())), len(fleets))
     )
@@ -38,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure is printed with the pods as they were: they are gone when somebody reads it."""
+    """Add the state of the pods to a failure, because the pods are gone when the report is read."""
     report = yield
     if report.failed and "kubectl" in getattr(item, "fixturenames", ()):
         try:
@@ -49,7 +47,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def sample(name: str = NAME, **engine: Any) -> dict[str, Any]:
-    """The example that users apply, under another name and with engine fields replaced."""
+    """Return the example that users apply, with another name and other engine fields."""
     document: dict[str, Any] = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
     document["metadata"] |= {"name": name, "namespace": NAMESPACE}
     document["spec"]["engine"] |= engine
@@ -58,7 +56,7 @@ def sample(name: str = NAME, **engine: Any) -> dict[str, Any]:
 
 
 def with_adapters(document: dict[str, Any]) -> dict[str, Any]:
-    """Let the engines of a rollout take adapters. On a CPU SGLang needs a correction for them (images/engine-cpu/README.md)."""
+    """Let the engines of a rollout load adapters. On a CPU, SGLang needs a patch for them (images/engine-cpu/README.md)."""
     engine = document["spec"]["engine"]
     engine["lora"] = {"maxRank": 4, "targetModules": ["q_proj", "v_proj"], "backend": "torch_native"}
     engine["env"] = [*engine["env"], {"name": "SGLANG_CPU_PATCHES", "value": "lora,paused-sleep"}]
@@ -67,7 +65,7 @@ def with_adapters(document: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def kubectl() -> Kubectl:
-    """kubectl in the cases' namespace."""
+    """Return kubectl for the namespace of the cases."""
     if not os.environ.get("KUBECONFIG") and os.environ.get("CLUSTER") != "current":
         pytest.skip("no cluster: run `make cluster-up` and `make test`, or name your own with CLUSTER=current")
     return Kubectl(NAMESPACE)
@@ -75,7 +73,7 @@ def kubectl() -> Kubectl:
 
 @pytest.fixture(scope="session")
 def operator(kubectl: Kubectl) -> Kubectl:
-    """The operator, installed from the chart; kubectl in its namespace."""
+    """Install the operator from the chart, and return kubectl for its namespace."""
     system = Kubectl(SYSTEM)
     install_operator()
     system("wait", "crd/sglangrollouts.rollout.sglang.io", "--for=condition=Established", "--timeout=30s")
@@ -88,7 +86,7 @@ def operator(kubectl: Kubectl) -> Kubectl:
 
 
 def ready(kubectl: Kubectl, name: str = NAME) -> bool:
-    """Whether the rollout says that it is Ready at its present generation."""
+    """Return whether the rollout is Ready at its current generation."""
     rollout = kubectl.get("sglr", name)
     observed = rollout.get("status", {}).get("observedGeneration") == rollout["metadata"]["generation"]
     return observed and condition(rollout, "Ready")["status"] == "True"
@@ -96,7 +94,7 @@ def ready(kubectl: Kubectl, name: str = NAME) -> bool:
 
 @pytest.fixture(scope="session")
 def fleet(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """A Ready rollout of two engines that take adapters and share a folder with the client, created for this run; its name."""
+    """Create a rollout of two engines that load adapters and share a folder with the client, and return its name."""
     remove_stand(kubectl)
     remove(kubectl, NAME)
     kubectl.apply(with_adapters(stand_in.with_folder(sample())))
@@ -114,19 +112,19 @@ def remove(kubectl: Kubectl, name: str) -> None:
 
 @pytest.fixture
 def url(kubectl: Kubectl, fleet: str) -> Iterator[str]:
-    """The ONE URL, reachable from this machine. Of each case's own: a forward ends with the process it leads to."""
+    """Forward the fleet's URL to this machine. Each case has its own forward, because a forward ends with the process behind it."""
     with kubectl.forward(f"svc/{fleet}-router", 30000) as address:
         yield address
 
 
 @pytest.fixture(scope="session")
 def client(kubectl: Kubectl, operator: Kubectl) -> str:
-    """A pod in the cluster with torch and our client library: where a trainer would run. Its name."""
+    """Create a pod with torch and our client library, in the place of a trainer, and return its name."""
     return trainer_pod(kubectl, "client")
 
 
 def trainer_pod(kubectl: Kubectl, name: str) -> str:
-    """Make a pod in which trainers can be started; returns when it runs."""
+    """Create a pod in which trainers can be started, wait until it runs, and return its name."""
     kubectl.apply(stand_in.code())
     kubectl("delete", "pod", name, "--ignore-not-found", timeout=90)
     kubectl.apply(stand_in.trainer_pod(name))
@@ -135,8 +133,8 @@ def trainer_pod(kubectl: Kubectl, name: str) -> str:
 
 
 @pytest.fixture
-def whole(kubectl: Kubectl, fleet: str, client: str, url: str) -> None:
-    """Both engines serve when the case begins, whatever the case before it left behind."""
+def both_serve(kubectl: Kubectl, fleet: str, client: str, url: str) -> None:
+    """Let both engines serve when the case begins, in whatever state the previous case left them."""
     if kubectl.get("sglr", fleet)["spec"]["replicas"] != 2:
         kubectl("scale", "sglr", fleet, "--replicas=2")
 
@@ -152,8 +150,8 @@ def whole(kubectl: Kubectl, fleet: str, client: str, url: str) -> None:
 
 @pytest.fixture(scope="session")
 def stand_fleet(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """A rollout of three stand-in engines that share a volume; its name. Its engines start in seconds."""
-    remove(kubectl, NAME)  # of a run that was cut off
+    """Create a rollout of three stand-in engines that share a volume, and return its name. Its engines start in seconds."""
+    remove(kubectl, NAME)  # left by an interrupted run
     remove(kubectl, "stand")
     kubectl.apply(stand_in.code())
     kubectl.apply(stand_in.rollout("stand"))
@@ -164,24 +162,24 @@ def stand_fleet(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
 
 
 def remove_stand(kubectl: Kubectl) -> None:
-    """Delete the stand-ins and their trainers' pod, if they are there."""
+    """Delete the stand-ins and the pod of their trainers, if they exist."""
     kubectl("delete", "pod", "trainer", "--ignore-not-found", "--wait=false")
     remove(kubectl, "stand")
 
 
 @pytest.fixture
-def stand(kubectl: Kubectl, stand_fleet: str, tmp_path: Path) -> Iterator[Stand]:
-    """The fleet of stand-ins, all of which serve when the case begins."""
+def stand(kubectl: Kubectl, stand_fleet: str, tmp_path: Path) -> Iterator[StandInRollout]:
+    """Return the fleet of stand-ins, all of which serve when the case begins."""
     with kubectl.forward(f"svc/{stand_fleet}-router", 30000) as url:
-        made = Stand(kubectl, stand_fleet, url, 3, tmp_path)
-        make_whole(made)
+        made = StandInRollout(kubectl, stand_fleet, url, 3, tmp_path)
+        let_all_serve(made)
         yield made
         made.close()
 
 
 @pytest.fixture
-def watch(stand: Stand) -> Iterator[Watch]:
-    """Clients that ask without pause and judge every answer by its tokens. A wrong one fails the case."""
+def watch(stand: StandInRollout) -> Iterator[Watch]:
+    """Run clients that send requests all the time and check every answer by its tokens. A wrong answer fails the case."""
     trainer = stand.trainer()
     made = Watch(stand.url, {"base": trainer.base})
     stand.push(trainer, made)

@@ -1,4 +1,4 @@
-"""Runs in a pod: what a model plus seeded noise, as push.py makes it, answers greedily in a plain forward pass. Prints token ids.
+"""Runs in a pod: generate greedily in a plain forward pass with a model plus seeded noise, as in push.py. Prints token IDs.
 
 usage: python - MODEL SEED [ADAPTER]
 

@@ -1,9 +1,11 @@
-"""A trainer that shares the engines' machine, as in verl's hybrid mode: it wakes each engine at that engine's own URL, pushes handles of
-its tensors there, generates, and puts it to sleep again. It knows no token and no session.
+"""A trainer on the engines' machine, as in verl's hybrid mode.
+
+It wakes each engine at the engine's own URL, pushes handles of its tensors there, generates, and puts the engine to sleep again.
+It uses no token and no session.
 
 usage: hybrid_trainer.py MODEL SEED VERSION PROMPT TOKENS FLEET-URL URL...     run by the engine's Python
 
-Prints one line of JSON: the tokens that its own model generates, those of each engine and of the fleet, with the version that each said.
+Prints one line of JSON: the tokens that its own model generates, and the tokens and version of each engine and of the fleet.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from transformers import AutoModelForCausalLM
 
 folder, seed, version, prompt, tokens, fleet, *urls = sys.argv[1:]
 LIMIT = 120
-# torch keeps a process for the handles, which lives as long as an engine has any open. It must not keep our caller's pipes.
+# torch starts a process for the handles, which runs as long as an engine has one open. It must not keep our caller's pipes.
 sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w") for number in (1, 2))
 with open(os.devnull, "w") as nowhere:
     for number in (1, 2):
         os.dup2(nowhere.fileno(), number)
 BUCKETS = 3
-# A handle is the name of a file in shared memory: another process, which is no child, can open it.
+# A handle is the name of a file in shared memory, so that a process that is not a child can open it.
 torch.multiprocessing.set_sharing_strategy("file_system")
 torch.set_num_threads(1)
 torch.manual_seed(int(seed))
@@ -40,15 +42,20 @@ weights = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in loa
 
 
 def handles(part: list[tuple[str, torch.Tensor]]) -> str:
-    """What SGLang's MultiprocessingSerializer makes of tensors. Of each engine its own: whoever opens a handle uses it up."""
+    """Serialize tensors as SGLang's MultiprocessingSerializer does. A handle can be opened once, so each engine needs its own."""
     out = io.BytesIO()
     ForkingPickler(out).dump(part)
     return base64.b64encode(out.getvalue()).decode()
 
 
 def call(url: str, body: dict[str, object] | None, patience: float = 0.0) -> tuple[bytes, str | None]:
-    """The answer's body and version; anything but 200 ends the trainer. ``patience``: seconds in which a 503 is tried again, because
-    the router hears of an open gate a moment later."""
+    """Return the body and the version of an answer. Any status but 200 ends the trainer.
+
+    Args:
+        url: Address of the call.
+        body: Body of a POST request; None sends a GET request.
+        patience: Seconds in which a call is repeated after a 503, because the router learns of an open gate a moment later.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -62,7 +69,7 @@ def call(url: str, body: dict[str, object] | None, patience: float = 0.0) -> tup
 
 
 def push(url: str) -> None:
-    """The calls of one step, in verl's order."""
+    """Send the calls of one step, in verl's order."""
     call(f"{url}/resume_memory_occupation", {"tags": ["weights"]})
     named = list(weights.items())
     for start in range(BUCKETS):
@@ -73,7 +80,7 @@ def push(url: str) -> None:
 
 
 def generated(url: str) -> tuple[list[int], str | None]:
-    """Greedy tokens of an engine, or of the fleet."""
+    """Return the greedy tokens and the version of an engine, or of the fleet."""
     sampling = {"temperature": 0, "max_new_tokens": int(tokens), "ignore_eos": True}
     asked: dict[str, object] = {"input_ids": json.loads(prompt), "sampling_params": sampling}
     body, said = call(f"{url}/generate", asked, patience=10.0 if url == fleet else 0.0)

@@ -2,8 +2,8 @@
 
 usage: python - URL VERSION SEED [stall | pause | ""] [MODEL]
 
-stall: say {"pid": …} instead of sending the tensors that the engines wait for.
-pause: open a group, pause the fleet, say it, and do no more.
+stall: print {"pid": …} instead of sending the tensors that the engines wait for.
+pause: open a process group, pause the fleet, print {"pid": …}, and wait.
 """
 
 import json
@@ -23,7 +23,7 @@ manner = sys.argv[4] if len(sys.argv) > 4 else ""
 
 
 def stop(*_: object, **__: object) -> None:
-    """Go no further."""
+    """Print the process ID and wait."""
     print(json.dumps({"pid": os.getpid()}), flush=True)
     time.sleep(600)
 

@@ -1,4 +1,4 @@
-"""Engines with two ranks: how they are asked for, and what the ranks hold."""
+"""Engines with two ranks: their spec, and the checksums of the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHECKSUMS = (
 
 
 def two_ranks(name: str, *, patches: str = "", **engine: Any) -> dict[str, Any]:
-    """A rollout of one such engine, with a core for each rank. ``patches``: SGLANG_CPU_PATCHES (images/engine-cpu/README.md)."""
+    """Return a rollout of one such engine, with a core for each rank. ``patches``: SGLANG_CPU_PATCHES (images/engine-cpu/README.md)."""
     made = sample(name, **({"parallelism": {"tensor": 2}} | engine))
     made["spec"]["replicas"] = 1
     settings = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_CPU_PATCHES": f"paused-sleep,{patches}", **environment.SEVERAL_RANKS}
@@ -26,7 +26,7 @@ def two_ranks(name: str, *, patches: str = "", **engine: Any) -> dict[str, Any]:
 
 
 def checksums(kubectl: Kubectl, engine: str) -> list[str]:
-    """Of what each of an engine's two ranks holds."""
+    """Return the checksum of each rank's weights."""
     found = json.loads(kubectl.exec(f"{engine}-0", "python3", "-c", _CHECKSUMS, container="engine"))
     assert len(found) == 2, "one for each rank"
     return list(found)

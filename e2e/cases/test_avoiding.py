@@ -1,4 +1,4 @@
-"""An engine that is killed again and again on one node is moved to another one. Needs a cluster of two nodes or more."""
+"""An engine that fails repeatedly on one node moves to another node. Needs a cluster of at least two nodes."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from e2e import stand_in
 from e2e.cases.conftest import NAME, ready, remove, remove_stand
 from e2e.kube import Kubectl, eventually
 
-WARY = "wary"
-VICTIM, OTHER = f"{WARY}-engine-1-0", f"{WARY}-engine-0-0"
+AVOIDING = "avoiding"
+VICTIM, OTHER = f"{AVOIDING}-engine-1-0", f"{AVOIDING}-engine-0-0"
 
 
 pytestmark = pytest.mark.two_nodes
 
 
 @pytest.fixture
-def wary(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """A Ready rollout of two stand-in engines, each on a node of its own."""
+def avoiding(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
+    """Create a rollout of two stand-in engines on two nodes, and return its name."""
     found = kubectl.list("nodes")
     if len(found) < 2:
         pytest.skip(f"this case needs two nodes and the cluster has {len(found)}: `e2e/cluster/lab up --nodes 2`")
     remove_stand(kubectl)
-    for name in (NAME, WARY):
+    for name in (NAME, AVOIDING):
         remove(kubectl, name)
     kubectl.apply(stand_in.code())
-    document = stand_in.rollout(WARY, replicas=2)
+    document = stand_in.rollout(AVOIDING, replicas=2)
     policy = {"failures": 2, "withinSeconds": 1800, "forSeconds": 1800}
     document["spec"]["scheduling"] = {"spreadEngines": "Required", "avoidNodes": policy}
     kubectl.apply(document)
-    eventually("the rollout is Ready", lambda: ready(kubectl, WARY), within=180, every=1)
-    yield WARY
-    remove(kubectl, WARY)
+    eventually("the rollout is Ready", lambda: ready(kubectl, AVOIDING), within=180, every=1)
+    yield AVOIDING
+    remove(kubectl, AVOIDING)
 
 
 def started(pod: dict[str, Any]) -> bool:
@@ -43,20 +43,20 @@ def started(pod: dict[str, Any]) -> bool:
 
 
 def kill(kubectl: Kubectl) -> None:
-    """End the engine as its agent would; the kubelet restarts the container."""
+    """End the engine as its agent does. The kubelet restarts the container."""
     kubectl.exec(VICTIM, "touch", "/run/rollout/kill", container="engine")
 
 
 def events(kubectl: Kubectl, reason: str) -> list[str]:
     found = kubectl.list("events")
-    return [event["message"] for event in found if event["reason"] == reason and event["involvedObject"].get("name") == WARY]
+    return [event["message"] for event in found if event["reason"] == reason and event["involvedObject"].get("name") == AVOIDING]
 
 
 def avoided(kubectl: Kubectl) -> list[str]:
-    return [row["node"] for row in kubectl.get("sglr", WARY)["status"].get("avoidedNodes", [])]
+    return [row["node"] for row in kubectl.get("sglr", AVOIDING)["status"].get("avoidedNodes", [])]
 
 
-def test_an_engine_that_is_killed_again_and_again_goes_to_another_node(kubectl: Kubectl, wary: str) -> None:
+def test_engine_that_fails_repeatedly_moves_to_another_node(kubectl: Kubectl, avoiding: str) -> None:
     before, other = kubectl.get("pod", VICTIM), kubectl.get("pod", OTHER)
     bad = before["spec"]["nodeName"]
     assert bad != other["spec"]["nodeName"]
@@ -69,20 +69,20 @@ def test_an_engine_that_is_killed_again_and_again_goes_to_another_node(kubectl: 
             kill(kubectl)
         return ""
 
-    # What fails within a minute counts once, and the kubelet's back-off grows: this takes two minutes.
-    assert eventually("the engine has another node", moved, within=300, every=1) != bad
-    eventually("the rollout is Ready", lambda: ready(kubectl, WARY), within=180, every=1)
+    # Failures within one minute count once, and the kubelet's back-off grows, so this takes two minutes.
+    assert eventually("the engine runs on another node", moved, within=300, every=1) != bad
+    eventually("the rollout is Ready", lambda: ready(kubectl, AVOIDING), within=180, every=1)
     assert avoided(kubectl) == [bad]
     assert any(message.startswith(f"Node {bad} is avoided until ") for message in events(kubectl, "NodeAvoided"))
 
     uids = [kubectl.get("pod", name)["metadata"]["uid"] for name in (VICTIM, OTHER)]
-    assert uids[1] == other["metadata"]["uid"], "the engine that ran well was left alone"
-    kubectl("patch", "sglr", WARY, "--type=merge", "-p", json.dumps({"spec": {"scheduling": {"avoidNodes": None}}}))
-    eventually("all nodes may be used", lambda: avoided(kubectl) == [], within=30)
-    eventually("that is told", lambda: bool(events(kubectl, "NodeAllowedAgain")), within=30)
+    assert uids[1] == other["metadata"]["uid"], "the healthy engine keeps its pod"
+    kubectl("patch", "sglr", AVOIDING, "--type=merge", "-p", json.dumps({"spec": {"scheduling": {"avoidNodes": None}}}))
+    eventually("no node is avoided", lambda: avoided(kubectl) == [], within=30)
+    eventually("an Event reports it", lambda: bool(events(kubectl, "NodeAllowedAgain")), within=30)
 
     def template() -> dict[str, Any]:
-        return dict(kubectl.get("statefulset", f"{WARY}-engine-1")["spec"]["template"]["spec"])
+        return dict(kubectl.get("statefulset", f"{AVOIDING}-engine-1")["spec"]["template"]["spec"])
 
     eventually("the affinity is gone", lambda: "affinity" not in template(), within=30)
     assert [kubectl.get("pod", name)["metadata"]["uid"] for name in (VICTIM, OTHER)] == uids

@@ -1,4 +1,4 @@
-"""Things die. Nothing but the committed version is ever served, and service returns by itself."""
+"""Processes and pods end. The fleet serves only the committed version, and recovers without help."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from e2e.kube import Kubectl, condition, eventually
 
 
 def members(url: str) -> dict[str, dict[str, Any]]:
-    """Every engine's row of the discovery document."""
+    """Return the engines' rows of the discovery document, by name."""
     return {row["name"]: row for row in document(url)["members"]}
 
 
 def member(url: str, name: str) -> dict[str, Any]:
-    """One engine's row."""
+    """Return one engine's row."""
     return members(url)[name]
 
 
 def restarts(kubectl: Kubectl, pod: str, container: str) -> int:
-    """How often a container of a pod has been restarted; sidecars are init containers."""
+    """Return how often a container of a pod has been restarted. Sidecars are init containers."""
     status = kubectl.get("pod", pod)["status"]
     rows = status.get("containerStatuses", []) + status.get("initContainerStatuses", [])
     return next(int(row["restartCount"]) for row in rows if row["name"] == container)
 
 
 def router_pod(kubectl: Kubectl, fleet: str) -> str:
-    """The router's running pod."""
+    """Return the name of the router's running pod."""
     pods = kubectl.list("pods", f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component=router")
     return next(str(pod["metadata"]["name"]) for pod in pods if not pod["metadata"].get("deletionTimestamp"))
 
 
 @pytest.mark.parametrize("how", ["container", "pod"])
-def test_a_restarted_engine_serves_nobody_until_it_holds_the_version(kubectl: Kubectl, fleet: str, url: str, client: str, how: str) -> None:
+def test_restarted_engine_is_fenced_until_it_loads_the_version(kubectl: Kubectl, fleet: str, url: str, client: str, how: str) -> None:
     version = {"container": "201", "pod": "203"}[how]
     push(kubectl, fleet, version, seed=int(version))
     victim = f"{fleet}-engine-1"
@@ -51,13 +51,13 @@ def test_a_restarted_engine_serves_nobody_until_it_holds_the_version(kubectl: Ku
         killed = time.time()
         eventually("the engine is fenced", lambda: not member(url, victim)["gate_open"], within=60)
         eventually(
-            "the engine is up again, in a new life",
+            "the engine has a new boot ID",
             lambda: member(url, victim)["boot_id"] not in (None, boot) and member(url, victim)["state"] == "clean",
             within=300,
             every=2,
         )
-        assert not member(url, victim)["gate_open"], "it holds base weights"
-        assert member(url, victim)["reason"], "and says why it is closed"
+        assert not member(url, victim)["gate_open"], "the engine holds base weights"
+        assert member(url, victim)["reason"], "the row has the reason for the closed gate"
         assert document(url)["serving"] == 1
     assert set(user.versions) == {version}, "no answer from any other version"
     assert len(user.answers) == 1, "greedy tokens of exactly one set of weights"
@@ -72,23 +72,23 @@ def test_a_restarted_engine_serves_nobody_until_it_holds_the_version(kubectl: Ku
 
 
 @pytest.mark.parametrize("part", ["coordinator", "smg", "front"])
-def test_a_part_of_the_router_dies_and_the_version_is_remembered(kubectl: Kubectl, fleet: str, url: str, whole: None, part: str) -> None:
+def test_restarted_router_process_keeps_the_version(kubectl: Kubectl, fleet: str, url: str, both_serve: None, part: str) -> None:
     committed = document(url)["committed"]
     pod = router_pod(kubectl, fleet)
     before = restarts(kubectl, pod, part)
     kubectl.exec(pod, "sh", "-c", "kill -TERM 1", container=part)
     eventually(f"the kubelet restarted {part}", lambda: restarts(kubectl, pod, part) > before, within=60)
     with kubectl.forward(f"svc/{fleet}-router", 30000) as again:
-        eventually("it generates again", lambda: generate(again).status_code == 200, within=60)
+        eventually("the fleet generates again", lambda: generate(again).status_code == 200, within=60)
         serving(again, 2, within=60)
         seen = document(again)
         assert seen["committed"] == committed
         assert generate(again).json()["meta_info"]["weight_version"] == committed["label"]
 
 
-def test_an_operator_restart_changes_no_child(kubectl: Kubectl, operator: Kubectl, fleet: str) -> None:
+def test_operator_restart_changes_no_child(kubectl: Kubectl, operator: Kubectl, fleet: str) -> None:
     def children() -> dict[str, str]:
-        """All that the operator writes: everything but status and the coordinator's record."""
+        """Return all that the operator writes: everything but status and the coordinator's record."""
         kinds = "statefulsets,deployments,services,serviceaccounts,roles,rolebindings,secrets,configmaps"
         found = {}
         for row in kubectl.list(kinds, f"rollout.sglang.io/rollout={fleet}"):
@@ -108,47 +108,47 @@ def test_an_operator_restart_changes_no_child(kubectl: Kubectl, operator: Kubect
     assert children() == before
 
 
-def test_a_deleted_child_comes_back(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
+def test_deleted_child_is_recreated(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
     old = kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"]
     kubectl("delete", "service", f"{fleet}-engines")
-    eventually("it is back", lambda: kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"] != old, within=20)
-    # Its endpoints went with it: the coordinator may see no engine for a moment, and the front answers 503.
+    eventually("the Service is recreated", lambda: kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"] != old, within=20)
+    # Its endpoints are gone, too: the coordinator may see no engine for a moment, and the front answers 503.
     serving(url, 2, within=60)
-    eventually("it generates", lambda: generate(url).status_code == 200, within=60)
+    eventually("the fleet generates", lambda: generate(url).status_code == 200, within=60)
     both = {f"{fleet}-engine-0": True, f"{fleet}-engine-1": True}
     assert eventually("both gates are open", lambda: {name: row["gate_open"] for name, row in members(url).items()} == both, within=60)
 
 
-def test_a_fleet_that_is_deleted_at_once_is_gone_soon(kubectl: Kubectl, operator: Kubectl) -> None:
-    """Its containers are told to end before they have come far enough to hear it, and a pod's grace is minutes."""
+def test_rollout_deleted_during_its_start_is_gone_within_a_minute(kubectl: Kubectl, operator: Kubectl) -> None:
+    """Its containers receive SIGTERM before they handle signals, and the grace period of a pod is minutes."""
     kubectl.apply(stand_in.code())
     pods = "rollout.sglang.io/rollout=brief"
     for seconds in (0, 1, 3):
         kubectl.apply(stand_in.rollout("brief", replicas=1))
-        eventually("it has pods", lambda: len(kubectl.list("pods", pods)) == 2, within=30)
+        eventually("the rollout has pods", lambda: len(kubectl.list("pods", pods)) == 2, within=30)
         time.sleep(seconds)
         kubectl("delete", "sglr", "brief", "--wait=false")
-        assert eventually("its pods are gone", lambda: not kubectl.list("pods", pods), within=60, every=1)
+        assert eventually("the pods are gone", lambda: not kubectl.list("pods", pods), within=60, every=1)
 
 
-def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
+def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
     push(kubectl, fleet, "300", seed=300)
     kubectl("scale", "sglr", fleet, "--replicas=1")
     eventually("one engine is left", lambda: len(document(url)["members"]) == 1, within=120, every=1)
     pods = f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component=engine"
-    eventually("its pod is gone", lambda: len(kubectl.list("pods", pods)) == 1, within=120, every=1)
+    eventually("the other engine's pod is gone", lambda: len(kubectl.list("pods", pods)) == 1, within=120, every=1)
     assert generate(url).status_code == 200
     kubectl("scale", "sglr", fleet, "--replicas=2")
     newcomer = f"{fleet}-engine-1"
     eventually("the second engine is up", lambda: member(url, newcomer)["state"] == "clean", within=300, every=2)
-    assert not member(url, newcomer)["gate_open"], "it missed the version"
+    assert not member(url, newcomer)["gate_open"], "the engine missed the version"
     push(kubectl, fleet, "301", seed=301)
     serving(url, 2, within=30)
 
 
-def test_a_changed_engine_rolls_one_at_a_time(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
-    """The second engine waits until the first serves again: with a trainer that is one push later."""
-    push(kubectl, fleet, "400", seed=400)  # engines that start again hold what the model's path holds, not this version
+def test_rolling_update_replaces_one_engine_at_a_time(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
+    """The second engine waits until the first serves again, which takes a push."""
+    push(kubectl, fleet, "400", seed=400)  # restarted engines hold the weights of the model's path, not this version
     uids = {name: kubectl.get("pod", f"{name}-0")["metadata"]["uid"] for name in (f"{fleet}-engine-0", f"{fleet}-engine-1")}
     env = [*kubectl.get("sglr", fleet)["spec"]["engine"]["env"], {"name": "ROLLED", "value": "yes"}]
     kubectl("patch", "sglr", fleet, "--type=merge", "-p", json.dumps({"spec": {"engine": {"env": env}}}))
@@ -165,12 +165,14 @@ def test_a_changed_engine_rolls_one_at_a_time(kubectl: Kubectl, fleet: str, url:
     assert len(replaced()) == 1, "the second waits for the first"
     first = f"{fleet}-engine-{next(iter(replaced()))[-1]}"
     eventually("the new engine is up", lambda: member(url, first)["state"] == "clean", within=300, every=2)
-    eventually("it says what it waits for", lambda: "serve" in condition(kubectl.get("sglr", fleet), "Ready")["message"], within=60)
+    eventually(
+        "status names what the update waits for", lambda: "serve" in condition(kubectl.get("sglr", fleet), "Ready")["message"], within=60
+    )
     push(kubectl, fleet, "401", seed=401)
-    eventually("the second follows when the first serves", lambda: len(replaced()) == 2, within=120)
-    eventually("all are updated", lambda: kubectl.get("sglr", fleet)["status"]["updatedReplicas"] == 2, within=300, every=2)
+    eventually("the second engine is replaced when the first serves", lambda: len(replaced()) == 2, within=120)
+    eventually("all engines are updated", lambda: kubectl.get("sglr", fleet)["status"]["updatedReplicas"] == 2, within=300, every=2)
     serving(url, 1)
     second = next(name for name in uids if name != first)
-    eventually("the second is up", lambda: member(url, second)["state"] == "clean", within=300, every=2)
+    eventually("the second engine is up", lambda: member(url, second)["state"] == "clean", within=300, every=2)
     push(kubectl, fleet, "402", seed=402)
     serving(url, 2, within=60)

@@ -1,4 +1,4 @@
-"""Files of a shared volume on real engines: adapters that the spec lists, and a checkpoint that the fleet loads."""
+"""Real engines load files of a shared volume: adapters that the spec lists, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def engine_pods(kubectl: Kubectl, fleet: str) -> list[str]:
     return sorted(pod["metadata"]["uid"] for pod in pods)
 
 
-def test_an_adapter_of_the_spec_is_loaded_on_running_engines_and_changes_the_tokens(
-    kubectl: Kubectl, fleet: str, url: str, whole: None
-) -> None:
+def test_running_engines_load_the_adapters_of_the_spec(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
     push(kubectl, fleet, "601", seed=601)
     pods = engine_pods(kubectl, fleet)
     path = f"{CKPT}/math-1"
@@ -42,22 +40,20 @@ def test_an_adapter_of_the_spec_is_loaded_on_running_engines_and_changes_the_tok
     assert plain != adapted
     set_adapters(kubectl, fleet, [{"name": "math", "path": path}])
     try:
-        eventually("status says that both engines hold it", lambda: loaded(kubectl, fleet) == [("math", 2, 2)], within=60)
+        eventually("status shows the adapter on both engines", lambda: loaded(kubectl, fleet) == [("math", 2, 2)], within=60)
         answers = ask_engines(kubectl, url, lora_path="math")
         assert [answer["output_ids"] for answer in answers.values()] == [adapted] * 2
         assert generate(url, lora_path="math").json()["output_ids"] == adapted
         assert generate(url).json()["output_ids"] == plain, "requests that name no adapter are answered as before"
     finally:
         set_adapters(kubectl, fleet, [])
-        eventually("no engine holds it", lambda: loaded(kubectl, fleet) == [], within=60)
+        eventually("no engine holds the adapter", lambda: loaded(kubectl, fleet) == [], within=60)
     refused = generate(url, lora_path="math")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "adapter_not_loaded")
     assert engine_pods(kubectl, fleet) == pods, "no engine was restarted for it"
 
 
-def test_a_checkpoint_that_is_loaded_through_the_url_becomes_the_version_of_the_fleet(
-    kubectl: Kubectl, fleet: str, url: str, whole: None
-) -> None:
+def test_checkpoint_loaded_through_the_url_becomes_the_committed_version(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
     before = document(url)["committed"]
     folder = f"{CKPT}/step-602"
     kubectl.exec("client", "python", "-", MODEL, "602", folder, stdin=CHECKPOINT)
@@ -76,5 +72,5 @@ def test_a_checkpoint_that_is_loaded_through_the_url_becomes_the_version_of_the_
     answers = ask_engines(kubectl, url)
     assert [(answer["output_ids"], answer["meta_info"]["weight_version"]) for answer in answers.values()] == [(expected, "602")] * 2
     assert generate(url).json()["output_ids"] == expected
-    eventually("status says it", lambda: kubectl.get("sglr", fleet)["status"]["weights"]["committedVersion"] == "602", within=15)
-    push(kubectl, fleet, "603", seed=603)  # engines that restart later must not look for this case's folder
+    eventually("status names the version", lambda: kubectl.get("sglr", fleet)["status"]["weights"]["committedVersion"] == "602", within=15)
+    push(kubectl, fleet, "603", seed=603)  # engines of later cases must not load this case's folder

@@ -1,4 +1,4 @@
-"""From `kubectl apply` to a trainer whose weights are served, as a user sees it."""
+"""A user applies a rollout, pushes weights and gets answers from them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from e2e.cases.conftest import ready
 from e2e.kube import Kubectl, eventually
 
 
-def test_status_and_columns_tell_what_runs(kubectl: Kubectl, fleet: str, whole: None) -> None:
-    # Engines may serve a probe's period before the kubelet, and so the operator, knows that they are up.
+def test_status_and_columns_show_the_running_engines(kubectl: Kubectl, fleet: str, both_serve: None) -> None:
+    # Engines may serve one probe period before the kubelet, and then the operator, knows that they are up.
     eventually("the rollout is Ready", lambda: ready(kubectl, fleet), within=60)
     rollout = kubectl.get("sglr", fleet)
     status = rollout["status"]
@@ -22,11 +22,11 @@ def test_status_and_columns_tell_what_runs(kubectl: Kubectl, fleet: str, whole: 
     for column in ("READY", "UP-TO-DATE", "VERSION", "AGE"):
         assert column in header
     assert "2/2" in row
-    assert "kopf" not in json.dumps(rollout["metadata"]), "nothing of kopf on the user's object"
+    assert "kopf" not in json.dumps(rollout["metadata"]), "kopf writes nothing on the user's object"
     assert not rollout["metadata"].get("finalizers")
 
 
-def test_one_url_generates_and_says_who_serves(url: str, whole: None) -> None:
+def test_url_generates_and_lists_the_serving_engines(url: str, both_serve: None) -> None:
     reply = generate(url)
     assert reply.status_code == 200, reply.text
     assert len(reply.json()["output_ids"]) == 8
@@ -36,7 +36,7 @@ def test_one_url_generates_and_says_who_serves(url: str, whole: None) -> None:
     assert [member["rank_offset"] for member in seen["members"]] == [1, 2]
 
 
-def test_a_push_reaches_every_engine_and_the_status(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
+def test_push_reaches_every_engine_and_the_status(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
     before = push(kubectl, fleet, "101", seed=1)
     after = push(kubectl, fleet, "102", seed=2)
     for name, answer in after["engines"].items():
@@ -44,8 +44,8 @@ def test_a_push_reaches_every_engine_and_the_status(kubectl: Kubectl, fleet: str
         assert answer["ids"] != before["engines"][name]["ids"], "new weights, new tokens"
     assert len({tuple(answer["ids"]) for answer in after["engines"].values()}) == 1, "all engines hold the same weights"
     assert generate(url).json()["meta_info"]["weight_version"] == "102"
-    eventually("the version is API state", lambda: "102" in kubectl("get", "sglr", fleet), within=15)
-    eventually("an Event tells it", lambda: "102" in kubectl("describe", "sglr", fleet).split("Events:")[1], within=15)
+    eventually("status names the version", lambda: "102" in kubectl("get", "sglr", fleet), within=15)
+    eventually("an Event names the version", lambda: "102" in kubectl("describe", "sglr", fleet).split("Events:")[1], within=15)
 
 
 SCRAPE = (
@@ -59,10 +59,10 @@ EXPORTED = {
     "engine": {"/metrics": "sglang:", "/metrics/agent": "sglang_rollout_agent_gate_open 1.0", "/metrics/gate": "haproxy_"},
     "router": {"/metrics": "sglang_rollout_coordinator_serving 2.0", "/metrics/smg": "smg_", "/metrics/front": "haproxy_"},
 }
-"""What a scrape of each path holds, by component."""
+"""A part of the scraped text of each path, by component."""
 
 
-def test_prometheus_scrapes_every_process_at_the_port_metrics_of_its_pod(kubectl: Kubectl, fleet: str, client: str, whole: None) -> None:
+def test_port_metrics_of_each_pod_has_the_metrics_of_its_processes(kubectl: Kubectl, fleet: str, client: str, both_serve: None) -> None:
     expected: dict[str, str] = {}
     for component, paths in EXPORTED.items():
         for pod in kubectl.list("pods", f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component={component}"):
@@ -78,7 +78,7 @@ def test_prometheus_scrapes_every_process_at_the_port_metrics_of_its_pod(kubectl
         assert refused in (404, 405), f"{url} serves more than metrics"
 
 
-def test_an_engine_takes_control_calls_only_with_the_token(kubectl: Kubectl, fleet: str, client: str) -> None:
+def test_engine_refuses_control_calls_without_the_token(kubectl: Kubectl, fleet: str, client: str) -> None:
     probe = (
         "import requests, sys\n"
         "for headers in ({}, {'Authorization': 'Bearer wrong'}):\n"
@@ -89,7 +89,7 @@ def test_an_engine_takes_control_calls_only_with_the_token(kubectl: Kubectl, fle
     assert kubectl.exec("client", "python", "-", address, stdin=probe).split() == ["401", "403"]
 
 
-def test_control_and_serving_are_one_server_to_a_trainer(url: str) -> None:
+def test_url_answers_information_calls_like_one_server(url: str) -> None:
     info = requests.get(f"{url}/server_info", timeout=10).json()
     assert (info["tp_size"], info["dp_size"], info["num_gpus"]) == (1, 2, 2)
     assert requests.get(f"{url}/health", timeout=10).status_code == 200

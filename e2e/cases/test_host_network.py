@@ -1,4 +1,4 @@
-"""Two engines in the network of one node: each has ports of its own, so both serve, and a pushed version reaches both."""
+"""Two engines in the network of one node have different ports, so both serve and take a push."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from e2e import stand_in
 from e2e.cases.conftest import NAME, ready, remove, remove_stand, trainer_pod
-from e2e.cases.stand import Stand
+from e2e.cases.stand_in_rollout import StandInRollout
 from e2e.kube import Kubectl, eventually
 
 HOSTED = "hosted"
@@ -23,9 +23,9 @@ _ASK = (
 
 @pytest.fixture(scope="module")
 def hosted(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """A Ready rollout of two stand-ins in the network of one node; its name."""
+    """Create a rollout of two stand-ins in the network of one node, and return its name."""
     remove_stand(kubectl)
-    remove(kubectl, NAME)  # there is no room for it beside this one
+    remove(kubectl, NAME)  # the node has no room for both fleets
     kubectl.apply(stand_in.code())
     document = stand_in.rollout(HOSTED, replicas=2)
     document["spec"]["engine"]["network"] = {"hostNetwork": True, "basePort": 22000}
@@ -40,17 +40,17 @@ def hosted(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
     remove(kubectl, HOSTED)
 
 
-def test_two_engines_on_one_node_serve_what_was_pushed(kubectl: Kubectl, hosted: str, tmp_path: Path) -> None:
+def test_two_engines_in_one_node_network_serve_the_pushed_version(kubectl: Kubectl, hosted: str, tmp_path: Path) -> None:
     pods = [kubectl.get("pod", f"{hosted}-engine-{index}-0") for index in range(2)]
     address = pods[0]["status"]["hostIP"]
-    assert [pod["status"]["podIP"] for pod in pods] == [address, address], "both are in the network of one node"
+    assert [pod["status"]["podIP"] for pod in pods] == [address, address], "both pods are in the network of one node"
 
     with kubectl.forward(f"svc/{hosted}-router", 30000) as url:
-        stand = Stand(kubectl, hosted, url, 2, tmp_path)
+        stand = StandInRollout(kubectl, hosted, url, 2, tmp_path)
         try:
             label = stand.push(stand.trainer())
             stand.serve()
-            eventually("the router knows both", lambda: all(member["routed"] for member in stand.members()), within=30)
+            eventually("the router knows both engines", lambda: all(member["routed"] for member in stand.members()), within=30)
         finally:
             stand.close()
         gates = {member["name"]: member["url"] for member in stand.members()}

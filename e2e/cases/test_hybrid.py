@@ -1,8 +1,9 @@
-"""``mode: Hybrid`` with real engines and a trainer in a pod of its own on their node: it wakes each engine, puts handles of its tensors
-into it at that engine's own URL, samples, and puts it to sleep, step after step.
+"""``mode: Hybrid`` with real engines, and a trainer in its own pod on their node.
 
-On a CPU the handles are files in shared memory, so all pods mount one folder of the node as /dev/shm; released memory is overwritten by a
-stand-in (images/engine-cpu/README.md).
+In each step the trainer wakes the engines, pushes handles of its tensors at each engine's own URL, samples, and puts the engines to sleep.
+
+On a CPU, the handles are files in shared memory, so all pods mount one folder of the node as /dev/shm. A stand-in overwrites released
+memory (images/engine-cpu/README.md).
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ FLEET = f"http://{POLICY}-router:30000"
 
 
 def trainer() -> dict[str, Any]:
-    """A pod that shares memory with the engines. It comes first: they go where it is."""
+    """Return a pod that shares memory with the engines. It is created first, because the engines follow it to its node."""
     made = stand_in.trainer_pod(POLICY)
     made["metadata"]["labels"] = {"app": POLICY}
     container = made["spec"]["containers"][0]
     container["volumeMounts"].append(SHARED_MEMORY)
-    container["env"].append({"name": "TMPDIR", "value": "/dev/shm"})  # there torch's process for the handles has its socket
+    container["env"].append({"name": "TMPDIR", "value": "/dev/shm"})  # for the socket of torch's process that serves the handles
     return made
 
 
 @pytest.fixture
 def policy(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """Two engines, asleep."""
+    """Create a rollout of two sleeping engines, and return its name."""
     remove_stand(kubectl)
-    remove(kubectl, NAME)  # there is no room for it beside this one
+    remove(kubectl, NAME)  # the node has no room for both fleets
     kubectl.apply(stand_in.code())
     kubectl("delete", "pod", POLICY, "--ignore-not-found", timeout=90)
     kubectl.apply(trainer())
@@ -48,7 +49,7 @@ def policy(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
     volume = next(volume for volume in trainer()["spec"]["volumes"] if volume["name"] == "ckpt")
     made["spec"]["podTemplate"] = {"spec": {"containers": [{"name": "engine", "volumeMounts": [SHARED_MEMORY]}], "volumes": [volume]}}
     kubectl.apply(made)
-    eventually("it is asleep", lambda: ready(kubectl)["reason"] == "AsleepForTrainer", within=400, every=2)
+    eventually("the fleet sleeps", lambda: ready(kubectl)["reason"] == "AsleepForTrainer", within=400, every=2)
     yield POLICY
     kubectl("delete", "pod", POLICY, "--ignore-not-found", "--wait=false")
     remove(kubectl, POLICY)
@@ -59,13 +60,13 @@ def ready(kubectl: Kubectl) -> dict[str, str]:
 
 
 def step(kubectl: Kubectl, version: str, seed: int) -> dict[str, Any]:
-    """One step of the trainer; what it saw."""
+    """Run one step of the trainer and return its output."""
     words = ["/models/tiny", str(seed), version, "[11, 22, 33]", "8", FLEET, *ENGINES]
     out = kubectl.exec(POLICY, "python", "-", *words, container="trainer", stdin=TRAINER, timeout=240)
     return dict(json.loads(out.strip().splitlines()[-1]))
 
 
-def test_a_trainer_on_the_same_node_puts_its_weights_into_each_engine(kubectl: Kubectl, policy: str) -> None:
+def test_colocated_trainer_pushes_to_each_engine(kubectl: Kubectl, policy: str) -> None:
     assert "the trainer uses the memory of 2 of 2 engines" in ready(kubectl)["message"]
     seen = []
     for seed, version in ((1, "5"), (2, "6")):
@@ -73,10 +74,10 @@ def test_a_trainer_on_the_same_node_puts_its_weights_into_each_engine(kubectl: K
         assert saw["answers"] == {url: [saw["expected"], version] for url in (*ENGINES, FLEET)}
         seen.append(saw["expected"])
 
-        def told(version: str = version) -> bool:
+        def is_committed(version: str = version) -> bool:
             weights = kubectl.get("sglr", policy)["status"]["weights"]
             return bool(weights["committedVersion"] == version and weights["lastUpdate"]["outcome"] == "Committed")
 
-        eventually("the version is in the status", told, within=30)
-        eventually("it sleeps again", lambda: ready(kubectl)["reason"] == "AsleepForTrainer", within=30)
+        eventually("status names the version", is_committed, within=30)
+        eventually("the fleet sleeps again", lambda: ready(kubectl)["reason"] == "AsleepForTrainer", within=30)
     assert seen[0] != seen[1], "other weights, other tokens"

@@ -1,4 +1,4 @@
-"""A trainer that dies while every engine waits for it in a collective, as with NCCL: nothing but a restart ends that wait."""
+"""A trainer is killed while every engine waits for it in a collective. As with NCCL, only a restart ends that wait."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 import requests
 
 from e2e.cases.actions import document, generate
-from e2e.cases.stand import Stand
+from e2e.cases.stand_in_rollout import StandInRollout
 from e2e.chaos.watch import Watch
 from e2e.kube import eventually
 
 CONTROLLABLE_WITHIN = 60.0
-"""Seconds from the trainer's death to the first push of the next one, with deadlines of 10 s."""
+"""Maximum seconds from the trainer's end to the next trainer's first commit, with deadlines of 10 s."""
 
 
-def lose_trainer_in_broadcast(stand: Stand, watch: Watch, *, keep: bool) -> tuple[str, list[int], float]:
-    """Kill a trainer for which all engines wait; the committed version, the restart counts from before, and when it was."""
+def lose_trainer_in_broadcast(stand: StandInRollout, watch: Watch, *, keep: bool) -> tuple[str, list[int], float]:
+    """Kill a trainer for which all engines wait. Returns the committed version, the previous restart counts, and the time of the kill."""
     for index in range(stand.engines):
         stand.fault(index, "nccl", "init")
     trainer = stand.trainer(snapshots=True)
@@ -30,15 +30,15 @@ def lose_trainer_in_broadcast(stand: Stand, watch: Watch, *, keep: bool) -> tupl
     return label, restarts, time.monotonic()
 
 
-def test_engines_stuck_in_a_collective_are_restarted_and_the_next_trainer_pushes(stand: Stand, watch: Watch) -> None:
+def test_engines_stuck_in_a_collective_are_restarted_and_the_next_trainer_pushes(stand: StandInRollout, watch: Watch) -> None:
     label, restarts, died = lose_trainer_in_broadcast(stand, watch, keep=False)
-    eventually("the update is given up", lambda: document(stand.url)["phase"] == "idle", within=30)
+    eventually("the update is aborted", lambda: document(stand.url)["phase"] == "idle", within=30)
     eventually(
         "the kubelet has restarted every engine",
         lambda: [row["restarts"] for row in stand.status()["engines"]] == [count + 1 for count in restarts],
         within=CONTROLLABLE_WITHIN,
     )
-    # A push would not wait for them: engines that start take part in the next one.
+    # A push does not wait for engines that start.
     eventually("all engines are up again", lambda: all(row["state"] == "clean" for row in stand.members()), within=CONTROLLABLE_WITHIN)
     following = stand.trainer()
     first = stand.label()
@@ -47,33 +47,33 @@ def test_engines_stuck_in_a_collective_are_restarted_and_the_next_trainer_pushes
     took = time.monotonic() - died
     assert answer["ok"], f"the next trainer's first push: {answer}"
     watch.committed(first)
-    print(f"trainer killed in a broadcast of all engines: the next trainer's first push was committed {took:.0f} s later")
+    print(f"trainer killed in a broadcast of all engines: the next trainer's first push was committed after {took:.0f} s")
     assert took < CONTROLLABLE_WITHIN
     stand.serve()
-    said = [event for event in stand.events() if event.startswith("WeightUpdateFailed")]
-    assert "the trainer is gone" in said[-1], said
+    failures = [event for event in stand.events() if event.startswith("WeightUpdateFailed")]
+    assert "the trainer is gone" in failures[-1], failures
     assert document(stand.url)["committed"]["label"] == first != label
 
 
-def test_with_a_snapshot_the_fleet_serves_its_version_again_without_any_trainer(stand: Stand, watch: Watch) -> None:
+def test_restarted_engines_load_the_snapshot_without_a_trainer(stand: StandInRollout, watch: Watch) -> None:
     with stand.policy(catchUp={"disk": "/ckpt"}):
         label, _, died = lose_trainer_in_broadcast(stand, watch, keep=True)
         eventually("all engines serve again", lambda: document(stand.url)["serving"] == stand.engines, within=90)
-        print(f"trainer killed in a broadcast of all engines: all serve {label} again {time.monotonic() - died:.0f} s later, from disk")
+        print(f"trainer killed in a broadcast of all engines: all serve {label} again after {time.monotonic() - died:.0f} s, from disk")
         assert document(stand.url)["committed"]["label"] == label
         assert {row["version"]["label"] for row in stand.members()} == {label}
         answers = watch.answers
-        eventually("clients get answers of it", lambda: watch.answers > answers + 5, within=20)
+        eventually("clients get answers", lambda: watch.answers > answers + 5, within=20)
 
 
-def test_a_fleet_that_pauses_because_its_trainer_is_lost_says_so_until_somebody_calls(stand: Stand) -> None:
+def test_fleet_of_a_lost_trainer_stays_paused_until_a_trainer_calls(stand: StandInRollout) -> None:
     with stand.policy(trainerLease={"ttlSeconds": 5, "onLoss": "Pause"}):
         trainer = stand.trainer()
         label = stand.push(trainer)
         stand.signal(trainer, "KILL")
-        eventually("status says that the trainer is lost", lambda: stand.condition("Ready")["reason"] == "TrainerLost", within=40)
-        told = stand.condition("Ready")["message"]
-        assert f"hold version {label}. They resume when a trainer calls" in told
+        eventually("Ready has reason TrainerLost", lambda: stand.condition("Ready")["reason"] == "TrainerLost", within=40)
+        message = stand.condition("Ready")["message"]
+        assert f"hold version {label}. They resume when a trainer calls" in message
         assert {row["phase"] for row in stand.status()["engines"]} == {"Paused"}
         assert (stand.condition("Degraded")["status"], stand.condition("Available")["status"]) == ("True", "False")
         assert any(event.startswith("TrainerLost") for event in stand.events())

@@ -1,4 +1,4 @@
-"""`model.download`: a failed one is told, a mended one fills a volume that the engine and its agent can only read."""
+"""`model.download`: status reports a failure, and a corrected download fills a volume that the engine and its agent can only read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POD = f"{FILES}-engine-0-0"
 
 @pytest.fixture
 def failing(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """A rollout whose model cannot be fetched; its name."""
+    """Create a rollout whose download fails, and return its name."""
     remove(kubectl, FILES)
     kubectl.apply(stand_in.code())
     document = stand_in.rollout(FILES, replicas=1)
@@ -28,15 +28,17 @@ def failing(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
     remove(kubectl, FILES)
 
 
-def test_a_model_is_fetched_before_the_engine_starts(kubectl: Kubectl, failing: str) -> None:
+def test_model_is_downloaded_before_the_engine_starts(kubectl: Kubectl, failing: str) -> None:
     def message() -> str:
         return condition(kubectl.get("sglr", failing), "Ready")["message"]
 
-    eventually("the failure is told", lambda: "container download exited with code 4: error: no such repository" in message(), within=90)
+    eventually(
+        "status reports the failure", lambda: "container download exited with code 4: error: no such repository" in message(), within=90
+    )
 
     command = ["sh", "-c", "mkdir -p $(MODEL_PATH) && echo fetched > $(MODEL_PATH)/config.json"]
     kubectl("patch", "sglr", failing, "--type=merge", "-p", json.dumps({"spec": {"model": {"download": {"command": command}}}}))
-    eventually("it serves", lambda: ready(kubectl, failing), within=180, every=1)
+    eventually("the rollout is Ready", lambda: ready(kubectl, failing), within=180, every=1)
     assert kubectl.exec(POD, "cat", "/models/tiny/config.json", container="engine").strip() == "fetched"
     assert "HF_HUB_OFFLINE=1" in kubectl.exec(POD, "env", container="engine").splitlines()
     for container in ("engine", "agent"):

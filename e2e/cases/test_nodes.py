@@ -1,4 +1,4 @@
-"""One engine over two pods on two nodes (on one, where your own cluster has no more): real SGLang with two tensor-parallel ranks."""
+"""One engine with two pods on two nodes, or on one node if the cluster has only one: real SGLang with two tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KILL = (
 
 
 def several_nodes(kubectl: Kubectl) -> bool:
-    """Always on the lab that `make test` makes."""
+    """Return whether the cluster has more than one node. The lab of `make test` always has."""
     found = len(kubectl.list("nodes"))
     assert found > 1 or os.environ.get("CLUSTER", "lab") != "lab", "the lab has one node: python -m e2e.cluster up --nodes 2"
     return found > 1
@@ -35,9 +35,9 @@ def several_nodes(kubectl: Kubectl) -> bool:
 
 @pytest.fixture(scope="module")
 def wide(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
-    """A Ready rollout of one engine with two pods, each on a node of its own."""
+    """Create a rollout of one engine with two pods on two nodes, and return its name."""
     remove_stand(kubectl)
-    remove(kubectl, NAME)  # there is no room for it beside this one
+    remove(kubectl, NAME)  # the node has no room for both fleets
     made = two_ranks(WIDE, nodes=2)
     if several_nodes(kubectl):
         own = {"rollout.sglang.io/rollout": WIDE, "app.kubernetes.io/component": "engine"}
@@ -51,7 +51,7 @@ def wide(kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
 
 @pytest.fixture
 def url(kubectl: Kubectl, wide: str) -> Iterator[str]:
-    """The fleet's URL."""
+    """Forward the fleet's URL to this machine."""
     with kubectl.forward(f"svc/{wide}-router", 30000) as address:
         yield address
 
@@ -61,36 +61,36 @@ def pods(kubectl: Kubectl) -> list[dict[str, Any]]:
 
 
 def restarts(kubectl: Kubectl) -> list[int]:
-    """Of both engine containers."""
+    """Return the restart counts of both engine containers."""
     return [
         next(status["restartCount"] for status in pod["status"]["containerStatuses"] if status["name"] == "engine") for pod in pods(kubectl)
     ]
 
 
 def back(kubectl: Kubectl, url: str, boot: str) -> None:
-    """Wait until the engine is up in another life: as a unit, without weights that were pushed."""
+    """Wait until the engine has a new boot ID and holds base weights."""
 
     def up() -> bool:
         member = document(url)["members"][0]
         return member["boot_id"] not in (None, boot) and member["state"] == "clean"
 
     eventually("the engine is up again", up, within=300, every=2)
-    assert not document(url)["members"][0]["gate_open"], "it holds base weights"
+    assert not document(url)["members"][0]["gate_open"], "the engine holds base weights"
 
 
-def test_an_update_reaches_the_ranks_of_both_pods_and_a_dead_rank_takes_the_other_along(kubectl: Kubectl, wide: str, url: str) -> None:
+def test_update_reaches_the_ranks_of_both_pods_and_both_restart_together(kubectl: Kubectl, wide: str, url: str) -> None:
     places = [pod["spec"]["nodeName"] for pod in pods(kubectl)]
-    assert len(set(places)) == (2 if several_nodes(kubectl) else 1), "a node for each"
+    assert len(set(places)) == (2 if several_nodes(kubectl) else 1), "each pod has its own node"
     assert kubectl.get("sglr", wide)["status"]["engines"][0]["nodes"] == places
     base = checksums(kubectl, ENGINE)
     push(kubectl, wide, "1", seed=1)
     pushed = checksums(kubectl, ENGINE)
-    assert set(pushed).isdisjoint(base), "every rank holds something else now"
+    assert set(pushed).isdisjoint(base), "every rank's weights changed"
     tokens = generate(url).json()["output_ids"]
 
     before, boot = restarts(kubectl), document(url)["members"][0]["boot_id"]
     kubectl.exec(f"{ENGINE}-1", "python3", "-c", _KILL, container="engine")
-    eventually("it serves nobody", lambda: not document(url)["members"][0]["gate_open"], within=90)
+    eventually("the engine is fenced", lambda: not document(url)["members"][0]["gate_open"], within=90)
     back(kubectl, url, boot)
     assert restarts(kubectl) == [count + 1 for count in before], "once each"
     assert checksums(kubectl, ENGINE) == base
@@ -99,10 +99,10 @@ def test_an_update_reaches_the_ranks_of_both_pods_and_a_dead_rank_takes_the_othe
     assert checksums(kubectl, ENGINE) == pushed
     assert generate(url).json()["output_ids"] == tokens
     push(kubectl, wide, "3", seed=0)
-    assert checksums(kubectl, ENGINE) == base, "on both nodes what they were started with, to the bit"
+    assert checksums(kubectl, ENGINE) == base, "both ranks hold exactly their initial weights"
 
 
-def test_a_dead_rank_0_takes_the_other_along(kubectl: Kubectl, wide: str, url: str) -> None:
+def test_restart_of_rank_0_restarts_the_other_rank(kubectl: Kubectl, wide: str, url: str) -> None:
     push(kubectl, wide, "4", seed=1)
     before, boot = restarts(kubectl), document(url)["members"][0]["boot_id"]
     kubectl.exec(f"{ENGINE}-0", "python3", "-c", _KILL, container="engine")
@@ -110,7 +110,7 @@ def test_a_dead_rank_0_takes_the_other_along(kubectl: Kubectl, wide: str, url: s
     assert restarts(kubectl) == [count + 1 for count in before], "once each"
 
 
-def test_a_cut_between_the_pods_ends_both_ranks(kubectl: Kubectl, wide: str, url: str) -> None:
+def test_network_cut_between_the_pods_restarts_both_ranks(kubectl: Kubectl, wide: str, url: str) -> None:
     if os.environ.get("CLUSTER", "lab") != "lab":
         pytest.skip("only on the lab can a pod's network be cut from outside")
     found = pods(kubectl)
@@ -118,16 +118,16 @@ def test_a_cut_between_the_pods_ends_both_ranks(kubectl: Kubectl, wide: str, url
     inside, other = nodes.processes(f"{ENGINE}-0")[0], found[1]["status"]["podIP"]
     _drop("-I", inside, other)
     try:
-        assert eventually("both have ended", lambda: restarts(kubectl) == [count + 1 for count in before], within=120, every=1)
+        assert eventually("both ranks have restarted", lambda: restarts(kubectl) == [count + 1 for count in before], within=120, every=1)
         why = f"now for {ENGINE}-1; it ended because pod {ENGINE}-1 could not be reached"
-        assert eventually("it says what it waits for", lambda: why in document(url)["members"][0]["message"], within=60)
+        assert eventually("the row names the unreachable pod", lambda: why in document(url)["members"][0]["message"], within=60)
     finally:
         _drop("-D", inside, other)
     back(kubectl, url, boot)
 
 
 def _drop(action: str, inside: int, other: str) -> None:
-    """Let the network of one pod, named by a process in it, drop what comes from another pod and what goes there."""
+    """Add or delete rules that drop all traffic between two pods, in the network of the pod of process ``inside``."""
     for chain, side in (("INPUT", "-s"), ("OUTPUT", "-d")):
         command = ["nsenter", "-t", str(inside), "--net", "iptables", action, chain, side, other, "-j", "DROP"]
         subprocess.run(command, check=True, capture_output=True, timeout=10)

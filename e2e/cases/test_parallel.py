@@ -1,7 +1,6 @@
-"""One engine with two ranks in one pod: tensor parallel, and a mixture of experts, whole on each rank's slice or spread over the ranks.
-Real SGLang.
+"""One engine with two ranks in one pod: tensor parallel, and a mixture of experts with and without expert parallelism. Real SGLang.
 
-On a CPU SGLang needs a correction for spread experts (``SGLANG_CPU_PATCHES=expert-parallel``, images/engine-cpu/README.md).
+On a CPU, SGLang needs a patch for expert parallelism (``SGLANG_CPU_PATCHES=expert-parallel``, images/engine-cpu/README.md).
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def ranks(request: pytest.FixtureRequest, kubectl: Kubectl, operator: Kubectl, client: str) -> Iterator[str]:
-    """A Ready rollout of one such engine; its name, which is that of the kind."""
+    """Create a rollout of one such engine, and return its name, which is the kind's name."""
     name = str(request.param)
     model, parallelism, patches = KINDS[name]
     remove_stand(kubectl)
-    remove(kubectl, NAME)  # there is no room for it beside this one
+    remove(kubectl, NAME)  # the node has no room for both fleets
     made = two_ranks(name, patches=patches, parallelism=parallelism)
     made["spec"]["model"] = {"path": model, "servedName": name}
     kubectl.apply(made)
@@ -37,7 +36,7 @@ def ranks(request: pytest.FixtureRequest, kubectl: Kubectl, operator: Kubectl, c
     remove(kubectl, name)
 
 
-def test_an_update_reaches_every_rank(kubectl: Kubectl, ranks: str) -> None:
+def test_update_reaches_every_rank(kubectl: Kubectl, ranks: str) -> None:
     model, engine = KINDS[ranks][0], f"{ranks}-engine-0"
     base = checksums(kubectl, engine)
     with kubectl.forward(f"svc/{ranks}-router", 30000) as url:
@@ -46,11 +45,11 @@ def test_an_update_reaches_every_rank(kubectl: Kubectl, ranks: str) -> None:
         assert generate(url).json()["output_ids"] == first
         answers = push(kubectl, ranks, "1", seed=1, model=model)
         pushed = checksums(kubectl, engine)
-        assert set(pushed).isdisjoint(base), "every rank holds something else now"
+        assert set(pushed).isdisjoint(base), "every rank's weights changed"
         expected = forward(kubectl, model, 1)
         assert answers["engines"][engine] == {"ids": expected, "version": "1"}
         assert generate(url).json()["output_ids"] == expected
 
         push(kubectl, ranks, "2", seed=0, model=model)
-        assert checksums(kubectl, engine) == base, "every rank holds its part of what it was started with, to the bit"
+        assert checksums(kubectl, engine) == base, "every rank holds exactly its initial weights"
         assert generate(url).json()["output_ids"] == first

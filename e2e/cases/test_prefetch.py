@@ -1,4 +1,4 @@
-"""`model.prefetch`: nodes have the model before an engine comes, a failed download is told, and the DaemonSet goes with the field."""
+"""`model.prefetch`: nodes download the model before an engine starts, and status reports a failed download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def command(script: str) -> dict[str, list[str]]:
 
 @pytest.fixture
 def near(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """A rollout without engines whose download fails; its name."""
+    """Create a rollout without engines whose download fails, and return its name."""
     remove(kubectl, NEAR)
     kubectl.apply(stand_in.code())
     document = stand_in.rollout(NEAR, replicas=0)
@@ -32,35 +32,35 @@ def near(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
         "volume": {"hostPath": FOLDER},
         "download": command("echo 'error: no such repository' >&2; exit 4"),
     }
-    # The kubelet makes the folder for root alone, and this image's user is another; upstream's is root.
+    # Only root can write to the folder that the kubelet creates, and this image has another user. The user of SGLang's image is root.
     document["spec"]["podTemplate"]["spec"]["initContainers"].append({"name": "download", "securityContext": {"runAsUser": 0}})
     kubectl.apply(document)
     yield NEAR
     remove(kubectl, NEAR)
 
 
-def test_a_model_is_on_the_nodes_before_an_engine_comes(kubectl: Kubectl, near: str) -> None:
-    def told() -> dict[str, object]:
+def test_nodes_have_the_model_before_an_engine_starts(kubectl: Kubectl, near: str) -> None:
+    def progress() -> dict[str, object]:
         found: dict[str, object] = kubectl.get("sglr", near).get("status", {}).get("prefetch", {})
         return found
 
     def change(**spec: object) -> None:
         kubectl("patch", "sglr", near, "--type=merge", "-p", json.dumps({"spec": spec}))
 
-    eventually("the failure is told", lambda: "the download exited with code 4" in str(told().get("message")), within=120)
+    eventually("status reports the failure", lambda: "the download exited with code 4" in str(progress().get("message")), within=120)
     assert condition(kubectl.get("sglr", near), "Degraded")["reason"] == "PrefetchFailed"
 
-    # The folder outlives the case, so what is in it names this run.
+    # The folder outlives the case, so its file names this run.
     run = kubectl.get("sglr", near)["metadata"]["uid"]
     change(model={"download": command(f"mkdir -p $(MODEL_PATH) && echo {run} > $(MODEL_PATH)/config.json")})
-    eventually("all nodes have it", lambda: told().get("wanted") not in (None, 0) and told()["ready"] == told()["wanted"], within=120)
+    eventually("all nodes have the model", lambda: (found := progress()).get("wanted") and found["ready"] == found["wanted"], within=120)
 
     change(replicas=1, model={"download": command("true")})
-    eventually("it serves", lambda: ready(kubectl, near), within=180, every=1)
+    eventually("the rollout is Ready", lambda: ready(kubectl, near), within=180, every=1)
     assert kubectl.exec(f"{near}-engine-0-0", "cat", "/models/tiny/config.json", container="engine").strip() == run
 
     change(model={"prefetch": False})
     selector = f"rollout.sglang.io/rollout={near},app.kubernetes.io/component=prefetch"
     eventually("the DaemonSet is gone", lambda: not kubectl.list("daemonsets", selector), within=60)
-    eventually("its pods are gone", lambda: not kubectl.list("pods", selector), within=60)
+    eventually("the pods of the DaemonSet are gone", lambda: not kubectl.list("pods", selector), within=60)
     assert ready(kubectl, near)

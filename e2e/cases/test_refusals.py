@@ -1,4 +1,4 @@
-"""Bad input: refused with a sentence, at the place where it is given, and nothing is lost."""
+"""Invalid input is refused with a message that names the mistake, and the fleet stays as it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = {"master_address": "192.0.2.1", "master_port": 29500, "rank_offset": 1, 
     ],
     ids=["world-size", "rank-offset", "no-address"],
 )
-def test_a_wrong_group_is_refused_before_any_engine_joins(url: str, whole: None, body: dict[str, object], sentence: str) -> None:
+def test_wrong_group_is_refused_before_an_engine_joins(url: str, both_serve: None, body: dict[str, object], sentence: str) -> None:
     reply = requests.post(f"{url}/init_weights_update_group", json=body, timeout=30)
     assert reply.status_code == 400
     assert sentence in reply.json()["message"]
@@ -32,7 +32,7 @@ def test_a_wrong_group_is_refused_before_any_engine_joins(url: str, whole: None,
     assert generate(url).status_code == 200
 
 
-def test_a_trainer_that_no_engine_can_reach_is_refused_within_the_deadline(kubectl: Kubectl, fleet: str, url: str, whole: None) -> None:
+def test_unreachable_trainer_is_refused_within_the_deadline(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
     limit = kubectl.get("sglr", fleet)["spec"]["weights"]["deadlines"]["groupSeconds"]
     reply = requests.post(f"{url}/init_weights_update_group", json=GROUP, timeout=limit + 30)
     assert reply.status_code in (400, 504)
@@ -41,15 +41,15 @@ def test_a_trainer_that_no_engine_can_reach_is_refused_within_the_deadline(kubec
     assert generate(url).status_code == 200
 
 
-def test_an_update_of_an_unknown_group_touches_no_engine(url: str, whole: None) -> None:
-    body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
+def test_update_with_an_unknown_group_reaches_no_engine(url: str, both_serve: None) -> None:
+    body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "unknown"}
     reply = requests.post(f"{url}/update_weights_from_distributed", json=body, timeout=30)
     assert reply.status_code == 400
-    assert "nobody" in reply.json()["message"]
+    assert "unknown" in reply.json()["message"]
     assert document(url)["serving"] == 2
 
 
-def test_junk_is_refused_and_the_fleet_serves_on(url: str, whole: None) -> None:
+def test_malformed_bodies_are_refused_and_the_fleet_serves(url: str, both_serve: None) -> None:
     malformed = requests.post(f"{url}/init_weights_update_group", data=b'{"a":', timeout=30)
     assert malformed.status_code == 400
     assert "JSON" in malformed.json()["message"]
@@ -71,7 +71,7 @@ def test_junk_is_refused_and_the_fleet_serves_on(url: str, whole: None) -> None:
     ],
     ids=["image", "crash", "no-gpu", "no-model"],
 )
-def test_an_engine_that_cannot_start_is_explained(
+def test_status_explains_why_an_engine_cannot_start(
     kubectl: Kubectl, operator: Kubectl, engine: dict[str, object], model: dict[str, str], reason: str, words: list[str]
 ) -> None:
     document = sample("broken", **engine)
@@ -86,7 +86,7 @@ def test_an_engine_that_cannot_start_is_explained(
             found = condition(kubectl.get("sglr", "broken"), "Ready")
             return found["reason"] == reason and all(word in found["message"] for word in words)
 
-        eventually(f"Ready=False says {reason} and {words}", explained, within=240, every=2)
+        eventually(f"Ready has reason {reason} and names {words}", explained, within=240, every=2)
         time.sleep(5)
         seen = set()
         for _ in range(20):
@@ -95,7 +95,7 @@ def test_an_engine_that_cannot_start_is_explained(
         assert len(seen) <= 4, "a hot loop would write the status many times in 5 s"
     finally:
         kubectl("delete", "sglr", "broken", "--wait=false")
-        eventually("its pods are gone", lambda: not kubectl.list("pods", "rollout.sglang.io/rollout=broken"), within=180, every=2)
+        eventually("the pods are gone", lambda: not kubectl.list("pods", "rollout.sglang.io/rollout=broken"), within=180, every=2)
 
 
 def test_apply_refuses_unknown_fields(kubectl: Kubectl, operator: Kubectl) -> None:

@@ -1,4 +1,4 @@
-"""Engines in a queue of Kueue: as many start as there is quota for, whole ones, and the others say what they wait for."""
+"""Engines in a queue of Kueue: as many complete engines start as the quota allows, and status reports that the others wait."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from e2e.neighbours import kueue
 
 pytestmark = pytest.mark.neighbours
 QUEUED = "queued"
-# An engine's pod asks for 200m in all: 50m for the stand-in, 150m for gate and agent. One fits, two do not.
+# An engine's pod requests 200m in total: 50m for the stand-in, 150m for gate and agent. One fits, two do not.
 ONE_ENGINE, TWO_ENGINES = "300m", "450m"
-# A pod of real SGLang asks for 350m. Three fit: an engine of two pods, and half of another.
+# A pod of real SGLang requests 350m. Three fit: one engine of two pods, and half of another.
 ONE_AND_A_HALF, TWO_WIDE = "1100m", "1400m"
 
 
 def quota(kubectl: Kubectl, cpu: str) -> None:
-    """The queue, with so much CPU."""
+    """Create or change the queue, so that it has this much CPU."""
     resources = [{"name": "cpu", "nominalQuota": cpu}, {"name": "memory", "nominalQuota": "8Gi"}]
     group = {"coveredResources": ["cpu", "memory"], "flavors": [{"name": "any", "resources": resources}]}
     specs: list[tuple[str, str, dict[str, Any]]] = [
@@ -35,17 +35,17 @@ def quota(kubectl: Kubectl, cpu: str) -> None:
     ]
     for kind, name, spec in specs:
         made = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": kind, "metadata": {"name": name}, "spec": spec}
-        # Its webhooks answer a moment after its process has begun.
-        eventually(f"{kind} {name} is taken", functools.partial(kubectl.apply, made), within=60)
+        # Kueue's webhooks answer a moment after its process has started.
+        eventually(f"{kind} {name} is applied", functools.partial(kubectl.apply, made), within=60)
 
 
 @pytest.fixture
 def queue(kubectl: Kubectl, operator: Kubectl, tmp_path: Path) -> Iterator[None]:
-    """Kueue. A case gives its queue the room that it wants."""
+    """Run Kueue. Each case sets the quota that it needs."""
     remove(kubectl, QUEUED)
     with kueue.running(kubectl.namespace, tmp_path):
         yield
-        # While Kueue runs: it takes its finalizers off the pods.
+        # While Kueue runs, because Kueue removes its finalizers from the pods.
         remove(kubectl, QUEUED)
 
 
@@ -53,7 +53,7 @@ def status(kubectl: Kubectl) -> dict[str, Any]:
     return dict(kubectl.get("sglr", QUEUED))
 
 
-def ready_says(kubectl: Kubectl) -> str:
+def ready_message(kubectl: Kubectl) -> str:
     return condition(status(kubectl), "Ready")["message"]
 
 
@@ -67,11 +67,11 @@ def engine_pods(kubectl: Kubectl) -> dict[str, dict[str, Any]]:
 
 
 def gated(pod: dict[str, Any]) -> bool:
-    """Whether Kueue keeps it from the scheduler."""
+    """Return whether Kueue keeps the pod from the scheduler."""
     return "kueue.x-k8s.io/admission" in {gate["name"] for gate in pod["spec"].get("schedulingGates", [])}
 
 
-def test_whole_engines_start_as_far_as_the_quota_goes(kubectl: Kubectl, queue: None) -> None:
+def test_as_many_engines_start_as_the_quota_allows(kubectl: Kubectl, queue: None) -> None:
     quota(kubectl, ONE_ENGINE)
     kubectl.apply(stand_in.code())
     document = stand_in.rollout(QUEUED, replicas=2)
@@ -79,17 +79,17 @@ def test_whole_engines_start_as_far_as_the_quota_goes(kubectl: Kubectl, queue: N
     kubectl.apply(document)
 
     eventually("one engine serves", lambda: status(kubectl)["status"]["readyReplicas"] == 1, within=180, every=1)
-    eventually("the other waits", lambda: condition(status(kubectl), "Ready")["reason"] == "WaitingForQueue", within=30)
-    assert "it waits in queue rollouts until there is quota for all of its pods" in ready_says(kubectl)
+    eventually("the other engine waits", lambda: condition(status(kubectl), "Ready")["reason"] == "WaitingForQueue", within=30)
+    assert "it waits in queue rollouts until there is quota for all of its pods" in ready_message(kubectl)
     assert condition(status(kubectl), "Degraded")["status"] == "False"
-    homeless = [pod for pod in engine_pods(kubectl).values() if "nodeName" not in pod["spec"]]
-    assert len(homeless) == 1
-    assert gated(homeless[0])
+    waiting = [pod for pod in engine_pods(kubectl).values() if "nodeName" not in pod["spec"]]
+    assert len(waiting) == 1
+    assert gated(waiting[0])
 
     quota(kubectl, TWO_ENGINES)
     eventually("both serve", lambda: ready(kubectl, QUEUED), within=180, every=1)
 
-    # A rolling update goes through the queue pod by pod, and is not held up by it.
+    # A rolling update passes through the queue pod by pod.
     before = {pod["metadata"]["uid"] for pod in engine_pods(kubectl).values()}
     patch(kubectl, engine={"logLevel": "Warning"})
 
@@ -97,21 +97,21 @@ def test_whole_engines_start_as_far_as_the_quota_goes(kubectl: Kubectl, queue: N
         now = {pod["metadata"]["uid"] for pod in engine_pods(kubectl).values()}
         return ready(kubectl, QUEUED) and not now & before
 
-    eventually("both are made anew and serve", rolled, within=240, every=1)
+    eventually("both engines are recreated and serve", rolled, within=240, every=1)
 
-    # What Kueue has counted it does not let change in place; a fleet that was suspended is counted anew.
+    # Kueue refuses to change requests that it has counted. It counts a suspended fleet again.
     patch(kubectl, engine={"resources": {"requests": {"cpu": "60m"}}})
-    eventually("Kueue's refusal is told", lambda: condition(status(kubectl), "Ready")["reason"] == "ApplyFailed", within=60)
-    assert "field is immutable" in ready_says(kubectl)
+    eventually("status reports Kueue's refusal", lambda: condition(status(kubectl), "Ready")["reason"] == "ApplyFailed", within=60)
+    assert "field is immutable" in ready_message(kubectl)
     patch(kubectl, state="Suspended")
     eventually("no engine is left", lambda: not engine_pods(kubectl), within=120, every=1)
     patch(kubectl, state="Active")
-    eventually("both serve with the new request", lambda: ready(kubectl, QUEUED), within=240, every=1)
+    eventually("both engines serve with the new request", lambda: ready(kubectl, QUEUED), within=240, every=1)
     requests = [pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] for pod in engine_pods(kubectl).values()]
     assert requests == ["60m", "60m"]
 
 
-def test_in_a_queue_with_room_for_one_and_a_half_no_engine_of_two_pods_is_started_in_half(kubectl: Kubectl, queue: None) -> None:
+def test_engine_of_two_pods_does_not_start_with_quota_for_one_pod(kubectl: Kubectl, queue: None) -> None:
     quota(kubectl, ONE_AND_A_HALF)
     document = two_ranks(QUEUED, nodes=2)
     document["spec"] |= {"replicas": 2, "scheduling": {"queueName": "rollouts"}}
@@ -120,10 +120,10 @@ def test_in_a_queue_with_room_for_one_and_a_half_no_engine_of_two_pods_is_starte
     eventually("one engine serves", lambda: status(kubectl)["status"]["readyReplicas"] == 1, within=400, every=2)
     pods = engine_pods(kubectl)
     assert len(pods) == 4
-    homeless = {name for name, pod in pods.items() if "nodeName" not in pod["spec"]}
+    waiting = {name for name, pod in pods.items() if "nodeName" not in pod["spec"]}
     serving = next(row["name"] for row in status(kubectl)["status"]["engines"] if row["phase"] == "Serving")
-    assert homeless == {name for name in pods if not name.startswith(serving)}, "both pods of the other, and none of the first"
-    assert all(gated(pods[name]) for name in homeless)
+    assert waiting == {name for name in pods if not name.startswith(serving)}, "both pods of the waiting engine"
+    assert all(gated(pods[name]) for name in waiting)
     assert condition(status(kubectl), "Ready")["reason"] == "WaitingForQueue"
     assert condition(status(kubectl), "Degraded")["status"] == "False"
 

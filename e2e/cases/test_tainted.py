@@ -1,4 +1,4 @@
-"""A cluster with a taint on every node: each pod of a fleet starts with its own toleration, and status names the one that lacks it."""
+"""A cluster with a taint on every node: pods start if they have a toleration, and status names the pod that has none."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TAINTED = "tainted"
 KEY = "dedicated.example.org"
 TOLERATIONS = [{"key": KEY, "operator": "Equal", "value": "rl", "effect": "NoSchedule"}]
 SECRETS = [{"name": "registry"}]
-"""No such Secret exists: the kubelet pulls nothing here, and starts the pods all the same."""
+"""This Secret does not exist. The kubelet pulls no image here, so it starts the pods without it."""
 
 
 @pytest.fixture
 def tainted(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
-    """A rollout of one engine on tainted nodes; its name. Engine and prefetch tolerate the taint, the router does not."""
+    """Create a rollout whose engine and prefetch tolerate the taint, but not its router, and return its name."""
     if os.environ.get("CLUSTER", "lab") != "lab":
         pytest.skip("only on the lab may every node be tainted")
     remove(kubectl, TAINTED)
@@ -38,7 +38,7 @@ def tainted(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
     }
     spec["scheduling"] = {"tolerations": TOLERATIONS}
     spec["podTemplate"]["spec"]["imagePullSecrets"] = SECRETS
-    # The kubelet makes the folder for root alone, and this image has another user.
+    # Only root can write to the folder that the kubelet creates, and this image has another user.
     spec["podTemplate"]["spec"]["initContainers"].append({"name": "download", "securityContext": {"runAsUser": 0}})
     try:
         kubectl("taint", "nodes", "--all", f"{KEY}=rl:NoSchedule", "--overwrite")
@@ -49,18 +49,18 @@ def tainted(kubectl: Kubectl, operator: Kubectl) -> Iterator[str]:
         remove(kubectl, TAINTED)
 
 
-def test_a_fleet_starts_on_tainted_nodes_when_its_router_tolerates_the_taint_too(kubectl: Kubectl, tainted: str) -> None:
-    def router() -> dict[str, str]:
+def test_fleet_starts_on_tainted_nodes_when_its_router_tolerates_the_taint(kubectl: Kubectl, tainted: str) -> None:
+    def ready_condition() -> dict[str, str]:
         return condition(kubectl.get("sglr", tainted), "Ready")
 
-    eventually("status quotes the scheduler", lambda: "no node can take it: " in router()["message"], within=120)
-    assert router()["reason"] == "RouterNotReady"
-    assert router()["message"].startswith(f"Router pod {tainted}-router-")
-    assert "untolerated taint" in router()["message"]
+    eventually("status quotes the scheduler", lambda: "no node can take it: " in ready_condition()["message"], within=120)
+    assert ready_condition()["reason"] == "RouterNotReady"
+    assert ready_condition()["message"].startswith(f"Router pod {tainted}-router-")
+    assert "untolerated taint" in ready_condition()["message"]
 
     tolerant = {"scheduling": {"tolerations": TOLERATIONS}, "podTemplate": {"spec": {"imagePullSecrets": SECRETS}}}
     kubectl("patch", "sglr", tainted, "--type=merge", "-p", json.dumps({"spec": {"router": tolerant}}))
-    eventually("the fleet is Ready", lambda: ready(kubectl, tainted), within=240, every=1)
+    eventually("the rollout is Ready", lambda: ready(kubectl, tainted), within=240, every=1)
     prefetch = kubectl.get("sglr", tainted)["status"]["prefetch"]
     assert prefetch["ready"] == prefetch["wanted"] == len(kubectl.list("nodes"))
     found = kubectl.list("pods", f"rollout.sglang.io/rollout={tainted}")

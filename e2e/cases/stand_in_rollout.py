@@ -1,4 +1,4 @@
-"""A fleet of stand-in engines, as the cases see it: what they hold, what shall go wrong, and trainers that push on command."""
+"""A fleet of stand-in engines for the cases: the engines' state, their faults, and trainers that push on command."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LABELS = itertools.count(1)
 
 
 @dataclass
-class Stand:
-    """One fleet of stand-ins; ``url`` reaches its router for as long as the case runs."""
+class StandInRollout:
+    """One fleet of stand-ins. ``url`` reaches its router while the case runs."""
 
     kubectl: Kubectl
     name: str
@@ -37,16 +37,16 @@ class Stand:
     trainers: list[Trainer] = field(default_factory=list)
 
     def engine(self, index: int) -> str:
-        """Name of an engine."""
+        """Return the name of an engine."""
         return f"{self.name}-engine-{index}"
 
     def ask(self, index: int, method: str, path: str, body: str = "") -> Any:
-        """Call a stand-in past its gate and agent, as only a test does."""
+        """Call a stand-in directly, without its gate and agent."""
         out = self.kubectl.exec(f"{self.engine(index)}-0", "python3", "-c", _CALL, method, path, body, container="engine", timeout=30)
         return json.loads(out)
 
     def state(self, index: int) -> dict[str, Any]:
-        """What a stand-in knows of itself."""
+        """Return a stand-in's state."""
         return dict(self.ask(index, "GET", "/stand_in/state"))
 
     def fault(self, index: int, kind: str, phase: str, **more: Any) -> None:
@@ -54,24 +54,24 @@ class Stand:
         self.ask(index, "POST", "/stand_in/faults", json.dumps({"kind": kind, "phase": phase, **more}))
 
     def calm(self) -> None:
-        """Disarm what did not land."""
+        """Disarm the faults that did not hit."""
         for index in range(self.engines):
             self.ask(index, "DELETE", "/stand_in/faults")
 
     def members(self) -> list[dict[str, Any]]:
-        """The engines' rows of the discovery document."""
+        """Return the engines' rows of the discovery document."""
         return list(document(self.url)["members"])
 
     def row(self, index: int) -> dict[str, Any]:
-        """One engine's row."""
+        """Return one engine's row."""
         return next(row for row in self.members() if row["name"] == self.engine(index))
 
     def label(self) -> str:
-        """A version's name that no other case uses."""
+        """Return a label that no other case uses."""
         return f"v{next(LABELS)}"
 
     def trainer(self, *, url: str = "", snapshots: bool = False) -> Trainer:
-        """Start a trainer in the trainers' pod; ``url`` as seen from there, the fleet's own by default."""
+        """Start a trainer in the trainers' pod. It pushes to ``url``, or to the fleet's URL."""
         command = ["kubectl", "-n", self.kubectl.namespace, "exec", "-i", "trainer", "-c", "trainer", "--", "python", "-m", MODULE]
         command.append(url or f"http://{self.name}-router:30000")
         made = Trainer([*command, *([CKPT] if snapshots else [])], self.folder / "trainer.log")
@@ -79,9 +79,9 @@ class Stand:
         return made
 
     def close(self) -> None:
-        """End all trainers, those that are stopped too."""
+        """End all trainers, also stopped ones."""
         for trainer in self.trainers:
-            with contextlib.suppress(Refused):  # it has ended
+            with contextlib.suppress(Refused):  # the trainer has ended already
                 self.signal(trainer, "KILL")
             trainer.end()
 
@@ -90,7 +90,7 @@ class Stand:
         self.kubectl.exec("trainer", "sh", "-c", f"kill -{name} {trainer.pid}", container="trainer")
 
     def push(self, trainer: Trainer, watch: Watch | None = None, *, manner: str = "", within: float = 60) -> str:
-        """Push a new version, which must succeed; its label."""
+        """Push a new version, which must succeed, and return its label."""
         label = self.label()
         tokens = trainer.begin(label, manner)
         if watch is not None:
@@ -102,19 +102,19 @@ class Stand:
         return label
 
     def serve(self, count: int | None = None, within: float = 60) -> dict[str, Any]:
-        """Wait until so many engines serve, all of them by default."""
+        """Wait until ``count`` engines serve, by default all of them."""
         return serving(self.url, self.engines if count is None else count, within)
 
     def status(self) -> dict[str, Any]:
-        """``status`` of the custom resource."""
+        """Return the custom resource's ``status``."""
         return dict(self.kubectl.get("sglr", self.name)["status"])
 
     def condition(self, kind: str) -> dict[str, str]:
-        """One condition."""
+        """Return one condition."""
         return condition(self.kubectl.get("sglr", self.name), kind)
 
     def events(self) -> list[str]:
-        """``REASON message`` of every Event about the fleet, oldest first."""
+        """Return ``REASON message`` of every Event about the fleet, oldest first."""
         found = self.kubectl.list("events")
         ours = [event for event in found if event["involvedObject"].get("name") == self.name]
         ours.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime")))
@@ -122,7 +122,7 @@ class Stand:
 
     @contextlib.contextmanager
     def policy(self, **weights: Any) -> Iterator[None]:
-        """Other fields of ``spec.weights`` for the length of the block."""
+        """Change fields of ``spec.weights`` for the length of the block."""
         before = self.kubectl.get("sglr", self.name)["spec"]["weights"]
         self._weights(before | weights)
         try:
@@ -131,7 +131,7 @@ class Stand:
             self._weights(before)
 
     def _weights(self, weights: dict[str, Any]) -> None:
-        """As a whole: a merge would keep what an inner field had before."""
+        """Replace ``spec.weights`` completely, because a merge would keep the previous inner fields."""
         patch = [{"op": "replace", "path": "/spec/weights", "value": weights}]
         self.kubectl("patch", "sglr", self.name, "--type=json", "-p", json.dumps(patch))
         wanted = self.kubectl.get("sglr", self.name)["metadata"]["generation"]
@@ -143,8 +143,8 @@ class Stand:
         eventually("the coordinator knows the new policy", known, within=20)
 
 
-def whole(stand: Stand) -> None:
-    """All engines serve, whatever the case before left behind: a push brings back those that wait for one."""
+def let_all_serve(stand: StandInRollout) -> None:
+    """Let all engines serve, in whatever state the previous case left them. A push readmits engines that wait for one."""
     eventually("all engines are up", lambda: all(row["boot_id"] for row in stand.members()), within=120)
     stand.calm()
     if document(stand.url)["serving"] == stand.engines and document(stand.url)["committed"]["run"]:
