@@ -1,9 +1,9 @@
-"""Agents of many engines in one process, each on its own port, with gates that exist in memory only.
+"""Run the agents of many engines in one process, each on its own port, with gates that exist only in memory.
 
     python -m bench.agents FOLDER FIRST_PORT ENGINE_URL...
 
-Sixty-four sets of agent and haproxy as processes would measure how this machine switches between them. What is left out is the gate
-(one hop on the way to the agent, and a command on its socket when it moves); what the agents do is what they do in a pod.
+With 64 agents and 64 haproxy processes, the result would measure the machine's process switches. Without gates, each call has one hop
+less, and an agent sends no command when its gate opens or closes. The agents themselves work as in a pod.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sglang_rollout.proxy.address import Address
 
 
 class MemoryGate(Gate):
-    """Obeys at once."""
+    """A gate that opens and closes at once."""
 
     def __init__(self, socket: Path) -> None:
         super().__init__(socket)
         self._open = False
 
     async def view(self) -> GateView:
-        """What it was told last."""
+        """Return the state that was set last."""
         return GateView(pid=1, ready=self._open, up=self._open)
 
     async def set(self, *, is_open: bool) -> GateView:
@@ -37,14 +37,14 @@ class MemoryGate(Gate):
         return await self.view()
 
     async def _tell(self, command: str) -> None:
-        """Labels, limits and cuts concern answers, requests and connections, of which there are none."""
+        """Ignore commands about labels, limits and cuts, because this gate has no connections."""
 
 
 async def main() -> None:
     """Run all agents until SIGTERM ends the process."""
     folder, first, urls = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     logging.basicConfig(level=logging.WARNING)
-    setattr(cli, "Gate", MemoryGate)  # noqa: B010 - what each agent makes
+    setattr(cli, "Gate", MemoryGate)  # noqa: B010 - the class that each agent uses
     token = (folder / "token").read_text()
     agents = [
         cli._run(

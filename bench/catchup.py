@@ -1,9 +1,9 @@
-"""How long a restarted engine waits for its gate: 1, 4 and 50 stand-ins that come back at once and load the newest snapshot from disk.
+"""Measure catch-up: 1, 4 and 50 stand-ins restart at the same time and load the newest snapshot from disk.
 
     python -m bench.catchup [--rounds 5]
 
-Time from the moment at which a stand-in answers again to the moment at which the fleet says that its gate is open. ``catchUp.parallel``
-stays as it is by default. The baseline, in the same run: ``/update_weights_from_disk`` straight to one stand-in.
+Measures the time from a restarted stand-in's first answer until the fleet reports its gate as open, with the default
+``catchUp.parallel``. The baseline of the same run is ``/update_weights_from_disk`` sent directly to one stand-in.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.checkpoints.snapshots import latest_snapshot
 
 GROUPS = ((1, 4), (50,))
-"""Joiners that are measured on one fleet: of whole sets of processes, and with all agents in one process."""
+"""Numbers of joiners that share a fleet: first with all processes of a fleet, then with all agents in one process."""
 WATCH_EVERY = 0.02
 SETTLE_SECONDS = 2.0
-"""Agents hold a connection to their engine by then. A stand-in is back within 50 ms, and might else not be missed."""
+"""Wait before a restart, until agents have a connection to their engine. Otherwise an agent may miss a restart that takes only 50 ms."""
 
 
 def bare_load(url: str, folder: str, rounds: int) -> float:
-    """Milliseconds of SGLang's own call on one engine."""
+    """Return the median milliseconds of SGLang's own call on one engine."""
     times = []
     for _ in range(rounds):
         started = time.monotonic()
@@ -46,21 +46,21 @@ def bare_load(url: str, folder: str, rounds: int) -> float:
 
 
 def restarted(url: str) -> float:
-    """Restart a stand-in; when it answers in another life."""
+    """Restart a stand-in and return the time of its first answer with another boot ID."""
     before = get(f"{url}/stand_in/state")["boot_id"]
     requests.post(f"{url}/stand_in/restart", json={}, timeout=10).raise_for_status()
     times: list[float] = []
 
-    def lives() -> bool:
+    def is_restarted() -> bool:
         times.append(time.monotonic())
         return bool(get(f"{url}/stand_in/state")["boot_id"] != before)
 
-    until(f"{url} is back", lives, every=WATCH_EVERY)
+    until(f"{url} has restarted", is_restarted, every=WATCH_EVERY)
     return times[-1]
 
 
 def restart(fleet: LocalFleet, joiners: int) -> list[float]:
-    """Restart so many engines at once; seconds from ready to open gate of each."""
+    """Restart this number of engines at the same time, and return each engine's seconds from its first answer to its open gate."""
     before = {row["name"]: row["boot_id"] for row in get(f"{fleet.url}/fleet")["members"][:joiners]}
     with ThreadPoolExecutor(joiners) as pool:
         ready = [pool.submit(restarted, url) for url in fleet.engines[:joiners]]
@@ -80,7 +80,7 @@ def restart(fleet: LocalFleet, joiners: int) -> list[float]:
 
 
 def measure(joiners: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
-    """One fleet, with one engine more than ever joins."""
+    """Measure all numbers of joiners on one fleet, which has one engine more than restart."""
     model = environment.model()
     whole = max(joiners) <= max(GROUPS[0])
     rows = []
@@ -117,7 +117,7 @@ def main() -> int:
     facts = machine()
     parallel = CatchUp().parallel
     rows = []
-    print(f"catchUp.parallel {parallel}\n{'joiners':>7} {'bare load':>10} {'median':>8} {'last':>8}   from ready to open gate")
+    print(f"catchUp.parallel {parallel}\n{'joiners':>7} {'bare load':>10} {'median':>8} {'last':>8}   from first answer to open gate")
     for joiners in GROUPS:
         for row in measure(joiners, options.rounds):
             rows.append(row)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: machine facts, results, statistics."""
+"""Shared by the benchmarks: facts about the machine, results, statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def machine() -> dict[str, Any]:
-    """Facts of this machine without which a number says nothing."""
+    """Return the facts about this machine that a result depends on."""
     cpu = next(
         (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
     )
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(name: str, facts: dict[str, Any], result: dict[str, Any]) -> Path:
-    """Write a result beside the facts of the machine that it was measured on."""
+    """Write a result with the facts about the machine, and return its path."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     finished = datetime.now(UTC).isoformat(timespec="seconds")
@@ -44,13 +44,13 @@ def save(name: str, facts: dict[str, Any], result: dict[str, Any]) -> Path:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest-rank percentile."""
+    """Return the nearest-rank percentile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, round(percent / 100 * len(ordered) + 0.5) - 1))]
 
 
 def free_port(*, first: int = 26200, row: int = 1) -> int:
-    """The first of so many free loopback ports in a row, below the ephemeral range."""
+    """Return the first of ``row`` consecutive free loopback ports, below the ephemeral range."""
     while True:
         port = random.randrange(first, first + 700)
         try:
@@ -63,14 +63,14 @@ def free_port(*, first: int = 26200, row: int = 1) -> int:
 
 
 def get(url: str, seconds: float = 5.0) -> dict[str, Any]:
-    """GET a JSON object."""
+    """Send a GET request and return the JSON object of the answer."""
     with _OPENER.open(url, timeout=seconds) as reply:
         value: dict[str, Any] = json.load(reply)
         return value
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Processor time that these processes have used so far."""
+    """Return the processor time that these processes have used so far."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,9 +1,9 @@
-"""Do 200 updates in a row leave anything behind? Memory, open files, sockets, threads and groups of every process of a small fleet.
+"""Measure leaks over 200 updates: memory, open files, sockets, threads and process groups of every process of a small fleet.
 
     python -m bench.endurance [--pushes 200]
 
-Three stand-ins, each its own process, behind ``sglang-rollout local``; the trainer opens a new group for every tenth push. Figures are
-taken after 20 pushes and at the end: what a process needs once is there by then, and what grows has leaked.
+Three stand-ins, each in its own process, run behind ``sglang-rollout local``. The trainer opens a new process group for every tenth push.
+The first figures are taken after 20 pushes, when each process has allocated all that it needs once. Later growth is a leak.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bench.pusher import pusher
 
 ENGINES, FIRST, REOPEN = 3, 20, 10
 SETTLE_SECONDS = 3.0
-"""Connections that were in use by the last push are closed by then."""
+"""Wait before figures are taken, until connections of the last push are closed."""
 Figures = dict[str, dict[str, int]]
 
 
 def figures(pid: int) -> dict[str, int]:
-    """What one process holds."""
+    """Return the memory, open files, sockets and threads of one process."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     kinds = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -39,7 +39,7 @@ def figures(pid: int) -> dict[str, int]:
 
 
 def take(fleet: LocalFleet, trainer: int, engines: list[int]) -> Figures:
-    """All processes; of parts that there are several of, the largest figures. Groups: how many each side knows of."""
+    """Return the figures of all parts; for several processes of one part, the largest. ``groups``: process groups that the part knows."""
     time.sleep(SETTLE_SECONDS)
     parts = {**fleet.parts(), "engine": engines, "trainer": [trainer]}
     found = {}

@@ -1,4 +1,4 @@
-"""Fleets for the benchmarks: real engines or stand-ins, and a whole ``sglang-rollout local`` over them."""
+"""Fleets for the benchmarks: real engines or stand-ins behind a complete ``sglang-rollout local``."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from e2e.engine import environment, start_engine
 
 START_SECONDS = 120.0
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where agents keep their records: in memory, as in a pod."""
+"""Folder of the agents' records: in memory, as in a pod."""
 PARTS = {
-    "coordinator": "sglang_rollout.cli fleet ",
+    "coordinator": "sglang_rollout.cli coordinator ",
     "agent": "sglang_rollout.cli agent ",
     "agents in one process": "bench.agents ",
     "gate": "gate.cfg",
     "front": "front.cfg",
     "smg": "smg::router",
 }
-"""What stands in the command line of each part."""
+"""A part of each part's command line."""
 ENGINE_PARTS = {"engine server": "sglang.launch_server", "engine scheduler": "sglang::scheduler"}
-"""The same for the processes of SGLang; its detokenizer has no part in a push."""
+"""The same for SGLang's processes. Its detokenizer does nothing in a push."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class LocalFleet:
     roots: list[int] = field(default_factory=list)
 
     def parts(self) -> dict[str, list[int]]:
-        """Process ids of the fleet's parts, by name."""
+        """Return the process IDs of the fleet's parts, by name."""
         return _marked(self.roots, PARTS)
 
 
 def engine_parts() -> dict[str, list[int]]:
-    """Return the process ids of the real engines that this process has started, by name."""
+    """Return the process IDs of the real engines that this process has started, by name."""
     return _marked([os.getpid()], ENGINE_PARTS)
 
 
@@ -68,7 +68,7 @@ def real_engines(
 
 @contextmanager
 def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0) -> Iterator[list[str]]:
-    """Stand-in engines of one process; their URLs."""
+    """Run stand-in engines in one process, and yield their URLs."""
     first = free_port(first=27200, row=number)
     options = ["--port", str(first), "--engines", str(number), "--token-ms", str(token_ms)]
     options += ["--model", str(model)] if model is not None else []
@@ -81,8 +81,10 @@ def stand_ins(number: int, *, model: Path | None = None, token_ms: float = 0.0) 
 
 @contextmanager
 def local_fleet(urls: list[str], *, weights: Mapping[str, Any] | None = None, fresh: bool = True) -> Iterator[LocalFleet]:
-    """``sglang-rollout local`` over engines that run; all of them serve when the block begins. Not ``fresh``: they hold what another fleet
-    pushed, so they can take weights then, and serve after that."""
+    """Run ``sglang-rollout local`` over running engines. All engines serve when the block begins.
+
+    Without ``fresh``, the engines hold weights of another fleet. They then take a push when the block begins, and serve after it.
+    """
     with TemporaryDirectory(prefix="rollout-bench-", dir=MEMORY) as name:
         folder, address = Path(name), f"127.0.0.1:{free_port()}"
         wanted = [part for url in urls for part in ("--engine", url)]
@@ -102,8 +104,10 @@ def local_fleet(urls: list[str], *, weights: Mapping[str, Any] | None = None, fr
 
 @contextmanager
 def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = None) -> Iterator[LocalFleet]:
-    """A coordinator, and the agents of all engines in ONE process: no gates, no front, no smg. For more engines than this machine has
-    room for whole sets of processes."""
+    """Run a coordinator and the agents of all engines in one process, without gates, front and smg.
+
+    For more engines than this machine can run complete sets of processes for.
+    """
     with TemporaryDirectory(prefix="rollout-bench-", dir=MEMORY) as name, ExitStack() as stack:
         folder, listen, port = Path(name), f"127.0.0.1:{free_port()}", free_port(first=28200, row=len(urls))
         (folder / "token").write_text("bench")
@@ -135,7 +139,7 @@ def bare_coordinator(urls: list[str], *, weights: Mapping[str, Any] | None = Non
 
 
 def engine_python(module: str, *options: str, **popen: Any) -> subprocess.Popen[Any]:
-    """Start one of our modules with the engines' Python, which has torch."""
+    """Start one of our modules with the engine environment's Python, which has torch."""
     variables = environment.environment_variables()
     variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "operator"), str(REPOSITORY), variables["PYTHONPATH"]])
     return start_child([str(environment.python(make=False)), "-m", module, *options], env=variables, cwd=REPOSITORY, **popen)
@@ -143,7 +147,7 @@ def engine_python(module: str, *options: str, **popen: Any) -> subprocess.Popen[
 
 @contextmanager
 def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
-    """End the process with the block."""
+    """End the process when the block ends."""
     try:
         yield process
     finally:
@@ -156,7 +160,7 @@ def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
 
 
 def until(what: str, check: Any, within: float = START_SECONDS, every: float = 0.1) -> None:
-    """Wait for something; an address that nobody listens at yet counts as no."""
+    """Wait for a condition. A refused connection counts as False."""
     end = time.monotonic() + within
     while time.monotonic() < end:
         try:
@@ -175,7 +179,7 @@ def until_serving(fleet: LocalFleet, within: float = START_SECONDS) -> None:
 
 
 def _marked(roots: Sequence[int], marks: Mapping[str, str]) -> dict[str, list[int]]:
-    """Return the process ids below ``roots`` by the mark in their command lines."""
+    """Return the process IDs below ``roots``, by the mark in their command lines."""
     found: dict[str, list[int]] = {name: [] for name in marks}
     for pid, words in _below(roots).items():
         for name, mark in marks.items():
@@ -185,7 +189,7 @@ def _marked(roots: Sequence[int], marks: Mapping[str, str]) -> dict[str, list[in
 
 
 def _below(roots: Sequence[int]) -> dict[int, str]:
-    """Command lines of these processes and all below them."""
+    """Return the command lines of these processes and of all their descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         try:

@@ -1,9 +1,9 @@
-"""What becomes of requests that are under way when weights are pushed: real engines, ``weights.pauseMode`` retract, streamed answers.
+"""Check requests that are in flight when weights are pushed: real engines, ``weights.pauseMode: Retract``, streamed answers.
 
     python -m bench.inflight [--pushes 5]
 
-Clients stream long answers through the fleet's URL without pause while a trainer pushes. Counted are the requests that had begun before a
-push and had not ended when it began. Each must end with all of its tokens.
+Clients stream long answers from the fleet's URL all the time while a trainer pushes. Requests in flight at the begin of a push are
+counted. Each must end with all of its tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.pusher import Pusher, pusher
 from e2e.engine import environment
 
 CLIENTS, TOKENS, BETWEEN = 12, 400, 3.0
-"""With so many clients on two cores an answer takes a few seconds, longer than a push."""
+"""With this number of clients on two cores, an answer takes a few seconds, which is longer than a push."""
 
 
 @dataclass
@@ -41,12 +41,12 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """It has all of its tokens."""
+        """True if the answer has all of its tokens."""
         return not self.error and self.tokens == TOKENS
 
 
 async def stream(session: aiohttp.ClientSession, url: str, number: int) -> Answer:
-    """One request, to its end or its failure."""
+    """Send one request and read its answer to the end, or to its failure."""
     answer, last, meta = Answer(time.monotonic()), 0.0, dict[str, Any]()
     params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": [10 + number % 1900, 20, 30], "sampling_params": params, "stream": True}
@@ -66,7 +66,7 @@ async def stream(session: aiohttp.ClientSession, url: str, number: int) -> Answe
 
 
 async def run(url: str, trainer: Pusher, pushes: int) -> tuple[list[Answer], list[tuple[float, float]]]:
-    """Clients and pushes side by side; returns all answers, and when each push began and ended."""
+    """Run clients and pushes in parallel, and return all answers and the begin and end of each push."""
     answers: list[Answer] = []
     spans: list[tuple[float, float]] = []
     numbers, stop = itertools.count(), asyncio.Event()
@@ -88,7 +88,7 @@ async def run(url: str, trainer: Pusher, pushes: int) -> tuple[list[Answer], lis
 
 
 def summary(answers: list[Answer], spans: list[tuple[float, float]]) -> dict[str, Any]:
-    """What became of the requests that were under way when a push began, and of all others."""
+    """Return the outcomes of the requests in flight when a push began, and of all others."""
     caught = [answer for answer in answers if any(answer.began < began < answer.ended for began, _ in spans)]
     return {
         "pushes": len(spans),
@@ -104,14 +104,14 @@ def summary(answers: list[Answer], spans: list[tuple[float, float]]) -> dict[str
 
 
 def main() -> int:
-    """Measure, print, write the result. Exit code 1 when a request failed: that is a defect, not a figure."""
+    """Measure, print and write the result. Returns 1 if a request failed, because that is a defect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pushes", type=int, default=5)
     options = parser.parse_args()
     facts = machine()
     model = environment.model()
     with real_engines(2, model=model) as engines, local_fleet(engines) as fleet, pusher(fleet.url, "--model", str(model)) as trainer:
-        trainer.push()  # opens the group, and is not counted
+        trainer.push()  # opens the process group, and is not counted
         found = summary(*asyncio.run(run(fleet.url, trainer, options.pushes)))
     for key, value in found.items():
         print(f"{key:<26} {value}")

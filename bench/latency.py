@@ -1,9 +1,10 @@
-"""What the fleet's URL adds to a request: front, smg and gate against the engine directly, in one run.
+"""Measure the latency that front, smg and gate add to a request.
 
     python -m bench.latency [--seconds 6]
 
-One-token requests, and the first event of a streamed one, at 1, 16 and 256 at a time, against one engine. Blocks of both ways take
-turns, so that both see the same machine. Printed: p50 and p99 of both ways and their ratios.
+Sends one-token requests, and streamed requests until their first event, with 1, 16 and 256 at a time, to one engine directly and
+through the fleet's URL. Blocks of both ways alternate, so that the machine's load affects both. Prints p50 and p99 of both ways and their
+ratios.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ Request = Callable[[aiohttp.ClientSession, str, int], Awaitable[float]]
 
 
 def body(number: int, *, stream: bool) -> dict[str, Any]:
-    """A short prompt, another one each time: the prefix cache helps neither way."""
+    """Return a request with a short prompt that differs each time, so that the prefix cache helps neither way."""
     ids = [10 + number % 1900, 11 + number // 1900 % 1900, 20, 30]
     params = {"max_new_tokens": 4 if stream else 1, "temperature": 0, "ignore_eos": True}
     return {"input_ids": ids, "sampling_params": params, "stream": stream}
 
 
 async def one_token(session: aiohttp.ClientSession, url: str, number: int) -> float:
-    """Seconds until the whole reply of a one-token request is here."""
+    """Return the seconds until the complete answer of a one-token request."""
     started = time.monotonic()
     async with session.post(f"{url}/generate", json=body(number, stream=False)) as reply:
         reply.raise_for_status()
@@ -42,7 +43,7 @@ async def one_token(session: aiohttp.ClientSession, url: str, number: int) -> fl
 
 
 async def first_event(session: aiohttp.ClientSession, url: str, number: int) -> float:
-    """Seconds until the first token of a streamed request is here."""
+    """Return the seconds until the first token of a streamed request."""
     started = time.monotonic()
     async with session.post(f"{url}/generate", json=body(number, stream=True)) as reply:
         reply.raise_for_status()
@@ -53,10 +54,10 @@ async def first_event(session: aiohttp.ClientSession, url: str, number: int) -> 
 
 
 async def block(url: str, request: Request, concurrent: int, seconds: float) -> list[float]:
-    """As many requests as fit into ``seconds``, ``concurrent`` at a time.
+    """Send requests for ``seconds``, ``concurrent`` at a time, and return the seconds of each.
 
-    Each block has its own connections: the engine closes those that idle through the other way's block. Requests that began while
-    they were being opened are not counted.
+    Each block has its own connections, because the engine closes connections that idle during the other way's block. Requests that
+    began while connections were opened are not counted.
     """
     warm = time.monotonic() + WARM_SECONDS
     end = warm + seconds
@@ -76,7 +77,7 @@ async def block(url: str, request: Request, concurrent: int, seconds: float) -> 
 
 
 async def compare(direct: str, fleet: str, request: Request, concurrent: int, seconds: float) -> dict[str, Any]:
-    """Both ways in turns; milliseconds and ratios."""
+    """Measure both ways in turns, and return milliseconds and ratios."""
     times: dict[str, list[float]] = {"direct": [], "fleet": []}
     for _ in range(BLOCKS):
         times["direct"] += await block(direct, request, concurrent, seconds / BLOCKS)

@@ -1,8 +1,8 @@
-"""Measure the operator's thinking time per reconcile: run it with ``python -m bench.plans``.
+"""Measure the operator's CPU time per reconcile: ``python -m bench.plans``.
 
 Renders, plans and reports fleets of 10, 100 and 1,000 engines of one pod, and of 100 engines of 8 pods, in which every engine serves.
-Then fleets of 10, 100 and 1,000 engines of which none has a node, and half are surplus engines (``spec.elastic``).
-Nothing is asked of an API server. Prints each time, and the ratio to the fleet of a tenth of the size: about 10 is linear.
+Then fleets of 10, 100 and 1,000 engines without nodes, of which half are surplus engines (``spec.elastic``).
+Calls no API server. Prints each time, and the ratio to the fleet of a tenth of the size; about 10 is linear.
 Writes ``bench/results/plans.json``.
 """
 
@@ -73,7 +73,7 @@ def observe_fleet(engines: int, pods: int, *, serving: bool) -> FleetView:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Return the least CPU time of several runs without garbage collection, so that other processes and old objects do not count."""
+    """Return the smallest CPU time of several runs without garbage collection, so that other processes and old objects do not count."""
     durations = []
     for _ in range(REPEATS):
         gc.collect()
@@ -90,7 +90,7 @@ def measure(engines: int, pods: int, *, serving: bool) -> dict[str, float]:
     fleet = observe_fleet(engines, pods, serving=serving)
     rollout = fleet.rollout
     if rollout is None or make_plan(fleet, SETTINGS).actions:
-        raise SystemExit("the fleet of this benchmark has steps to take: it measures something else")
+        raise SystemExit("the plan of this benchmark's fleet is not empty, so the benchmark would measure something else")
     return {
         "engines": engines,
         "serving": engines if serving else 0,
@@ -102,7 +102,7 @@ def measure(engines: int, pods: int, *, serving: bool) -> dict[str, float]:
 
 
 def forget(fleet: FleetView) -> FleetView:
-    """Return the same view without what an earlier step has computed."""
+    """Return the same view without the values that an earlier step has cached."""
     return replace(fleet, pods={name: Pod(pod.raw) for name, pod in fleet.pods.items()})
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "plans.json")
     options = parser.parse_args()
     found: dict[tuple[int, int, bool], dict[str, float]] = {}
-    print(f"CPU time, least of {REPEATS}; in brackets: times the fleet of a tenth of the size")
+    print(f"CPU time, smallest of {REPEATS}; in brackets: ratio to the fleet of a tenth of the size")
     for engines, pods, serving in FLEETS:
         row = found[engines, pods, serving] = measure(engines, pods, serving=serving)
         smaller = found.get((engines // 10, pods, serving))

@@ -1,19 +1,18 @@
-"""A weight push through the fleet's URL against SGLang's own calls and the bare broadcast of the same bytes, in pairs.
+"""Compare a weight push through the fleet's URL with SGLang's own calls and with a bare broadcast of the same bytes.
 
     python -m bench.push [--rounds 20] [--only 2-real-197MB ...] [--paused-sleep]
 
 A round pushes each way once, in an order that alternates, so that a busy machine slows all ways alike. Baselines: *gloo* is one broadcast
-of the same bytes to as many ranks that do nothing else; *direct* is SGLang's own control API on each engine (pause, begin, buckets, end,
-continue) in parallel threads. *fleet* is ``Fleet.push`` from call to return, which also proves what every engine holds, records the version
-and opens the gates.
+of the same bytes to the same number of ranks; *direct* is SGLang's own control API on each engine (pause, begin, buckets, end, continue)
+in parallel threads. *fleet* is ``Fleet.push`` from call to return, which also compares checksums, records the version and opens the gates.
 
 - *fleet/direct* is the ratio within a round: median and quartiles;
-- *over gloo* is what everything but the broadcast costs: fleet minus gloo, in milliseconds;
+- *over gloo* is the time of everything but the broadcast: fleet minus gloo, in milliseconds;
 - *paused* is the time from the first engine's pause to the last one's resume, by the coordinator's clock;
-- *calls* compares each control call: direct; the slowest engine's answer to its agent; the coordinator's whole fan-out;
-- ``--paused-sleep`` measures the real engines with a correction of SGLang: its paused schedulers poll on a whole core each otherwise, and
-  where engines, fleet and trainer share two cores that costs every process time;
-- *waited* is how long the threads of a part were ready to run and had no processor, beside the processor time that they used (*cpu*).
+- *calls* compares each control call: direct; the slowest engine's answer to its agent; the coordinator's complete fan-out;
+- ``--paused-sleep`` measures real engines with a patch of SGLang. Without the patch, each paused scheduler polls on a complete core, which
+  slows all processes if engines, fleet and trainer share two cores;
+- *cpu* is the processor time of a part's threads, *waited* the time in which they were ready to run and had no processor.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ BLOCKS = 2
 VERIFY_ROUNDS = 9
 """Pushes of each block that compares ``weights.verify`` Always with Off."""
 ROUNDS_SECONDS = 200.0
-"""Most seconds of a case's rounds: with the start of four engines a case ends within six minutes."""
+"""Maximum seconds of a case's rounds. With the start of four engines, a case ends within six minutes."""
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -51,17 +50,17 @@ class Case:
     real: bool = True
     large: bool = False
     one_process: bool = False
-    """Agents in one process and neither gates nor front: more whole sets than this do not fit."""
+    """True to run all agents in one process, without gates and front, because the machine has no room for more complete sets."""
     verified: bool = False
-    """Also measured with weights.verify Always and Off, on fleets of their own over the same engines."""
+    """True to measure also weights.verify Always and Off, on other fleets over the same engines."""
     bucket_mib: int = 256
-    """Most bytes of a bucket, so how many buckets a push has: the trainer fills one while the one before is on its way."""
+    """Maximum size of a bucket in MiB. The trainer fills a bucket while the previous bucket is being sent."""
     paused_sleep: bool = False
-    """Paused schedulers of the real engines sleep, by a correction of SGLang."""
+    """True to patch SGLang, so that paused schedulers sleep."""
     most_ms: float | None = None
-    """Aim for fleet minus gloo."""
+    """Maximum of fleet minus gloo, in milliseconds."""
     most_ratio: float | None = None
-    """Aim for fleet over direct, the median of the rounds' ratios."""
+    """Maximum of fleet divided by direct, as the median of the rounds' ratios."""
 
 
 CASES = (
@@ -90,7 +89,7 @@ def work(fleet: LocalFleet, options: Sequence[str]) -> Rows:
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """Start a case's fleet and push to it each way in turns."""
+    """Start a case's fleet and push each way in turns."""
     model = environment.model(*LARGE) if case.large else environment.model() if case.real else None
     options = ["--bucket-mib", str(case.bucket_mib), *(["--model", str(model)] if model else [])]
     with ExitStack() as stack:
@@ -104,7 +103,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def verification(engines: list[str], options: Sequence[str]) -> dict[str, Any]:
-    """What comparing checksums costs: pushes with ``weights.verify`` Off and Always, in blocks that take turns."""
+    """Measure pushes with ``weights.verify`` Off and Always, in alternating blocks."""
     times: dict[str, list[float]] = {"Off": [], "Always": []}
     for verify in ("Off", "Always") * BLOCKS:
         with local_fleet(engines, weights={"verify": verify}, fresh=False) as fleet:
@@ -114,7 +113,7 @@ def verification(engines: list[str], options: Sequence[str]) -> dict[str, Any]:
 
 
 def summary(case: Case, rows: Rows) -> dict[str, Any]:
-    """Return medians, quartiles, and whether the aims are met."""
+    """Return medians, quartiles, and whether a maximum is exceeded."""
     whole = {way: {row["round"]: row["whole"] for row in found} for way, found in rows.items()}
     middle = {way: median(times.values()) for way, times in whole.items()}
     ratios = [time / whole["direct"][number] for number, time in whole["fleet"].items() if number in whole["direct"]]
@@ -131,7 +130,7 @@ def summary(case: Case, rows: Rows) -> dict[str, Any]:
 
 
 def time_by_part(rows: Rows) -> dict[str, Any]:
-    """Return where the time goes, each figure a median by itself: steps and phases, calls, processor time and waiting of each part."""
+    """Return the medians of the times of steps, phases and calls, and of each part's processor time and waiting."""
     fleet, direct = rows["fleet"], rows["direct"]
     calls = {
         "direct": medians([row["calls"] for row in direct]),
@@ -148,7 +147,7 @@ def time_by_part(rows: Rows) -> dict[str, Any]:
 
 
 def medians(tables: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each name's values; a table without the name counts as 0."""
+    """Return the median of each name's values. A missing name counts as 0."""
     names = {name: None for table in tables for name in table}
     return {name: round(median(table.get(name, 0.0) for table in tables), 1) for name in names}
 
@@ -188,11 +187,11 @@ def listed(table: dict[str, float]) -> str:
 
 
 def main() -> int:
-    """Measure, print, write the result. Exit code 0 also above an aim: a benchmark measures, it does not judge."""
+    """Measure, print and write the result. Returns 0 also if a maximum is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="pushes each way; fewer if they take too long")
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="only these; the file keeps the others")
-    parser.add_argument("--paused-sleep", action="store_true", help="real engines whose paused schedulers sleep; results of their own")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="measure only these; the file keeps the others")
+    parser.add_argument("--paused-sleep", action="store_true", help="patch real engines so that paused schedulers sleep")
     options = parser.parse_args()
     facts = machine()
     for case in choose_cases(options.only, paused_sleep=options.paused_sleep):
@@ -205,7 +204,7 @@ def main() -> int:
 
 
 def choose_cases(only: Sequence[str] | None, *, paused_sleep: bool) -> list[Case]:
-    """Return the cases of these names, or all; with ``paused_sleep`` those of real engines, under names of their own."""
+    """Return the cases of these names, or all. With ``paused_sleep``, return those of real engines with other names."""
     cases = [case for case in CASES if only is None or case.name in only]
     if not paused_sleep:
         return cases
@@ -213,7 +212,7 @@ def choose_cases(only: Sequence[str] | None, *, paused_sleep: bool) -> list[Case
 
 
 def saved() -> list[dict[str, Any]]:
-    """The cases that were measured before."""
+    """Return the cases of the result file."""
     path = RESULTS / "push.json"
     return list(json.loads(path.read_text()).get("cases", [])) if path.exists() else []
 

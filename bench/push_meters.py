@@ -1,6 +1,6 @@
-"""What bench.push reads before and after a push: processor time and waiting of processes, and the seconds of each control call.
+"""Meters of bench.push: processor time and waiting of processes, and the times of control calls.
 
-Called by bench.push_worker around a push, never during one.
+bench.push_worker reads them before and after a push, never during it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_rollout.wire.ports import AGENT_ACK, AGENT_METRICS, AGENT_RUN, AGENT
 
 Milliseconds = dict[str, float]
 NAMES = {AGENT_ACK: "acknowledge", AGENT_RUN: "run", AGENT_SYNC: "sync"}
-"""Calls that only agents know, by path."""
+"""Names of the agents' own calls, by path."""
 COORDINATOR = "sglang_rollout_coordinator_fan_out_seconds_sum"
 AGENT = "sglang_rollout_agent_control_seconds_sum"
 
@@ -30,19 +30,19 @@ class Processes:
         self._parts = parts
 
     def read(self) -> dict[str, tuple[float, float]]:
-        """Return milliseconds on a processor and milliseconds of waiting for one, by part, since the processes began."""
+        """Return the milliseconds on a processor and of waiting for one, by part, since the processes started."""
         return {name: _sum([_schedstat(pid) for pid in pids]) for name, pids in self._parts.items()}
 
 
 class Calls:
-    """The fleet's own histograms of its control calls."""
+    """The fleet's histograms of its control calls."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._agents = [member["url"] for member in get(f"{url}/fleet")["members"]]
 
     def read(self) -> dict[str, Milliseconds]:
-        """Return milliseconds by call since the fleet began: of the coordinator's fan-outs, and of each engine's answers."""
+        """Return the milliseconds by call since the fleet started: of the coordinator's fan-outs, and of each engine's answers."""
         found = {"fan_out": _seconds(self._url + FLEET_METRICS, COORDINATOR)}
         return found | {url: _seconds(url + AGENT_METRICS, AGENT) for url in self._agents}
 
@@ -81,7 +81,7 @@ def _seconds(url: str, metric: str) -> Milliseconds:
 
 
 def _schedstat(pid: int) -> tuple[float, float]:
-    """Of all threads that the process has now; a thread that has ended is missed."""
+    """Return the run time and the waiting of all current threads of a process. Ended threads do not count."""
     rows: list[tuple[float, float]] = []
     for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:
@@ -97,18 +97,18 @@ def _sum(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Meters:
-    """All meters of one push. The calls are read first and last, because reading them costs the fleet processor time."""
+    """All meters of one push. Calls are read first and last, because reading them uses the fleet's processor time."""
 
     def __init__(self, processes: Processes, calls: Calls | None) -> None:
         self._processes, self._calls = processes, calls
         self._before: tuple[dict[str, Milliseconds], float, dict[str, tuple[float, float]]] = ({}, 0.0, {})
 
     def start(self) -> None:
-        """Read everything before a push."""
+        """Read all meters before a push."""
         self._before = (self._calls.read() if self._calls is not None else {}, stolen(), self._processes.read())
 
     def stop(self) -> dict[str, Any]:
-        """Return what the push used."""
+        """Return the differences since ``start``."""
         calls, taken, processes = self._before
         found: dict[str, Any] = {**processor_use(processes, self._processes.read()), "stolen": round(stolen() - taken, 1)}
         return found if self._calls is None else {**found, "calls": call_times(calls, self._calls.read())}

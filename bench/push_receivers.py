@@ -1,4 +1,4 @@
-"""The peers of a bare gloo broadcast: so many ranks as threads of this process, and nothing of SGLang or of the fleet.
+"""The peers of a bare gloo broadcast: ranks as threads of this process, without SGLang and fleet.
 
 python -m bench.push_receivers PORT GROUP WORLD_SIZE BYTES
 """
@@ -15,7 +15,7 @@ from sglang_rollout.testing.process_groups import Rank
 
 
 def receive(rank: Rank, nbytes: int) -> None:
-    """Join, and take part in broadcasts, each with a barrier behind it, until the process is killed."""
+    """Join, and take part in broadcasts, each followed by a barrier, until the process is killed."""
     rank.join()
     group, buffer = rank._process_group, torch.empty(nbytes, dtype=torch.uint8)
     options = dist.BroadcastOptions()
@@ -26,7 +26,7 @@ def receive(rank: Rank, nbytes: int) -> None:
 
 
 def main() -> None:
-    """Run all ranks but the first."""
+    """Run all ranks except the first."""
     port, group, world_size, nbytes = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
     torch.set_num_threads(1)
     ranks = [Rank(host="127.0.0.1", port=port, group=group, rank=rank, world_size=world_size) for rank in range(1, world_size)]

@@ -1,6 +1,6 @@
-"""The half of bench.push that needs torch: pushes the same tensors each way in turns and prints the times, a line of JSON per push.
+"""The part of bench.push that needs torch: push the same tensors each way in turns, and print a line of JSON with the times of each push.
 
-Ways: *gloo*, one broadcast to as many ranks that do nothing else; *direct*, SGLang's own API on each engine; *fleet*, ``Fleet.push``.
+Ways: *gloo*, one broadcast to the same number of ranks; *direct*, SGLang's own API on each engine; *fleet*, ``Fleet.push``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Push = Callable[[], Row]
 
 
 class Gloo:
-    """One buffer to all ranks, and nothing else: the least that a push can take."""
+    """Broadcasts one buffer to all ranks, which is the minimum of a push."""
 
     def __init__(self, ranks: int, nbytes: int) -> None:
         meeting = Rendezvous(host="127.0.0.1", world_size=1 + ranks, backend="gloo", device=None, deadline=Deadline(SECONDS))
@@ -46,7 +46,7 @@ class Gloo:
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
 
     def push(self) -> Row:
-        """One broadcast, until the last rank has it; milliseconds."""
+        """Broadcast until the last rank has the buffer, and return the milliseconds."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         started = time.monotonic()
@@ -61,7 +61,7 @@ class Gloo:
 
 
 class Direct:
-    """SGLang's own API on every engine, nothing between."""
+    """Pushes with SGLang's own API on every engine."""
 
     def __init__(self, engines: list[str], tensors: dict[str, torch.Tensor], bucket_bytes: int) -> None:
         self._engines, self._tensors, self._bucket_bytes = engines, tensors, bucket_bytes
@@ -106,7 +106,7 @@ class Direct:
         return {"whole": (done - started) * 1000, "steps": {name: seconds * 1000 for name, seconds in steps.items()}, "calls": calls}
 
     def close(self) -> None:
-        """Close the group everywhere."""
+        """Close the process group on all engines and here."""
         self._all("/destroy_weights_update_group", {"group_name": self._group.name})
         self._group.close()
 
@@ -123,7 +123,7 @@ class Direct:
 
 
 class Through:
-    """``Fleet.push`` through the fleet's URL."""
+    """Pushes with ``Fleet.push`` through the fleet's URL."""
 
     def __init__(self, url: str, tensors: dict[str, torch.Tensor], bucket_bytes: int) -> None:
         self._tensors, self._bucket_bytes = tensors, bucket_bytes
@@ -132,7 +132,7 @@ class Through:
         self._version = 0
 
     def push(self) -> Row:
-        """One push; milliseconds by the client's clock and by the coordinator's."""
+        """Push once, and return the milliseconds by the client's and by the coordinator's clock."""
         self._version += 1
         started = time.monotonic()
         result = self._fleet.push(self._tensors, version=self._version, bucket_bytes=self._bucket_bytes)
@@ -143,12 +143,12 @@ class Through:
         return {**row, "steps": result.phases, "coordinator": phases}
 
     def close(self) -> None:
-        """Close the group."""
+        """Close the process group."""
         self._fleet.close()
 
 
 def load(model: Path | None) -> dict[str, torch.Tensor]:
-    """The model's tensors; of none, those of a stand-in."""
+    """Return the model's tensors, or those of a stand-in."""
     if model is not None:
         return dict(load_file(model / "model.safetensors"))
     with StandIn() as stand_in:
@@ -156,7 +156,7 @@ def load(model: Path | None) -> dict[str, torch.Tensor]:
 
 
 def take_turns(ways: dict[str, Push], rounds: int, seconds: float) -> Iterator[tuple[int, str, Push]]:
-    """Yield round, name and way: all ways in each round, in an order that alternates.
+    """Yield round, name and way: all ways in each round, in an alternating order.
 
     Round 0 warms up. Stops after the round that passes ``seconds``.
     """
@@ -171,16 +171,16 @@ def take_turns(ways: dict[str, Push], rounds: int, seconds: float) -> Iterator[t
 
 
 def main() -> None:
-    """Push each way in turns, so that all ways see the same machine, and print a row for each push but those of round 0."""
+    """Push each way in turns, so that the machine's load affects all ways, and print a row for each push except those of round 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     parser.add_argument("--engines", nargs="+", required=True)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--seconds", type=float, default=600.0, help="begin no round after this")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no round after this time")
     parser.add_argument("--bucket-mib", type=int, required=True)
     parser.add_argument("--ways", nargs="+", default=["gloo", "direct", "fleet"])
-    parser.add_argument("--parts", type=json.loads, default={}, help="process ids by name, whose processor time is measured")
+    parser.add_argument("--parts", type=json.loads, default={}, help="process IDs by name, whose processor time is measured")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tensors, bucket_bytes = load(options.model), options.bucket_mib << 20

@@ -1,8 +1,8 @@
-"""A trainer on command, in a process of its own because it needs torch: reads a number per line, pushes so many times, and says when.
+"""A trainer in its own process, because it needs torch. It reads a number from each line, and pushes this number of times.
 
     python -m bench.pusher URL [--model FOLDER] [--reopen 10] [--snapshots FOLDER]
 
-The answer to a line is a line of JSON, ``[[began, ended], …]`` by the machine's monotonic clock. Every push has other values.
+The answer to a line is a line of JSON, ``[[began, ended], …]`` by the machine's monotonic clock. Each push has other values.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from bench.fleets import engine_python
 
 
 class Pusher:
-    """The trainer, as the benchmark that commands it sees it."""
+    """The benchmark's handle on the trainer process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.pid = process.pid
 
     def push(self, times: int = 1) -> list[tuple[float, float]]:
-        """Push so many times; when each push began and ended. Blocks."""
+        """Push this number of times, wait, and return when each push began and ended."""
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the pusher has no pipes")
         print(times, file=self._process.stdin, flush=True)
@@ -40,7 +40,7 @@ class Pusher:
 
 @contextmanager
 def pusher(url: str, *options: str) -> Iterator[Pusher]:
-    """A trainer that is connected and has not pushed yet."""
+    """Run a trainer that is connected to the fleet."""
     process = engine_python("bench.pusher", url, *options, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     try:
         yield Pusher(process)
@@ -59,8 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--reopen", type=int, default=0, help="open a new group for each so many-th push; 0: only when it has to be")
-    parser.add_argument("--snapshots", type=Path, help="write every push to disk, and wait until it is there")
+    parser.add_argument("--reopen", type=int, default=0, help="open a new process group after this number of pushes; 0: only if necessary")
+    parser.add_argument("--snapshots", type=Path, help="write a snapshot of every push, and wait until it is complete")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tensors, versions = load(options.model), itertools.count(1)

@@ -1,12 +1,12 @@
-"""How much the operator asks of the API server, and how fast it is: run it with ``python -m bench.reconcile``.
+"""Measure the operator's speed and its load on the API server: ``python -m bench.reconcile``.
 
-Starts a control plane of its own (etcd, kube-apiserver, kube-controller-manager; no nodes), then measures
+Starts its own control plane (etcd, kube-apiserver, kube-controller-manager; no nodes), then measures
 
-* how long after ``apply`` of an SGLangRollout all of its child objects are there (p50, p99),
-* how many writes reach the API server in 60 s while 20 rollouts are steady: counted at the server, not by the operator,
-* how long after a child was deleted it is back, and how long a burst of 20 rollouts takes.
+* the time from ``apply`` of an SGLangRollout until all of its child objects exist (p50, p99),
+* the writes that reach the API server in 60 s while 20 rollouts do not change, counted by the server,
+* the time until a deleted child is recreated, and the time of a burst of 20 rollouts.
 
-Prints a table and writes ``bench/results/reconcile.json`` with the facts of the machine.
+Prints a table and writes ``bench/results/reconcile.json`` with the facts about the machine.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 NAMESPACE = "bench"
 ENGINES = 2
-# What the operator may write; the rest is the business of Kubernetes' own controllers (leases, endpoints).
+# The kinds that the operator may write. Kubernetes' own controllers write other kinds (leases, endpoints).
 OURS = {kind.plural for kind in CHILDREN} | {"pods", "sglangrollouts", "events"}
 WRITES = {"POST", "PUT", "PATCH", "APPLY", "DELETE", "DELETECOLLECTION"}
 DEADLINE = 60.0
-# Children beside the engines: two accounts, Role and binding, Secret, two ConfigMaps, two Services, the router.
+# Children besides the engines: two accounts, Role and binding, Secret, two ConfigMaps, two Services, the router.
 SHARED = 10
-# Between two rollouts, so that the pods of the last one are made before the next one is measured.
+# Seconds between two rollouts, so that the pods of a rollout exist before the next rollout is measured.
 PAUSE = 1.5
 
 
 def rollout(name: str) -> Object:
-    """A small rollout of two engines."""
+    """Return a small rollout of two engines."""
     spec = {"replicas": ENGINES, "model": {"path": "tiny"}, "engine": {"image": "none:1", "gpuResource": ""}}
     metadata = {"name": name, "namespace": NAMESPACE}
     return {"apiVersion": ROLLOUTS.api_version, "kind": ROLLOUTS.kind, "metadata": metadata, "spec": spec}
@@ -58,7 +58,7 @@ def rollout(name: str) -> Object:
 
 @contextmanager
 def operator(plane: ControlPlane, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The operator as its own process, watching all namespaces."""
+    """Run the operator as a process that watches all namespaces."""
     command = [sys.executable, "-m", "sglang_rollout.cli", "operator", "--metrics-port=0", "--health-port=0"]
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=plane.environment, stdout=out, stderr=out)
@@ -70,7 +70,7 @@ def operator(plane: ControlPlane, log: Path) -> Iterator[subprocess.Popen[bytes]
 
 
 def write_counts(plane: ControlPlane) -> dict[str, int]:
-    """Write requests that the API server has served so far, by resource."""
+    """Return the write requests that the API server has served so far, by resource."""
     counts: dict[str, int] = {}
     for line in plane.kubectl("get", "--raw", "/metrics").stdout.splitlines():
         if line.startswith("apiserver_request_total{"):
@@ -81,12 +81,12 @@ def write_counts(plane: ControlPlane) -> dict[str, int]:
 
 
 async def created_seconds(kube: Kube, name: str) -> float:
-    """Apply one rollout; seconds until all its children are there."""
+    """Create one rollout, and return the seconds until all its children exist."""
     labels: dict[str, str | None] = {names.LABEL_ROLLOUT: name}
     began = time.monotonic()
     await kube.create(rollout(name))
     while time.monotonic() - began < DEADLINE:
-        # StatefulSets come last: asking only for them keeps what we measure undisturbed.
+        # StatefulSets are created last. Listing only them disturbs the measurement least.
         if len((await kube.list(STATEFULSETS, NAMESPACE, labels=labels)).items) == ENGINES:
             took = time.monotonic() - began
             listings = [await kube.list(kind, NAMESPACE, labels=labels) for kind in CHILDREN]
@@ -97,7 +97,7 @@ async def created_seconds(kube: Kube, name: str) -> float:
 
 
 async def burst_seconds(kube: Kube, count: int) -> float:
-    """Apply many rollouts at once; seconds until the last one has all its children."""
+    """Create many rollouts at the same time, and return the seconds until the last one has all its children."""
     began = time.monotonic()
     await asyncio.gather(*(kube.create(rollout(f"burst-{index}")) for index in range(count)))
     while time.monotonic() - began < DEADLINE:
@@ -110,7 +110,7 @@ async def burst_seconds(kube: Kube, count: int) -> float:
 
 
 async def healed_seconds(kube: Kube, name: str) -> float:
-    """Delete one Service; seconds until it is back."""
+    """Delete one Service, and return the seconds until it is recreated."""
     service = names.router_name(name)
     began = time.monotonic()
     await kube.delete(SERVICES, NAMESPACE, service)
@@ -121,17 +121,17 @@ async def healed_seconds(kube: Kube, name: str) -> float:
             await asyncio.sleep(0.01)
         else:
             return time.monotonic() - began
-    raise SystemExit(f"{service}: not back after {DEADLINE} s")
+    raise SystemExit(f"{service}: not recreated after {DEADLINE} s")
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The smallest value that is not exceeded by ``part`` of all."""
+    """Return the smallest value that ``part`` of all values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Return the facts about this machine that the results depend on."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     return {
@@ -145,7 +145,7 @@ def machine() -> dict[str, Any]:
 
 
 async def quiet(plane: ControlPlane, seconds: float = 5.0) -> None:
-    """Wait until nobody has written any of our objects for ``seconds``."""
+    """Wait until no object of our kinds has been written for ``seconds``."""
     end = time.monotonic() + 120
     last = ours(write_counts(plane))
     while time.monotonic() < end:
@@ -154,16 +154,16 @@ async def quiet(plane: ControlPlane, seconds: float = 5.0) -> None:
         if now == last:
             return
         last = now
-    raise SystemExit(f"the rollouts do not come to rest: {last}")
+    raise SystemExit(f"the operator still writes: {last}")
 
 
 def ours(counts: dict[str, int]) -> dict[str, int]:
-    """Only the kinds that the operator may write."""
+    """Return the counts of the kinds that the operator may write."""
     return {resource: count for resource, count in counts.items() if resource in OURS}
 
 
 async def measure(plane: ControlPlane, count: int, steady: float) -> dict[str, Any]:
-    """All measurements on one control plane with one operator."""
+    """Take all measurements on one control plane with one operator."""
     async with await Kube.connect(field_manager="bench", kubeconfig=str(plane.kubeconfig)) as kube:
         await created_seconds(kube, "warm-up")
         created = []
@@ -194,7 +194,7 @@ async def measure(plane: ControlPlane, count: int, steady: float) -> dict[str, A
 
 
 def main() -> None:
-    """Run everything, print and write the results."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--steady", type=float, default=60.0, help="seconds to count writes for")

@@ -86,13 +86,13 @@ def main() -> None:
         eventually("the rollout is Ready", ready, within=600, every=1)
     before = DEMO("get", "sglr", "demo")
     say("          | " + before.replace("\n", "\n          | ").rstrip(" |"))
-    with step("trainer without pushing: its reward stays flat"):
+    with step("trainer that pushes no weights: its reward does not rise"):
         flat = train("trainer-no-push", "--no-push")
     with step("trainer that pushes its weights through the URL after every step"):
         pushed = train("trainer")
     with step("draw both curves"):
         draw(OUT, pushed, flat)
-    eventually("the last version shows in the status", lambda: str(pushed["rows"][-1]["step"]) in DEMO("get", "sglr", "demo"), within=15)
+    eventually("status names the last version", lambda: str(pushed["rows"][-1]["step"]) in DEMO("get", "sglr", "demo"), within=15)
     say("\nkubectl get sglr, before and after:")
     say(before + DEMO("get", "sglr", "demo").splitlines()[-1])
     say(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `make demo`: everything create a fleet and update its weights from a trainer.
-# CLUSTER=lab (default) makes a cluster, current uses your kubectl context, none runs plain processes without root.
+# `make demo`: create a fleet and update its weights from a trainer.
+# CLUSTER=lab (default) creates a cluster, current uses your kubectl context, none runs plain processes without root.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CLUSTER=${CLUSTER:-lab} PYTHONPATH=$PWD

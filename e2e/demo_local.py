@@ -80,7 +80,7 @@ def main() -> None:
         state = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-rollout-")))
         with step("sglang-rollout local: gate and agent per engine, smg, coordinator, front"):
             url = stack.enter_context(local_fleet(tuple(engine.url for engine in engines), state))
-        with step("trainer without pushing: its reward stays flat"):
+        with step("trainer that pushes no weights: its reward does not rise"):
             train(url, OUT / "flat.json", "--no-push")
         with step("trainer that pushes its weights through the URL after every step"):
             train(url, OUT / "pushed.json")

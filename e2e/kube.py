@@ -1,4 +1,4 @@
-"""The cluster as a user sees it: through ``kubectl``. Shared by the end-to-end cases and the demo."""
+"""Access to the cluster with ``kubectl``, for the end-to-end cases and the demo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""promtool, the program that tests alert rules: from PATH, or taken out of Debian's package ``prometheus`` into the cache.
+"""promtool, the program that tests alert rules: from PATH, or from Debian's package ``prometheus``, extracted into the cache.
 
 The package is not installed, because it would start a Prometheus server.
 """
@@ -21,7 +21,7 @@ def find() -> Path:
     """Return the path of promtool.
 
     Raises:
-        LabError: promtool is neither in PATH nor in the cache; the message says how to get it.
+        LabError: promtool is neither in PATH nor in the cache.
     """
     program = shutil.which("promtool")
     if program is not None:
@@ -32,7 +32,7 @@ def find() -> Path:
 
 
 def fetch() -> None:
-    """Put promtool into the cache if this machine has none. Without Debian's tools, only say that the test of the alerts is skipped."""
+    """Put promtool into the cache if this machine has none. Without Debian's tools, print that the test of the alerts is skipped."""
     if shutil.which("promtool") is not None or _cached().exists():
         return
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
@@ -47,7 +47,7 @@ def _cached() -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """Download the package into ``folder``. On a fresh machine the list of packages has to be read first."""
+    """Download the package into ``folder``. A new machine has no list of packages yet, so the list may be updated first."""
     done = _apt_get(folder, "download", _PACKAGE)
     if done.returncode:
         _apt_get(folder, "update")
@@ -64,7 +64,7 @@ def _apt_get(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _extract(package: Path, target: Path) -> None:
-    """Write the program under a name of its own and rename it: a run that is interrupted leaves no half of it."""
+    """Extract promtool to a temporary name and rename it, so that an interrupted run leaves no incomplete program."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(".part")
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as files:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.cases.actions import document, serving
-from e2e.chaos.talk import MODULE, Trainer
+from e2e.chaos.trainer_process import MODULE, Trainer
 from e2e.chaos.watch import Watch
 from e2e.kube import Kubectl, Refused, condition, eventually
 from e2e.stand_in import CKPT

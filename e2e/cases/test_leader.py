@@ -17,8 +17,8 @@ import pytest
 
 from e2e.cases.actions import document
 from e2e.cases.stand_in_rollout import StandInRollout, let_all_serve
-from e2e.chaos.talk import Trainer
 from e2e.chaos.tokens import FEW
+from e2e.chaos.trainer_process import Trainer
 from e2e.chaos.watch import Watch
 from e2e.cluster import nodes
 from e2e.kube import Kubectl, Refused, eventually

@@ -24,7 +24,7 @@ def lose_trainer_in_broadcast(stand: StandInRollout, watch: Watch, *, keep: bool
     restarts = [row["restarts"] for row in stand.status()["engines"]]
     lost = stand.label()
     watch.expected[lost] = trainer.begin(lost, "stall")
-    trainer.said("stalled", 30)
+    trainer.message_with("stalled", 30)
     eventually("every engine waits in the broadcast", lambda: all(stand.state(index)["busy"] for index in range(stand.engines)), within=20)
     stand.signal(trainer, "KILL")
     return label, restarts, time.monotonic()

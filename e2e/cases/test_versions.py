@@ -8,7 +8,7 @@ import requests
 
 from e2e.cases.actions import document, generate
 from e2e.cases.stand_in_rollout import StandInRollout
-from e2e.chaos.talk import Trainer
+from e2e.chaos.trainer_process import Trainer
 from e2e.kube import eventually
 
 PARAMS = {"temperature": 0, "max_new_tokens": 6}

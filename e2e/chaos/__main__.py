@@ -14,10 +14,10 @@ from rich.table import Table
 
 from e2e.chaos import lab_faults
 from e2e.chaos.engines import RealEngines, StandIns
-from e2e.chaos.ground import Ground
 from e2e.chaos.lab import LabStack
 from e2e.chaos.matrix import FAULTS, PHASES, Cell, Fault, Matrix
 from e2e.chaos.stack import Stack
+from e2e.chaos.target import FaultTarget
 from e2e.chaos.watch import Watch
 
 
@@ -46,11 +46,11 @@ def main(*, cluster: bool, real: bool, faults: tuple[str, ...], phases: tuple[st
     sys.exit(not all(cell.passed for cell in cells))
 
 
-def run(stack: Ground, faults: list[Fault], phases: tuple[str, ...]) -> tuple[list[Cell], Watch]:
+def run(stack: FaultTarget, faults: list[Fault], phases: tuple[str, ...]) -> tuple[list[Cell], Watch]:
     """Run the cells and print a line for each."""
     cells: list[Cell] = []
     base = stack.new_trainer().base
-    # "default" is what a stand-in calls its own weights, "base" what the operator calls them.
+    # The initial weights have the label "default" in a stand-in and "base" in the operator.
     watch = Watch(stack.url, {"default": base, "base": base})
     matrix = Matrix(stack, watch)
     matrix.begin()
@@ -63,10 +63,10 @@ def run(stack: Ground, faults: list[Fault], phases: tuple[str, ...]) -> tuple[li
                 else:
                     cell = matrix.run(fault, phase)
                 cells.append(cell)
-                told = f", trainer told after {cell.told_seconds:.1f} s: {cell.outcome}" if cell.told_seconds is not None else ""
-                spared = f", pushed without after {cell.without_seconds:.1f} s" if cell.without_seconds is not None else ""
-                said = f"{cell.text}{told}{spared} {cell.problem}{cell.skipped}"
-                click.echo(f"{time.monotonic() - began:6.1f} s  {fault.name} in {phase}: {said}", err=True)
+                outcome = f", outcome {cell.outcome} after {cell.outcome_seconds:.1f} s" if cell.outcome_seconds is not None else ""
+                without = f", push without the lost part after {cell.without_seconds:.1f} s" if cell.without_seconds is not None else ""
+                line = f"{cell.text}{outcome}{without} {cell.problem}{cell.skipped}"
+                click.echo(f"{time.monotonic() - began:6.1f} s  {fault.name} in {phase}: {line}", err=True)
                 for number, miss in enumerate(cell.misses, 1):
                     click.echo(f"          try {number} missed the phase: {miss}", err=True)
     finally:
@@ -77,7 +77,7 @@ def run(stack: Ground, faults: list[Fault], phases: tuple[str, ...]) -> tuple[li
 def show(cells: list[Cell], watch: Watch) -> None:
     """Print the matrix."""
     phases = [phase for phase in PHASES if any(cell.phase == phase for cell in cells)]
-    table = Table("fault", *phases, title="Fault matrix: hit = it landed in that phase; seconds until all engines served the next version")
+    table = Table("fault", *phases, title="Fault matrix: hit = in that phase; seconds until all engines served the next version")
     for name in dict.fromkeys(cell.fault for cell in cells):
         row = {cell.phase: cell.text for cell in cells if cell.fault == name}
         table.add_row(name, *(row.get(phase, "") for phase in phases))
@@ -92,11 +92,11 @@ def show(cells: list[Cell], watch: Watch) -> None:
     )
     slowest = max((cell for cell in cells if cell.released_seconds is not None), key=lambda cell: cell.released_seconds or 0, default=None)
     if slowest is not None:
-        print(f"pauses ended by themselves within {slowest.released_seconds:.1f} s ({slowest.fault} in {slowest.phase})")
+        print(f"pauses ended without a push within {slowest.released_seconds:.1f} s ({slowest.fault} in {slowest.phase})")
     for cell in failed:
         print(f"{cell.fault} in {cell.phase}: {cell.problem}")
     for cell in missed:
-        print(f"{cell.fault} in {cell.phase}: missed the phase {len(cell.misses)} times, at last because {cell.misses[-1]}")
+        print(f"{cell.fault} in {cell.phase}: missed the phase {len(cell.misses)} times, the last time because {cell.misses[-1]}")
 
 
 if __name__ == "__main__":

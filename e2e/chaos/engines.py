@@ -14,7 +14,7 @@ from pathlib import Path
 
 import requests
 
-from e2e.chaos.tokens import MANY, Says, stand_in
+from e2e.chaos.tokens import MANY, Expected, stand_in
 from e2e.child import start_child
 from e2e.cluster.paths import REPOSITORY
 from e2e.engine import Engine, environment, make_engine
@@ -22,8 +22,8 @@ from e2e.engine import Engine, environment, make_engine
 STAND_INS, REAL = 3, 2
 """Number of engines. Two cores have room for two real engines."""
 TOKEN_MS = "20"
-"""Slow enough that some answers of stand-ins run when an update begins."""
-ABOUT_LISTENING = 3.0
+"""Milliseconds for each token of a stand-in, so that some answers are in flight when an update begins."""
+ANSWER_SECONDS = 3.0
 """Seconds without an answer to one token after which a real engine counts as paused."""
 
 
@@ -73,7 +73,7 @@ class Engines(ABC):
         """Return an engine that is not started yet."""
 
     @abstractmethod
-    def says(self, label: str, digest: str) -> Says:
+    def expected(self, label: str, digest: str) -> Expected:
         """Return the expected tokens of an engine with the weights of this label, which have this digest."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class StandIns(Engines):
         paths = {**os.environ, "PYTHONPATH": str(REPOSITORY / "operator")}
         return Engine(port, command, self.folder / f"engine-{index}.log", paths)
 
-    def says(self, label: str, digest: str) -> Says:
+    def expected(self, label: str, digest: str) -> Expected:
         """Return the tokens that follow from the digest."""
         return stand_in(bytes.fromhex(digest))
 
@@ -144,7 +144,7 @@ class RealEngines(Engines):
         """Return an engine that is not started yet."""
         return make_engine(self.ports[index] + 10, log=self.folder / f"engine-{index}.log")
 
-    def says(self, label: str, digest: str) -> Says:
+    def expected(self, label: str, digest: str) -> Expected:
         """Return the tokens that plain transformers generate with the same weights."""
         return lambda before, count: self._generated(label, tuple(before), count)
 
@@ -160,14 +160,14 @@ class RealEngines(Engines):
         if process is None or process.stdin is None or process.stdout is None:
             raise RuntimeError("the reference does not run")
         print(json.dumps({"label": label, "before": before, "count": count}), file=process.stdin, flush=True)
-        said: list[int] = json.loads(process.stdout.readline())
-        return said
+        tokens: list[int] = json.loads(process.stdout.readline())
+        return tokens
 
     def paused(self, index: int) -> bool:
         """Return whether the engine leaves a request unanswered, because SGLang does not report a pause. True also if it is stopped."""
         body = {"input_ids": [1], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
         try:
-            requests.post(f"{self.processes[index].url}/generate", json=body, timeout=(ABOUT_LISTENING, ABOUT_LISTENING)).raise_for_status()
+            requests.post(f"{self.processes[index].url}/generate", json=body, timeout=(ANSWER_SECONDS, ANSWER_SECONDS)).raise_for_status()
         except requests.ReadTimeout:
             return True
         return False

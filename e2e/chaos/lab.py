@@ -1,7 +1,7 @@
 """The fleet under fault on the lab cluster: stand-in engines in pods on two nodes, and the trainer on the machine that holds the lab.
 
-Whatever is asked here goes past the API server, because that is one of the parts that fail: the fleet's URL is reached by its
-Service's address, engines by their network namespaces.
+The calls of this module bypass the API server, because the API server is one of the parts that fail. They reach the fleet's URL at the
+address of its Service, and engines in their network namespaces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import requests
 from e2e import stand_in
 from e2e.chaos.engines import STAND_INS as ENGINES
 from e2e.chaos.stack import PHASE_LINE
-from e2e.chaos.talk import Trainer, local_trainer
+from e2e.chaos.trainer_process import Trainer, local_trainer
 from e2e.cluster import nodes
 from e2e.kube import SYSTEM, Kubectl, Refused, eventually, install_operator
 
@@ -29,14 +29,14 @@ WEIGHTS = {
     "deadlines": {"groupSeconds": 10, "updateSeconds": 12, "pauseSeconds": 8, "idleSeconds": 10, "totalSeconds": 60, "stuckSeconds": 4},
     "trainerLease": {"ttlSeconds": 3},
 }
-"""As in the matrix of processes."""
+"""The same deadlines as in the matrix of processes."""
 _CALL = (
     "import sys, urllib.request as u\n"
     "r = u.Request('http://127.0.0.1:30001' + sys.argv[2], method=sys.argv[1], data=sys.argv[3].encode() or None)\n"
     "print(u.build_opener(u.ProxyHandler({})).open(r, timeout=5).read().decode())\n"
 )
 _FAR = 1
-"""The node that is lost. The other one runs the control plane and, here, the router and the operator."""
+"""The node that is lost. The other node runs the control plane, the router and the operator."""
 
 
 class LabStack:
@@ -54,9 +54,9 @@ class LabStack:
 
     def __enter__(self) -> LabStack:
         if len(nodes.running()) != 2:
-            raise SystemExit("The matrix wants a lab of two nodes: python -m e2e.cluster down; python -m e2e.cluster up --nodes 2")
+            raise SystemExit("The matrix needs a lab of two nodes: python -m e2e.cluster down; python -m e2e.cluster up --nodes 2")
         install_operator()
-        with suppress(Refused):  # it is there already
+        with suppress(Refused):  # the namespace exists already
             self.kubectl("create", "namespace", NAMESPACE)
         self._remove()
         self._ends.callback(self._remove)
@@ -75,14 +75,14 @@ class LabStack:
         self._ends.close()
 
     def new_trainer(self) -> Trainer:
-        """End the trainer there is and start another."""
+        """End the current trainer and start another."""
         if self.trainer is not None:
             self.trainer.end()
         self.trainer = local_trainer(self.url, self.folder / "trainer.log")
         return self.trainer
 
     def document(self) -> dict[str, Any]:
-        """``GET /fleet``; empty while nobody answers."""
+        """Return ``GET /fleet``; empty while the coordinator does not answer."""
         try:
             reply = requests.get(f"{self.url}/fleet", timeout=5)
             return dict(reply.json()) if reply.ok else {}
@@ -94,25 +94,25 @@ class LabStack:
         pod = self._pods("router")[0]["metadata"]["name"]
         found = []
         for line in self.kubectl("logs", pod, "-c", "coordinator", "--timestamps").splitlines():
-            stamp, _, said = line.partition(" ")
-            phase = said.partition(PHASE_LINE)[2]
+            stamp, _, text = line.partition(" ")
+            phase = text.partition(PHASE_LINE)[2]
             if phase:
                 found.append((datetime.fromisoformat(stamp[:26].rstrip("Z") + "+00:00").timestamp(), phase))
         return found
 
     def slow(self, phase: str, seconds: float, engines: list[int]) -> None:
-        """Let one call of a phase take longer on some engines."""
+        """Slow down one call of a phase on some engines."""
         for index in engines:
             self.ask(index, "POST", "/stand_in/faults", {"kind": "slow", "phase": phase, "times": 1, "seconds": seconds})
 
     def calm(self) -> None:
-        """Disarm what did not land."""
+        """Disarm the faults that did not hit."""
         for index in range(ENGINES):
             with suppress(LookupError):
                 self.ask(index, "DELETE", "/stand_in/faults")
 
     def paused(self) -> list[int]:
-        """Engines that say they are paused or in a session; also on a node that nobody else reaches."""
+        """Return the engines that report a pause or an open session, also on a node that is cut off."""
         found = []
         for index in range(ENGINES):
             with suppress(LookupError):
@@ -122,16 +122,16 @@ class LabStack:
         return found
 
     def ask(self, index: int, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Call a stand-in from within its pod's network. Raises LookupError when it does not run."""
-        said = json.dumps(body) if body else ""
-        command = ["nsenter", "-t", str(self.engine_pid(index)), "--net", sys.executable, "-c", _CALL, method, path, said]
+        """Call a stand-in from its pod's network. Raises LookupError if the stand-in does not run."""
+        data = json.dumps(body) if body else ""
+        command = ["nsenter", "-t", str(self.engine_pid(index)), "--net", sys.executable, "-c", _CALL, method, path, data]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         if done.returncode:
             raise LookupError(f"engine {index} does not answer {path}: {done.stderr.strip().splitlines()[-1:]}")
         return json.loads(done.stdout)
 
     def engine_pid(self, index: int) -> int:
-        """The stand-in's process on this machine. Raises LookupError."""
+        """Return the process ID of a stand-in on this machine. Raises LookupError."""
         for pid in nodes.processes(f"{NAME}-engine-{index}-0"):
             with suppress(OSError):
                 if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"sglang.launch_server"]:
@@ -139,15 +139,15 @@ class LabStack:
         raise LookupError(f"no process of engine {index} runs")
 
     def pod(self, index: int) -> dict[str, Any]:
-        """An engine's pod."""
+        """Return an engine's pod."""
         return self.kubectl.get("pod", f"{NAME}-engine-{index}-0")
 
     def far(self) -> list[int]:
-        """Engines on the node that can be lost."""
+        """Return the engines on the node that can be lost."""
         return [index for index in range(ENGINES) if self.pod(index)["spec"]["nodeName"] == f"node{_FAR}"]
 
     def until(self, what: str, check: Any, within: float) -> float:
-        """Wait for something; returns the seconds it took. Raises AssertionError with what is the case instead."""
+        """Wait for a condition and return the seconds it took. Raises AssertionError with the actual state."""
         began = time.monotonic()
         while time.monotonic() - began < within:
             with suppress(requests.RequestException, Refused):
@@ -157,16 +157,16 @@ class LabStack:
         raise AssertionError(f"not within {within:g} s: {what}. The fleet: {json.dumps(self.document())[:1500]}")
 
     def rest(self) -> None:
-        """Pods of a node that was away for long are made anew when it is back, also when they have served again by then."""
-        self.until("every pod is ready, and none goes away", lambda: all(_stays(pod) for pod in self._pods("engine")), 180)
+        """Wait until Kubernetes has replaced the pods of a node that was lost. It replaces also pods that serve again."""
+        self.until("every pod is ready and none is deleted", lambda: all(_is_ready(pod) for pod in self._pods("engine")), 180)
 
-    def is_told(self) -> bool:
-        """Whether the custom resource's status says what the fleet says, of engines whose pods Kubernetes calls ready."""
+    def is_status_current(self) -> bool:
+        """Return whether the CR status agrees with the fleet about the engines whose pods are ready."""
         status, seen = self.kubectl.get("sglr", NAME)["status"], self.document()
-        ready = {pod["metadata"]["name"] for pod in self._pods("engine") if _stays(pod)}
+        ready = {pod["metadata"]["name"] for pod in self._pods("engine") if _is_ready(pod)}
         serving = sum(row["gate_open"] and f"{row['name']}-0" in ready for row in seen["members"])
-        said = (status["ready"], status["weights"]["committedVersion"])
-        return bool(said == (f"{serving}/{ENGINES}", seen["committed"]["label"]))
+        published = (status["ready"], status["weights"]["committedVersion"])
+        return bool(published == (f"{serving}/{ENGINES}", seen["committed"]["label"]))
 
     def _remove(self) -> None:
         self.kubectl("delete", "sglr", NAME, "--ignore-not-found", "--wait=false")
@@ -190,18 +190,18 @@ class LabStack:
         return self.kubectl.list("pods", f"rollout.sglang.io/rollout={NAME},app.kubernetes.io/component={component}")
 
     def _keep_near(self, kubectl: Kubectl, selector: str) -> None:
-        """Move pods off the node that will be lost: what is asked is what becomes of the engines there."""
+        """Move other pods off the node that will be lost, so that only engines fail with it."""
         kubectl("cordon", f"node{_FAR}")
         try:
             for pod in kubectl.list("pods", selector):
                 if pod["spec"].get("nodeName") == f"node{_FAR}":
                     kubectl("delete", "pod", pod["metadata"]["name"], "--wait=true", timeout=240)
-            eventually("they run elsewhere", lambda: all(_near(pod) for pod in kubectl.list("pods", selector)), within=90)
+            eventually("the pods run on the other node", lambda: all(_near(pod) for pod in kubectl.list("pods", selector)), within=90)
         finally:
             kubectl("uncordon", f"node{_FAR}")
 
 
-def _stays(pod: dict[str, Any]) -> bool:
+def _is_ready(pod: dict[str, Any]) -> bool:
     ready = next((one["status"] for one in pod["status"].get("conditions", []) if one["type"] == "Ready"), "")
     return ready == "True" and not pod["metadata"].get("deletionTimestamp")
 

@@ -1,4 +1,4 @@
-"""What only a cluster can lose: its API server, a node, a link. All of it is done to the lab's own processes and network alone."""
+"""Faults of a cluster: API server, node, link. They affect only the lab's processes and network."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from e2e.chaos.matrix import PHASES, TRUTH_WITHIN, Fault, Strike, aim_signal
 from e2e.cluster import binaries, network, nodes
 
 FAR = 1
-LET_GO_WITHIN = 15.0
-"""An engine that nobody reaches ends its pause: the lease of 3 s, looked at twice a second, and the calls that end it."""
+PAUSE_ENDED_WITHIN = 15.0
+"""Maximum seconds until an unreachable engine ends its pause: a lease of 3 s, checked twice a second, and the calls that end it."""
 
 
 def _api_server() -> int:
-    """The lab's own: other control planes of this machine are somebody else's."""
+    """Return the process ID of the lab's API server, and of no other control plane on this machine."""
     top = nodes.running()[0]
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
@@ -37,32 +37,32 @@ def _below(pid: int, top: int) -> bool:
 
 
 def stop_api(_: LabStack) -> Strike:
-    """Its connections stay open and nothing answers: worse than a refusal."""
+    """Stop the API server. Its connections stay open without answers."""
     return aim_signal("the API server", [_api_server()], signal.SIGSTOP)
 
 
-def go_on_api(stack: LabStack) -> None:
-    """It answers again, and the status must catch up."""
+def continue_api(stack: LabStack) -> None:
+    """Continue the API server and wait until the status is current."""
     os.kill(_api_server(), signal.SIGCONT)
-    stack.until("the status says what the fleet says", stack.is_told, TRUTH_WITHIN)
+    stack.until("the status agrees with the fleet", stack.is_status_current, TRUTH_WITHIN)
 
 
 def cut_node(_: LabStack) -> Strike:
-    """Unplug the node's cable: the lab's end of it."""
+    """Cut the node's network at the lab's end of its link."""
     return partial(subprocess.run, ["ip", "link", "set", f"sgrv{FAR}", "down"], check=True, timeout=10)
 
 
 def join_node(stack: LabStack) -> None:
-    """What was out of reach must have let go by itself; then plug it in again."""
+    """Wait until unreachable engines have ended their pause, then connect the node again."""
     try:
-        stack.until("engines out of reach have let go", lambda: not stack.paused(), LET_GO_WITHIN)
-        stack.until("the status says which engines serve", stack.is_told, TRUTH_WITHIN)
+        stack.until("unreachable engines have ended their pause", lambda: not stack.paused(), PAUSE_ENDED_WITHIN)
+        stack.until("the status names the engines that serve", stack.is_status_current, TRUTH_WITHIN)
     finally:
         subprocess.run(["ip", "link", "set", f"sgrv{FAR}", "up"], check=True, timeout=10)
 
 
 def lose_node(stack: LabStack) -> Strike:
-    """Power off: nobody hears of it, then all that runs there is gone."""
+    """Cut the node's network, then kill all its processes, as in a power failure."""
     cut, kill = cut_node(stack), aim_signal(f"node{FAR}", [nodes.running()[FAR]], signal.SIGKILL)
 
     def strike() -> None:
@@ -73,11 +73,11 @@ def lose_node(stack: LabStack) -> Strike:
 
 
 def start_node(stack: LabStack) -> None:
-    """Power on."""
+    """Start the lost node again."""
     try:
-        stack.until("the status says which engines serve", stack.is_told, TRUTH_WITHIN)
+        stack.until("the status names the engines that serve", stack.is_status_current, TRUTH_WITHIN)
     finally:
-        stack.until("the node's programs have ended", lambda: FAR not in nodes.running(), 20)
+        stack.until("the node's processes have ended", lambda: FAR not in nodes.running(), 20)
         subprocess.run(["ip", "link", "set", f"sgrv{FAR}", "up"], check=True, timeout=10)
         nodes.start(FAR, binaries.find())
 
@@ -98,12 +98,12 @@ def _link(action: str, stack: LabStack) -> Strike:
 
 
 def cut_link(stack: LabStack) -> Strike:
-    """Engine 0 and the trainer do not hear of each other any more; everybody else hears both."""
+    """Drop all traffic between engine 0 and the trainer. Both still reach all other parts."""
     return _link("-I", stack)
 
 
 def mend_link(stack: LabStack) -> None:
-    """They do again."""
+    """Let engine 0 and the trainer reach each other again."""
     _link("-D", stack)()
 
 
@@ -118,16 +118,16 @@ def _near(stack: LabStack) -> int:
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("API server stopped", stop_api, undo=go_on_api, spares=_all),
+        Fault("API server stopped", stop_api, undo=continue_api, spares=_all),
         Fault("node cut off", cut_node, undo=join_node, spares=_near),
         Fault("node lost", lose_node, undo=start_node, spares=_near, heals_within=150.0),
         Fault("link engine-trainer cut", cut_link, undo=mend_link),
     )
 }
 SKIPPED = {
-    ("link engine-trainer cut", "prepare"): "nobody speaks over it yet",
+    ("link engine-trainer cut", "prepare"): "no process uses the link yet",
     **{
-        ("node cut off", phase): "a minute each, and a call to its engine is not answered then either"
+        ("node cut off", phase): "a minute each, and the engine does not answer in these phases either"
         for phase in ("prepare", "pause", "open", "resume")
     },
     **{("node lost", phase): "as with a node that is cut off" for phase in PHASES if phase not in ("idle", "transfer")},

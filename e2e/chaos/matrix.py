@@ -13,8 +13,8 @@ from typing import Any
 
 import requests
 
-from e2e.chaos.ground import Ground
 from e2e.chaos.stack import Stack
+from e2e.chaos.target import FaultTarget
 from e2e.chaos.tokens import FEW, MANY
 from e2e.chaos.watch import Watch
 
@@ -30,7 +30,7 @@ SLOW = {
 PHASES = ("idle", "prepare", "pause", "open", "transfer", "verify", "commit", "resume")
 LONG = 1.5
 """Duration of the phase."""
-TOLD_WITHIN = 30.0
+OUTCOME_WITHIN = 30.0
 """Maximum seconds until the trainer learns the outcome."""
 HEALED_WITHIN = 60.0
 TRUTH_WITHIN = 5.0
@@ -58,7 +58,7 @@ class Cell:
     """Why each earlier try, and this one if it is a miss, missed the phase."""
     outcome: str = ""
     """Outcome of the interrupted push as the trainer saw it: committed, failed or lost."""
-    told_seconds: float | None = None
+    outcome_seconds: float | None = None
     without_seconds: float | None = None
     """Seconds until a push to the unaffected engines succeeded during the fault."""
     released_seconds: float | None = None
@@ -102,7 +102,7 @@ class Fault:
 
 
 class MissedError(Exception):
-    """The strike found nothing to hit, or the phase did not come. ``str()`` says which."""
+    """The strike found nothing to hit, or the phase did not come. ``str()`` names the reason."""
 
 
 def aim_signal(what: str, pids: list[int], number: int) -> Strike:
@@ -173,7 +173,7 @@ FAULTS = {
 class Matrix:
     """Runs cells in sequence on one stack."""
 
-    def __init__(self, stack: Ground, watch: Watch) -> None:
+    def __init__(self, stack: FaultTarget, watch: Watch) -> None:
         self._stack = stack
         self._watch = watch
         self._labels = 0
@@ -230,7 +230,7 @@ class Matrix:
         stack, label = self._stack, ""
         strike = fault.aim(stack)
         if cell.phase == "prepare":
-            self._ask_in_vain()
+            self._open_unreachable_group()
         elif cell.phase != "idle":
             label = self._prolong(cell.phase)
         try:
@@ -256,23 +256,23 @@ class Matrix:
     def _prolong(self, phase: str) -> str:
         """Begin a push and slow down this phase."""
         self._stack.slow(SLOW[phase], LONG, list(range(self._stack.number)))
-        # An engine that was told the version with its last tensors has nothing to do when it acknowledges.
+        # An engine that receives the version with its last tensors has nothing to do at the commit.
         return self._begin("late" if phase == "commit" else "")
 
     def _learn(self, cell: Cell, label: str, began: float, *, lost: bool = False) -> None:
-        """Note what becomes of the push, as the trainer and as the fleet see it. ``lost``: the strike hit the trainer itself."""
+        """Record the outcome of the push, as the trainer and as the fleet see it. ``lost``: the strike hit the trainer itself."""
         stack = self._stack
         if lost:
             cell.outcome = "lost"
         elif stack.trainer is not None:
-            answer = stack.trainer.outcome(TOLD_WITHIN)
+            answer = stack.trainer.outcome(OUTCOME_WITHIN)
             cell.outcome = "committed" if answer["ok"] else "failed"
-        cell.told_seconds = time.monotonic() - began
-        stack.until("the coordinator answers and rests", lambda: stack.document().get("phase") == "idle", TOLD_WITHIN)
+        cell.outcome_seconds = time.monotonic() - began
+        stack.until("the coordinator is idle", lambda: stack.document().get("phase") == "idle", OUTCOME_WITHIN)
         if stack.document()["committed"]["label"] == label:
             self._watch.committed(label)
         elif cell.outcome == "committed":
-            raise AssertionError(f"the trainer was told that {label} is committed, the fleet says {stack.document()['committed']}")
+            raise AssertionError(f"the trainer's push of {label} succeeded, but the fleet has committed {stack.document()['committed']}")
         else:
             self._watch.failed(label)
 
@@ -281,7 +281,7 @@ class Matrix:
         stack.calm()
         if fault.undo is None:
             cell.released_seconds = stack.until(
-                "pauses and sessions have ended by themselves", lambda: not stack.paused(), RELEASED_WITHIN + stack.start_seconds
+                "pauses and sessions have ended", lambda: not stack.paused(), RELEASED_WITHIN + stack.start_seconds
             )
         if fault.kills_trainer:
             stack.new_trainer()
@@ -291,9 +291,9 @@ class Matrix:
         if fault.undo is not None:
             fault.undo(stack)
         self._until_served(stack.number, fault.heals_within + stack.start_seconds)
-        stack.until("nobody is paused", lambda: not stack.paused(), TRUTH_WITHIN)
+        stack.until("no engine is paused", lambda: not stack.paused(), TRUTH_WITHIN)
         cell.healed_seconds = time.monotonic() - began
-        stack.until("what is published is the case", stack.is_told, TRUTH_WITHIN)
+        stack.until("the published state is current", stack.is_status_current, TRUTH_WITHIN)
         answers = self._watch.answers
         stack.until("clients get answers again", lambda: self._watch.answers > answers, SERVED_WITHIN)
 
@@ -314,7 +314,7 @@ class Matrix:
     def _start_over(self, fault: Fault) -> None:
         """Undo the fault of a failed cell and start a new trainer, so that the next cell is independent."""
         if fault.undo is not None:
-            with suppress(Exception):  # it may have been undone already
+            with suppress(Exception):  # the fault may have been undone already
                 fault.undo(self._stack)
         self._stack.calm()
         self._stack.new_trainer()
@@ -348,10 +348,10 @@ class Matrix:
             time.sleep(0.5)
         raise AssertionError(f"no push succeeded within {within:.0f} s: {error}")
 
-    def _ask_in_vain(self) -> None:
+    def _open_unreachable_group(self) -> None:
         """Open a process group whose store does not listen, so that engines try to reach it."""
         size = self._stack.document()["world_size"]
-        body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": size, "group_name": "nobody"}
+        body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": size, "group_name": "unreachable"}
 
         def ask() -> None:
             with suppress(requests.RequestException):

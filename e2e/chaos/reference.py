@@ -1,6 +1,6 @@
-"""``reference.py MODEL``: what plain transformers generate with the weights of a label; run by the engine environment's Python.
+"""``reference.py MODEL``: generate with plain transformers and the weights of a label; run by the engine environment's Python.
 
-Reads lines ``{"label": …, "before": [tokens], "count": n}`` and answers each with a list of n tokens that follow the prompt and these.
+Reads lines ``{"label": …, "before": [tokens], "count": n}``. Answers each line with the n tokens that follow the prompt and ``before``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def main() -> None:
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     held = BASE
     for line in sys.stdin:
-        asked = json.loads(line)
-        if asked["label"] != held:
-            held = asked["label"]
+        request = json.loads(line)
+        if request["label"] != held:
+            held = request["label"]
             model.load_state_dict(base if held == BASE else policy(held, shapes))
-        tokens = [*PROMPT, *asked["before"]]
+        tokens = [*PROMPT, *request["before"]]
         with torch.no_grad():
-            how = {"max_new_tokens": asked["count"], "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            done = model.generate(torch.tensor([tokens]), **how)
+            options = {"max_new_tokens": request["count"], "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            done = model.generate(torch.tensor([tokens]), **options)
         print(json.dumps(done[0, len(tokens) :].tolist()), flush=True)
 
 

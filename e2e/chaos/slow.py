@@ -1,7 +1,7 @@
-"""``python -m e2e.chaos.slow PORT ENGINE_URL``: a proxy before a real engine that can hold a call back, as a stand-in can by itself.
+"""``python -m e2e.chaos.slow PORT ENGINE_URL``: a proxy before a real engine that can delay a call, as a stand-in can.
 
-It hears ``POST /stand_in/faults`` (kind ``slow``) and ``DELETE /stand_in/faults`` as stand-ins do, and passes on everything else.
-An engine that ends in the middle of a call breaks the connection here, too.
+It answers ``POST /stand_in/faults`` (kind ``slow``) and ``DELETE /stand_in/faults`` as stand-ins do, and forwards all other calls.
+If the engine ends during a call, the proxy closes the client's connection.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ PATHS = {
     "/update_weight_version": "version",
     "/continue_generation": "continue",
 }
-"""A stand-in's phase by the call that it is named after."""
+"""A stand-in's phase, by the path of its call."""
 FAULTS = "/stand_in/faults"
 OWN = {"host", "content-length", "transfer-encoding", "connection"}
 """Headers that belong to one connection."""
 
 
 class Proxy:
-    """Passes calls on, one of a phase late if it was told so."""
+    """Forwards calls, and delays one call of each armed phase."""
 
     def __init__(self, target: str) -> None:
         self._target = target
         self._late: dict[str, float] = {}
 
     async def keep_session(self, app: web.Application) -> Any:
-        """The connections to the engine."""
+        """Keep the connections to the engine open while the proxy runs."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False) as self._session:
             yield
 
-    async def told(self, request: web.Request) -> web.Response:
-        """Be slow once, or not at all any more."""
+    async def arm(self, request: web.Request) -> web.Response:
+        """Delay the next call of a phase, or disarm all delays."""
         if request.method == "DELETE":
             self._late.clear()
         else:
@@ -48,8 +48,8 @@ class Proxy:
             self._late[fault["phase"]] = float(fault["seconds"])
         return web.json_response({})
 
-    async def passed_on(self, request: web.Request) -> web.StreamResponse:
-        """The engine's answer."""
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        """Forward a call and return the engine's answer."""
         data = await request.read()
         await asyncio.sleep(self._late.pop(PATHS.get(request.path, ""), 0.0))
         headers = {name: value for name, value in request.headers.items() if name.lower() not in OWN}
@@ -69,9 +69,9 @@ def main() -> None:
     proxy = Proxy(target)
     app = web.Application(client_max_size=1 << 30)
     app.cleanup_ctx.append(proxy.keep_session)
-    app.router.add_route("*", FAULTS, proxy.told)
-    app.router.add_route("*", "/{path:.*}", proxy.passed_on)
-    # A client that leaves takes its request with it: SGLang aborts what nobody waits for.
+    app.router.add_route("*", FAULTS, proxy.arm)
+    app.router.add_route("*", "/{path:.*}", proxy.forward)
+    # SGLang aborts a request when its client disconnects, so the request to the engine must end with the client's.
     web.run_app(app, host="127.0.0.1", port=int(port), handler_cancellation=True, print=None)
 
 

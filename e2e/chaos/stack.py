@@ -15,8 +15,8 @@ from typing import Any
 import requests
 
 from e2e.chaos.engines import RealEngines, StandIns
-from e2e.chaos.talk import Trainer, local_trainer
 from e2e.chaos.tokens import PROMPT
+from e2e.chaos.trainer_process import Trainer, local_trainer
 from e2e.child import start_child
 
 POLICY = {
@@ -89,7 +89,7 @@ class Stack:
         """End the current trainer and start another."""
         if self.trainer is not None:
             self.trainer.end()
-        self.trainer = local_trainer(self.url, self.folder / "trainer.log", self.engines.trainer_options, self.engines.says)
+        self.trainer = local_trainer(self.url, self.folder / "trainer.log", self.engines.trainer_options, self.engines.expected)
         return self.trainer
 
     def document(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Stack:
         for line in (self.folder / "state" / "logs" / "coordinator.log").read_text(errors="replace").splitlines():
             stamp, _, phase = line.partition(PHASE_LINE)
             if phase:
-                # Local time, as the log has it.
+                # The log has local time.
                 found.append((datetime.strptime(stamp[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), phase))
         return found
 
@@ -126,7 +126,7 @@ class Stack:
     def rest(self) -> None:
         """Return at once: no effect of a cell lasts here."""
 
-    def is_told(self) -> bool:
+    def is_status_current(self) -> bool:
         """Return whether each gate is as ``GET /fleet`` reports it, and answers name the version that it reports."""
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
         for member in self.document()["members"]:
@@ -156,9 +156,9 @@ class Stack:
             for index, log in enumerate(logs):
                 with suppress(FileNotFoundError):
                     text = log.read_text(errors="replace")
-                    asked, read[index] = "it has to be restarted" in text[read[index] :], len(text)
+                    must_restart, read[index] = "it has to be restarted" in text[read[index] :], len(text)
                     hung = self.hung_since is not None and index == 0 and time.monotonic() - self.hung_since > HUNG_FOR
-                    if asked or hung or self._has_ended(index):
+                    if must_restart or hung or self._has_ended(index):
                         self._restart_engine(index)
 
     def _restart_engine(self, index: int) -> None:
@@ -172,7 +172,7 @@ class Stack:
         return process is not None and process.poll() is not None
 
     def until(self, what: str, check: Any, within: float) -> float:
-        """Wait for something; returns the seconds it took. Raises AssertionError with what is the case instead."""
+        """Wait for a condition and return the seconds it took. Raises AssertionError with the actual state."""
         began = time.monotonic()
         while time.monotonic() - began < within:
             with suppress(requests.RequestException):

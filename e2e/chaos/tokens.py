@@ -11,14 +11,14 @@ BASE = "base"
 """The operator's label of the weights that engines start with."""
 FEW, MANY = 6, 60
 """Answer lengths in tokens. Long answers run when an update begins."""
-Says = Callable[[Sequence[int], int], list[int] | None]
+Expected = Callable[[Sequence[int], int], list[int] | None]
 """Returns the tokens that some weights generate after the prompt and these tokens; None if unknown."""
 
 
-def stand_in(policy: bytes) -> Says:
+def stand_in(policy: bytes) -> Expected:
     """Return the expected tokens of a stand-in with the weights of this digest."""
 
-    def says(before: Sequence[int], count: int) -> list[int]:
+    def generated(before: Sequence[int], count: int) -> list[int]:
         context, tokens = start(PROMPT), []
         for token in before:
             context = advance(context, token)
@@ -27,9 +27,9 @@ def stand_in(policy: bytes) -> Says:
             context = advance(context, tokens[-1])
         return tokens
 
-    return says
+    return generated
 
 
-def known(tokens: list[int]) -> Says:
+def known(tokens: list[int]) -> Expected:
     """Return the expected tokens of an engine of which only the tokens after the prompt are known."""
     return lambda before, count: None if before else tokens[:count]

@@ -1,16 +1,16 @@
 """A trainer that pushes on command; run by the engine environment's Python, because it needs torch.
 
-    trainer.py URL [SNAPSHOTS] [--model FOLDER]      reads lines, pushes other weights for each, answers with lines of JSON
+    trainer.py URL [SNAPSHOTS] [--model FOLDER]      reads lines, pushes other weights for each line, and answers with lines of JSON
 
-The weights are those of the stand-in's own small model, or of the one in FOLDER.
+The weights have the names and shapes of the stand-in's small model, or of the model in FOLDER.
 
     LABEL           push
     late LABEL      push, and name the version at the end of the update
     keep LABEL      push, and write a snapshot into the folder SNAPSHOTS
-    stall LABEL     push, but never take part in the broadcast that the engines wait for; says {"stalled": true} then
+    stall LABEL     push, but never take part in the broadcast that the engines wait for; prints {"stalled": true} first
 
-The answer: ``label``, ``ok``, ``seconds``, ``error``, ``fenced``. Before it: ``policy``, the digest of these weights, from
-which follows what a stand-in generates with them.
+The answer has ``label``, ``ok``, ``seconds``, ``error`` and ``fenced``. A line before it has ``policy``, the digest of the weights, which
+determines the tokens of a stand-in.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from sglang_rollout.trainer.process_group import ProcessGroup
 from sglang_rollout.trainer.push import Push
 
 SPREAD = 0.1
-"""Standard deviation of the weights that are made: with 1 the rounding of two implementations of a real model differs in the tokens."""
+"""Standard deviation of the weights. With 1, two implementations of a real model generate other tokens because of rounding."""
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def policy(label: str, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """Weights that belong to a label: the same in every process."""
+    """Return the weights of a label. They are the same in every process."""
     generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
-    # By name: two libraries list the tensors of a model in different orders.
+    # Sorted by name, because two libraries list the tensors of a model in different orders.
     return {name: (SPREAD * torch.randn(shape, generator=generator)).to(dtype) for name, (shape, dtype) in sorted(shapes.items())}
 
 
 class NamedLate(Push):
-    """Names the version by ``/update_weight_version``, as several trainers do: engines learn it only when the fleet commits."""
+    """Names the version in ``/update_weight_version``, as several trainers do, so that engines learn it only at the commit."""
 
     def _body(self, bucket: Any) -> dict[str, Any]:
         body = super()._body(bucket)
@@ -63,13 +63,13 @@ class NamedLate(Push):
 
 
 def stall(self: ProcessGroup, buffer: Any, *, timeout: float) -> None:
-    """In the place of the broadcast: a trainer whose GPU never gets there. The engines wait in it for us."""
+    """Replace the broadcast, as if the trainer's GPU never got there. The engines wait for the trainer."""
     print(json.dumps({"stalled": True}), flush=True)
     time.sleep(timeout)
 
 
 def push(fleet: Fleet, weights: dict[str, torch.Tensor], label: str, manner: str) -> dict[str, Any]:
-    """Push, and say how it went. Says first which weights these are: it may not come back."""
+    """Push and return the outcome. The digest of the weights is printed first, because the push may not return."""
     print(json.dumps({"label": label, "policy": policy_digest(held_from(weights)).hex()}), flush=True)
     began = time.monotonic()
     error, fenced = "", {}
@@ -90,17 +90,17 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("snapshots", nargs="?")
     parser.add_argument("--model")
-    asked = parser.parse_args()
-    with StandIn(model=asked.model) as stand_in:
+    options = parser.parse_args()
+    with StandIn(model=options.model) as stand_in:
         base = stand_in.tensors()
     shapes = {name: (tuple(held.shape), getattr(torch, held.dtype)) for name, held in base.items()}
-    # Not every push: only those that ask for it.
-    snapshots = Snapshots(asked.snapshots, model="/models/tiny", every=1_000_000) if asked.snapshots else None
-    with connect(asked.url, timeout=60, snapshots=snapshots) as fleet:
+    # Snapshots are written only for the pushes that request one.
+    snapshots = Snapshots(options.snapshots, model="/models/tiny", every=1_000_000) if options.snapshots else None
+    with connect(options.url, timeout=60, snapshots=snapshots) as fleet:
         print(json.dumps({"ready": True, "pid": os.getpid(), "policy": policy_digest(held_from(base)).hex()}), flush=True)
         for line in sys.stdin:
             manner, _, label = line.strip().rpartition(" ")
-            setattr(module, "Push", NamedLate if manner == "late" else Push)  # noqa: B010 - what push() makes
+            setattr(module, "Push", NamedLate if manner == "late" else Push)  # noqa: B010 - the class that push() uses
             with patch.object(ProcessGroup, "broadcast", stall) if manner == "stall" else nullcontext():
                 print(json.dumps(push(fleet, policy(label, shapes), label, manner)), flush=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import requests
 
-from e2e.chaos.tokens import PROMPT, Says
+from e2e.chaos.tokens import PROMPT, Expected
 
 
 @dataclass
@@ -17,7 +17,7 @@ class Watch:
     """Sends requests to the fleet's URL. ``violations`` are wrong answers."""
 
     url: str
-    expected: dict[str, Says]
+    expected: dict[str, Expected]
     """Expected tokens by label, of every version that was pushed or is being pushed."""
     violations: list[str] = field(default_factory=list)
     answers: int = 0
@@ -83,16 +83,17 @@ class Watch:
         self.spanning += len(spans) > 1
         for span in spans:
             before, part = tokens[: span["start"]], tokens[span["start"] : span["end"]]
-            if said := self._wrong(span["version"], before, part, began):
-                self.violations.append(said)
+            if violation := self._wrong(span["version"], before, part, began):
+                self.violations.append(violation)
                 return
 
     def _wrong(self, label: str, before: list[int], tokens: list[int], began: float) -> str:
         """Return why tokens with this label are wrong after the given tokens; empty if they are right."""
-        says = self.expected.get(label)
-        if says is None or says(before, len(tokens)) not in (tokens, None):
+        expected = self.expected.get(label)
+        if expected is None or expected(before, len(tokens)) not in (tokens, None):
             known = list(self.expected.items())
-            found = next((f"the tokens of {name}" for name, says in known if says(before, len(tokens)) == tokens), "tokens of no version")
+            versions = (f"the tokens of {name}" for name, generated in known if generated(before, len(tokens)) == tokens)
+            found = next(versions, "tokens of no version")
             return f"an answer labelled {label} holds {found}: {tokens}"
         if label in self._over and began > self._over[label]:
             return f"an answer of version {label} began {began - self._over[label]:.2f} s after it was replaced"

@@ -24,13 +24,13 @@ def _parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="bring the cluster up")
     up.add_argument("--nodes", type=int, default=1, help="number of nodes (1)")
     up.add_argument("--gpus", type=int, default=0, help="GPUs that every node pretends to have (0)")
-    commands.add_parser("status", help="print what runs; exit code 1 unless it is a whole cluster")
+    commands.add_parser("status", help="print what runs; exit code 1 unless the cluster is complete")
     down = commands.add_parser("down", help="remove the cluster from the machine; images stay in the cache")
     down.add_argument("--data", action="store_true", help="delete images, certificates and logs too")
     env = commands.add_parser("env", help='print the shell lines for kubectl and helm: eval "$(… env)"')
     env.add_argument("--tools", action="store_true", help="only the programs, no cluster")
-    load = commands.add_parser("load", help="import images into all nodes, those that are there already take no time")
-    load.add_argument("words", nargs="*", metavar="REF ARCHIVE KEY", help="without any: lines from stdin")
+    load = commands.add_parser("load", help="import images into all nodes that do not have them yet")
+    load.add_argument("words", nargs="*", metavar="REF ARCHIVE KEY", help="without arguments: lines from stdin")
     return parser
 
 
@@ -39,7 +39,7 @@ def _kubectl(*words: str) -> str:
 
 
 def _current_context() -> str:
-    """Return the name of the user's context after it answered; nothing is changed there."""
+    """Check that the user's cluster answers, and return the name of its context."""
     try:
         context = _kubectl("config", "current-context")
         _kubectl("--request-timeout=10s", "get", "--raw", "/readyz")
@@ -65,7 +65,7 @@ def _environment(cluster: str, *, tools: bool) -> None:
 
 
 def _foreign(command: str, cluster: str) -> None:
-    """Handle a command where the cluster is not ours: look, touch nothing."""
+    """Handle a command for a cluster that the lab does not own. Changes nothing there."""
     if cluster == "current" and command in ("up", "status"):
         say(f"          using your cluster: context {_current_context()} answers; nothing is changed there by this step")
     else:
@@ -75,7 +75,7 @@ def _foreign(command: str, cluster: str) -> None:
 def _run(options: argparse.Namespace) -> int:
     cluster = os.environ.get("CLUSTER") or "lab"
     if cluster not in ("lab", "current", "none"):
-        raise LabError(f"CLUSTER={cluster} is unknown; it is lab (made here), current (your kubectl context) or none")
+        raise LabError(f"CLUSTER={cluster} is unknown; use lab (a cluster on this machine), current (your kubectl context) or none")
     if options.command == "binaries":
         print(binaries.build())
     elif options.command == "env":

@@ -11,7 +11,7 @@ _ISSUER = "https://kubernetes.default.svc"
 
 
 def etcd(binaries: Path, data: Path, client_port: int, peer_port: int) -> list[str]:
-    """Return etcd's command line. No fsync: the lab's data does not have to survive a power cut."""
+    """Return etcd's command line. Without fsync, because the lab's data need not survive a power failure."""
     client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
     return [
         str(binaries / "etcd"),
@@ -27,7 +27,7 @@ def etcd(binaries: Path, data: Path, client_port: int, peer_port: int) -> list[s
 
 
 def api_server(binaries: Path, pki: Pki, address: str, port: int, etcd_port: int) -> list[str]:
-    """Return kube-apiserver's command line: RBAC on, as in any real cluster."""
+    """Return kube-apiserver's command line, with RBAC as in any real cluster."""
     p = pki.root
     return [
         str(binaries / "kube-apiserver"),
@@ -83,7 +83,7 @@ def controller_manager(binaries: Path, pki: Pki, port: int) -> list[str]:
 
 
 def certificates(pki: Pki, server_names: str, server_url: str) -> None:
-    """Make all certificates and kubeconfigs that the control plane needs."""
+    """Create all certificates and kubeconfigs that the control plane needs."""
     pki.prepare()
     pki.certificate("apiserver", "/CN=kube-apiserver", server_names)
     pki.certificate("front", "/CN=front-proxy")
@@ -98,12 +98,12 @@ def certificates(pki: Pki, server_names: str, server_url: str) -> None:
 
 
 def ready(url: str, pki: Pki) -> bool:
-    """Say whether the API server behind ``url`` answers that it is ready; never through a proxy."""
+    """Return whether the API server at ``url`` is ready. Never uses a proxy."""
     context = ssl.create_default_context(cafile=str(pki.ca))
     context.load_cert_chain(pki.root / "admin.crt", pki.root / "admin.key")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     try:
-        with opener.open(f"{url}/readyz", timeout=2) as reply:  # HTTP 200: a failing readyz says "ok" in its body too
+        with opener.open(f"{url}/readyz", timeout=2) as reply:  # HTTP 200: the body of a failing readyz contains "ok", too
             return bool(reply.status == 200)
     except OSError:
         return False

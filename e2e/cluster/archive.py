@@ -1,4 +1,4 @@
-"""Pack one program into an image archive: what the pod's pause container needs, and nothing that has to be pulled."""
+"""Pack one program into an image archive, for the pause container of each pod."""
 
 import hashlib
 import io

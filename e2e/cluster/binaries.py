@@ -14,22 +14,22 @@ _NEEDED_GB = 9  # module cache 2 GB, compiler cache 4 GB, results 0.3 GB, and ro
 
 
 def sources() -> list[Path]:
-    """Return the files that decide what is built."""
+    """Return the source files of all programs."""
     return files_below(CLUSTER / "go.mod", CLUSTER / "go.sum", CLUSTER / "tools.go", CLUSTER / "cmd")
 
 
 def folder() -> Path:
-    """Return the cache folder for binaries of the present sources, built or not."""
+    """Return the cache folder for the programs of the current sources, built or not."""
     return cache_root() / "bin" / content_key(sources(), os.uname().machine)
 
 
 def built() -> bool:
-    """Say whether the programs of the present sources are in the cache."""
+    """Return whether the programs of the current sources are in the cache."""
     return (folder() / ".complete").exists()
 
 
 def find() -> Path:
-    """Return the folder of the built programs; a LabError says how to get them when they are not there."""
+    """Return the folder of the built programs. Raises LabError if they are missing."""
     where = folder()
     if not (where / ".complete").exists():
         raise LabError(f"The cluster's programs are not built yet (looked in {where}). Run: make cluster-binaries")
@@ -64,7 +64,7 @@ def _check_can_build(cache: Path) -> None:
 
 
 def build() -> Path:
-    """Build what is missing (about 10 minutes on two cores the first time, nothing later) and return the folder."""
+    """Build the missing programs and return their folder. The first build takes about 10 minutes on two cores."""
     where = folder()
     if (where / ".complete").exists():
         return where

@@ -14,7 +14,7 @@ def _mounts(kind: str) -> list[Path]:
 
 
 def enter(name: str) -> None:
-    """Make ``name`` and ``name``-d in every hierarchy and move this process into the latter."""
+    """Create ``name`` and ``name``-d in every hierarchy, and move this process into ``name``-d."""
     version_1 = _mounts("cgroup")
     for root in version_1 or _mounts("cgroup2"):
         if not version_1:
@@ -29,7 +29,7 @@ def enter(name: str) -> None:
 
 def _delegate(root: Path) -> None:
     for controller in (root / "cgroup.controllers").read_text().split():
-        # One by one: a controller that another user of the machine holds back must not cost us the others.
+        # Enabled separately, because another user of the machine may hold a single controller back.
         with contextlib.suppress(OSError):
             (root / "cgroup.subtree_control").write_text(f"+{controller}")
 
@@ -41,7 +41,7 @@ def existing() -> list[Path]:
 
 
 def remove(seconds: float = 10.0) -> None:
-    """Remove the lab's cgroups; they stay busy for a moment after their last process."""
+    """Remove the lab's cgroups. They stay busy for a moment after their last process has ended."""
     deadline = time.monotonic() + seconds
     while (groups := existing()) and time.monotonic() < deadline:
         for group in groups:

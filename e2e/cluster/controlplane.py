@@ -1,7 +1,7 @@
-"""A Kubernetes API without nodes: etcd, kube-apiserver and kube-controller-manager as ordinary processes.
+"""A Kubernetes control plane without nodes: etcd, kube-apiserver and kube-controller-manager as ordinary processes.
 
-No root, no containers, free ports on 127.0.0.1; up in about five seconds. Objects behave as in any cluster (schemas, CEL
-rules, server-side apply, RBAC, garbage collection, StatefulSets make Pods), only no Pod ever runs.
+It needs neither root nor containers, listens on free ports of 127.0.0.1, and starts in about five seconds. Objects behave as in any
+cluster (schemas, CEL rules, server-side apply, RBAC, garbage collection, StatefulSets create Pods), but no Pod ever runs.
 
     with control_plane(tmp_path) as cluster:
         cluster.kubectl("apply", "-f", "crds/")
@@ -39,10 +39,10 @@ class ControlPlane:
     binaries: Path
     logs: Path
     environment: dict[str, str]
-    """Environment for programs that talk to it: KUBECONFIG, and no proxy in between."""
+    """Environment variables of programs that use the control plane: KUBECONFIG, and no proxy."""
 
     def kubectl(self, *words: str, stdin: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run kubectl; with ``check`` a failure is a LabError with kubectl's own words."""
+        """Run kubectl. With ``check``, a failure raises LabError, quoting kubectl."""
         done = subprocess.run(
             [str(self.binaries / "kubectl"), *words],
             input=stdin,
@@ -57,12 +57,12 @@ class ControlPlane:
         return done
 
     def get(self, *words: str) -> Any:
-        """Return what ``kubectl get … -o json`` prints, parsed."""
+        """Return the parsed output of ``kubectl get … -o json``."""
         return json.loads(self.kubectl("get", *words, "-o", "json").stdout)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of 127.0.0.1 that nobody listens on now, all different."""
+    """Return different free ports of 127.0.0.1."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -72,7 +72,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def child(name: str, command: Sequence[str], logs: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program for the length of the block: its own process group, its output in ``logs``, SIGTERM then SIGKILL."""
+    """Run a program in its own process group for the length of the block, with its output in ``logs``. Ends with SIGTERM, then SIGKILL."""
     with (logs / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, cwd=logs
@@ -99,7 +99,7 @@ def _ready(url: str, pki: Pki, processes: Sequence[tuple[str, subprocess.Popen[b
 
 @contextmanager
 def control_plane(folder: Path, *, controllers: bool = True) -> Iterator[ControlPlane]:
-    """Run a control plane with its data, certificates and logs under ``folder``; it ends with the block."""
+    """Run a control plane for the length of the block, with its data, certificates and logs below ``folder``."""
     programs = binaries.find()
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -117,12 +117,12 @@ def control_plane(folder: Path, *, controllers: bool = True) -> Iterator[Control
         processes = [("etcd", etcd), ("kube-apiserver", api)]
         what = f"kube-apiserver on {url} did not become ready; see {logs}"
         wait_until(lambda: _ready(url, pki, processes, logs), seconds=_START_SECONDS, what=what)
-        if controllers:  # not earlier: it exits for good when it meets an API that is not ready
+        if controllers:  # only now, because it exits if the API server is not ready
             command = apiserver.controller_manager(programs, pki, kcm_port)
             stack.enter_context(child("kube-controller-manager", command, logs))
         plane = ControlPlane(url, kubeconfig, programs, logs, environment)
         if controllers:
-            what = f"kube-controller-manager made no default service account; see {logs}"
+            what = f"kube-controller-manager created no default service account; see {logs}"
             wait_until(lambda: _has_account(plane), seconds=_START_SECONDS, what=what, every=0.2)
         yield plane
 
@@ -136,7 +136,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Run a control plane until Ctrl-C and print how to talk to it."""
+    """Run a control plane until Ctrl-C, and print the shell line for kubectl."""
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
     with tempfile.TemporaryDirectory(prefix="sgr-controlplane-") as folder, control_plane(Path(folder)) as plane:

@@ -22,7 +22,7 @@ from e2e.cluster.say import say, wait_until
 API_PORT = 6443
 _START_SECONDS = 120.0
 _RESTART_SECONDS = 1.0
-# The kubelet insists on these machine-wide values; here it sees files that say so, and the machine keeps its own.
+# The kubelet requires these machine-wide values. It reads them from files that hide the machine's values, which stay as they are.
 _SHOWN_SYSCTLS = {
     "vm/overcommit_memory": "1",
     "vm/panic_on_oom": "0",
@@ -31,7 +31,7 @@ _SHOWN_SYSCTLS = {
     "kernel/keys/root_maxkeys": "1000000",
     "kernel/keys/root_maxbytes": "25000000",
 }
-_HIDDEN = ("/var/lib/cni", "/var/lib/kubelet", "/var/log")  # paths that programs have built in, kept off the machine's disk
+_HIDDEN = ("/var/lib/cni", "/var/lib/kubelet", "/var/log")  # fixed paths of programs, which must not be written on the machine's disk
 
 
 def _mount(*words: str) -> None:
@@ -63,7 +63,7 @@ def _prepare_mounts(node: int) -> None:
 
 @dataclass
 class Programs:
-    """The node's programs, each with its log file; one that ends is started again after a second."""
+    """The node's programs, each with its log file. A program that ends is restarted after a second."""
 
     logs: Path
     commands: dict[str, list[str]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Programs:
         say(f"{time.strftime('%H:%M:%S')} {name} started as {self.running[name].pid}")
 
     def watch(self) -> None:
-        """Start again what ends, for ever."""
+        """Restart programs that end. Never returns."""
         while True:
             time.sleep(_RESTART_SECONDS)
             for name, process in list(self.running.items()):
@@ -88,7 +88,7 @@ class Programs:
                     self.start(name, self.commands[name])
 
     def stop(self) -> None:
-        """End everything at once; containerd gets time to close the image store, which outlives the node."""
+        """End all programs. Only containerd gets time, to close the image store, which outlives the node."""
         for name, process in self.running.items():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM if name == "containerd" else signal.SIGKILL)
@@ -154,7 +154,7 @@ def main() -> None:
     if node == 0:
         _control_plane(programs, binaries, pki)
     url = f"https://{network.API}:{API_PORT}"
-    # The others exit or back off for long when they meet an API that is not ready.
+    # The other programs exit or back off for long if the API server is not ready.
     wait_until(lambda: apiserver.ready(url, pki), seconds=_START_SECONDS, what=f"{url} did not become ready")
     if node == 0:
         _controllers(programs, binaries, pki)

@@ -1,4 +1,4 @@
-"""The lab cluster as a whole: up, down, status."""
+"""Start the lab cluster, remove it, and report its status."""
 
 import fcntl
 import json
@@ -23,12 +23,12 @@ _OWN_FOLDERS = ("/var/lib/cni", "/var/lib/kubelet")  # places to mount something
 
 
 def pki() -> Pki:
-    """Return the lab's certificates; they stay the same over ``down`` and ``up``."""
+    """Return the lab's certificates, which ``down`` keeps."""
     return Pki(lab_root() / "pki")
 
 
 def kubeconfig() -> Path:
-    """Return the path of the administrator's kubeconfig, always the same."""
+    """Return the path of the administrator's kubeconfig."""
     return pki().root / "admin.kubeconfig"
 
 
@@ -50,12 +50,12 @@ def _alone() -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise LabError("Another up or down of the lab cluster runs at this moment; wait until it is done") from error
+            raise LabError("Another `up` or `down` of the lab cluster is running; wait until it ends") from error
         yield
 
 
 def kubectl(*words: str) -> str:
-    """Run kubectl as the administrator; a LabError with its words on failure."""
+    """Run kubectl as the administrator and return its output. Raises LabError, quoting kubectl."""
     env = os.environ | {"KUBECONFIG": str(kubeconfig()), "NO_PROXY": "*", "no_proxy": "*"}
     command = [str(binaries.find() / "kubectl"), "--request-timeout=10s", *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
@@ -77,7 +77,7 @@ def leftovers() -> list[str]:
 
 
 def _already_up(count: int) -> bool:
-    """Say whether the wanted cluster runs already; refuse to touch anything else that does."""
+    """Return whether this cluster runs already. Raises LabError if another cluster, or a part of one, exists."""
     found = leftovers()
     if not found:
         return False
@@ -91,13 +91,13 @@ def _already_up(count: int) -> bool:
 
 
 def up(count: int, gpus: int) -> None:
-    """Bring the cluster up; does nothing when it is up already."""
+    """Start the cluster, unless it runs already."""
     if not 1 <= count <= network.MAX_NODES:
-        raise LabError(f"--nodes wants a number from 1 to {network.MAX_NODES}, not {count}")
+        raise LabError(f"--nodes must be a number from 1 to {network.MAX_NODES}, not {count}")
     preflight.check_machine()
     with _alone():
         if _already_up(count):
-            say(f"          the lab cluster is up already: {URL}, {count} node(s)")
+            say(f"          the lab cluster runs already: {URL}, {count} node(s)")
         else:
             preflight.check()
             programs = binaries.build()
@@ -105,7 +105,7 @@ def up(count: int, gpus: int) -> None:
                 _start(count, programs)
             except LabError as error:
                 tails = "\n".join(nodes.log_tail(node) for node in range(count))
-                raise LabError(f"{error}\n{tails}\nWhat was started is still there; `make cluster-down` removes it") from error
+                raise LabError(f"{error}\n{tails}\nThe started processes still run; `make cluster-down` removes them") from error
         if gpus:
             with step(f"pretend {gpus} GPUs on every node"):
                 _patch_gpus(count, gpus)
@@ -155,9 +155,9 @@ def _patch_gpus(count: int, gpus: int) -> None:
 
 
 def down(*, data: bool) -> None:
-    """Remove every trace of the lab from the machine; with ``data`` also images, certificates and logs from the cache."""
+    """Remove the lab from the machine. With ``data``, remove also images, certificates and logs from the cache."""
     if os.geteuid() != 0:
-        raise LabError("Removing the lab cluster needs root, as making it did")
+        raise LabError("Removing the lab cluster needs root")
     with _alone():
         found = leftovers()
         with step("remove the lab cluster" if found else "no lab cluster runs here"):
@@ -171,7 +171,7 @@ def _remove(*, data: bool) -> None:
     cgroups.remove()
     left = leftovers()
     if left:
-        raise LabError(f"Of the lab cluster these are left and could not be removed: {', '.join(left)}")
+        raise LabError(f"These parts of the lab cluster could not be removed: {', '.join(left)}")
     for folder in map(Path, state.get("made", [])):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
@@ -184,7 +184,7 @@ def _remove(*, data: bool) -> None:
 
 
 def status() -> bool:
-    """Print what runs, and say whether it is a whole cluster."""
+    """Print what runs, and return whether the cluster is complete."""
     live = nodes.running()
     if not live:
         left = leftovers()

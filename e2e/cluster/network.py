@@ -1,6 +1,6 @@
-"""The lab's network: a bridge with one network namespace per node. Nothing in it has a way out of the machine.
+"""The lab's network: a bridge with one network namespace per node, without a route out of the machine.
 
-The machine gets a bridge and four kinds of routes; its packet filter and its sysctls are left alone.
+The machine gets a bridge and four kinds of routes. Its packet filter and its sysctls stay as they are.
 """
 
 import json
@@ -14,7 +14,7 @@ BRIDGE = "sgr0"
 HOST = "10.88.76.1"
 API = "10.88.76.2"
 """Node 0's address: the API server, the cluster's DNS, and the machine's way to Services."""
-# Pods must not share a range with nodes: kube-proxy masquerades what comes from outside of this range.
+# Pods and nodes must have different ranges, because kube-proxy masquerades traffic from outside of the pods' range.
 POD_RANGE = "10.88.128.0/17"
 MAX_NODES = 16
 _NETNS = Path("/run/netns")
@@ -47,7 +47,7 @@ def _in_namespace(node: int, *command: str) -> None:
 
 
 def taken() -> str:
-    """Name a route of this machine that the lab's ranges collide with; empty when there is none."""
+    """Return a route of this machine that overlaps with the lab's ranges; empty if there is none."""
     for route in json.loads(_ip("-j", "route", "show", "table", "all") or "[]"):
         if route.get("dev") != BRIDGE and str(route.get("dst", "")).startswith(("10.88.", "10.96.")):
             return f"{route['dst']} dev {route.get('dev')}"
@@ -60,23 +60,23 @@ def namespaces() -> list[str]:
 
 
 def leftovers() -> list[str]:
-    """Return what exists of the lab's network, as words for a message."""
+    """Return the existing parts of the lab's network, described for a message."""
     links = sorted(p.name for p in Path("/sys/class/net").glob("sgr*"))
     return [f"link {name}" for name in links] + [f"network namespace {name}" for name in namespaces()]
 
 
 def is_mount(path: Path) -> bool:
-    """Say whether something is mounted at ``path`` (os.path.ismount does not see bind mounts)."""
+    """Return whether a file system is mounted at ``path``. os.path.ismount does not see bind mounts."""
     return any(line.split()[4] == str(path) for line in Path("/proc/self/mountinfo").read_text().splitlines())
 
 
 def netns_mounted() -> bool:
-    """Say whether /run/netns is a mount already; ``ip netns add`` makes it one, and ``down`` undoes only its own."""
+    """Return whether /run/netns is a mount. ``ip netns add`` creates it, and ``down`` removes it only if ``up`` created it."""
     return is_mount(_NETNS)
 
 
 def up(nodes: int) -> None:
-    """Make the bridge, the namespaces and the routes."""
+    """Create the bridge, the namespaces and the routes."""
     _ip("link", "add", BRIDGE, "type", "bridge")
     _ip("addr", "add", f"{HOST}/24", "dev", BRIDGE)
     _ip("link", "set", BRIDGE, "up")
@@ -93,7 +93,7 @@ def _node_up(node: int, nodes: int) -> None:
     _ip("-n", name, "addr", "add", f"{address(node)}/24", "dev", "eth0")
     _ip("-n", name, "link", "set", "eth0", "up")
     _ip("-n", name, "link", "set", "lo", "up")
-    # A route for kube-proxy's OUTPUT rules to act on; there is no default route: nothing leaves the machine.
+    # The route that kube-proxy's OUTPUT rules need. There is no default route, so no packet leaves the machine.
     _ip("-n", name, "route", "add", SERVICE_RANGE, "via", HOST)
     for other in range(nodes):
         if other != node:
@@ -103,10 +103,10 @@ def _node_up(node: int, nodes: int) -> None:
 
 
 def down(*, unmount_netns: bool) -> None:
-    """Remove whatever exists of the lab's network; its routes go with the bridge."""
+    """Remove the existing parts of the lab's network. The kernel removes the routes with the bridge."""
     for name in namespaces():
         _ip("netns", "del", name, check=False)
-        (_NETNS / name).unlink(missing_ok=True)  # a plain file, left when `ip netns add` was killed half-way
+        (_NETNS / name).unlink(missing_ok=True)  # a plain file, if `ip netns add` was killed
     for link in sorted(Path("/sys/class/net").glob("sgr*")):
         _ip("link", "del", link.name, check=False)
     if unmount_netns and netns_mounted() and not any(_NETNS.iterdir()):

@@ -8,7 +8,7 @@ from e2e.cluster import network
 from e2e.cluster.paths import lab_root
 
 RUN = Path("/run/sgr")
-"""A node's own run folder; /run is a memory filesystem of the node."""
+"""A node's run folder. Each node has its own /run in memory."""
 SOCKET = RUN / "containerd.sock"
 PAUSE = "sgr.local/pause:1"
 _PLUGIN_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"), Path("/usr/libexec/cni"))
@@ -25,17 +25,17 @@ def node_folder(node: int) -> Path:
 
 
 def store_folder(node: int) -> Path:
-    """Return the folder of a node's images; it outlives the node."""
+    """Return the folder of a node's images, which outlives the node."""
     return node_folder(node) / "store"
 
 
 def runtime_folder(node: int) -> Path:
-    """Return the folder of what a node has only while it runs: etcd's data, the kubelet's folder."""
+    """Return the folder of a node's temporary data: etcd's data and the kubelet's folder."""
     return node_folder(node) / "running"
 
 
 def cgroup(node: int) -> str:
-    """Return the cgroup of a node's pods; its programs are in the same with ``-d``."""
+    """Return the cgroup of a node's pods. The cgroup of its programs has the suffix ``-d``."""
     return f"sgr{node}"
 
 

@@ -1,4 +1,4 @@
-"""Nodes as the machine sees them: started in namespaces of their own, found again by their command line, ended, entered."""
+"""The processes of nodes on this machine: start them in their own namespaces, find them by command line, enter them, end them."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 
 def start(node: int, binaries: Path) -> None:
-    """Start a node. It outlives this process; ``stop_all`` finds and ends it."""
+    """Start a node. The node outlives this process; ``stop_all`` ends it."""
     folder = nodeconf.node_folder(node)
     shutil.rmtree(nodeconf.runtime_folder(node), ignore_errors=True)
     for old in (folder / "logs").glob("*.log"):
@@ -61,7 +61,7 @@ def start(node: int, binaries: Path) -> None:
 
 
 def _processes() -> list[tuple[int, str, int]]:
-    """Return (pid, program, node) of every process of ``start``; one lost with its pid file would be lost for good."""
+    """Return (pid, program, node) of every process of ``start``. They are found by command line, because a PID file can get lost."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -76,7 +76,7 @@ def _processes() -> list[tuple[int, str, int]]:
 
 
 def running() -> dict[int, int]:
-    """Return the nodes that run, each with the pid of its first process."""
+    """Return the running nodes, each with the PID of its first process."""
     return {node: pid for pid, program, node in _processes() if program == "tini"}
 
 
@@ -98,7 +98,7 @@ def stop_all(patience: float = 5.0) -> None:
 
 
 def leftovers() -> list[str]:
-    """Return the lab's processes, as words for a message."""
+    """Return the lab's processes, described for a message."""
     return [f"process {pid} ({program} of node{node})" for pid, program, node in _processes()]
 
 
@@ -108,10 +108,10 @@ def enter(node: int, *command: str) -> list[str]:
 
 
 def processes(pod: str) -> list[int]:
-    """Return the processes of a pod's containers, oldest first, by their numbers on this machine.
+    """Return the process IDs of a pod's containers on this machine, oldest first.
 
     Raises:
-        LookupError: there are none.
+        LookupError: No process of the pod runs.
     """
     found, wanted = [], f"HOSTNAME={pod}".encode()
     for entry in Path("/proc").iterdir():
@@ -124,7 +124,7 @@ def processes(pod: str) -> list[int]:
 
 
 def log_tail(node: int, lines: int = 5) -> str:
-    """Return the last lines of every log of a node: what to show when it does not come up."""
+    """Return the last lines of each log of a node, for an error message."""
     parts = []
     for log in sorted((nodeconf.node_folder(node) / "logs").glob("*.log")):
         tail = log.read_text(errors="replace").strip().splitlines()[-lines:]

@@ -1,4 +1,4 @@
-"""Where things lie: the repository, the cache, the state of the lab; and content keys for what is cached."""
+"""Paths of the repository, the cache and the lab, and content keys of cached files."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ IMAGES = REPOSITORY / "images"
 
 
 def cache_root() -> Path:
-    """Return the folder of everything that may be deleted and is made again: binaries, images, environments, the lab."""
+    """Return the folder of all data that can be recreated: binaries, images, environments, the lab."""
     named = os.environ.get("SGLANG_ROLLOUT_CACHE")
     if named:
         return Path(named).expanduser().resolve()
@@ -24,7 +24,7 @@ def lab_root() -> Path:
 
 
 def files_below(*roots: Path) -> list[Path]:
-    """Return every regular file at or below ``roots`` in a fixed order, without what Python leaves behind."""
+    """Return all regular files at or below ``roots`` in a fixed order, without Python's compiled files."""
     found: list[Path] = []
     for root in roots:
         inside = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())

@@ -1,4 +1,4 @@
-"""Certificates and kubeconfigs of a cluster: one CA, client certificates by name, everything from the openssl program."""
+"""Certificates and kubeconfigs of a cluster: one CA and named client certificates, created with openssl."""
 
 import base64
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from e2e.cluster.say import LabError
 
 _DAYS = "3650"
-# Elliptic curves: a key takes a millisecond; RSA took longer than all the rest of a control plane's start.
+# Elliptic curves: a key takes a millisecond. RSA keys took longer than the rest of a control plane's start.
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
@@ -22,17 +22,17 @@ def _openssl(*words: str, stdin: str = "") -> str:
 
 @dataclass(frozen=True)
 class Pki:
-    """A folder of certificates. Every method leaves alone what is already there."""
+    """A folder of certificates. No method replaces an existing certificate."""
 
     root: Path
 
     @property
     def ca(self) -> Path:
-        """The certificate of the authority that signs all others."""
+        """Certificate of the authority that signs all other certificates."""
         return self.root / "ca.crt"
 
     def prepare(self) -> None:
-        """Make the authority and the key pair that signs service account tokens."""
+        """Create the authority and the key pair that signs service account tokens."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not self.ca.exists():
             _openssl(
@@ -44,7 +44,7 @@ class Pki:
             _openssl("pkey", "-in", key, "-pubout", "-out", str(self.root / "sa.pub"))
 
     def certificate(self, name: str, subject: str, names: str = "") -> None:
-        """Make ``name``.crt and ``name``.key for ``subject``; ``names`` are subjectAltNames for a server."""
+        """Create ``name``.crt and ``name``.key for ``subject``. ``names``: subjectAltNames of a server."""
         certificate, request = self.root / f"{name}.crt", self.root / f"{name}.csr"
         if certificate.exists():
             return
@@ -52,7 +52,7 @@ class Pki:
         if names:
             extensions += f"subjectAltName={names}\n"
         _openssl("req", *_NEW_KEY, "-subj", subject, "-keyout", str(self.root / f"{name}.key"), "-out", str(request))
-        part = certificate.with_suffix(".part")  # renamed at the end: a crash leaves no half certificate behind
+        part = certificate.with_suffix(".part")  # renamed at the end, so that a crash leaves no incomplete certificate
         _openssl(
             "x509",
             "-req",
@@ -75,7 +75,7 @@ class Pki:
         request.unlink()
 
     def kubeconfig(self, name: str, server: str) -> Path:
-        """Write a kubeconfig with everything inside it for the client certificate ``name`` and return its path."""
+        """Write a self-contained kubeconfig for the client certificate ``name``, and return its path."""
 
         def inline(file: str) -> str:
             return base64.b64encode((self.root / file).read_bytes()).decode()

@@ -1,4 +1,4 @@
-"""What the lab cluster needs from the machine: looked at before anything starts, installed where that is possible."""
+"""Check this machine for what the lab cluster needs, and install missing programs where possible."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ def _have(program: str) -> bool:
 
 
 def missing_packages(*, lab: bool = True) -> list[str]:
-    """Return the Debian packages of programs that are not on this machine; without ``lab`` only what plain processes need."""
+    """Return the Debian packages of missing programs. Without ``lab``: only of programs that plain processes need."""
     packages = {package for program, package in _PROGRAMS.items() if not _have(program) and (lab or program in _WITHOUT_LAB)}
     if lab and not nodeconf.plugin_folder():
         packages.add("containernetworking-plugins")
@@ -59,7 +59,7 @@ def _apt(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def install(*, lab: bool = True) -> None:
-    """Install what is missing, where this is root on a Debian (or Ubuntu); elsewhere say what to install."""
+    """Install missing programs as root on Debian or Ubuntu. Elsewhere, raise LabError with the names of the packages."""
     _install_packages(lab=lab)
     if not _have("promtool"):
         promtool.fetch()
@@ -92,9 +92,9 @@ def _memory_gb() -> float:
 
 
 def check_machine() -> None:
-    """Raise a LabError for what makes a lab impossible here, and say what may become tight."""
+    """Raise LabError if the lab cannot run on this machine, and print a note if disk or memory are scarce."""
     if os.uname().sysname != "Linux":
-        raise LabError("The lab cluster runs on Linux only. With a cluster you have: CLUSTER=current; without any: CLUSTER=none")
+        raise LabError("The lab cluster runs on Linux only. To use your own cluster: CLUSTER=current; without a cluster: CLUSTER=none")
     if os.geteuid() != 0:
         raise LabError(
             "The lab cluster needs root, for namespaces and a bridge. Run it as root, "
@@ -113,11 +113,11 @@ def check_machine() -> None:
     if free < _GB_DISK_DEMO:
         say(f"          note: {free:.0f} GB of disk are free at {cache}; images and engines of the demo take {_GB_DISK_DEMO:.0f} GB")
     if memory < _GB_MEMORY_DEMO:
-        say(f"          note: {memory:.1f} GB of memory are available; the demo with two engines wants {_GB_MEMORY_DEMO:.0f} GB")
+        say(f"          note: {memory:.1f} GB of memory are available; the demo with two engines needs {_GB_MEMORY_DEMO:.0f} GB")
 
 
 def check_storage() -> None:
-    """Raise a LabError if containers cannot live on the cache's file system or the lab's addresses are taken."""
+    """Raise LabError if the cache's file system cannot hold containers, or if the lab's addresses are in use."""
     kind = subprocess.run(["stat", "-f", "-c", "%T", str(cache_root())], capture_output=True, text=True, check=True).stdout.strip()
     if kind in _NO_OVERLAY:
         raise LabError(f"{cache_root()} is on {kind}, which cannot hold container images. Set SGLANG_ROLLOUT_CACHE to a folder on a disk")
@@ -131,7 +131,7 @@ def check_storage() -> None:
 
 
 def check() -> None:
-    """Everything together: what ``up`` and ``make preflight`` do first."""
+    """Run all checks. ``up`` and ``make preflight`` call this function first."""
     check_machine()
     install()
     check_storage()

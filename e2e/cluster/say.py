@@ -1,4 +1,4 @@
-"""What the lab tells its user: one line per step with the time it took, and errors as sentences."""
+"""Progress lines with durations, and errors for users of the lab."""
 
 import sys
 import time
@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 
 class LabError(Exception):
-    """Something the user can do something about; the message says what, where and what to do."""
+    """An error that the user can correct. The message names the cause and the remedy."""
 
 
 def say(text: str) -> None:
-    """Print one line at once, also into a pipe. Progress goes to stderr: stdout holds only what a script may read."""
+    """Print one line to stderr without buffering. Only output for scripts is printed to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Print ``title`` when the step begins (a person at a terminal sees it at once) and its duration when it ends."""
+    """Print ``title`` with its duration when the step ends; on a terminal also when the step begins."""
     terminal = sys.stderr.isatty()
     if terminal:
         print(f"  …     {title}", end="\r", file=sys.stderr, flush=True)
@@ -31,7 +31,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def wait_until(ready: Callable[[], bool], *, seconds: float, what: str, every: float = 0.1) -> None:
-    """Call ``ready`` until it says yes; after ``seconds`` raise LabError with the sentence ``what``."""
+    """Call ``ready`` until it returns True. Raises LabError with the message ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > deadline:

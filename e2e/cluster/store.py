@@ -1,4 +1,4 @@
-"""Images of the nodes: imported from archives once, kept by content key for as long as the cache lives."""
+"""Images of the nodes. Each content is imported once from its archive, and stays in the cache."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _IMPORT_SECONDS = 900.0
 
 
 class Image(NamedTuple):
-    """An image to load: the name pods use, the archive (OCI or docker save), and a key that changes with its content."""
+    """An image to load: the name that pods use, the archive (OCI or docker save), and a key of its content."""
 
     reference: str
     archive: Path
@@ -29,7 +29,7 @@ class Image(NamedTuple):
 def parse(words: list[str]) -> list[Image]:
     """Read images from words, three for each."""
     if len(words) % 3:
-        raise LabError("load wants three words for each image: the reference, the archive's path, a key of its content")
+        raise LabError("load needs three words for each image: the reference, the archive's path, a key of its content")
     return [Image(words[i], Path(words[i + 1]), words[i + 2]) for i in range(0, len(words), 3)]
 
 
@@ -53,21 +53,21 @@ def _ctr(node: int, *words: str, stdin: Path | None = None) -> str:
 
 
 def _record(node: int) -> Path:
-    return nodeconf.store_folder(node) / "loaded.json"  # beside the images: they are deleted together
+    return nodeconf.store_folder(node) / "loaded.json"  # beside the images, so that both are deleted together
 
 
 def loaded(node: int) -> dict[str, str]:
-    """Return the images that were loaded into a node's store, with their keys."""
+    """Return the keys of the images in a node's store, by image."""
     try:
         return dict(json.loads(_record(node).read_text()))
     except FileNotFoundError:
         return {}
 
 
-# An image takes the place of one with the same name, and containerd may collect a layer of that one just when both share it.
+# An import replaces the image of the same name. Meanwhile containerd may delete a layer of the old image that the new image shares.
 @retry(retry=retry_if_exception_message(match="(?s).*parent snapshot .* does not exist"), stop=stop_after_attempt(3), reraise=True)
 def _unpack(node: int, image: Image) -> str:
-    # Through stdin: the node may see something else at the archive's path.
+    # Read from stdin, because the archive's path may lead to another file inside the node.
     return _ctr(node, "images", "import", "-", stdin=image.archive)
 
 
@@ -89,7 +89,7 @@ def load(images: list[Image], *, quiet: bool = False) -> None:
     """Import ``images`` into every node that does not have them yet."""
     live = sorted(nodes.running())
     if not live:
-        raise LabError("No lab cluster runs on this machine, so there is nothing to load images into. Run: make cluster-up")
+        raise LabError("No lab cluster runs on this machine. Run: make cluster-up")
     for image in images:
         if not image.archive.is_file():
             raise LabError(f"There is no archive {image.archive} for {image.reference}; build the images again")
@@ -98,11 +98,11 @@ def load(images: list[Image], *, quiet: bool = False) -> None:
         size = image.archive.stat().st_size / 1e6
         missing = [n for n in live if loaded(n).get(image.reference) != image.key or full_name(image.reference) not in present[n]]
         if not missing and not quiet:
-            say(f"   0.0 s  {image.reference} is on {_names(live)} already")
+            say(f"   0.0 s  {_names(live)} already has {image.reference}")
         if missing:
-            told = nullcontext() if quiet else step(f"import {image.reference} ({size:.0f} MB) into {_names(missing)}")
-            # At once: one import keeps neither two cores nor a disk busy.
-            with told, ThreadPoolExecutor(len(missing)) as pool:
+            progress = nullcontext() if quiet else step(f"import {image.reference} ({size:.0f} MB) into {_names(missing)}")
+            # In parallel, because one import uses neither two cores nor a disk fully.
+            with progress, ThreadPoolExecutor(len(missing)) as pool:
                 list(pool.map(partial(_import, image=image), missing))
 
 
@@ -123,7 +123,7 @@ def wait_for_runtime(node: int, seconds: float = 60.0) -> None:
 
 
 def load_pause(binaries: Path) -> None:
-    """Load the image of every pod's first container, packed here from the cluster's own programs."""
+    """Pack and load the image of every pod's pause container."""
     program = binaries / "pause"
     image = Image(nodeconf.PAUSE, lab_root() / "pause.tar", content_key([program], nodeconf.PAUSE))
     archive.pack(program, image.reference, image.archive)

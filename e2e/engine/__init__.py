@@ -1,9 +1,9 @@
 """Real SGLang servers on the CPU as plain processes, for tests and for ``CLUSTER=none``.
 
-    with start_engine(22001) as engine:          # the tiny default model; ready when the block begins
+    with start_engine(22001) as engine:          # with the tiny default model; ready when the block begins
         requests.post(f"{engine.url}/generate", json={"text": "alpha", "sampling_params": {"max_new_tokens": 4}})
 
-Make the environment first with ``make engine-venv``. By hand: ``python3 -m e2e.engine 22001``.
+``make engine-venv`` creates the environment. ``python3 -m e2e.engine 22001`` runs one engine.
 """
 
 import json
@@ -32,7 +32,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass
 class Engine:
-    """One ``sglang.launch_server`` with all its children in a process group of its own."""
+    """One ``sglang.launch_server`` with all its children in its own process group."""
 
     port: int
     command: Sequence[str]
@@ -46,7 +46,7 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the server and return at once; the log is appended to."""
+        """Start the server without waiting. Its output is appended to the log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = start_child(
@@ -54,7 +54,7 @@ class Engine:
             )
 
     def is_ready(self) -> bool:
-        """Say whether the server has loaded its model and finished its warm-up."""
+        """Return whether the server has loaded its model and finished its warm-up."""
         try:
             with _OPENER.open(f"{self.url}/ready", timeout=5) as reply:
                 return bool(reply.status == 200)
@@ -62,7 +62,7 @@ class Engine:
             return False
 
     def wait(self, seconds: float = _START_SECONDS) -> None:
-        """Wait until the server is ready; a LabError tells the last lines of its log when it is not in time or ends."""
+        """Wait until the server is ready. Raises LabError with the end of its log if the server ends or is late."""
         deadline = time.monotonic() + seconds
         while not self.is_ready():
             code = self.process.poll() if self.process else "not started"
@@ -73,7 +73,7 @@ class Engine:
             time.sleep(0.3)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the server and all its children: SIGSTOP makes a stuck engine, SIGKILL a dead one."""
+        """Send a signal to the server and all its children, for example SIGSTOP for a hung engine."""
         if self.process:
             try:
                 os.killpg(self.process.pid, number)
@@ -81,9 +81,9 @@ class Engine:
                 return  # all of them have ended already
 
     def kill(self) -> None:
-        """End the server and its children as a lost machine would; nothing is left, also of a stopped or stuck server.
+        """Kill the server and its children, also if they are stopped or hung.
 
-        There is no polite way beside it: SGLang takes 5 to 8 s to end on SIGTERM and has nothing to save.
+        SIGTERM is not used, because SGLang then takes 5 to 8 s to end and has nothing to save.
         """
         self.signal(signal.SIGKILL)
         if self.process:
@@ -91,7 +91,7 @@ class Engine:
 
 
 def _dtype(model: Path) -> str:
-    """Return the type the weights have on disk: left alone, SGLang would serve float32 weights as float16."""
+    """Return the type of the weights on disk. By default, SGLang would serve float32 weights as float16."""
     config = json.loads((model / "config.json").read_text())
     return str(config.get("dtype") or config.get("torch_dtype") or "auto")
 
@@ -106,7 +106,7 @@ def make_engine(
     env: dict[str, str] | None = None,
     old: bool = False,
 ) -> Engine:
-    """Return an engine that is not started yet; see ``start_engine`` for the arguments. ``old``: of SGLang 0.5.20."""
+    """Return an engine that is not started yet. For the arguments see ``start_engine``. ``old``: run SGLang 0.5.20."""
     weights = model or environment.model()
     command = [
         str(environment.python(make=False)),
@@ -138,7 +138,7 @@ def make_engine(
     ]
     patches = {"SGLANG_CPU_PATCHES": "checksum" if old else "paused-sleep"}
     variables = environment.environment_variables(old=old) | patches | (env or {})
-    if tensor > 1:  # one group of cores per rank; else SGLang wants as many NUMA nodes as ranks
+    if tensor > 1:  # one group of cores per rank; otherwise SGLang needs as many NUMA nodes as ranks
         variables = environment.SEVERAL_RANKS | variables
         variables.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(i % (os.cpu_count() or 1)) for i in range(tensor)))
     return Engine(port, command, log or cache_root() / "logs" / f"engine-{port}.log", variables)
@@ -157,9 +157,14 @@ def start_engine(
 ) -> Iterator[Engine]:
     """Run a real engine on 127.0.0.1:``port`` for the length of the block.
 
-    ``model`` is a folder (default: the tiny float32 Llama), ``args`` are more flags of ``sglang.launch_server``, ``tensor``
-    its tensor parallel size, ``log`` a file to append to, ``env`` more environment. With ``wait=False`` several can start
-    side by side; call ``engine.wait()`` before use.
+    Args:
+        port: Port of the server.
+        model: Folder of the model; by default the tiny float32 Llama.
+        args: More flags of ``sglang.launch_server``.
+        tensor: Tensor parallel size.
+        log: File that the server's output is appended to.
+        env: More environment variables.
+        wait: Wait until the engine is ready. Otherwise call ``engine.wait()`` before use, so that several engines start in parallel.
     """
     engine = make_engine(port, model=model, args=args, tensor=tensor, log=log, env=env)
     engine.start()

@@ -1,6 +1,6 @@
-"""Real CPU engines by hand.
+"""Run real CPU engines from a shell.
 
-python3 -m e2e.engine prepare                                     make environments and tiny model, print where they are
+python3 -m e2e.engine prepare                                     create environments and tiny model, print their paths
 python3 -m e2e.engine PORT [flags of sglang.launch_server]        run one engine in the foreground
 """
 
@@ -17,7 +17,7 @@ def _prepare() -> None:
 
 
 def _serve(port: int, flags: list[str]) -> None:
-    """Replace this process by the server, so that signals and the exit code are the server's own."""
+    """Replace this process by the server, so that signals reach the server and its exit code is returned."""
     environment.python()
     engine = make_engine(port, args=flags)
     os.execve(engine.command[0], list(engine.command), engine.environment)

@@ -1,6 +1,6 @@
-"""The CPU engine's Python environment and its tiny models, made once in the cache.
+"""The CPU engine's Python environment and its tiny models, created once in the cache.
 
-    python3 -m e2e.engine prepare          # makes both, prints the environment's python and the model's folder
+    python3 -m e2e.engine prepare          # creates both, prints the environment's Python and the model's folder
 
 PyPI's torch is the CUDA build (a 2.6 GB download); set TORCH_INDEX to another package index to take torch from there.
 """
@@ -28,12 +28,12 @@ _NEEDED_GB = 9  # download 2.6 GB, unpacked 5 GB before the trim
 
 
 SEVERAL_RANKS = {"SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so", "TORCHDYNAMO_DISABLE": "1"}
-"""What engines with several tensor-parallel ranks need besides: torch of a CUDA build would try NCCL, and SGLang compiles a function for
-which neither the headers nor a compiler are here."""
+"""More variables of engines with several tensor-parallel ranks. Otherwise a CUDA build of torch tries NCCL, and SGLang compiles a function
+without having headers or a compiler."""
 
 
 def environment_variables(*, old: bool = False) -> dict[str, str]:
-    """Return what SGLang needs in its environment to run on a CPU, on top of the present one. ``old``: the oldest release."""
+    """Return this process's environment with the variables that SGLang needs on a CPU. ``old``: for the oldest release."""
     path = os.pathsep.join(filter(None, [str(old_release()) if old else "", str(STAND_INS), os.environ.get("PYTHONPATH", "")]))
     return os.environ | {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -54,7 +54,7 @@ def _run(command: Sequence[str], what: str, env: dict[str, str] | None = None) -
 
 
 def uv() -> list[str]:
-    """Return how to run uv here; on a machine without it, it is installed into the project's .venv."""
+    """Return the command that runs uv. Without uv on this machine, uv is installed into the project's .venv."""
     project = REPOSITORY / ".venv" / "bin" / "python"
     for command in (["uv"], [sys.executable, "-m", "uv"], [str(project), "-m", "uv"]):
         known = shutil.which(command[0])
@@ -68,7 +68,7 @@ def uv() -> list[str]:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Hold a lock while ``folder`` is made, so that two test sessions do not make it at once."""
+    """Hold a lock, so that two test runs do not create ``folder`` at the same time."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -76,14 +76,14 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 
 def python(*, make: bool = True) -> Path:
-    """Return the interpreter of the engine environment; make the environment first when it is missing and ``make`` is set."""
+    """Return the interpreter of the engine environment. With ``make``, a missing environment is created."""
     index = os.environ.get("TORCH_INDEX", "")
     folder = cache_root() / "engine" / content_key([_TORCH, _REST, _TRIM], index, _PYTHON)
     interpreter = folder / "bin" / "python"
     if (folder / ".complete").exists():
         return interpreter
     if not make:
-        raise LabError(f"The engine environment is not there (looked in {folder}). Run: make engine-venv")
+        raise LabError(f"The engine environment is missing (looked in {folder}). Run: make engine-venv")
     with _only_one(folder):
         if not (folder / ".complete").exists():
             _make_environment(folder, index)
@@ -133,7 +133,7 @@ def old_release(*, make: bool = False) -> Path:
 
 
 def model(*options: str) -> Path:
-    """Return the folder of the tiny model that ``images/engine-cpu/make_model.py`` makes with ``options``."""
+    """Return the folder of the tiny model that ``images/engine-cpu/make_model.py`` creates with ``options``."""
     folder = cache_root() / "models" / content_key([_MAKE_MODEL, _TORCH, _REST], *options)
     if (folder / ".complete").exists():
         return folder

@@ -1,1 +1,1 @@
-"""The project's images, built by docker or buildah into content-keyed archives; ``python3 -m e2e.images --help``."""
+"""Build the project's images with docker or buildah into archives that are named by content. See ``python3 -m e2e.images --help``."""

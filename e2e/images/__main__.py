@@ -1,10 +1,10 @@
-"""Build the images, or say what is built.
+"""Build the images, or list the built ones.
 
-    python3 -m e2e.images build [NAME…]     make what is missing; one line per image: REFERENCE ARCHIVE KEY
-    python3 -m e2e.images list              the same lines for what is built already
+    python3 -m e2e.images build [NAME…]     build missing images; prints one line per image: REFERENCE ARCHIVE KEY
+    python3 -m e2e.images list              print the same lines for the images that are built
 
 BASE names another base image, TORCH_INDEX another index for torch, BUILDER one of docker and buildah.
-With CLUSTER=current it also says how such a cluster gets the images.
+With CLUSTER=current, instructions for loading the images into a cluster are printed, too.
 """
 
 import argparse
@@ -22,11 +22,11 @@ _NEEDED_GB = 25  # engine image: build storage, archive, and one copy in the clu
 
 
 def build(names: Sequence[str]) -> list[Version]:
-    """Build the images called ``names`` (all if empty) and return them."""
+    """Build the images with these names, or all images, and return them."""
     builder = choose()
     folder().mkdir(parents=True, exist_ok=True)
     with (folder() / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second build at the same time waits, then finds most of its work done
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second build waits, and then finds most images built
         return _build(builder, names)
 
 
@@ -47,7 +47,7 @@ def _build_one(builder: Builder, version: Version, base: str) -> None:
     part = version.archive.with_suffix(".part")
     part.unlink(missing_ok=True)
     log.unlink(missing_ok=True)
-    for old in folder().glob(f"{image.name}-[0-9a-f]*.tar"):  # only the newest content is kept: they are large
+    for old in folder().glob(f"{image.name}-[0-9a-f]*.tar"):  # archives are large, so only the newest content is kept
         old.unlink()
     with step(f"image {image.name} (log: {log})"):
         builder.build(image, base, part)
@@ -55,10 +55,10 @@ def _build_one(builder: Builder, version: Version, base: str) -> None:
 
 
 def _explain_current(built: Sequence[Version]) -> None:
-    say("CLUSTER=current: your cluster has to get these images. With kind:")
+    say("CLUSTER=current: load these images into your cluster. With kind:")
     for version in built:
         say(f"  kind load image-archive {version.archive}")
-    say("With any other: push them to a registry it can pull from and set the chart's image values.")
+    say("With another cluster: push them to a registry that it can pull from, and set the chart's image values.")
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     unknown = set(args.names) - {image.name for image in CATALOG}
     if unknown:
-        parser.error(f"no image is called {', '.join(sorted(unknown))}; there are {', '.join(i.name for i in CATALOG)}")
+        parser.error(f"no image has the name {', '.join(sorted(unknown))}; the images are {', '.join(i.name for i in CATALOG)}")
     try:
         if args.command == "build":
             found = build(args.names)

@@ -1,4 +1,4 @@
-"""Run docker or buildah. buildah needs no daemon: chroot isolation, its storage under the cache, apart from the user's own."""
+"""Run docker or buildah. buildah needs no daemon: it isolates with chroot, and stores images below the cache."""
 
 import json
 import os
@@ -23,10 +23,10 @@ _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 class Builder(Protocol):
-    """Makes an archive (docker's format: ``docker load``, ``kind load image-archive`` and containerd all take it)."""
+    """Builds archives in docker's format, which ``docker load``, ``kind load image-archive`` and containerd read."""
 
     def base(self) -> str:
-        """Return the name of the base image, made first where that is needed."""
+        """Return the name of the base image, after building it if necessary."""
         ...
 
     def build(self, image: Image, base: str, archive: Path) -> None:
@@ -35,7 +35,7 @@ class Builder(Protocol):
 
 
 def run(command: Sequence[str], log: Path) -> None:
-    """Run a program with its output in ``log``; a LabError carries the end of it."""
+    """Run a program with its output in ``log``. A failure raises LabError with the end of the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=REPOSITORY, check=False)
@@ -53,10 +53,10 @@ def _arguments(base: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Docker:
-    """The docker on this machine, with whatever daemon it talks to."""
+    """docker, with the daemon that it is configured for."""
 
     def base(self) -> str:
-        """Return the base image's name in a registry; BASE in the environment names another one."""
+        """Return the environment variable BASE, or the name of the default base image in a registry."""
         return os.environ.get("BASE", REGISTRY_BASE)
 
     def build(self, image: Image, base: str, archive: Path) -> None:
@@ -68,11 +68,11 @@ class Docker:
 
 @dataclass(frozen=True)
 class Buildah:
-    """buildah as root. Without BASE in the environment the base is made by debootstrap: no registry is asked."""
+    """buildah as root. Without the environment variable BASE, debootstrap builds the base image, so that no registry is needed."""
 
     def _command(self, *words: str) -> list[str]:
         root = cache_root() / "buildah"
-        # A mount namespace of its own: a build that is killed leaves no mount behind.
+        # In its own mount namespace, so that a killed build leaves no mount.
         return [
             "unshare",
             "--mount",
@@ -89,7 +89,7 @@ class Buildah:
         ]
 
     def base(self) -> str:
-        """Return BASE, or the name of a Debian with Python that is made once (about a minute)."""
+        """Return the environment variable BASE, or the name of a Debian with Python. The first build of this base takes about a minute."""
         named = os.environ.get("BASE")
         if named:
             return named
@@ -133,7 +133,7 @@ class Buildah:
             "-t",
             image.reference,
         ]
-        if _CERTIFICATES.exists():  # the machine's own list of authorities also holds a company's
+        if _CERTIFICATES.exists():  # this machine's list may contain the authority of a company
             words += ["-v", f"{_CERTIFICATES}:{_CERTIFICATES}:ro"]
         cache = _uv_cache()
         cache.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def _uv_cache() -> Path:
 
 
 def choose() -> Builder:
-    """Return docker where a daemon answers, else buildah; a LabError says what is missing."""
+    """Return docker if its daemon answers, otherwise buildah. Raises LabError if neither can be used."""
     wanted = os.environ.get("BUILDER", "")
     if wanted not in ("", "docker", "buildah"):
         raise LabError(f"BUILDER={wanted} is neither docker nor buildah")

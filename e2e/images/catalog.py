@@ -1,4 +1,4 @@
-"""Which images there are, what each is made of, and the key that says when it has to be made again."""
+"""The images, their source files, and the keys that change with the content of these files."""
 
 import os
 from collections.abc import Sequence
@@ -17,24 +17,26 @@ _OURS = (IMAGES / "sglang-rollout", REPOSITORY / "LICENSE", _PACKAGE)
 
 @dataclass(frozen=True)
 class Image:
-    """One image: its short name and the files, besides those of every image, that its Dockerfile copies."""
+    """One image: its short name, and the files that its Dockerfile copies besides the shared ones."""
 
     name: str
     files: tuple[Path, ...]
 
     @property
     def dockerfile(self) -> Path:
-        """The Dockerfile; its context is the repository's root."""
+        """Path of the Dockerfile. Its context is the repository's root."""
         return IMAGES / self.name / "Dockerfile"
 
     @property
     def reference(self) -> str:
-        """The name under which pods ask for it. ``localhost/`` makes clear that no registry is meant."""
+        """Image reference in pods. The prefix ``localhost/`` means that no registry has the image."""
         return f"{PREFIX}/{self.name}:{TAG}"
 
     def key(self, base: str) -> str:
-        """Return the hash of everything that goes into the image, the base image's name included. Not of texts for people:
-        ``.dockerignore`` leaves them out too."""
+        """Return the hash of the image's content and of the base image's name.
+
+        Markdown files do not count, because ``.dockerignore`` excludes them.
+        """
         files = [path for path in files_below(IMAGES / self.name, *_SHARED, *self.files) if path.suffix != ".md"]
         return content_key(files, base, os.environ.get("TORCH_INDEX", ""), os.uname().machine)
 
@@ -43,20 +45,20 @@ CATALOG = (
     Image("operator", (*_OURS, _LOCKS / "operator.lock")),
     Image("coordinator", (*_OURS, _LOCKS / "coordinator.lock")),
     Image("router", (*_OURS, _LOCKS / "router.lock")),
-    Image("engine-cpu", (_LOCKS / "engine-torch.lock", _LOCKS / "engine-cpu.lock")),  # large: must not depend on our code
+    Image("engine-cpu", (_LOCKS / "engine-torch.lock", _LOCKS / "engine-cpu.lock")),  # large, so it must not depend on our code
 )
 
 
 @dataclass(frozen=True)
 class Version:
-    """An image with the content it has now. Computed once for a run: sources may be edited while a build is under way."""
+    """An image with its current content. The key is computed once, because sources may change during a build."""
 
     image: Image
     key: str
 
     @property
     def archive(self) -> Path:
-        """Where the archive with this content lies once it is built."""
+        """Path of the archive with this content, built or not."""
         return folder() / f"{self.image.name}-{self.key}.tar"
 
     def __str__(self) -> str:
@@ -64,7 +66,7 @@ class Version:
 
 
 def versions(base: str, names: Sequence[str] = ()) -> list[Version]:
-    """Return the present version of the images called ``names`` (all if empty)."""
+    """Return the current versions of the images with these names, or of all images."""
     return [Version(image, image.key(base)) for image in CATALOG if not names or image.name in names]
 
 

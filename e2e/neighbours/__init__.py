@@ -1,1 +1,1 @@
-"""Controllers of other projects that fleets live beside, built from their Go modules and run on the lab cluster."""
+"""Controllers of other projects, built from their Go modules and run on the lab cluster, for tests of fleets beside them."""

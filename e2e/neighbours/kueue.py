@@ -1,4 +1,4 @@
-"""Kueue as a process of this machine, with webhooks that the lab's API server reaches over the bridge.
+"""Kueue as a process on this machine, with webhooks that the lab's API server reaches over the bridge.
 
 Build it with ``python -m e2e.neighbours.kueue`` (about five minutes on two cores, then cached).
 """
@@ -26,8 +26,8 @@ MODULE = "sigs.k8s.io/kueue"
 VERSION = "v0.19.2"
 PORT = 9443
 _WEBHOOKS = frozenset({"clusterqueue", "resourceflavor", "workload", "pod", "statefulset"})
-# Its metrics server wants a certificate in a fixed folder. It gets one in a mount namespace of its own: nothing is written
-# to the machine's /etc.
+# Kueue's metrics server reads its certificate from a fixed folder below /etc. A separate mount namespace provides the folder, so that
+# nothing is written to the machine's /etc.
 _START = """\
 mount -t tmpfs tmpfs /srv && mkdir /srv/up /srv/work && mount -t overlay overlay -o lowerdir=/etc,upperdir=/srv/up,workdir=/srv/work /etc
 mkdir -p /etc/kueue/metrics/certs && cp "$1"/tls.crt "$1"/tls.key /etc/kueue/metrics/certs/ || exit 1
@@ -42,7 +42,7 @@ def folder() -> Path:
 
 
 def find() -> Path:
-    """Return the built program; a LabError says how to get it."""
+    """Return the built program. Raises LabError if it is missing."""
     program = folder() / "kueue"
     if not program.exists():
         raise LabError("Kueue is not built: make test-neighbours")
@@ -50,13 +50,13 @@ def find() -> Path:
 
 
 def build() -> None:
-    """Build it where it is not built yet. Its own go.sum decides what of others is in it."""
+    """Build Kueue with the dependencies of its own go.sum, unless it is built already."""
     if (folder() / "kueue").exists():
         return
     folder().mkdir(parents=True, exist_ok=True)
     download = ["go", "mod", "download", "-json", f"{MODULE}@{VERSION}"]
     with step(f"go build {MODULE}@{VERSION}"):
-        # In a folder without a go.mod, so that none of ours is asked or changed.
+        # In a folder without a go.mod, so that Go does not use or change ours.
         found = subprocess.run(download, cwd=folder(), capture_output=True, text=True, check=False)
         if found.returncode:
             raise LabError(f"{' '.join(download)} failed: {found.stderr.strip()[-1000:]}")
@@ -71,12 +71,12 @@ def build() -> None:
 
 
 def definitions() -> list[Document]:
-    """Return its definitions. Only the stored version is asked for, so nothing has to be converted."""
+    """Return Kueue's CRDs. The cases use only the stored version, so no conversion webhook is needed."""
     return [yaml.safe_load(path.read_text()) for path in sorted((folder() / "config/crd/bases").glob("*.yaml"))]
 
 
 def webhooks(namespace: str, ca: bytes) -> list[Document]:
-    """Return those webhooks that this use of it needs, called by URL. Pods and StatefulSets of ``namespace`` only."""
+    """Return the webhooks that the cases need, called by URL, for pods and StatefulSets of ``namespace``."""
     made = []
     for document in yaml.safe_load_all((folder() / "config/webhook/manifests.yaml").read_text()):
         kept = []
@@ -94,7 +94,7 @@ def webhooks(namespace: str, ca: bytes) -> list[Document]:
 
 @contextmanager
 def running(namespace: str, where: Path) -> Iterator[None]:
-    """Kueue, in charge of ``namespace``, for as long as the block lasts. Its log and certificate lie in ``where``."""
+    """Run Kueue for ``namespace`` for the length of the block. Its log and certificate are in the folder ``where``."""
     program = find()
     pki = lab.pki()
     pki.certificate("kueue", "/CN=kueue", f"IP:{network.HOST}")
@@ -113,7 +113,7 @@ def running(namespace: str, where: Path) -> Iterator[None]:
     (where / "config.yaml").write_text(json.dumps(config))
     _apply(definitions())
     lab.kubectl("wait", "--for=condition=Established", "crd", "-l", "app.kubernetes.io/name=kueue", "--timeout=30s")
-    # Its visibility server is an API of its own, with a certificate of its own in another fixed folder.
+    # Its visibility server would need another certificate in another fixed folder.
     command = [str(program), f"--config={where / 'config.yaml'}", "--feature-gates=VisibilityOnDemand=false"]
     environment = os.environ | {"KUBECONFIG": str(lab.kubeconfig()), "NO_PROXY": "*", "no_proxy": "*"}
     with (where / "kueue.log").open("ab") as log:
@@ -123,7 +123,7 @@ def running(namespace: str, where: Path) -> Iterator[None]:
         _apply(webhooks(namespace, pki.ca.read_bytes()))
         yield
     finally:
-        # The webhooks first: with nobody behind them no pod could be made any more.
+        # The webhooks first, because no pod can be created while their server does not answer.
         for kind in ("mutatingwebhookconfiguration", "validatingwebhookconfiguration"):
             lab.kubectl("delete", kind, "kueue-mutating", "kueue-validating", "--ignore-not-found")
         child.terminate()

@@ -1,4 +1,4 @@
-"""A fleet of stand-in engines on a cluster, and the pod of a trainer for it: the documents that are applied."""
+"""Kubernetes objects for a fleet of stand-in engines and for its trainer's pod."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import yaml
 from e2e.kube import ROOT
 
 CODE = "stand-in-code"
-"""ConfigMap with the files below."""
+"""Name of the ConfigMap with the scripts."""
 SHARED = "/var/tmp/sglang-rollout-e2e"
-"""A folder of the nodes. All nodes of the lab are one machine, so they share it; on another cluster of several nodes they would not."""
+"""A folder of the nodes. The lab's nodes share it, because they run on one machine. Nodes of other clusters do not share it."""
 CKPT = "/ckpt"
-"""Where engines and trainers see the shared folder."""
+"""Path of the shared folder in engines and trainers."""
 _ENGINE = {"stand-in-init": "e2e/stand_in/sglang/__init__.py", "stand-in-server": "e2e/stand_in/sglang/launch_server.py"}
 _TRAINER = {
     "e2e": "e2e/__init__.py",
@@ -25,7 +25,7 @@ Document = dict[str, Any]
 
 
 def code() -> Document:
-    """The ConfigMap that brings this checkout's scripts into the pods."""
+    """Return the ConfigMap with this checkout's scripts for the pods."""
     files = {key: (ROOT / path).read_text() for key, path in {**_ENGINE, **_TRAINER}.items()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": CODE}, "data": files}
 
@@ -35,12 +35,12 @@ def _mounted(files: dict[str, str], below: str) -> list[Document]:
 
 
 def _job() -> Document:
-    """The pod of the example trainer, which borrows our library from the fleet's image."""
+    """Return the pod of the example trainer, which copies our library from the fleet's image."""
     return dict(yaml.safe_load((ROOT / "examples/trainer/job.yaml").read_text())["spec"]["template"]["spec"])
 
 
 def rollout(name: str, *, replicas: int = 3, weights: Document | None = None) -> Document:
-    """An SGLangRollout whose engines are stand-ins, with short deadlines."""
+    """Return an SGLangRollout with stand-in engines and short deadlines."""
     document: Document = yaml.safe_load((ROOT / "examples/rollout-cpu.yaml").read_text())
     document["metadata"] = {"name": name}
     spec = document["spec"]
@@ -91,12 +91,12 @@ def with_folder(document: Document) -> Document:
 
 
 def trainer_pod(name: str) -> Document:
-    """A pod that waits; trainers are started in it, with torch, our library and the scripts of this checkout."""
+    """Return a pod that waits, with torch, our library and this checkout's scripts. Cases start trainers in it."""
     pod = _job()
     pod["terminationGracePeriodSeconds"] = 1
     container = pod["containers"][0]
     del container["args"]
-    # As a child of a shell that reaps, not as process 1, which no signal from inside its own pod can kill.
+    # Process 1 is a shell that reaps trainers, because no signal from inside the pod can kill process 1.
     container["command"] = ["sh", "-c", "while :; do sleep 5; done"]
     path = next(variable for variable in container["env"] if variable["name"] == "PYTHONPATH")
     path["value"] = f"/opt/e2e:{path['value']}"
@@ -113,7 +113,7 @@ def _ckpt() -> Document:
 
 
 def _open_folder(image: str) -> Document:
-    """The kubelet makes the shared folder for root alone."""
+    """Return an init container that opens the shared folder to all users. The kubelet creates the folder for root only."""
     return {
         "name": "shared-folder",
         "image": image,

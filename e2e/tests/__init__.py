@@ -1,1 +1,1 @@
-"""Tests of the tools in this folder themselves: no cluster, no root, nothing is started."""
+"""Tests of the tools in this folder. They need no cluster and no root."""

@@ -1,4 +1,4 @@
-"""When a cell of the fault matrix counts as hit, on a fleet that is only imagined: no process runs."""
+"""Hits and misses of the fault matrix, with a simulated fleet that starts no process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from e2e.chaos.tokens import known
 from e2e.chaos.watch import Watch
 
 
-class ImaginedTrainer:
-    """Pushes at once; its fleet is in ``verify`` until the trainer is asked for the outcome."""
+class SimulatedTrainer:
+    """Pushes at once. Its fleet is in ``verify`` until the matrix reads the outcome."""
 
     base = known([1])
 
-    def __init__(self, fleet: ImaginedFleet) -> None:
+    def __init__(self, fleet: SimulatedFleet) -> None:
         self._fleet = fleet
         self._label = ""
 
@@ -37,7 +37,7 @@ class ImaginedTrainer:
         return {"ok": True, "error": ""}
 
 
-class ImaginedFleet:
+class SimulatedFleet:
     """One engine that always serves, and a coordinator that logs its phases."""
 
     number, start_seconds, url = 1, 0.0, ""
@@ -47,9 +47,9 @@ class ImaginedFleet:
         self.label = ""
         self.record: list[tuple[float, str]] = []
         self.enter("idle")
-        self.trainer: Any = ImaginedTrainer(self)
+        self.trainer: Any = SimulatedTrainer(self)
 
-    def __enter__(self) -> ImaginedFleet:
+    def __enter__(self) -> SimulatedFleet:
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -59,7 +59,7 @@ class ImaginedFleet:
         self.record.append((time.time(), phase))
 
     def new_trainer(self) -> Any:
-        self.trainer = ImaginedTrainer(self)
+        self.trainer = SimulatedTrainer(self)
         return self.trainer
 
     def document(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class ImaginedFleet:
     def paused(self) -> list[int]:
         return []
 
-    def is_told(self) -> bool:
+    def is_status_current(self) -> bool:
         return True
 
     def until(self, what: str, check: Callable[[], Any], within: float) -> float:
@@ -86,8 +86,8 @@ class ImaginedFleet:
         return 0.0
 
 
-def fault(fleet: ImaginedFleet, *late: bool) -> Fault:
-    """A fault that harms nothing. ``late``: for each try, whether the update has ended before the strike; the last value repeats."""
+def fault(fleet: SimulatedFleet, *late: bool) -> Fault:
+    """Return a fault without effect. ``late``: for each try, whether the update has ended before the strike; the last value repeats."""
     tries = list(late)
 
     def aim(_: object) -> Strike:
@@ -97,41 +97,41 @@ def fault(fleet: ImaginedFleet, *late: bool) -> Fault:
     return Fault("nothing", aim)
 
 
-def run(fleet: ImaginedFleet, made: Fault, phase: str = "verify") -> Any:
+def run(fleet: SimulatedFleet, made: Fault, phase: str = "verify") -> Any:
     return Matrix(fleet, Watch("", {})).run(made, phase)
 
 
-def test_a_strike_in_the_phase_is_a_hit() -> None:
-    fleet = ImaginedFleet()
+def test_strike_in_the_phase_is_a_hit() -> None:
+    fleet = SimulatedFleet()
     cell = run(fleet, fault(fleet, False))
     assert (cell.problem, cell.text, cell.passed, cell.struck_in, cell.misses) == ("", "hit 0s", True, ["verify"], [])
 
 
-def test_a_strike_that_always_comes_too_late_is_a_miss() -> None:
-    fleet = ImaginedFleet()
+def test_strike_after_the_phase_is_a_miss() -> None:
+    fleet = SimulatedFleet()
     cell = run(fleet, fault(fleet, True))
     assert (cell.problem, cell.text, cell.passed) == ("", "missed", False)
-    # The phase may have ended before the strike or during it: the two are microseconds apart here.
+    # The phase may end before the strike or during the strike, because both are microseconds apart.
     assert cell.struck_in in (["verify", "idle"], ["idle"])
     assert len(cell.misses) == TRIES
     assert all(miss.startswith("during the strike the coordinator's log shows") and miss.endswith("idle") for miss in cell.misses)
 
 
-def test_a_missed_cell_is_repeated_until_it_is_hit() -> None:
-    fleet = ImaginedFleet()
+def test_missed_cell_is_repeated_until_it_is_hit() -> None:
+    fleet = SimulatedFleet()
     cell = run(fleet, fault(fleet, True, False))
     assert (cell.text, cell.passed, len(cell.misses)) == ("hit 0s", True, 1)
 
 
-def test_a_phase_that_never_comes_is_a_miss_and_nothing_is_struck() -> None:
-    fleet = ImaginedFleet()
+def test_nothing_is_struck_if_the_phase_never_begins() -> None:
+    fleet = SimulatedFleet()
     fleet.slow_phase = "transfer"
     cell = run(fleet, fault(fleet, False))
     assert (cell.problem, cell.text, cell.struck_in, cell.misses) == ("", "missed", [], ["not: phase verify"] * TRIES)
 
 
-def test_a_missed_cell_is_shown_and_written_and_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = ImaginedFleet()
+def test_missed_cell_is_reported_and_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = SimulatedFleet()
     monkeypatch.setattr(program, "Stack", lambda *_, **__: fleet)
     monkeypatch.setitem(FAULTS, "smg killed", fault(fleet, True))
     out = tmp_path / "chaos.json"
@@ -140,14 +140,14 @@ def test_a_missed_cell_is_shown_and_written_and_the_run_fails(tmp_path: Path, mo
     for part in (
         "1 cells, 0 hit, 1 missed",
         "try 3 missed the phase",
-        "nothing in verify: missed the phase 3 times, at last because during",
+        "nothing in verify: missed the phase 3 times, the last time because during",
     ):
         assert part in done.output, done.output
     (cell,) = json.loads(out.read_text())
     assert (cell["result"], cell["hit"], len(cell["misses"])) == ("missed", False, TRIES)
 
 
-def test_the_record_tells_the_phase_at_a_moment() -> None:
+def test_record_shows_the_phases_between_two_moments() -> None:
     record = [(1.0, "idle"), (2.0, "pause"), (3.0, "open")]
     between = [phases_between(record, *moments) for moments in ((1.5, 1.6), (2.0, 2.9), (2.9, 3.0), (0.1, 0.2), (9.0, 9.1))]
     assert between == [["idle"], ["pause"], ["pause", "open"], [], ["open"]]

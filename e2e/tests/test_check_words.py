@@ -1,4 +1,4 @@
-"""The check of words in `make lint`."""
+"""Tests of the word check in `make lint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that tests start end when the tests are killed."""
+"""Child processes end when the process that started them is killed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_an_engine_ends_when_the_process_that_started_it_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+def test_engine_ends_with_the_process_that_started_it(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "operator")])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as parent:
@@ -50,7 +50,7 @@ def test_an_engine_ends_when_the_process_that_started_it_is_ended(number: signal
         time.sleep(0.02)
 
 
-def test_a_child_outlives_the_thread_that_started_it_and_has_the_pid_that_is_returned() -> None:
+def test_child_outlives_the_thread_that_started_it_and_has_the_returned_pid() -> None:
     started: list[subprocess.Popen[bytes]] = []
     thread = threading.Thread(target=lambda: started.append(start_child(["sleep", "300"])))
     thread.start()

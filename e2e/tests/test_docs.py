@@ -1,4 +1,4 @@
-"""What the pages name exists: make targets, files behind links, and headings behind anchors."""
+"""Pages name only existing make targets, files, and headings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that a forge makes of a page's headings."""
+    """Return the anchors of a page's headings, as GitHub builds them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = link.partition("#")
@@ -36,7 +36,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_code_that_pages_name_exists() -> None:
-    """A path needs no leading folders; a name without a folder is checked if it is a test's."""
+    """A path needs no leading folders. A name without a folder is checked only if it names a test."""
     code = [str(file.relative_to(REPOSITORY)) for folder in ("operator", "e2e", "bench", "charts", "examples", "images") for file in
             (REPOSITORY / folder).rglob("*.py")]  # fmt: skip
     named = {
@@ -45,7 +45,7 @@ def test_code_that_pages_name_exists() -> None:
     assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in code)} == set()
 
 
-def test_every_make_target_that_is_named_exists() -> None:
+def test_make_targets_that_pages_name_exist() -> None:
     named = {word for page in PAGES for word in re.findall(r"(?:`|^|CLUSTER=\w+ )make ([a-z][a-z-]+)", page.read_text(), re.MULTILINE)}
     assert {"demo", "test", "images", "golden"} <= named
     assert named - TARGETS == set()

@@ -1,4 +1,4 @@
-"""When an image has to be made again."""
+"""Images are rebuilt when their content changes."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Image:
     return Image("x", ())
 
 
-def test_only_what_goes_into_an_image_makes_it_anew(image: Image, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_content_of_the_image_changes_its_key(image: Image, monkeypatch: pytest.MonkeyPatch) -> None:
     key = image.key("base")
     (image.dockerfile.parent / "README.md").write_text("read me again")
-    assert image.key("base") == key, "the engine's image takes many minutes and gigabytes"
+    assert image.key("base") == key, "a rebuild of the engine's image takes many minutes"
     image.dockerfile.write_text("FROM base")
     keys = {key, image.key("base"), image.key("other")}
     monkeypatch.setenv("TORCH_INDEX", "https://example.org")
     assert len({*keys, image.key("base")}) == 4
 
 
-def test_what_the_key_leaves_out_the_build_does_not_see() -> None:
+def test_files_outside_of_the_key_are_not_sent_to_the_build() -> None:
     lines = (REPOSITORY / ".dockerignore").read_text().splitlines()
     assert "**/*.md" in lines
     assert lines.index("**/*.md") > max(number for number, line in enumerate(lines) if line.startswith("!")), "later lines win"
 
 
 @pytest.mark.parametrize("image", CATALOG, ids=lambda image: image.name)
-def test_every_image_of_the_catalog_has_what_it_is_made_of(image: Image) -> None:
+def test_catalog_has_every_file_that_a_dockerfile_copies(image: Image) -> None:
     assert image.dockerfile.is_file()
     assert all(path.exists() for path in image.files)
     lines = [line.split() for line in image.dockerfile.read_text().splitlines() if line.startswith("COPY ") and "--from=" not in line]
     copied = [REPOSITORY / word for words in lines for word in words[1:-1]]
     known = [image.dockerfile.parent, *catalog._SHARED, *image.files]
     assert copied
-    assert [path for path in copied if not any(path.is_relative_to(root) for root in known)] == [], "its key would not follow them"
+    assert [path for path in copied if not any(path.is_relative_to(root) for root in known)] == [], "the key does not depend on these files"

@@ -1,4 +1,4 @@
-"""The lab's addresses: nodes, pods and Services never overlap, and a machine that uses them already is noticed."""
+"""The lab's address ranges do not overlap, and routes of the machine that overlap with them are found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODES = range(network.MAX_NODES)
 BRIDGE = ip_network(f"{network.HOST}/24", strict=False)
 
 
-def test_every_node_has_an_address_of_its_own_on_the_bridge() -> None:
+def test_nodes_have_different_addresses_on_the_bridge() -> None:
     addresses = {network.address(node) for node in NODES}
     assert len(addresses | {network.HOST}) == network.MAX_NODES + 1
     assert all(ip_address(address) in BRIDGE for address in addresses)
@@ -28,7 +28,7 @@ def test_ranges_do_not_overlap() -> None:
     everything = [*pods, BRIDGE, ip_network(SERVICE_RANGE)]
     assert not [pair for pair in itertools.combinations(everything, 2) if pair[0].overlaps(pair[1])]
     assert all(one.subnet_of(ip_network(network.POD_RANGE)) for one in pods)  # type: ignore[arg-type]
-    assert not ip_network(network.POD_RANGE).overlaps(BRIDGE), "kube-proxy masquerades what comes from outside of it"
+    assert not ip_network(network.POD_RANGE).overlaps(BRIDGE), "kube-proxy masquerades traffic from outside of this range"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_ranges_do_not_overlap() -> None:
         ([{"dst": "10.96.0.0/12", "dev": "wg0"}], "10.96.0.0/12 dev wg0"),
     ],
 )
-def test_a_route_that_is_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch, routes: list[dict[str, Any]], found: str) -> None:
+def test_overlapping_route_is_named(monkeypatch: pytest.MonkeyPatch, routes: list[dict[str, Any]], found: str) -> None:
     monkeypatch.setattr(network, "_ip", lambda *_: json.dumps(routes) if routes else "")
     assert network.taken() == found

@@ -1,4 +1,4 @@
-"""What is cached is found again by its content, and by nothing else."""
+"""Content keys depend on file contents, names and modes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_come_in_a_fixed_order_without_what_python_leaves(tree: Path) -> None:
+def test_files_are_sorted_and_without_compiled_files(tree: Path) -> None:
     assert files_below(tree) == [tree / "a.txt", tree / "b/two.py"]
     assert files_below(tree / "b", tree / "a.txt") == [tree / "b/two.py", tree / "a.txt"]
     assert files_below(tree / "absent") == []
 
 
-def test_the_key_follows_content_name_mode_and_words(tree: Path) -> None:
+def test_key_depends_on_content_name_mode_and_words(tree: Path) -> None:
     file = tree / "a.txt"
     key = content_key([file], "word")
     os.utime(file, (0, 0))
-    assert content_key([file], "word") == key, "a fresh checkout has other times"
+    assert content_key([file], "word") == key, "a new checkout has other modification times"
     assert len({key, content_key([file]), content_key([file], "other"), content_key([file, file], "word")}) == 4
     file.chmod(0o755)
     executable = content_key([file], "word")
@@ -39,11 +39,11 @@ def test_the_key_follows_content_name_mode_and_words(tree: Path) -> None:
     assert content_key([other], "word") != executable
 
 
-def test_words_do_not_run_together() -> None:
+def test_key_separates_words() -> None:
     assert content_key([], "ab", "c") != content_key([], "a", "bc")
 
 
-def test_the_cache_lies_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_variables_set_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SGLANG_ROLLOUT_CACHE", str(tmp_path / "mine"))
     assert cache_root() == tmp_path / "mine"
     assert lab_root() == tmp_path / "mine" / "lab"

@@ -1,4 +1,4 @@
-"""What a person is told whose machine lacks something."""
+"""Errors for machines that lack something that the lab needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Uname = namedtuple("Uname", "sysname machine")
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine on which nothing is missing."""
+    """Simulate a machine that has everything."""
     monkeypatch.setenv("SGLANG_ROLLOUT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "uname", lambda: Uname("Linux", "x86_64"))
@@ -30,25 +30,25 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nodeconf, "plugin_folder", lambda: Path("/usr/lib/cni"))
 
 
-def test_a_machine_with_everything_is_not_talked_about(capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_machine_gets_no_message(capsys: pytest.CaptureFixture[str]) -> None:
     preflight.check_machine()
     preflight.install()
     assert capsys.readouterr() == ("", "")
 
 
-def test_another_system_is_shown_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_on_another_system_names_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "uname", lambda: Uname("Darwin", "arm64"))
     with pytest.raises(LabError, match=r"Linux only.*CLUSTER=current.*CLUSTER=none"):
         preflight.check_machine()
 
 
-def test_a_user_who_is_not_root_is_shown_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_root_names_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match=r"needs root.*CLUSTER=current.*CLUSTER=none"):
         preflight.check_machine()
 
 
-def test_a_full_disk_and_little_memory_are_said_with_numbers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_about_disk_and_memory_have_numbers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(preflight, "_memory_gb", lambda: 1.5)
     with pytest.raises(LabError, match=r"needs 2 GB of memory, 1\.5 GB are available"):
         preflight.check_machine()
@@ -59,26 +59,26 @@ def test_a_full_disk_and_little_memory_are_said_with_numbers(monkeypatch: pytest
     monkeypatch.setattr(preflight, "_memory_gb", lambda: 4.0)
     capsys.readouterr()
     preflight.check_machine()
-    said = capsys.readouterr().err
-    assert "note: 6 GB of disk are free" in said
-    assert "note: 4.0 GB of memory are available" in said
+    printed = capsys.readouterr().err
+    assert "note: 6 GB of disk are free" in printed
+    assert "note: 4.0 GB of memory are available" in printed
 
 
-def test_missing_programs_are_named_as_packages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_programs_are_listed_as_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_have", lambda program: program not in {"containerd", "ctr", "ip", "shellcheck"})
     monkeypatch.setattr(nodeconf, "plugin_folder", lambda: None)
     assert preflight.missing_packages() == ["containerd", "containernetworking-plugins", "iproute2", "shellcheck"]
     assert preflight.missing_packages(lab=False) == ["shellcheck"]
 
 
-def test_who_cannot_install_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_root_lists_the_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_have", lambda program: program != "tini")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match=r"programs are missing: tini \(names of Debian packages\)"):
         preflight.install()
 
 
-def test_an_installation_that_changes_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_installation_without_effect_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(preflight, "_have", lambda program: program != "tini")
     monkeypatch.setattr(Path, "exists", lambda _: True)
     calls: list[tuple[str, ...]] = []
@@ -93,7 +93,7 @@ def test_an_installation_that_changes_nothing_is_an_error(monkeypatch: pytest.Mo
     assert calls == [("install", "-y", "--no-install-recommends", "tini")]
 
 
-def test_a_file_system_or_route_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unusable_file_system_and_overlapping_route_are_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kind = "tmpfs"
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -108,7 +108,7 @@ def test_a_file_system_or_route_in_the_way_is_named(monkeypatch: pytest.MonkeyPa
         preflight.check_storage()
 
 
-def test_a_step_says_how_long_it_took_also_when_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_prints_its_duration_also_if_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
     with say.step("work"):
         pass
     assert capsys.readouterr().err == "   0.0 s  work\n"
@@ -117,14 +117,14 @@ def test_a_step_says_how_long_it_took_also_when_it_fails(capsys: pytest.CaptureF
     assert capsys.readouterr().err == "  FAILED after 0.0 s: work\n"
 
 
-def test_waiting_ends_with_a_sentence() -> None:
+def test_wait_that_times_out_raises_the_message() -> None:
     answers = iter([False, False, True])
     say.wait_until(lambda: next(answers), seconds=5, what="it did not come", every=0)
     with pytest.raises(LabError, match=r"it did not come \(waited 0 s\)"):
         say.wait_until(lambda: False, seconds=0, what="it did not come", every=0)
 
 
-def test_without_promtool_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_without_promtool_names_the_remedy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(LabError, match=r"promtool is missing\. Run: make preflight"):
         promtool.find()

@@ -1,4 +1,4 @@
-"""A skipped test proves nothing: `make test` fails on one whose reason is not on the list."""
+"""`make test` fails if a test is skipped for a reason that is not on the list."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from e2e.cluster.paths import REPOSITORY
 
 
 def run(folder: Path, reason: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest, under our rules, on two tests, one of which is skipped."""
+    """Run pytest with our conftest.py on two tests, of which one is skipped."""
     (folder / "conftest.py").write_text((REPOSITORY / "conftest.py").read_text())
     (folder / "test_x.py").write_text(f"import pytest\ndef test_a():\n    pytest.skip({reason!r})\ndef test_b():\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), *options, str(folder)]
@@ -18,16 +18,16 @@ def run(folder: Path, reason: str, *options: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_an_unlisted_skip_fails_the_run_and_is_named(tmp_path: Path, workers: str) -> None:
+def test_unlisted_skip_fails_the_run_and_is_named(tmp_path: Path, workers: str) -> None:
     done = run(tmp_path, "the engine environment is not there", "--strict-skips", "-n", workers)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "NOT ALLOWED: test_x.py::test_a was skipped" in done.stdout
     assert "the engine environment is not there" in done.stdout
 
 
-def test_a_listed_skip_passes(tmp_path: Path) -> None:
+def test_listed_skip_passes(tmp_path: Path) -> None:
     assert run(tmp_path, "this machine has no IPv6: nothing can listen on ::1", "--strict-skips").returncode == 0
 
 
-def test_without_the_option_any_skip_passes(tmp_path: Path) -> None:
+def test_any_skip_passes_without_the_option(tmp_path: Path) -> None:
     assert run(tmp_path, "whatever").returncode == 0

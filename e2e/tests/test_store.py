@@ -1,4 +1,4 @@
-"""Names of images, and what `load` says when it cannot."""
+"""Names of images, and errors of `load`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from e2e.cluster.say import LabError
 from e2e.cluster.store import Image, full_name, loaded, parse
 
 
-def test_three_words_are_an_image() -> None:
+def test_images_are_parsed_from_three_words_each() -> None:
     assert parse(["x:1", "/x.tar", "key", "y:2", "/y.tar", "other"]) == [
         Image("x:1", Path("/x.tar"), "key"),
         Image("y:2", Path("/y.tar"), "other"),
@@ -36,11 +36,11 @@ def test_three_words_are_an_image() -> None:
         ("registry:5000/a@sha256:00", "registry:5000/a@sha256:00"),
     ],
 )
-def test_the_name_that_the_kubelet_looks_for(reference: str, name: str) -> None:
+def test_full_name_is_the_one_of_the_kubelet(reference: str, name: str) -> None:
     assert full_name(reference) == name
 
 
-def test_load_without_a_cluster_or_an_archive_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_errors_without_cluster_or_archive_name_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nodes, "running", dict)
     with pytest.raises(LabError, match="Run: make cluster-up"):
         store.load([])
@@ -49,7 +49,7 @@ def test_load_without_a_cluster_or_an_archive_says_what_to_do(monkeypatch: pytes
         store.load([Image("x:1", tmp_path / "x.tar", "key")])
 
 
-def test_a_node_without_a_record_has_loaded_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_node_without_a_record_has_no_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nodeconf, "store_folder", lambda _: tmp_path)
     assert loaded(0) == {}
     (tmp_path / "loaded.json").write_text('{"x:1": "key"}')
@@ -57,7 +57,7 @@ def test_a_node_without_a_record_has_loaded_nothing(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("trouble", "tries"), [("parent snapshot sha256:70 does not exist: not found", 2), ("no space left on device", 1)])
-def test_a_layer_that_was_collected_meanwhile_is_imported_again(
+def test_import_is_repeated_if_a_layer_was_deleted_meanwhile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: str, tries: int
 ) -> None:
     image, calls = Image("localhost/x:1", tmp_path / "x.tar", "key"), []
@@ -75,7 +75,7 @@ def test_a_layer_that_was_collected_meanwhile_is_imported_again(
     assert len(calls) == tries
 
 
-def test_a_packed_program_is_an_archive_that_docker_load_takes(tmp_path: Path) -> None:
+def test_packed_program_is_an_archive_for_docker_load(tmp_path: Path) -> None:
     program = tmp_path / "pause"
     program.write_bytes(b"\x7fELF")
     archive.pack(program, "sgr.local/pause:1", tmp_path / "pause.tar")

@@ -26,7 +26,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- index $images $name | default (printf "%s/%s:%s" $images.registry $name ($images.tag | default $root.Chart.AppVersion)) -}}
 {{- end -}}
 
-{{- /* The namespaces to look after, as JSON; an empty list means all. */ -}}
+{{- /* The watched namespaces as JSON; an empty list means all. */ -}}
 {{- define "operator.namespaces" -}}
 {{- if .Values.watchNamespaces -}}
 {{- .Values.watchNamespaces | uniq | toJson -}}

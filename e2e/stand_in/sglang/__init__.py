@@ -1,1 +1,1 @@
-"""A package of SGLang's name that holds nothing but a server to start."""
+"""A package with SGLang's name, which contains only the stand-in's server."""

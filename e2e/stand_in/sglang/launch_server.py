@@ -1,7 +1,6 @@
-"""In the place of SGLang's server: a stand-in engine that takes the arguments which the operator gives to SGLang.
+"""Start a stand-in engine with the command line that the operator generates for SGLang's server.
 
-A fleet of stand-ins is made with fields that every user has: this package and our library come before SGLang on the engine's
-PYTHONPATH (``e2e/stand_in``).
+The rollout puts this package and our library before SGLang on the engine's PYTHONPATH (``e2e/stand_in``).
 """
 
 import argparse

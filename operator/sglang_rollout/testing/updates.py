@@ -155,7 +155,7 @@ async def from_disk(boot: Boot, body: Mapping[str, Any]) -> Outcome:
 
 
 async def set_version(boot: Boot, body: Mapping[str, Any]) -> None:
-    """``/update_weight_version``. Aborts all requests unless told not to."""
+    """``/update_weight_version``. Aborts all requests, unless ``abort_all_requests`` is false."""
     if body.get("abort_all_requests", True):
         boot.abort(None)
     effects = await boot.reach(Phase.VERSION)

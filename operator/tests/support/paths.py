@@ -7,10 +7,10 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parents[1]
 OPERATOR = REPOSITORY / "operator"
-"""Goes on the `PYTHONPATH` of processes that need the package or these tests."""
+"""Entry for the `PYTHONPATH` of processes that need the package or these tests."""
 DOCS = REPOSITORY / "docs"
 CHARTS = REPOSITORY / "charts"
 GOLDEN_INPUTS = TESTS / "golden/in"
 CONTRACT_SUPPORT = TESTS / "contract/support"
 TRAINERS = CONTRACT_SUPPORT / "trainers"
-"""Programs that play a trainer. Most run with the engine environment's Python, which has torch."""
+"""Programs that act as a trainer. Most run with the engine environment's Python, which has torch."""

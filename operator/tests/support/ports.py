@@ -22,17 +22,17 @@ needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv
 
 _COUNT = 350
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_FIRST = 24200 + _COUNT * (_WORKER % 3)  # each worker of `pytest -n` has ports of its own
+_FIRST = 24200 + _COUNT * (_WORKER % 3)  # each worker of `pytest -n` has its own ports
 _turns = itertools.count(os.getpid() * 97)
 
 
 def free_port(row: int = 1) -> int:
-    """The first of ``row`` free loopback ports, none of them named by the last calls: a server may be started there later, and again.
+    """Return the first of ``row`` consecutive free loopback ports that recent calls did not return, so that a server may start there later.
 
-    They lie below the ephemeral range, where no connection takes one meanwhile.
+    The ports are below the ephemeral range, so no connection uses one meanwhile.
 
     Raises:
-        OSError: there are none.
+        OSError: There are no such ports.
     """
     found: list[int] = []
     for turn in itertools.islice(_turns, _COUNT + row):

@@ -1,4 +1,4 @@
-"""Tiny models on disk, written by hand: the checker must not depend on the library that it checks for."""
+"""Tiny models on disk, written without safetensors, so that tests do not depend on the library that the code reads for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def file_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]], fill: int = 0, **header: Any) -> bytes:
-    """A file; ``header`` overrides entries of its header."""
+    """Return the bytes of a safetensors file. ``header`` overrides entries of its header."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -48,7 +48,7 @@ def write_model(
     fill: int = 0,
     **config: Any,
 ) -> Path:
-    """One file, or ``shards`` files with an index."""
+    """Write a model as one file, or as ``shards`` files with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     if not shards:

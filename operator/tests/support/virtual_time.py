@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps: sleeping costs nothing, and times are exact."""
+"""An event loop with a virtual clock: sleeps take no time, and times are exact."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting until the next timer is due, moves the clock there."""
+    """Moves the clock to the next timer instead of waiting."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if not ready:
-            assert timeout is not None, "everything waits for something that never comes"
+            assert timeout is not None, "all tasks wait, and no timer is set"
             self.now += max(timeout, 0.0)
         return ready
 

@@ -113,7 +113,7 @@ async def test_a_dirty_engine_takes_over_what_is_committed_and_does_not_go_on(ca
 async def test_an_engine_whose_continue_fails_says_why_and_stays_paused(caller: Caller, engine: StubEngine) -> None:
     await caller.update()
     engine.failing.add("continue_generation")
-    assert await caller.post(AGENT_RUN, {"committed": V1}) == (400, {"success": False, "message": "continue_generation failed as told"})
+    assert await caller.post(AGENT_RUN, {"committed": V1}) == (400, {"success": False, "message": "continue_generation failed on purpose"})
     assert caller.agent.status().paused
 
 

@@ -164,7 +164,7 @@ async def test_a_failed_update_cannot_be_acknowledged_nor_resumed(lab: Pod, engi
     await lab.control("/begin_weight_update")
     failed = await lab.control("/update_weights_from_distributed", {"group_name": "g"})
     assert failed.status == 400
-    assert failed.reason == "update_weights_from_distributed failed as told"
+    assert failed.reason == "update_weights_from_distributed failed on purpose"
     await lab.control("/end_weight_update")
     assert (await lab.ack(V1, boot)).status == 409
     resumed = await lab.control("/continue_generation")

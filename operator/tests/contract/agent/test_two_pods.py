@@ -74,7 +74,7 @@ async def test_every_pod_must_reach_the_trainer_and_see_the_same_checkpoint(pair
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_dies_takes_the_other_along_and_both_start_anew(pair: Pair, rank: int) -> None:
     (pair.leader, pair.follower)[rank].kill()
-    await pair.started_anew((1, 1))
+    await pair.wait_for_restart((1, 1))
     assert (await pair.leader.pod.status(BASE_WIRE)).gate_open
     other = (pair.follower, pair.leader)[rank]
     words = (other.pod.folder / "engine.log").read_text()
@@ -111,7 +111,7 @@ async def test_a_pod_that_goes_away_drains_the_engine_first(pair: Pair) -> None:
     await until(lambda: exists(pair.follower.run / "drained"), 30, "the hook hears that nothing runs any more")
     assert pair.starts == (1, 1)
     pair.follower.kill()
-    await pair.started_anew((1, 1))
+    await pair.wait_for_restart((1, 1))
     assert (await pair.leader.pod.status(BASE_WIRE)).gate_open
 
 

@@ -1,4 +1,4 @@
-"""The environment variables that typed fields stand for are those that the pinned SGLang reads."""
+"""The pinned SGLang reads the environment variables that the spec's fields set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.paths import GOLDEN_INPUTS
 
 pytestmark = pytest.mark.engine
 GOLDEN = GOLDEN_INPUTS / "files-and-devices.yaml"
-# The file alone: the package around it imports what only a machine with GPUs has.
+# Load only this file, because its package imports modules that need GPUs.
 READ = """
 import importlib.util, json, os, sys
 package = importlib.util.find_spec("sglang").submodule_search_locations[0]
@@ -46,12 +46,12 @@ def read(set_: dict[str, str]) -> dict[str, Any]:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def test_the_pinned_sglang_reads_the_names_that_are_set() -> None:
+def test_pinned_sglang_reads_the_variables_that_are_set() -> None:
     rollout = SGLangRollout.model_validate(yaml.safe_load(GOLDEN.read_text()))
     ours = {one["name"]: one["value"] for one in engine_variables(rollout)}
     cache = ours["SGLANG_CACHE_DIR"]
 
-    # What SGLang itself would derive from its one folder is what is set one by one, for releases that do not derive it.
+    # The single variables equal those that SGLang derives from its cache folder. Older releases do not derive them.
     seen = read({"SGLANG_CACHE_DIR": cache, "SGLANG_JIT_CACHE_DIR": ours["SGLANG_JIT_CACHE_DIR"]})
     assert {name: ours.get(name) for name in seen["defaults"]} == seen["defaults"]
     assert all(path.startswith(f"{cache}/") for path in seen["below"]), seen["below"]

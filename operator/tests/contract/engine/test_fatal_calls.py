@@ -1,4 +1,4 @@
-"""The wire of an engine: calls that end the server."""
+"""Contract of an engine: calls that end the server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def misshapen(folder: Path) -> dict[str, Any]:
     ids=["truncated-file", "wrong-shape", "resume-unreleased", "token-outside-vocabulary", "empty-prompt"],
 )
 def test_calls_that_end_the_server(engine: Server, path: str, make: Any, tmp_path: Path) -> None:
-    """The next test finds a new life: base weights and version, and another identity."""
+    """A restarted server has base weights, the base version and another identity."""
     (tmp_path / "config.json").write_text((environment.model() / "config.json").read_text())
     before = engine.get("/server_info")[1]
     engine.post("/update_weight_version", {"new_version": "lost"})

@@ -1,4 +1,4 @@
-"""The wire of an engine: tokens."""
+"""Contract of an engine: tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FEW = {"temperature": 0, "max_new_tokens": 2}
     ids=range(7),
 )
 def test_generate_several_samples(engine: Server, fields: dict[str, Any], samples: int | None) -> None:
-    """One object, or a list of samples, prompt by prompt, each with a new ID."""
+    """The answer is one object, or a list of samples in the order of the prompts, each with a new ID."""
     status, reply = engine.post("/generate", fields)
     assert status == 200, reply
     assert isinstance(reply, dict) == (samples is None)
@@ -89,12 +89,12 @@ def test_generate_several_samples(engine: Server, fields: dict[str, Any], sample
 
 
 @pytest.mark.parametrize(
-    ("n", "said"), [("4", 'string "4"'), (True, "boolean `true`"), (4.0, "floating point `4.0`"), ([2], "sequence"), ({}, "map")]
+    ("n", "type_name"), [("4", 'string "4"'), (True, "boolean `true`"), (4.0, "floating point `4.0`"), ([2], "sequence"), ({}, "map")]
 )
-def test_generate_refuses_an_n_that_is_no_integer(engine: Server, n: object, said: str) -> None:
+def test_generate_refuses_an_n_that_is_no_integer(engine: Server, n: object, type_name: str) -> None:
     for text in ("a", ["a", "b"]):
         answer = engine.post("/generate", {"text": text, "sampling_params": FEW | {"n": n}})
-        assert answer == (400, {"error": f"invalid type: {said}, expected i64"})
+        assert answer == (400, {"error": f"invalid type: {type_name}, expected i64"})
 
 
 def test_generate_with_an_n_that_sglang_does_not_expect(engine: Server) -> None:
@@ -122,7 +122,7 @@ def test_generate_as_a_stream(engine: Server) -> None:
     assert (done, rest) == ("data: [DONE]", "")
     parts = [json.loads(event.removeprefix("data: ")) for event in events]
     whole = engine.generate(3)
-    # A busy server sends what has come meanwhile as one event: each event tells the whole so far.
+    # A busy server combines tokens into one event. Each event has all tokens so far.
     counts = [len(part["output_ids"]) for part in parts]
     assert counts == sorted(set(counts))
     assert counts[-1] == 3
@@ -133,7 +133,7 @@ def test_generate_as_a_stream(engine: Server) -> None:
     assert set(parts[-1]["meta_info"]) - TIMES == META
 
 
-def test_a_batch_numbers_its_request_id(engine: Server) -> None:
+def test_batch_numbers_its_request_id(engine: Server) -> None:
     replies = engine.post("/generate", {"text": ["a", "b"], "rid": "mine", "sampling_params": FEW})[1]
     assert [reply["meta_info"]["id"] for reply in replies] == ["mine_0", "mine_1"]
 

@@ -1,4 +1,4 @@
-"""The wire of an engine: what it says about itself, and what it says to calls that nobody should make."""
+"""Contract of an engine: information calls, and answers to wrong calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 @pytest.fixture
 def fresh(engine: Server) -> Server:
-    """A server that holds what it was started with."""
+    """Return a server with its initial weights."""
     if engine.label() != "base":
         engine.restart()
     return engine
@@ -100,7 +100,7 @@ def test_unknown_paths_and_wrong_methods(engine: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/begin_weight_update", "/continue_generation", "/generate", "/abort_request", "/pause_generation"])
-def test_a_call_without_a_body_is_refused(engine: Server, path: str) -> None:
+def test_call_without_a_body_is_refused(engine: Server, path: str) -> None:
     refused(engine.post(path), "'missing'", "body")
     reply = requests.post(engine.url + path, data="no", headers={"Content-Type": "application/json"}, timeout=30)
     refused((reply.status_code, reply.json()))

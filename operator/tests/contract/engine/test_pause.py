@@ -1,4 +1,4 @@
-"""The wire of an engine: pause, abort, flush."""
+"""Contract of an engine: pause, abort, flush."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_flush(engine: Server) -> None:
     assert running.result(30)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_pause_holds_new_requests_and_running_ones_go_on_after_it(engine: Server) -> None:
+def test_requests_continue_after_a_pause(engine: Server) -> None:
     running = engine.start_long()
     paused = (200, {"message": "Generation paused successfully.", "status": "ok"})
     assert engine.post("/pause_generation", {"mode": "in_place"}) == paused
@@ -42,7 +42,7 @@ def test_pause_holds_new_requests_and_running_ones_go_on_after_it(engine: Server
     assert engine.post("/continue_generation", {}) == continued
 
 
-def test_retracted_requests_let_the_cache_be_flushed_and_carry_spans_of_versions(engine: Server) -> None:
+def test_cache_is_flushed_while_requests_are_retracted_and_answers_name_their_versions(engine: Server) -> None:
     before = engine.label()
     running = engine.start_long()
     engine.post("/pause_generation", {"mode": "retract"})
@@ -56,7 +56,7 @@ def test_retracted_requests_let_the_cache_be_flushed_and_carry_spans_of_versions
     assert (meta["weight_version"], meta["num_retractions"], engine.label()) == ("mid", 1, "mid")
 
 
-def test_pause_abort_ends_what_runs(engine: Server) -> None:
+def test_pause_with_abort_ends_running_requests(engine: Server) -> None:
     running = engine.start_long()
     assert engine.post("/pause_generation", {})[0] == 200
     reply = running.result(5)
@@ -72,7 +72,7 @@ def test_abort(engine: Server) -> None:
     assert engine.post("/abort_request", {}) == (200, "")
     time.sleep(0.3)
     assert not running.done()
-    # Retracted requests are aborted at once. Held ones are not in the scheduler, and survive.
+    # Retracted requests are aborted at once. Requests that arrive during the pause are not in the scheduler yet, and are kept.
     engine.post("/pause_generation", {"mode": "retract"})
     held = engine.pool.submit(engine.generate, 2)
     time.sleep(0.3)
@@ -82,12 +82,12 @@ def test_abort(engine: Server) -> None:
     assert held.result(30)["meta_info"]["finish_reason"]["type"] == "length"
 
 
-def test_setting_a_version_aborts_unless_told_not_to(engine: Server) -> None:
+def test_setting_a_version_aborts_requests_by_default(engine: Server) -> None:
     running = engine.start_long()
     assert engine.post("/update_weight_version", {"new_version": "now"})[0] == 200
     assert running.result(5)["meta_info"]["finish_reason"]["type"] == "abort"
     refused(engine.post("/update_weight_version", {}), "new_version")
 
 
-def test_an_unknown_pause_mode_is_refused(engine: Server) -> None:
+def test_unknown_pause_mode_is_refused(engine: Server) -> None:
     refused(engine.post("/pause_generation", {"mode": "bogus"}), "literal_error", "mode")

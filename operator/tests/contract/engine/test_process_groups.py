@@ -1,4 +1,4 @@
-"""The wire of an engine: sessions and weight-update groups."""
+"""Contract of an engine: update sessions and process groups."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_groups(engine: Server, trainer: Peer) -> None:
     assert engine.post("/destroy_weights_update_group", {"group_name": trainer.group}) == no_group
 
 
-def test_an_unpaused_update_waits_for_running_requests(engine: Server, trainer: Peer) -> None:
+def test_update_without_a_pause_waits_for_running_requests(engine: Server, trainer: Peer) -> None:
     assert trainer.open([engine])[0][0] == 200
     running = engine.start_long()
     begun = engine.later("/begin_weight_update", {})
@@ -60,7 +60,7 @@ def test_an_unpaused_update_waits_for_running_requests(engine: Server, trainer: 
     engine.post("/destroy_weights_update_group", {"group_name": trainer.group})
 
 
-def test_a_silent_trainer_blocks_the_scheduler_and_a_dead_one_frees_it(engine: Server, joined: Peer) -> None:
+def test_silent_trainer_blocks_the_scheduler_until_it_is_killed(engine: Server, joined: Peer) -> None:
     body = joined.describe(1.1)
     update = engine.later("/update_weights_from_distributed", body)
     time.sleep(0.5)
@@ -82,7 +82,7 @@ def test_a_silent_trainer_blocks_the_scheduler_and_a_dead_one_frees_it(engine: S
 
 
 def test_two_engines_in_one_group(engine: Server, trainer: Peer, tmp_path: Path) -> None:
-    """The second one is always a stand-in: it joins what SGLang joins."""
+    """The second engine is always a stand-in, which can join a process group together with SGLang."""
     with server("stand-in", tmp_path) as second:
         assert [status for status, _ in trainer.open([engine, second])] == [200, 200]
         for each in (engine, second):

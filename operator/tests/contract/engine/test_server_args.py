@@ -1,4 +1,4 @@
-"""The arguments that are rendered mean to SGLang what the fields of the custom resource say."""
+"""SGLang's own parser reads the rendered arguments as the spec's fields mean them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def verdict(args):
         except SystemExit:
             return "the parser ends"
         except (TypeError, AttributeError):
-            pass  # past the sizes they look at settings that SGLang fills in from the model and the GPUs, and that are None here
+            pass  # later checks read settings that SGLang derives from the model and the GPUs, and that are None here
     return ""
 
 print("\\n" + json.dumps([verdict(args) for args in json.load(sys.stdin)]))
@@ -108,14 +108,14 @@ def python() -> str:
 
 @pytest.fixture(scope="module")
 def parsed(python: str) -> dict[str, dict[str, Any]]:
-    """What the pinned SGLang's own parser makes of the arguments of every golden input, by the input's name."""
+    """Return the settings that SGLang's parser reads from the arguments of each golden input, by the input's name."""
     paths = sorted(GOLDEN_INPUTS.glob("*.yaml"))
     answers = asked_of(python, PARSE, [server_args(rollout(path.read_text())) for path in paths])
     return dict(zip([path.stem for path in paths], answers, strict=True))
 
 
 def asked_of(python: str, program: str, every: list[list[str]]) -> list[Any]:
-    """What a program in the engine's environment says of each list of arguments."""
+    """Run a program in the engine environment, and return its answer for each list of arguments."""
     done = subprocess.run(
         [python, "-c", program],
         input=json.dumps(every),
@@ -131,25 +131,25 @@ def asked_of(python: str, program: str, every: list[list[str]]) -> list[Any]:
 
 
 def of_pods(made: SGLangRollout) -> list[list[str]]:
-    """The arguments of every pod of engine 1, as Kubernetes hands them on."""
+    """Return the arguments of every pod of engine 1, after Kubernetes has replaced the variables."""
     engine, ports = names.engine_name(made.name, 1), engine_ports(made, 1)
     args = server_args(made, server_ranks(made, engine, ports), ports)
     return [[word.replace(f"$({NODE_RANK_ENV})", str(rank)) for word in args] for rank in range(made.spec.engine.pods)]
 
 
-def test_every_pod_of_every_engine_says_where_its_ranks_are(python: str) -> None:
+def test_arguments_of_each_pod_name_the_place_of_its_ranks(python: str) -> None:
     made = {path.stem: rollout(path.read_text()) for path in sorted(GOLDEN_INPUTS.glob("*.yaml"))}
     every = [(name, rank, args) for name, one in made.items() for rank, args in enumerate(of_pods(one))]
     found = asked_of(python, PARSE, [args for _, _, args in every])
-    for (name, rank, _), told in zip(every, found, strict=True):
+    for (name, rank, _), settings in zip(every, found, strict=True):
         pods = made[name].spec.engine.pods
-        assert (told["nnodes"], told["node_rank"]) == (pods, rank), name
-        assert (told["dist_init_addr"] or "").startswith(f"{made[name].name}-engine-1-0.") is (pods > 1), name
+        assert (settings["nnodes"], settings["node_rank"]) == (pods, rank), name
+        assert (settings["dist_init_addr"] or "").startswith(f"{made[name].name}-engine-1-0.") is (pods > 1), name
     assert any(rank > 0 for _, rank, _ in every), "no golden file with several pods"
 
 
 def test_sglang_accepts_the_sizes_of_every_golden_file(python: str) -> None:
-    # SGLang sets the flag itself where it has stages, from what it knows of the model.
+    # With pipeline stages SGLang sets this flag itself, after it has read the model.
     every = [
         [*args, "--disable-overlap-schedule"]
         for path in sorted(GOLDEN_INPUTS.glob("*.yaml"))
@@ -158,18 +158,18 @@ def test_sglang_accepts_the_sizes_of_every_golden_file(python: str) -> None:
     assert set(asked_of(python, JUDGE, every)) == {""}
 
 
-def test_no_flag_is_one_that_sglang_gives_up(python: str) -> None:
-    """Neither of those that are rendered, nor of those that the docs name for ``engine.args``."""
+def test_no_flag_is_deprecated(python: str) -> None:
+    """Checks the rendered flags, and those that the docs name for ``engine.args``."""
     every = [args for path in sorted(GOLDEN_INPUTS.glob("*.yaml")) for args in of_pods(rollout(path.read_text()))]
-    assert set(FLAGS.values()) <= {word for args in every for word in args}, "a flag that is not looked at here"
+    assert set(FLAGS.values()) <= {word for args in every for word in args}, "no golden input has this flag"
     guides = [flag for text in DOCS.glob("*.md") for flag in re.findall(r'"(--[a-z0-9-]+)"', text.read_text())]
     *found, known = asked_of(python, RETIRED, [*every, guides, ["--disable-cuda-graph"]])
     assert [words for words in found if words] == []
-    assert known == ["--disable-cuda-graph"], "it would be noticed"
+    assert known == ["--disable-cuda-graph"], "this deprecated flag must be found"
 
 
-def test_what_the_definition_refuses_is_refused_by_sglang_too(python: str) -> None:
-    """Two are not: SGLang 0.5.23 looks at ``--ep-size`` and at stages over nodes only when ranks start, on GPUs."""
+def test_sglang_refuses_what_the_crd_refuses(python: str) -> None:
+    """Except for two rules: SGLang 0.5.23 checks ``--ep-size`` and stages over nodes only when ranks start, on GPUs."""
     refused = {
         "--tp-size 4 --attn-dp-size 3": "handle_data_parallelism",
         "--tp-size 2 --dp-size 2 --attn-dp-size 2": "data-parallel replicas combined with attention data parallelism",
@@ -181,28 +181,28 @@ def test_what_the_definition_refuses_is_refused_by_sglang_too(python: str) -> No
         "--served-model-name qwen:7b": "served_model_name cannot contain a colon",
         "--served-model-name --x": "the parser ends",
     }
-    said = asked_of(python, JUDGE, [["--model-path", "m", *words.split()] for words in refused])
-    assert [expected in sentence for expected, sentence in zip(refused.values(), said, strict=True)] == [True] * len(refused), said
+    verdicts = asked_of(python, JUDGE, [["--model-path", "m", *words.split()] for words in refused])
+    assert [expected in verdict for expected, verdict in zip(refused.values(), verdicts, strict=True)] == [True] * len(refused), verdicts
 
 
 def rollout(text: str) -> SGLangRollout:
     return SGLangRollout.model_validate(yaml.safe_load(text))
 
 
-def test_every_field_arrives_at_the_setting_that_it_names(parsed: dict[str, dict[str, Any]]) -> None:
+def test_each_field_sets_the_setting_that_it_names(parsed: dict[str, dict[str, Any]]) -> None:
     found = parsed["moe-every-setting"]
     assert {name: found[name] for name in EVERY_SETTING} == EVERY_SETTING
-    assert len(EVERY_SETTING) == len(FLAGS) + 3, "a field that is not looked at here"
+    assert len(EVERY_SETTING) == len(FLAGS) + 3, "EVERY_SETTING lacks a field"
 
 
-def test_adapters_are_prepared_for_and_none_is_loaded_at_the_start(parsed: dict[str, dict[str, Any]]) -> None:
+def test_adapter_settings_are_set_and_no_adapter_is_loaded_at_the_start(parsed: dict[str, dict[str, Any]]) -> None:
     found = parsed["lora"]
     names = ("enable_lora", "max_lora_rank", "max_loras_per_batch", "lora_backend", "lora_paths")
     assert [found[name] for name in names] == [True, 16, 4, "triton", None]
     assert sorted(found["lora_target_modules"]) == ["q_proj", "v_proj"]
 
 
-def test_what_is_left_out_is_sglangs_own_choice(parsed: dict[str, dict[str, Any]]) -> None:
+def test_omitted_fields_keep_sglangs_defaults(parsed: dict[str, dict[str, Any]]) -> None:
     found = parsed["minimal-cpu"]
     ours = {"host": "127.0.0.1", "model_path": "/models/tiny", "weight_version": "base", "tp_size": 1, "load_format": "auto"}
     assert {name: found[name] for name in ours} == ours
@@ -264,15 +264,15 @@ def running(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 @pytest.mark.timeout(400)
-def test_a_real_server_says_the_same(running: Engine) -> None:
+def test_running_server_reports_the_settings(running: Engine) -> None:
     info = requests.get(f"{running.url}/server_info", timeout=30).json()
     assert {name: info[name] for name in READ_BACK} == READ_BACK
 
 
 @pytest.mark.router
 @pytest.mark.timeout(400)
-async def test_an_engine_without_a_tokenizer_takes_token_ids_and_says_so(running: Engine, tmp_path: Path) -> None:
-    """Asked directly it answers chat, and completions of token ids, with 500 and words from its inside."""
+async def test_engine_without_a_tokenizer_accepts_only_token_ids(running: Engine, tmp_path: Path) -> None:
+    """SGLang itself answers chat and completions of token IDs with 500 and an internal error. The gate refuses them with 400."""
     ids = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
     async with pod(tmp_path, running.url) as gated:
         await gated.open_with_base()

@@ -1,4 +1,4 @@
-"""Faults of the stand-in that need a real group: gloo between this machine's processes, a trainer that is killed, NCCL's way to hang."""
+"""Faults of the stand-in in a real process group of gloo, with a trainer that is killed, and with hangs as in NCCL."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Pair:
         return list(self.post(at, "/generate", body)[1]["output_ids"])
 
     def update(self, trainer: Peer, **fields: Any) -> tuple[list[Any], dict[str, Any]]:
-        """One update call of both: their answers (or the error), and what the trainer's broadcast came to."""
+        """Send one update call to both, and return their answers or errors, and the outcome of the trainer's broadcast."""
         body = trainer.describe(SCALE, flat=True) | {"weight_version": "v1"} | fields
         asked = [self.process.pool.submit(self.post, at, "/update_weights_from_distributed", body) for at in (0, 1)]
         sent = trainer.send()
         if "error" in sent:
-            trainer.kill()  # as its job would; an engine that it had sent nothing yet would wait for it until the group's time-out
+            trainer.kill()  # otherwise an engine that received nothing yet waits until the process group's time-out
         answers: list[Any] = []
         for future in asked:
             try:
@@ -96,7 +96,7 @@ def wanted(trainer: Peer, folder: Path) -> list[int]:
     return expected_tokens(read_folder(folder), [1, 2], 6)
 
 
-def test_an_engine_that_drops_a_bucket_says_success_and_keeps_its_old_tokens(pair: Pair, joined: Peer, tmp_path: Path) -> None:
+def test_engine_that_drops_a_bucket_reports_success_and_keeps_its_tokens(pair: Pair, joined: Peer, tmp_path: Path) -> None:
     before = pair.tokens(0)
     pair.fault(1, kind="drop", phase="received")
     answers, sent = pair.update(joined)
@@ -105,7 +105,7 @@ def test_an_engine_that_drops_a_bucket_says_success_and_keeps_its_old_tokens(pai
     assert (pair.fired(0), pair.fired(1)) == ([], [("drop", "received")])
 
 
-def test_a_corrupted_byte_is_seen_in_the_tokens_and_in_one_checksum(pair: Pair, joined: Peer) -> None:
+def test_corrupted_byte_changes_the_tokens_and_one_checksum(pair: Pair, joined: Peer) -> None:
     pair.fault(1, kind="corrupt", phase="received")
     answers, _ = pair.update(joined)
     assert [status for status, _ in answers] == [200, 200]
@@ -114,7 +114,7 @@ def test_a_corrupted_byte_is_seen_in_the_tokens_and_in_one_checksum(pair: Pair, 
     assert sum(good[name] != bad[name] for name in good) == 1
 
 
-def test_a_wrong_version_is_reported_over_the_right_weights(pair: Pair, joined: Peer) -> None:
+def test_wrong_version_is_reported_with_the_right_weights(pair: Pair, joined: Peer) -> None:
     pair.fault(1, kind="wrong_version", phase="received", value="v0")
     pair.update(joined)
     labels = [requests.get(f"{url}/model_info", timeout=5).json()["weight_version"] for url in pair.engines]
@@ -132,7 +132,7 @@ def test_out_of_memory_when_writing_leaves_a_mixture(pair: Pair, joined: Peer) -
     assert pair.tokens(1) not in (before, pair.tokens(0))
 
 
-def test_out_of_memory_before_receiving_answers_at_once(pair: Pair, joined: Peer) -> None:
+def test_out_of_memory_before_receiving_is_answered_at_once(pair: Pair, joined: Peer) -> None:
     pair.fault(0, kind="oom", phase="update")
     body = joined.describe(SCALE, flat=True)
     status, answer = pair.post(0, "/update_weights_from_distributed", body, timeout=5)
@@ -140,19 +140,19 @@ def test_out_of_memory_before_receiving_answers_at_once(pair: Pair, joined: Peer
 
 
 @pytest.mark.parametrize("phase", ["update", "received"])
-def test_death_in_an_update_is_seen_by_the_others_as_of_a_killed_process(pair: Pair, joined: Peer, phase: str) -> None:
+def test_engine_that_dies_in_an_update_breaks_its_connections(pair: Pair, joined: Peer, phase: str) -> None:
     pair.fault(1, kind="die", phase=phase)
     answers, sent = pair.update(joined)
     assert answers[1] is requests.ConnectionError
-    if phase == "update":  # rank 0 sends to it, and sees its connections close
+    if phase == "update":  # rank 0 sends to this engine, and sees that its connections close
         assert "error" in sent
     with pytest.raises(requests.ConnectionError):
         pair.tokens(1)
     assert pair.tokens(0)
 
 
-def test_death_while_waiting_in_a_join_and_while_receiving(pair: Pair, trainer: Peer) -> None:
-    """Killed from outside, in the middle of what gloo has no way out of."""
+def test_engine_can_be_killed_while_it_joins_and_while_it_receives(pair: Pair, trainer: Peer) -> None:
+    """gloo offers no way to end these waits."""
     trainer.group = "g"
     trainer.tell("open", group="g", world=3)
     port = trainer.hear()["port"]
@@ -174,7 +174,7 @@ def test_death_while_waiting_in_a_join_and_while_receiving(pair: Pair, trainer: 
 
 
 def test_nccl_semantics(pair: Pair, trainer: Peer) -> None:
-    """Joined before anybody is connected; with a dead trainer the call never returns, nothing helps but a kill."""
+    """The join returns before the ranks are connected. If the trainer dies, the update call never returns, and only a kill helps."""
     pair.fault(0, kind="nccl", phase="init")
     trainer.group = "n"
     trainer.tell("open", group="n", world=2)
@@ -185,12 +185,12 @@ def test_nccl_semantics(pair: Pair, trainer: Peer) -> None:
     body = trainer.describe(SCALE, flat=True)
     asked = pair.process.pool.submit(pair.post, 0, "/update_weights_from_distributed", body)
     assert trainer.send() == {"sent": True}
-    assert asked.result(10)[0] == 200, "without a death it works"
+    assert asked.result(10)[0] == 200, "the update works while the trainer runs"
     asked = pair.process.pool.submit(pair.post, 0, "/update_weights_from_distributed", trainer.describe(SCALE, flat=True))
     time.sleep(0.3)
     trainer.kill()
     time.sleep(2)
-    assert not asked.done(), "gloo would have failed at once"
+    assert not asked.done(), "gloo would fail at once"
     for path in ("/destroy_weights_update_group", "/end_weight_update", "/generate"):
         with pytest.raises(requests.Timeout):
             pair.post(0, path, {"group_name": "n", "text": "a"}, timeout=1)
@@ -198,11 +198,11 @@ def test_nccl_semantics(pair: Pair, trainer: Peer) -> None:
     requests.post(f"{pair.engines[0]}/stand_in/restart", timeout=5)
     assert isinstance(asked.exception(5), requests.ConnectionError)
     time.sleep(0.3)
-    assert pair.tokens(0) == pair.tokens(1), "a new life with base weights"
+    assert pair.tokens(0) == pair.tokens(1), "the restarted engine has base weights"
     assert pair.fired(0) == [("nccl", "init")]
 
 
-def test_nccl_answers_the_join_before_the_others_are_there(pair: Pair, trainer: Peer) -> None:
+def test_nccl_join_returns_before_all_ranks_have_joined(pair: Pair, trainer: Peer) -> None:
     pair.fault(0, kind="nccl", phase="init")
     trainer.group = "early"
     trainer.tell("open", group="early", world=3)
@@ -212,7 +212,7 @@ def test_nccl_answers_the_join_before_the_others_are_there(pair: Pair, trainer: 
     assert trainer.hear() == {"joined": True}
 
 
-def test_tensor_parallel_ranks_join_as_so_many_members(trainer: Peer, tmp_path: Path) -> None:
+def test_each_tensor_parallel_rank_joins(trainer: Peer, tmp_path: Path) -> None:
     engine = stand_in(free_port(), tmp_path / "log", "--tensor", "2", "--token-ms", "0")
     engine.start()
     try:
@@ -229,7 +229,7 @@ def test_tensor_parallel_ranks_join_as_so_many_members(trainer: Peer, tmp_path: 
         engine.kill()
 
 
-def test_a_group_that_was_left_leaves_no_open_file_behind(trainer: Peer, tmp_path: Path) -> None:
+def test_closed_process_group_leaves_no_open_file(trainer: Peer, tmp_path: Path) -> None:
     engine = stand_in(free_port(), tmp_path / "log")
     engine.start()
     try:
@@ -245,8 +245,8 @@ def test_a_group_that_was_left_leaves_no_open_file_behind(trainer: Peer, tmp_pat
         engine.kill()
 
 
-def test_fifty_engines_of_one_process_in_one_group(trainer: Peer, tmp_path: Path) -> None:
-    """The default model, one update to all; the process stays below the 1.5 GB that docs/testing.md promises."""
+def test_fifty_engines_of_one_process_join_one_process_group(trainer: Peer, tmp_path: Path) -> None:
+    """One update with the default model. The process stays below the 1.5 GB that docs/testing.md promises."""
     first = free_port(row=50)
     engine = stand_in(first, tmp_path / "log", "--engines", "50", "--token-ms", "0")
     engine.command = [part for part in engine.command if part not in ("--model", str(environment.model()))]
@@ -272,14 +272,14 @@ def test_fifty_engines_of_one_process_in_one_group(trainer: Peer, tmp_path: Path
 
 
 def resident(engine: Engine) -> int:
-    """VmRSS of the process in MiB."""
+    """Return VmRSS of the process in MiB."""
     assert engine.process is not None
     status = Path(f"/proc/{engine.process.pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) // 1024
 
 
 def files(engine: Engine) -> int:
-    """Open files of the process that are no sockets: those close when the other side has noticed."""
+    """Return the number of open files without sockets. A socket closes only after its peer has noticed."""
     assert engine.process is not None
     links = []
     for entry in Path(f"/proc/{engine.process.pid}/fd").iterdir():

@@ -1,4 +1,4 @@
-"""The wire of an engine: tensors over a group."""
+"""Contract of an engine: tensors over a process group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_an_update_changes_tokens_checksums_and_the_version(engine: Server, joined: Peer, flat: bool) -> None:
+def test_update_changes_tokens_checksums_and_the_version(engine: Server, joined: Peer, flat: bool) -> None:
     checksum = engine.post("/weights_checker", {"action": "checksum"})[1]["per_engine_checksum"]
     status, body = joined.push(engine, 1.5, {"weight_version": "step-1", "flush_cache": True}, flat=flat)
     message = "Succeeded to update parameter online. Weight version updated to step-1."
@@ -22,7 +22,7 @@ def test_an_update_changes_tokens_checksums_and_the_version(engine: Server, join
     after = engine.generate(16)
     assert (engine.label(), after["meta_info"]["weight_version"]) == ("step-1", "step-1")
     updated = engine.post("/weights_checker", {"action": "checksum"})[1]["per_engine_checksum"]
-    # The same weights again, the other way: the same content, so the same checksum and tokens.
+    # The same weights in the other format give the same checksum and tokens.
     engine.post("/begin_weight_update", {})
     status, body = joined.push(engine, 1.5, flat=not flat)
     assert (status, body) == (200, {"success": True, "message": "Succeeded to update parameter online."})
@@ -37,20 +37,20 @@ def test_an_update_changes_tokens_checksums_and_the_version(engine: Server, join
     assert engine.generate(16)["output_ids"] != after["output_ids"]
 
 
-def test_a_model_keeps_its_types_and_skips_names_that_it_does_not_know(engine: Server, joined: Peer) -> None:
-    assert joined.push(engine, 2.0, {"weight_version": "exact"})[0] == 200  # powers of two: exact in bfloat16 only for what is
+def test_model_keeps_its_types_and_skips_unknown_names(engine: Server, joined: Peer) -> None:
+    assert joined.push(engine, 2.0, {"weight_version": "exact"})[0] == 200  # a power of two: the norm's values stay exact in bfloat16
     before = engine.post("/weights_checker", {"action": "checksum"})[1]["ranks"][0]["checksums"]
     assert joined.push(engine, 2.0, names=["model.norm.weight"], dtype="bfloat16")[0] == 200
     after = engine.post("/weights_checker", {"action": "checksum"})[1]["ranks"][0]["checksums"]
-    assert after == before  # the norm is all ones: the same numbers in the model's own type
-    body = joined.describe(names=["lm_head.weight"]) | {"names": ["nobody.knows.weight"], "flush_cache": False}
+    assert after == before  # all values of the norm are equal to 1, so they are the same in the model's own type
+    body = joined.describe(names=["lm_head.weight"]) | {"names": ["unknown.weight"], "flush_cache": False}
     asked = engine.later("/update_weights_from_distributed", body)
     assert joined.send() == {"sent": True}
     assert asked.result(30)[0] == 200
     assert engine.post("/weights_checker", {"action": "checksum"})[1]["ranks"][0]["checksums"] == before
 
 
-def test_a_wrong_shape_leaves_a_partial_update(engine: Server, joined: Peer) -> None:
+def test_wrong_shape_leaves_a_partial_update(engine: Server, joined: Peer) -> None:
     status, body = joined.push(engine, 1.0, names=["model.norm.weight"], shape=[7])
     assert (status, body["success"]) == (400, False)
     assert body["message"].startswith("Failed to update parameter online: ")
@@ -71,14 +71,14 @@ def test_a_wrong_shape_leaves_a_partial_update(engine: Server, joined: Peer) -> 
         ),
     ],
 )
-def test_what_cannot_be_received_is_refused_before_it_is(engine: Server, joined: Peer, change: dict[str, Any], message: str) -> None:
+def test_invalid_description_is_refused_before_receiving(engine: Server, joined: Peer, change: dict[str, Any], message: str) -> None:
     body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": joined.group} | change
     answer = engine.post("/update_weights_from_distributed", body)
     assert answer == (400, {"success": False, "message": f"Failed to receive weights: {message}"})
-    assert joined.push(engine, 1.0)[0] == 200, "the group is as good as before"
+    assert joined.push(engine, 1.0)[0] == 200, "the process group still works"
 
 
-def test_a_flush_that_fails_leaves_the_version_behind(engine: Server, trainer: Peer) -> None:
+def test_failed_flush_keeps_the_old_version(engine: Server, trainer: Peer) -> None:
     assert trainer.open([engine])[0][0] == 200
     before = engine.label()
     running = engine.start_long()

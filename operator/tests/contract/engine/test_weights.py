@@ -1,4 +1,4 @@
-"""The wire of an engine: checksums, memory, weights on disk."""
+"""Contract of an engine: checksums, memory, weights on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_memory_is_released_and_resumed(engine: Server) -> None:
     assert engine.generate(2)["meta_info"]["completion_tokens"] == 2
 
 
-def test_an_update_from_disk(engine: Server, trainer: Peer, tmp_path: Path) -> None:
+def test_update_from_disk(engine: Server, trainer: Peer, tmp_path: Path) -> None:
     before = engine.generate(16)["output_ids"]
     (tmp_path / "config.json").write_text((environment.model() / "config.json").read_text())
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -51,7 +51,7 @@ def test_an_update_from_disk(engine: Server, trainer: Peer, tmp_path: Path) -> N
     assert (engine.label(), engine.get("/v1/models")[1]["data"][0]["id"]) == ("disk", str(environment.model()))
 
 
-def test_an_update_from_a_folder_without_weights_changes_nothing(engine: Server, tmp_path: Path) -> None:
+def test_update_from_a_folder_without_weights_changes_nothing(engine: Server, tmp_path: Path) -> None:
     before = engine.generate(8)["output_ids"], engine.label()
     for path in ("/nonexistent", str(tmp_path)):
         status, body = engine.post("/update_weights_from_disk", {"model_path": path, "weight_version": "never"})

@@ -1,4 +1,4 @@
-"""The generation without sessions, SGLang 0.5.20: the same assertions against the real server and its stand-in."""
+"""SGLang 0.5.20, which has no update sessions: the same assertions for the real server and for the stand-in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def old(engine_environment: None, request: pytest.FixtureRequest, tmp_path_facto
         engine.kill()
 
 
-def test_it_says_its_version_and_knows_no_sessions(old: Server) -> None:
+def test_server_reports_its_version_and_has_no_sessions(old: Server) -> None:
     assert old.get("/server_info")[1]["version"] == "0.5.20"
     for path in ("/begin_weight_update", "/end_weight_update"):
         assert old.post(path, {})[0] == 404
@@ -37,7 +37,7 @@ def test_it_says_its_version_and_knows_no_sessions(old: Server) -> None:
     assert {"dp_rank", "num_reqs", "num_waiting_reqs", "num_tokens"} <= set(loads[0])
 
 
-def test_its_checksums_name_no_role(old: Server) -> None:
+def test_checksums_name_no_role(old: Server) -> None:
     status, body = old.post("/weights_checker", {"action": "checksum"})
     assert (status, body["success"], body["message"]) == (200, True, "Success.")
     (rank,) = body["ranks"]
@@ -47,7 +47,7 @@ def test_its_checksums_name_no_role(old: Server) -> None:
     assert {len(value) for value in rank["checksums"].values()} == {16}
 
 
-def test_it_updates_without_a_session(old: Server, trainer: Peer) -> None:
+def test_update_needs_no_session(old: Server, trainer: Peer) -> None:
     before = old.generate()["output_ids"]
     assert [status for status, _ in trainer.open([old])] == [200]
     old.post("/pause_generation", {"mode": "retract"})
@@ -59,7 +59,7 @@ def test_it_updates_without_a_session(old: Server, trainer: Peer) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_it_dies_of_a_flush_that_fails(old: Server, trainer: Peer, mode: str) -> None:
+def test_failed_flush_ends_the_server(old: Server, trainer: Peer, mode: str) -> None:
     assert [status for status, _ in trainer.open([old])] == [200]
     old.start_long()
     old.post("/pause_generation", {"mode": mode})
@@ -72,8 +72,8 @@ def test_it_dies_of_a_flush_that_fails(old: Server, trainer: Peer, mode: str) ->
     old.engine.wait()
 
 
-def test_a_pause_that_aborts_lets_it_flush(old: Server, trainer: Peer) -> None:
-    """What the agent makes of the pause that retracts."""
+def test_flush_succeeds_after_a_pause_with_abort(old: Server, trainer: Peer) -> None:
+    """The agent sends this mode to old servers instead of ``retract``."""
     assert [status for status, _ in trainer.open([old])] == [200]
     running = old.start_long()
     old.post("/pause_generation", {"mode": "abort"})

@@ -1,4 +1,4 @@
-"""One engine's pod without Kubernetes: real haproxy as gate, the real agent as a process, and the engine that a test brings."""
+"""One engine's pod without Kubernetes: haproxy as gate, the agent as a process, and the engine of the test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASE_WIRE = {"run": 0, "step": 0, "label": "base"}
 
 
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float, what: str, every: float = 0.05) -> float:
-    """Wait for a condition; returns how long it took."""
+    """Wait for a condition and return the seconds it took."""
     began = time.monotonic()
     while not await condition():
         assert time.monotonic() - began < seconds, f"not within {seconds:g} s: {what}"
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass
 class Process:
-    """One of our command lines as a child."""
+    """One of our commands as a child process."""
 
     args: list[str]
     log: Path
@@ -108,7 +108,7 @@ class Pod:
         return self.folder / "run" / "boot"
 
     def boot(self, boot_id: str) -> None:
-        """What the engine's container does at its start."""
+        """Write the boot ID, as the engine's container does at its start."""
         self.boot_file.parent.mkdir(exist_ok=True)
         self.boot_file.write_text(boot_id)
 
@@ -140,7 +140,7 @@ class Pod:
             return Answer(reply.status, reply.reason or "", dict(reply.headers), document)
 
     async def control(self, path: str, body: Any = None, *, term: int | None = None, token: str = TOKEN, **headers: str) -> Answer:
-        """A call as the coordinator makes it."""
+        """Send a call as the coordinator does."""
         all_headers = {"Authorization": f"Bearer {token}", TERM_HEADER: str(self.term if term is None else term), **headers}
         return await self.ask("POST", path, {} if body is None else body, all_headers)
 
@@ -158,7 +158,7 @@ class Pod:
         return await self.control(AGENT_ACK, {"version": version.model_dump(), "boot_id": boot_id or "", "cohort": ["e0"]})
 
     async def fence(self, **more: float) -> AgentStatus:
-        answer = await self.control(AGENT_FENCE, {"reason": "the test gives the update up", **more})
+        answer = await self.control(AGENT_FENCE, {"reason": "the test aborts the update", **more})
         assert answer.status == 200, answer.body
         return AgentStatus.model_validate(answer.body)
 
@@ -173,7 +173,7 @@ class Pod:
         return (await self.generate()).status == 200
 
     async def stream(self, tokens: int, first: asyncio.Event) -> tuple[int, bool]:
-        """Events of a stream, and whether it came to its end."""
+        """Return the number of events of a stream, and whether the stream was complete."""
         body = {"text": "alpha", "stream": True, "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
         events = 0
         try:
@@ -193,7 +193,7 @@ class Pod:
 async def pod(
     folder: Path, engine_url: str, *, with_boot_file: bool = False, start: bool = True, name: str = "e0", fleet_url: str | None = None
 ) -> AsyncIterator[Pod]:
-    """A pod for the length of the block; its processes are gone after it."""
+    """Run a pod for the length of the block."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
         made = Pod(folder, engine_url, http, with_boot_file, name=name, fleet_url=fleet_url)
         try:

@@ -1,4 +1,4 @@
-"""A coordinator as in production, with agents that are faked behind real HTTP, a fake smg, and files for its state."""
+"""The real coordinator with simulated agents behind real HTTP, a fake smg, and files for its state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICK = Deadlines(group_seconds=3, update_seconds=3, idle_seconds=5, pause_secon
 
 @dataclass
 class HttpAgent:
-    """A SimulatedAgent behind HTTP; ``slow`` paths wait, ``broken`` paths fail."""
+    """A SimulatedAgent behind HTTP. ``slow`` paths wait, ``broken`` paths fail."""
 
     agent: SimulatedAgent
     port: int = field(default_factory=free_port)
@@ -37,7 +37,7 @@ class HttpAgent:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     attempts: int = 0
     answer_tokens: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
-    """What the engine behind an open gate answers on the data paths."""
+    """Answers the data paths, as the engine behind an open gate."""
     runner: web.AppRunner | None = None
 
     @property
@@ -79,8 +79,8 @@ class HttpAgent:
             ]
             return web.json_response({"success": True, "message": "", "ranks": ranks})
         if request.path == AGENT_CHECKPOINT:
-            said = {"ok": result.ok, "reason": result.message, "digest": result.digest, "path": result.path, "compared": result.compared}
-            return web.json_response(said | {"unchecked": result.unchecked, "why_unchecked": result.why_unchecked})
+            answer = {"ok": result.ok, "reason": result.message, "digest": result.digest, "path": result.path, "compared": result.compared}
+            return web.json_response(answer | {"unchecked": result.unchecked, "why_unchecked": result.why_unchecked})
         return self.answer(request.path, {"success": result.ok, "message": result.message}, result.status)
 
     def answer(self, path: str, body: dict[str, Any], status: int) -> web.Response:
@@ -111,7 +111,7 @@ class HttpAgent:
 
 
 class FakeSmg:
-    """smg's list of workers, and its data paths as a test scripts them."""
+    """smg's list of workers, and data paths that a test scripts."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -157,7 +157,7 @@ class FakeSmg:
 
 @dataclass
 class Lab:
-    """Everything, and a trainer's view of it."""
+    """A coordinator, its agents and smg, with the calls of a trainer."""
 
     folder: Path
     agents: list[HttpAgent]
@@ -167,7 +167,7 @@ class Lab:
     deadlines: Deadlines = QUICK
     mode: FleetMode | None = None
     policy: dict[str, Any] = field(default_factory=dict)
-    """More of the weights policy."""
+    """More fields of the weights policy."""
     coordinator: asyncio.Task[None] | None = None
     generation: int = 0
 
@@ -204,7 +204,7 @@ class Lab:
             await asyncio.gather(self.coordinator, return_exceptions=True)
 
     async def call(self, method: str, path: str, body: Any = None, data: bytes | None = None) -> tuple[int, str, Any]:
-        """Status, reason phrase and body."""
+        """Return status, reason phrase and body."""
         payload: dict[str, Any] = {"data": data} if data is not None else ({"json": body} if body is not None else {})
         async with self.session.request(method, self.url + path, **payload) as reply:
             text = await reply.text()
@@ -252,7 +252,7 @@ class Lab:
 async def fleet_lab(
     folder: Path, engines: int = 2, deadlines: Deadlines = QUICK, mode: FleetMode | None = None, **policy: Any
 ) -> AsyncIterator[Lab]:
-    """A coordinator over fake agents, serving; in the mode colocated it falls asleep."""
+    """Run a coordinator over simulated agents. All engines serve when the block begins, except in a mode with a co-located trainer."""
     async with AsyncExitStack() as stack:
         agents = [HttpAgent(SimulatedAgent(f"e{index}")) for index in range(engines)]
         for agent in agents:

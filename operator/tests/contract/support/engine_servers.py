@@ -1,4 +1,4 @@
-"""The two servers of the wire's contract, real SGLang and the stand-in, as processes that look the same to a test."""
+"""The two servers of the engine contract, real SGLang and the stand-in, as processes with the same interface."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ TIMES = {
     "request_received_ts", "first_token_latency", "api_server_dispatch_finish_ts", "response_sent_to_client_ts", "request_finished_ts",
     "decode_throughput", "forward_entry_time", "prefill_finished_time", "queue_time", "storage_prefetch_wait", "storage_staging_wait",
 }  # fmt: skip
-"""SGLang adds these with --enable-metrics, each once it is known. The stand-in engine leaves them out."""
+"""Fields that SGLang adds with --enable-metrics, each when its value is known. The stand-in omits them."""
 
 
 def stand_in(port: int, log: Path, *args: str) -> Engine:
-    """A stand-in in a process of its own, with torch, and with the real engine's model; not started yet."""
+    """Return a stand-in process with torch and the real engine's model, which is not started yet."""
     command = [str(environment.python(make=False)), "-m", "sglang_rollout.testing", "--port", str(port)]
     command += ["--model", str(environment.model()), "--weight-version", "base", "--token-ms", "3", *args]
     path = os.pathsep.join([str(OPERATOR), os.environ.get("PYTHONPATH", "")])
@@ -46,7 +46,7 @@ def sglang(port: int, log: Path, *, old: bool = False) -> Engine:
 
 @dataclass
 class Server:
-    """One of the two, and a pool for calls that block."""
+    """One of the two servers, and a pool for calls that block."""
 
     kind: str
     engine: Engine
@@ -57,7 +57,7 @@ class Server:
         return self.engine.url
 
     def ask(self, method: str, path: str, body: Any = None, timeout: float = 60) -> tuple[int, Any]:
-        """Status and body: JSON, or text."""
+        """Return status and body. The body is JSON or text."""
         reply = requests.request(method, self.url + path, json=body, timeout=timeout)
         if reply.headers.get("Content-Type", "").startswith("application/json"):
             return reply.status_code, reply.json()
@@ -79,10 +79,10 @@ class Server:
         return dict(reply)
 
     def start_long(self, tokens: int = 1500) -> Future[dict[str, Any]]:
-        """A generation that runs for seconds; it has begun when this returns."""
+        """Start a generation that runs for seconds, and return after its begin."""
         future = self.pool.submit(self.generate, tokens)
         time.sleep(0.5)
-        assert not future.done(), "it was to run for seconds"
+        assert not future.done(), "the generation ended too early"
         return future
 
     def label(self) -> str:
@@ -94,7 +94,7 @@ class Server:
         self.engine.wait()
 
     def settle(self) -> None:
-        """As after a start, whatever a test left behind; the weights stay."""
+        """Bring the server back to the state after a start, except for its weights."""
         if self.engine.process is None or self.engine.process.poll() is not None:
             self.restart()
         self.post("/continue_generation", {})
@@ -102,7 +102,7 @@ class Server:
         self.post("/end_weight_update", {})
 
     def gone(self, seconds: float = 20) -> bool:
-        """Whether the process ends within the time."""
+        """Return whether the process ends within the time."""
         assert self.engine.process is not None
         try:
             self.engine.process.wait(seconds)
@@ -112,7 +112,7 @@ class Server:
 
 
 def refused(answer: tuple[int, Any], *places: str) -> None:
-    """Assert that it is SGLang's validation error, about these places of the body."""
+    """Assert that the answer is SGLang's validation error about these places of the body."""
     status, body = answer
     assert (status, body["object"], body["type"], body["code"]) == (400, "error", "Bad Request", 400)
     assert "validation error" in body["message"]
@@ -122,7 +122,7 @@ def refused(answer: tuple[int, Any], *places: str) -> None:
 
 @dataclass
 class Peer:
-    """A trainer in a process of its own."""
+    """A trainer process."""
 
     process: subprocess.Popen[str]
     group: str = ""
@@ -139,7 +139,7 @@ class Peer:
         return dict(json.loads(line))
 
     def open(self, servers: Sequence[Server | str], *, group: str | None = None, world: int | None = None) -> list[tuple[int, Any]]:
-        """Open a group with servers (of one rank each); the answers of their init."""
+        """Open a process group with servers of one rank each, and return their answers."""
         self.group = group or f"group-{time.monotonic_ns()}"
         self.tell("open", group=self.group, world=world or 1 + len(servers))
         port = self.hear()["port"]
@@ -159,7 +159,7 @@ class Peer:
         }  # fmt: skip
 
     def describe(self, scale: float = 1.0, **how: Any) -> dict[str, Any]:
-        """Get tensors ready to be sent; the part of the update's body that describes them."""
+        """Prepare tensors, and return the part of the update's body that describes them."""
         self.tell("send", model=str(environment.model()), scale=scale, **how)
         form = {"load_format": "flattened_bucket"} if how.get("flat") else {}
         return {**self.hear(), "group_name": self.group, **form}
@@ -169,7 +169,7 @@ class Peer:
         return self.hear()
 
     def push(self, server: Server, scale: float, fields: dict[str, Any] | None = None, **how: Any) -> tuple[int, Any]:
-        """Send tensors with one update call and return its answer; a session must be open."""
+        """Send tensors with one update call and return its answer. Needs an open session."""
         body = self.describe(scale, **how) | {"flush_cache": False} | (fields or {})
         asked = server.later("/update_weights_from_distributed", body)
         self.send()
@@ -194,7 +194,7 @@ def peer() -> Iterator[Peer]:
         [str(environment.python(make=False)), str(PEER)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
-    watchdog = threading.Timer(240, process.kill)  # a peer that nobody answers must not hold the tests up
+    watchdog = threading.Timer(240, process.kill)  # a peer without an answer must not block the tests
     watchdog.start()
     try:
         yield Peer(process)

@@ -22,16 +22,16 @@ from tests.support.ports import free_port
 
 @dataclass
 class Urls:
-    """A fleet, and its engines past their gates."""
+    """URLs of a fleet and, without their gates, of its engines."""
 
     fleet: str
     engines: list[str]
     model: str
     targets: list[dict[str, Any]]
-    """What Prometheus scrapes, in the format of ``file_sd_configs``."""
+    """Targets of Prometheus, in the format of ``file_sd_configs``."""
 
     def version(self) -> str:
-        """What the engines hold now."""
+        """Return the version that the engines hold."""
         return str(requests.get(f"{self.engines[0]}/model_info", timeout=10).json()["weight_version"])
 
 
@@ -43,13 +43,13 @@ def wait_serving(url: str, engines: int, seconds: float, local: subprocess.Popen
             if requests.get(f"{url}/fleet", timeout=5).json().get("serving") == engines:
                 return
         except requests.RequestException:
-            pass  # the front is not up yet, or answers for a coordinator that is not
+            pass  # front or coordinator do not answer yet
         time.sleep(0.5)
     pytest.fail(f"{engines} engines did not serve within {seconds:.0f} s: {log.read_text()[-2000:]}")
 
 
 def _wait_routed(url: str, engines: int) -> None:
-    """smg takes engines into its list a moment after they serve."""
+    """Wait until smg routes to all engines, which is a moment after they serve."""
     end, seen = time.monotonic() + 60, set[str]()
     while len(seen) < engines:
         assert time.monotonic() < end, f"smg routes to {seen} only"
@@ -60,13 +60,13 @@ def _wait_routed(url: str, engines: int) -> None:
 
 @contextmanager
 def engines_behind_a_url(folder: Path, number: int, args: Sequence[str] = ()) -> Iterator[Urls]:
-    """``args``: more of SGLang's. Metrics are on, as in pods."""
+    """Run engines behind one URL, with metrics as in pods. ``args``: more arguments of SGLang."""
     log = folder / "local.log"
     with ExitStack() as stack:
         engines = [stack.enter_context(start_engine(free_port(), wait=False, args=("--enable-metrics", *args))) for _ in range(number)]
         for engine in engines:
             engine.wait()
-        address = f"127.0.0.1:{free_port()}"  # only now: engines take ports too while they start
+        address = f"127.0.0.1:{free_port()}"  # only now, because engines use ports while they start
         wanted = [part for engine in engines for part in ("--engine", engine.url)]
         command = [sys.executable, "-m", "sglang_rollout.cli", "local", *wanted, "--listen", address, "--backend", "gloo"]
         with log.open("wb") as out:

@@ -1,4 +1,4 @@
-"""Write an adapter (LoRA): ``python make_adapter.py MODEL OUT SEED``; run by the engine environment's python, which has torch."""
+"""Write an adapter (LoRA): ``python make_adapter.py MODEL OUT SEED``; run by the engine environment's Python, which has torch."""
 
 import json
 import sys

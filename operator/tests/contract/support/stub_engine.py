@@ -1,4 +1,4 @@
-"""A small server with SGLang's wire and none of its weights, for what does not depend on a real engine."""
+"""A small server with SGLang's HTTP API and without weights, for tests that need no real engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.ports import free_port
 
 @dataclass
 class StubEngine:
-    """Knows a version, counts calls, and can be made slow, old or broken."""
+    """Has a version, records calls, and can be slow, old or broken."""
 
     port: int = field(default_factory=free_port)
     label: str = "base"
     old: bool = False
-    """As SGLang before 0.5.21: no update sessions."""
+    """True to have no update sessions, as SGLang before 0.5.21."""
     generates: bool = True
-    """False: its model gives embeddings or rewards."""
+    """False if the model returns embeddings or rewards."""
     version: str = "0.5.23"
     session: bool = False
     calls: list[str] = field(default_factory=list)
@@ -32,12 +32,12 @@ class StubEngine:
     held: dict[str, asyncio.Event] = field(default_factory=dict)
     """Calls that do not answer until their event is set."""
     model_info_after: float = 0.0
-    """Seconds after which /model_info answers."""
+    """Delay of /model_info in seconds."""
     running: int = 0
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first request for tokens."""
     hold_answers: asyncio.Event | None = None
-    """Requests for tokens wait for it."""
+    """Requests for tokens wait for this event."""
     runner: web.AppRunner | None = None
     born: str = ""
 
@@ -46,7 +46,7 @@ class StubEngine:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """A new life: everything forgotten, base weights."""
+        """Start with a new boot identity and base weights."""
         self.label, self.session, self.born = "base", False, uuid.uuid4().hex
         app = web.Application()
         app.add_routes(
@@ -121,7 +121,7 @@ class StubEngine:
         if call in self.held:
             await self.held[call].wait()
         if call in self.failing:
-            return web.json_response({"success": False, "message": f"{call} failed as told"}, status=400)
+            return web.json_response({"success": False, "message": f"{call} failed on purpose"}, status=400)
         if call == "begin_weight_update":
             if self.session:
                 return web.json_response({"success": False, "message": "A weight update session is already open"}, status=400)
@@ -135,7 +135,7 @@ class StubEngine:
 
 @asynccontextmanager
 async def stub_engine(*, old: bool = False) -> AsyncIterator[StubEngine]:
-    """A running stub."""
+    """Run a stub for the length of the block."""
     engine = StubEngine(old=old)
     await engine.start()
     try:

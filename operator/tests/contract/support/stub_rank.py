@@ -1,6 +1,6 @@
-"""Stands in for one node of an SGLang server over several: ``stub_rank.py PORT PID_FILE``; its rank comes from the environment.
+"""Simulate one node of an SGLang server of several nodes: ``stub_rank.py PORT PID_FILE``. The environment sets its rank.
 
-Rank 0 answers what an agent asks; the others, as SGLang's do, only that they run. Neither notices when the other dies.
+Rank 0 answers the agent's calls. Other ranks answer only that they run, as in SGLang. No rank notices when another rank dies.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-LIFE = os.getpid()
+PID = os.getpid()
 ANSWERS = {
     "/model_info": {"weight_version": "base"},
-    "/server_info": {"version": "0.5.23", "tp_size": 2, "weight_version": "base", "served_model_name": "tiny", "random_seed": LIFE},
+    "/server_info": {"version": "0.5.23", "tp_size": 2, "weight_version": "base", "served_model_name": "tiny", "random_seed": PID},
     "/ready": {},
     "/health_generate": {},
     "/v1/loads": {"loads": []},
@@ -28,7 +28,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer({"output_ids": [1], "life": LIFE} if self.path == "/generate" and RANK == 0 else None)
+        self._answer({"output_ids": [1], "pid": PID} if self.path == "/generate" and RANK == 0 else None)
 
     def _answer(self, document: dict[str, object] | None) -> None:
         body = json.dumps(document or {}).encode()
@@ -39,10 +39,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing to say."""
+        """Log nothing."""
 
 
 if __name__ == "__main__":
     server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
-    Path(sys.argv[2]).write_text(str(LIFE))
+    Path(sys.argv[2]).write_text(str(PID))
     server.serve_forever()

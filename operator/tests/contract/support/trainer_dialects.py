@@ -1,4 +1,4 @@
-"""Trainers of other projects in front of a fleet: their HTTP calls word for word, and gloo broadcasts from processes that have torch."""
+"""Trainers of other projects: their exact HTTP calls, and gloo broadcasts from processes that have torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.contract.support.engine_servers import Peer, peer, sglang, stand_in
 from tests.support.ports import free_port
 
 SCALES = (0.6, 0.8, 1.5)
-"""What the model's tensors are multiplied with: weights that differ from each other and from the model's own."""
+"""Factors of the model's tensors, which give weights that differ from each other and from the model's own."""
 OLD = {"stand-in": (), "old": (0, 1), "mixed": (0,), "sglang": (), "sglang-old": (0, 1), "sglang-mixed": (0,)}
-"""Of the engines of a kind, those that are SGLang 0.5.20, or speak as it does."""
+"""Indexes of the engines of each kind that are SGLang 0.5.20, or behave like it."""
 REFERENCE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -52,7 +52,7 @@ class Fleet:
     names: list[str]
     """The model's tensors."""
     expected: dict[float, list[int]] = field(default_factory=dict)
-    """What engines generate with the weights of each scale."""
+    """Tokens that engines generate with the weights of each scale."""
 
     def document(self) -> dict[str, Any]:
         reply = requests.get(f"{self.url}/fleet", timeout=10)
@@ -74,21 +74,21 @@ class Fleet:
             time.sleep(0.1)
 
     def generate(self, url: str | None = None) -> tuple[list[int], str]:
-        """Tokens and version: of the fleet, or of one engine past its gate."""
+        """Return tokens and version of the fleet, or of one engine without its gate."""
         body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": FEW}}
         end = time.monotonic() + 30
         while True:
             reply = requests.post(f"{url or self.url}/generate", json=body, timeout=60)
             if reply.ok:
                 break
-            # smg takes engines into its list a moment after they serve, and until then the answer is "try again".
+            # smg learns of engines a moment after they serve, and answers 503 until then.
             assert reply.status_code == 503, reply.text
             assert time.monotonic() < end, reply.text
             time.sleep(0.1)
         return reply.json()["output_ids"], reply.json()["meta_info"]["weight_version"]
 
     def others(self) -> list[float]:
-        """Scales of weights that the fleet does not hold now."""
+        """Return two scales of weights that the fleet does not hold."""
         tokens, _ = self.generate()
         return [scale for scale, expected in self.expected.items() if expected != tokens][:2]
 
@@ -119,7 +119,7 @@ def _engine(kind: str, index: int, log: Path) -> Engine:
 
 @contextmanager
 def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[Fleet]:
-    """Engines of a kind, their gates and agents, coordinator, smg and front, as processes. ``policy``: more of the weights policy."""
+    """Run engines of a kind behind ``sglang-rollout local``. ``policy``: more fields of the weights policy."""
     with ExitStack() as stack:
         made = []
         for index in range(number):
@@ -144,17 +144,17 @@ def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[F
 
 @dataclass
 class Trainer:
-    """One trainer: some processes, and what came of each of its calls."""
+    """One trainer: its processes, and the outcomes of its calls."""
 
     fleet: Fleet
     peers: list[Peer]
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
     commits: list[str] = field(default_factory=list)
-    """The calls after which the committed version was another one."""
+    """Calls that changed the committed version."""
     answers: list[tuple[str, requests.Response]] = field(default_factory=list)
 
     def call(self, method: str, path: str, body: Any = None) -> requests.Response:
-        """One call; notes whether it was the one that committed. ``None``: no body at all."""
+        """Send a call, and record whether it changed the committed version. ``None``: send no body."""
         before = self.fleet.committed()
         reply = requests.request(method, self.fleet.url + path, json=body, timeout=60)
         if self.fleet.committed() != before:
@@ -173,7 +173,7 @@ class Trainer:
         return reply.json()
 
     def open(self, world: int, *, group: str = "weight_update_group", who: int = 0, text_port: bool = False, **fields: Any) -> None:
-        """Rank 0 listens and joins; the call is made beside it, as every trainer does."""
+        """Open a process group: rank 0 listens and joins while the call is sent, as in every trainer."""
         mine = self.peers[who]
         mine.group = group
         mine.tell("open", group=group, world=world)
@@ -184,13 +184,13 @@ class Trainer:
         assert asked.result(60)["success"] is True
 
     def send(self, scale: float, names: list[str], *, who: int = 0, single: bool = False, flat: bool = False, **fields: Any) -> Any:
-        """One update call with its broadcasts. ``single``: the form of one tensor without lists."""
+        """Send one update call with its broadcasts. ``single``: the form of one tensor without lists."""
         mine = self.peers[who]
-        said = mine.describe(scale, names=names, **({"flat": True} if flat else {}))
-        said.pop("group_name")
+        body = mine.describe(scale, names=names, **({"flat": True} if flat else {}))
+        body.pop("group_name")
         if single:
-            said = {singular: said[plural][0] for singular, plural in (("name", "names"), ("dtype", "dtypes"), ("shape", "shapes"))}
-        asked: Future[Any] = self.pool.submit(self.post, "/update_weights_from_distributed", said | fields)
+            body = {singular: body[plural][0] for singular, plural in (("name", "names"), ("dtype", "dtypes"), ("shape", "shapes"))}
+        asked: Future[Any] = self.pool.submit(self.post, "/update_weights_from_distributed", body | fields)
         assert mine.send() == {"sent": True}
         return asked.result(60)
 

@@ -1,4 +1,4 @@
-"""An engine of two pods without Kubernetes: real gates, agents and start scripts, a relay between them that can be cut."""
+"""An engine of two pods without Kubernetes: real gates, agents and start scripts, and a relay between the pods that can be cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINE = Path(__file__).with_name("stub_rank.py")
 
 @dataclass
 class Relay:
-    """A way to a port. Cut, it drops what comes, as a broken switch does: nobody is refused, nothing is answered."""
+    """A relay to a port. While it is cut, connections get neither a refusal nor an answer, as with a broken switch."""
 
     target: int
     port: int = field(default_factory=free_port)
@@ -45,7 +45,7 @@ class Relay:
         self._accepting = asyncio.create_task(self._accept())
 
     def cut(self) -> None:
-        """The kernel drops handshakes when the queue of those who are not accepted is full."""
+        """Fill the queue of unaccepted connections, so that the kernel drops handshakes."""
         assert self._accepting is not None
         self._accepting.cancel()
         for task in self._open:
@@ -94,7 +94,7 @@ async def _pipe(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 
 class Member:
-    """One pod: gate, agent, and an engine's container that is restarted when it ends."""
+    """One pod: gate, agent, and an engine container that restarts when it ends."""
 
     def __init__(self, folder: Path, rank: int, http: aiohttp.ClientSession) -> None:
         folder.mkdir()
@@ -114,10 +114,10 @@ class Member:
         place = ["--nodes", "2", "--node-rank", str(self.rank)]
         self.pod.agent.args += [*place, "--leader", f"127.0.0.1:{leader.port}", "--advertise", f"127.0.0.1:{self.relay.port}"]
         self.relay.mend()
-        self._kubelet = asyncio.create_task(self._restart_for_ever())
+        self._kubelet = asyncio.create_task(self._keep_running())
         await self.pod.start()
 
-    async def _restart_for_ever(self) -> None:
+    async def _keep_running(self) -> None:
         script = (HANDLER + GROUP_START_SCRIPT).replace(names.RUN_DIR, str(self.run))
         with (self.pod.folder / "engine.log").open("ab") as log:
             while True:
@@ -136,7 +136,7 @@ class Member:
                 os.killpg(self._container.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """End SGLang, as the kernel does when memory is short."""
+        """Kill SGLang, as the kernel does without free memory."""
         os.kill(int((self.pod.folder / "pid").read_text()), signal.SIGKILL)
 
     async def up(self) -> bool:
@@ -157,27 +157,27 @@ class Member:
 
 @dataclass
 class Pair:
-    """Both pods."""
+    """The two pods of the engine."""
 
     leader: Member
     follower: Member
 
     @property
     def starts(self) -> tuple[int, int]:
-        """How often each container was started."""
+        """Number of starts of each container."""
         return self.leader.starts, self.follower.starts
 
     async def runs(self) -> bool:
         return await self.leader.up() and await self.follower.up()
 
-    async def started_anew(self, before: tuple[int, int]) -> None:
-        """Wait until both containers were restarted, once, and the engine runs."""
+    async def wait_for_restart(self, before: tuple[int, int]) -> None:
+        """Wait until both containers have restarted once and the engine runs."""
         wanted = (before[0] + 1, before[1] + 1)
 
         async def again() -> bool:
             return self.starts == wanted and await self.runs()
 
-        await until(again, 60, f"both start once more, {wanted}; now {self.starts}", every=0.2)
+        await until(again, 60, f"both containers start once more: {wanted}, not {self.starts}", every=0.2)
 
     async def why(self) -> str:
         return (await self.leader.pod.status()).message
@@ -185,7 +185,7 @@ class Pair:
 
 @asynccontextmanager
 async def two_pods(folder: Path) -> AsyncIterator[Pair]:
-    """Two pods that are not started yet."""
+    """Provide two pods that are not started yet."""
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)))
         made = [Member(folder / f"pod-{rank}", rank, http) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""A whole fleet without Kubernetes over SGLang servers that run: gates, agents, smg, front and coordinator, in any mode."""
+"""A complete fleet without Kubernetes over running SGLang servers: gates, agents, smg, front and coordinator, in any mode."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tests.support.ports import free_port
 
 @dataclass
 class Whole:
-    """A fleet's URL, and its engines: each behind its gate, which is that engine's own URL."""
+    """A fleet's URL, and its engines behind their gates."""
 
     url: str
     pods: list[Pod]
     http: aiohttp.ClientSession
 
     async def ask(self, method: str, path: str, body: Any = None, at: str | None = None) -> Answer:
-        """``at``: an engine's own URL, or a server's past its gate; without it the fleet's."""
+        """Send a call to the URL ``at`` of a gate or a server, by default to the fleet."""
         timeout = aiohttp.ClientTimeout(total=120)
         async with self.http.request(method, (at or self.url) + path, json=body, timeout=timeout) as reply:
             is_json = reply.content_type == "application/json"
             return Answer(reply.status, reply.reason or "", dict(reply.headers), await (reply.json() if is_json else reply.text()))
 
     async def document(self) -> dict[str, Any]:
-        """``GET /fleet``; empty while nobody can say."""
+        """Return ``GET /fleet``; empty while the coordinator does not answer."""
         try:
             answer = await self.ask("GET", FLEET)
         except aiohttp.ClientError:
@@ -53,14 +53,14 @@ class Whole:
         return [set(member["released"]) for member in (await self.document()).get("members", [])]
 
     async def generate(self, body: dict[str, Any], at: str | None = None) -> dict[str, Any]:
-        """Tokens. At the fleet's URL 503 is tried again: smg hears of an open gate a moment later."""
+        """Generate tokens. At the fleet's URL, 503 is repeated, because smg learns of an open gate a moment later."""
         answers: list[Answer] = []
 
         async def answered() -> bool:
             answers.append(await self.ask("POST", "/generate", body, at))
             return answers[-1].status != 503 or at is not None
 
-        await until(answered, 15, "smg has heard of an open gate")
+        await until(answered, 15, "smg knows an open gate")
         assert answers[-1].status == 200, answers[-1]
         return dict(answers[-1].body)
 
@@ -69,7 +69,7 @@ class Whole:
 async def whole_fleet(
     folder: Path, servers: Sequence[str], mode: FleetMode | None = None, policy: str = "RoundRobin"
 ) -> AsyncIterator[Whole]:
-    """The parts for the length of the block; the servers stay. Nothing is waited for but that the coordinator knows its engines."""
+    """Run all parts except the servers for the length of the block. The coordinator knows its engines when the block begins."""
     smg, metrics, listen, own = (f"127.0.0.1:{free_port()}" for _ in range(4))
     url = f"http://{listen}"
     async with AsyncExitStack() as stack:

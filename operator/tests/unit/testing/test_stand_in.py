@@ -1,4 +1,4 @@
-"""Faults, lives and tokens of the stand-in engine; no torch, no real engine."""
+"""Faults, restarts and tokens of the stand-in engine, without torch and without a real engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.paths import DOCS
 from tests.support.ports import free_port
 
 PATIENCE = 60.0
-"""Seconds until a test that hangs is ended. No test here measures speed."""
+"""Maximum seconds of a request. No test measures speed."""
 ASK = {"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 6}}
 
 
@@ -46,7 +46,7 @@ def tokens(engine: StandIn) -> list[int]:
 # --- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_those_of_the_held_weights(engine: StandIn) -> None:
+def test_tokens_follow_from_the_weights(engine: StandIn) -> None:
     assert tokens(engine) == expected_tokens(engine.tensors(), [4, 5], 6)
 
 
@@ -60,22 +60,22 @@ def test_one_changed_bit_changes_the_tokens() -> None:
     assert expected_tokens({"a": state["a"].reshape(3, 2), "b": state["b"]}, [1], 8) != before
 
 
-def test_an_engine_holds_what_it_is_given() -> None:
+def test_engine_holds_the_given_weights() -> None:
     state = {"a": np.ones(3, dtype=np.float32)}
     with StandIn(state=state) as engine:
         assert tokens(engine) == expected_tokens(state, [4, 5], 6)
 
 
-def test_text_and_tokens_are_the_same_thing() -> None:
+def test_text_and_tokens_convert_into_each_other() -> None:
     assert encode(decode([17, 4, 2047])) == [17, 4, 2047]
     assert encode("alpha beta") == encode(" alpha  beta ")
     assert all(3 <= token < 2048 for token in encode("alpha t9999"))
 
 
-# --- lives -------------------------------------------------------------------------------------------------------------
+# --- restarts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_forgets_all_but_the_port_and_the_faults(engine: StandIn) -> None:
+def test_restart_keeps_only_the_port_and_the_faults(engine: StandIn) -> None:
     url, boot = engine.url, engine.boot_id
     info = requests.get(f"{url}/server_info", timeout=PATIENCE).json()
     post(engine, "/update_weight_version", {"new_version": "7"})
@@ -90,7 +90,7 @@ def test_a_restart_forgets_all_but_the_port_and_the_faults(engine: StandIn) -> N
     assert post(engine, "/flush_cache").status_code == 503
 
 
-def test_a_killed_engine_breaks_connections_and_refuses_new_ones(engine: StandIn) -> None:
+def test_killed_engine_breaks_connections_and_refuses_new_ones(engine: StandIn) -> None:
     post(engine, "/pause_generation")
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(post, engine, "/generate", ASK)
@@ -105,7 +105,7 @@ def test_a_killed_engine_breaks_connections_and_refuses_new_ones(engine: StandIn
     assert tokens(engine.start())
 
 
-def test_engines_of_a_fleet_share_no_change() -> None:
+def test_engines_of_a_fleet_share_no_changes() -> None:
     with StandInFleet(engines=3) as fleet:
         assert len({engine.boot_id for engine in fleet}) == 3
         assert tokens(fleet[0]) == tokens(fleet[1])
@@ -115,7 +115,7 @@ def test_engines_of_a_fleet_share_no_change() -> None:
         assert tokens(fleet[1])
 
 
-def test_the_old_generation_has_no_sessions() -> None:
+def test_old_release_has_no_sessions() -> None:
     with StandIn(sessions=False) as engine:
         assert requests.get(f"{engine.url}/begin_weight_update", timeout=PATIENCE).status_code == 404
         assert post(engine, "/begin_weight_update").status_code == 404
@@ -127,7 +127,7 @@ def test_the_old_generation_has_no_sessions() -> None:
         assert "not in []" in post(engine, "/update_weights_from_distributed", body).json()["message"]
 
 
-def test_health_generate_fails_while_paused_and_stays_failed_until_it_works() -> None:
+def test_engine_is_unready_after_a_failed_health_check_until_one_succeeds() -> None:
     with StandIn(health_seconds=1.5) as engine:
         post(engine, "/pause_generation", {"mode": "retract"})
         assert requests.get(f"{engine.url}/health_generate", timeout=PATIENCE).status_code == 503
@@ -161,7 +161,7 @@ BODIES: dict[Phase, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("phase", [phase for phase in CALLS if phase is not Phase.INIT])
-def test_dying_in_a_phase(engine: StandIn, phase: Phase) -> None:
+def test_engine_dies_in_a_phase(engine: StandIn, phase: Phase) -> None:
     boot = engine.boot_id
     number = engine.faults.add("die", phase)
     with pytest.raises(requests.ConnectionError):
@@ -180,7 +180,7 @@ def test_dying_in_a_phase(engine: StandIn, phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.BEGIN, Phase.FLUSH, Phase.CHECK])
-def test_a_hang_blocks_the_scheduler_until_the_engine_is_killed(engine: StandIn, phase: Phase) -> None:
+def test_hang_blocks_the_scheduler_until_the_engine_is_killed(engine: StandIn, phase: Phase) -> None:
     engine.faults.add("hang", phase)
     with pytest.raises(requests.Timeout):
         post(engine, CALLS[phase], timeout=0.3)
@@ -196,7 +196,7 @@ def test_a_hang_blocks_the_scheduler_until_the_engine_is_killed(engine: StandIn,
     assert tokens(engine)
 
 
-def test_a_hanging_pause_holds_requests_and_updates(engine: StandIn) -> None:
+def test_hanging_pause_blocks_requests_and_updates(engine: StandIn) -> None:
     engine.faults.add("hang", "pause")
     with pytest.raises(requests.Timeout):
         post(engine, "/pause_generation", timeout=0.3)
@@ -205,19 +205,19 @@ def test_a_hanging_pause_holds_requests_and_updates(engine: StandIn) -> None:
             post(engine, path, ASK, timeout=0.3)
 
 
-def test_slow_is_late_and_otherwise_right(engine: StandIn) -> None:
+def test_slow_call_succeeds_after_its_delay(engine: StandIn) -> None:
     engine.faults.add("slow", "begin", seconds=0.4)
     began = time.monotonic()
     assert post(engine, "/begin_weight_update").status_code == 200
     assert time.monotonic() - began >= 0.4
 
 
-def test_unavailable_does_nothing_as_often_as_it_was_told(engine: StandIn) -> None:
+def test_unavailable_refuses_the_given_number_of_calls(engine: StandIn) -> None:
     engine.faults.add("unavailable", "begin", times=2)
     assert [post(engine, "/begin_weight_update").status_code for _ in range(4)] == [503, 503, 200, 400]
 
 
-def test_a_fault_without_end_lasts_until_it_is_removed(engine: StandIn) -> None:
+def test_fault_without_a_limit_lasts_until_it_is_removed(engine: StandIn) -> None:
     number = engine.faults.add("unavailable", "flush", times=None)
     assert [post(engine, "/flush_cache").status_code for _ in range(4)] == [503] * 4
     assert engine.faults.remove(number)
@@ -225,7 +225,7 @@ def test_a_fault_without_end_lasts_until_it_is_removed(engine: StandIn) -> None:
     assert post(engine, "/flush_cache").status_code == 200
 
 
-def test_a_wrong_version_is_reported(engine: StandIn) -> None:
+def test_wrong_version_is_reported(engine: StandIn) -> None:
     engine.faults.add("wrong_version", "version")
     engine.faults.add("slow", "version", seconds=0.0)
     assert post(engine, "/update_weight_version", {"new_version": "8"}).json()["new_version"] == "8"
@@ -236,7 +236,7 @@ def test_a_wrong_version_is_reported(engine: StandIn) -> None:
 @pytest.mark.parametrize(
     ("kind", "phase"), [("drop", "begin"), ("corrupt", "flush"), ("nccl", "update"), ("oom", "end"), ("wrong_version", "pause")]
 )
-def test_what_makes_no_sense_is_refused(engine: StandIn, kind: str, phase: str) -> None:
+def test_fault_that_cannot_happen_in_its_phase_is_refused(engine: StandIn, kind: str, phase: str) -> None:
     with pytest.raises(ValueError, match="cannot happen in phase"):
         engine.faults.add(kind, phase)
     reply = post(engine, "/stand_in/faults", {"kind": kind, "phase": phase})
@@ -246,10 +246,10 @@ def test_what_makes_no_sense_is_refused(engine: StandIn, kind: str, phase: str) 
 def test_faults_over_http(engine: StandIn) -> None:
     number = post(engine, "/stand_in/faults", {"kind": "slow", "phase": "flush", "times": None, "seconds": 0}).json()["number"]
     post(engine, "/flush_cache")
-    said = requests.get(f"{engine.url}/stand_in/faults", timeout=PATIENCE).json()
-    (armed,) = said["armed"]
+    faults = requests.get(f"{engine.url}/stand_in/faults", timeout=PATIENCE).json()
+    (armed,) = faults["armed"]
     assert (armed["number"], armed["kind"], armed["phase"], armed["left"]) == (number, "slow", "flush", None)
-    (hit,) = said["fired"]
+    (hit,) = faults["fired"]
     assert (hit["kind"], hit["phase"], hit["boot_id"]) == ("slow", "flush", engine.boot_id)
     url = f"{engine.url}/stand_in/faults"
     assert requests.delete(url, params={"number": 99}, timeout=PATIENCE).status_code == 404
@@ -268,7 +268,7 @@ def test_restart_and_state_over_http(engine: StandIn) -> None:
     assert tokens(engine)
 
 
-def test_a_fault_as_words() -> None:
+def test_fault_is_parsed_from_words() -> None:
     assert Fault.parse("die:init") == Fault(kind=Kind.DIE, phase=Phase.INIT)
     assert Fault.parse("slow:update:3").times == 3
     assert Fault.parse("hang:end:always").times is None
@@ -291,7 +291,7 @@ def up(url: str) -> bool:
     return False
 
 
-def test_a_process_with_one_engine_dies_by_sigkill_and_leaves_a_record(tmp_path: Path) -> None:
+def test_process_with_one_engine_dies_by_sigkill_and_leaves_a_record(tmp_path: Path) -> None:
     port, hits = free_port(), tmp_path / "hits"
     line = [sys.executable, "-m", "sglang_rollout.cli", "stand-in", "--port", str(port), "--fault", "die:begin", "--hits", str(hits)]
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -307,7 +307,7 @@ def test_a_process_with_one_engine_dies_by_sigkill_and_leaves_a_record(tmp_path:
     assert (hit["kind"], hit["phase"], hit["port"]) == ("die", "begin", port)
 
 
-def test_a_process_with_two_engines_survives_one_and_ends_at_sigterm() -> None:
+def test_process_with_two_engines_outlives_one_engine_and_ends_at_sigterm() -> None:
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "sglang_rollout.testing", "--port", str(port), "--engines", "2", "--fault", "die:flush"],
@@ -325,7 +325,7 @@ def test_a_process_with_two_engines_survives_one_and_ends_at_sigterm() -> None:
         process.wait(PATIENCE)
 
 
-def test_nothing_of_a_fleet_is_left_behind() -> None:
+def test_fleet_leaves_no_thread() -> None:
     before = threading.active_count()
     with StandInFleet(engines=2) as fleet:
         fleet[0].faults.add("hang", "flush")
@@ -334,14 +334,14 @@ def test_nothing_of_a_fleet_is_left_behind() -> None:
     assert threading.active_count() == before
 
 
-def test_the_example_in_the_documentation() -> None:
+def test_example_of_the_documentation_runs() -> None:
     page = (DOCS / "testing.md").read_text()
     example = page.split("```python\n")[1].split("```")[0]
     exec(compile(example, "docs/testing.md", "exec"), {})
 
 
 @pytest.mark.parametrize("sessions", [True, False])
-async def test_the_agent_takes_it_for_an_engine(sessions: bool) -> None:
+async def test_agent_controls_the_stand_in(sessions: bool) -> None:
     with StandIn(sessions=sessions, tensor=2, weight_version="base") as stand_in:
         async with Engine(stand_in.url) as engine:
             facts = await engine.identify(await engine.label(), None)

@@ -1,4 +1,4 @@
-"""Cases of the client library that need torch: run by the engine environment's python, one case per process.
+"""Cases of the client library that need torch: run by the engine environment's Python, one case per process.
 
 client_cases.py CASE URL MODEL [ARGUMENT …]      prints one JSON object
 """
@@ -44,7 +44,7 @@ def said(fleet: Fleet) -> tuple[str, list[int]]:
 
 
 def buckets(fleet: Fleet, model: Any) -> dict[str, Any]:
-    """One tensor per bucket, a few, all in one, and a mixture of types: the engines hold the same policy each time."""
+    """Push with one tensor per bucket, with several, with all in one, and with mixed types. The engines hold the same policy each time."""
     rows = []
     for number, size in enumerate((1, 1 << 20, 1 << 28), 1):
         result = fleet.push(iter(perturbed(model, number).items()), version=number, bucket_bytes=size)
@@ -57,7 +57,7 @@ def buckets(fleet: Fleet, model: Any) -> dict[str, Any]:
 
 
 def wrong_shape(fleet: Fleet, model: Any) -> dict[str, Any]:
-    """A tensor that does not fit is refused; unchecked it fails the push, and the next complete push heals the fleet."""
+    """Push a tensor with a wrong shape: the client refuses it; unchecked, the push fails and the next complete push heals the fleet."""
     wrong = {"lm_head.weight": torch.zeros(5, 5)}
     refused, failed = "", ""
     try:
@@ -78,7 +78,7 @@ def wrong_shape(fleet: Fleet, model: Any) -> dict[str, Any]:
 
 
 def wrong_world(fleet: Fleet, model: Any) -> dict[str, Any]:
-    """A group that the fleet refuses ends at once, with the fleet's reason, although rank 0 already waits for its peers."""
+    """Open a process group that the fleet refuses. It fails at once with the fleet's reason, although rank 0 waits for peers."""
     document = fleet.document()
     fleet.document = lambda: document.model_copy(update={"world_size": document.world_size + 1})  # type: ignore[method-assign]
     started = time.monotonic()
@@ -90,7 +90,7 @@ def wrong_world(fleet: Fleet, model: Any) -> dict[str, Any]:
 
 
 def lost_group(fleet: Fleet, model: Any) -> dict[str, Any]:
-    """A group that somebody else closed: the push on it fails in time, the next one opens a new group by itself."""
+    """Push on a process group that was closed: the push fails in time, and the next push opens a new process group."""
     group = fleet.open_group()
     fleet._http.post("/destroy_weights_update_group", {"group_name": group.name}, timeout=30)
     started = time.monotonic()
@@ -105,7 +105,7 @@ def lost_group(fleet: Fleet, model: Any) -> dict[str, Any]:
 
 
 def checksums(fleet: Fleet, model: Any) -> dict[str, Any]:
-    """What the fleet finds when the trainer says something wrong, and the same weights again with what it found."""
+    """Push with wrong checksums, and push the same weights again with the checksums that the fleet reported."""
     state = perturbed(model, 7)
     try:
         fleet.push(state, version=1, checksums={1: ["0" * 64]})
@@ -117,7 +117,7 @@ def checksums(fleet: Fleet, model: Any) -> dict[str, Any]:
 
 
 def snapshots(fleet: Fleet, model: Any, path: str, directory: str) -> dict[str, Any]:
-    """Weights that training changes right after the push; the snapshot holds what was pushed, in two files, readable by safetensors."""
+    """Change weights right after the push. The snapshot has the pushed weights, in two files of safetensors."""
     fleet.snapshots = Snapshots(directory, model=path, keep=2, shard_bytes=2 << 20)
     labels = []
     for number in (1, 2, 3):
@@ -126,7 +126,7 @@ def snapshots(fleet: Fleet, model: Any, path: str, directory: str) -> dict[str, 
         result = fleet.push(state, version=f"step {number}")
         tokens = greedy(model)
         for tensor in state.values():
-            tensor.add_(1.0)  # the optimizer does not wait
+            tensor.add_(1.0)  # as an optimizer does
         assert result.snapshot is not None
         made = result.snapshot.result(60)
         model.load_state_dict(pushed)

@@ -1,4 +1,4 @@
-"""A trainer's half of weight updates, told what to do by lines of JSON; run by the engine environment's python, which has torch.
+"""A trainer's part of weight updates, commanded by lines of JSON; run by the engine environment's Python, which has torch.
 
 {"do": "open", "group": NAME, "world": N}      -> {"port": P}, and when all have joined {"joined": true}
 {"do": "send", "model": FOLDER, "scale": X, "names": [...]|null, "dtype": T|null, "flat": bool, "shape": [...]|null,
@@ -83,18 +83,18 @@ def main():
     torch.set_num_threads(1)
     store = made = None
     while True:
-        told = ask()
-        what = told.pop("do")
-        if what == "open":
-            store, made = join(**told)
-        elif what == "send":
-            send(made, **told)
-        elif what == "save":
-            Path(told["to"]).mkdir(exist_ok=True)
-            save_file(weights(told["model"], told["scale"]), f"{told['to']}/model.safetensors", metadata={"format": "pt"})
+        command = ask()
+        action = command.pop("do")
+        if action == "open":
+            store, made = join(**command)
+        elif action == "send":
+            send(made, **command)
+        elif action == "save":
+            Path(command["to"]).mkdir(exist_ok=True)
+            save_file(weights(command["model"], command["scale"]), f"{command['to']}/model.safetensors", metadata={"format": "pt"})
             answer({"saved": True})
         else:
-            store = made = None  # noqa: F841 - let go of
+            store = made = None  # noqa: F841 - closes the process group
             answer({"closed": True})
 
 

@@ -1,9 +1,9 @@
-"""A trainer's half of one weight update over gloo; run by the engine environment's python, which has torch.
+"""A trainer's part of one weight update over gloo; run by the engine environment's Python, which has torch.
 
     one_update.py MODEL PORT GROUP SCALE RANKS [TENSORS]
 
-RANKS: of the engine. Prints the names, dtypes and shapes as JSON when it has joined the group, waits for a line on standard input, then
-broadcasts: all tensors, or only the first TENSORS and then it dies as a killed trainer would.
+RANKS: number of the engine's ranks. After joining the process group, the program prints names, dtypes and shapes as JSON and waits for a
+line on standard input. Then it broadcasts all tensors, or only the first TENSORS before it ends like a killed trainer.
 """
 
 import json

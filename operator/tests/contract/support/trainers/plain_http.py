@@ -1,4 +1,4 @@
-"""A trainer as people write them: rank 0 of a gloo group, plain HTTP, no library of ours. Run by the engine's Python.
+"""A trainer without our client library: rank 0 of a gloo process group, and plain HTTP. Run by the engine environment's Python.
 
 usage: plain_http.py URL MODEL GROUP SEED session|plain|die [VERSION]      prints one line of JSON
 """

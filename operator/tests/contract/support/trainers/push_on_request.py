@@ -1,6 +1,6 @@
-"""A trainer that lives through changes of its fleet: one push per line of its input. Run by the engine environment's python.
+"""A trainer that pushes once per line of its input, while its fleet changes. Run by the engine environment's Python.
 
-push_on_request.py URL      prints one JSON object per line read; each line is the number that the model's tensors are multiplied with
+push_on_request.py URL      reads lines with a factor of the model's tensors, and prints one JSON object per line
 """
 
 from __future__ import annotations

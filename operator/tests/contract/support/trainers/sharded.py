@@ -1,6 +1,6 @@
 """A trainer with sharded weights (FSDP2), as torchrun starts it: every rank runs this file.
 
-torchrun … sharded.py URL MODEL CASE …      each rank prints one line: a JSON object with its rank and what each case saw
+torchrun … sharded.py URL MODEL CASE …      each rank prints one line: a JSON object with its rank and the result of each case
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Seen = dict[str, Any]
 
 
 def policy(path: str, seed: int) -> Any:
-    """The model with other weights; the same on every rank."""
+    """Return the model with other weights, which are the same on every rank."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def greedy(model: Any) -> list[int]:
 
 
 def wrapped(model: Any) -> Any:
-    """Sharded over all ranks, with the names that activation checkpointing and torch.compile make of it."""
+    """Shard the model over all ranks, with the names of activation checkpointing and torch.compile."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if world == 4 else init_device_mesh("cpu", (world,))
     layers = model.model.layers
@@ -57,14 +57,14 @@ def wrapped(model: Any) -> Any:
 
 
 def said(fleet: Fleet) -> list[Any]:
-    """Label and greedy tokens of the engine."""
+    """Return label and greedy tokens of the engine."""
     params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
     (sample,) = fleet.generate(input_ids=[PROMPT], sampling_params=params, timeout=60)
     return [sample.weight_version, sample.output_ids]
 
 
 def failed(push: Callable[[], Any]) -> str:
-    """The error that every rank must see."""
+    """Return the error of a push, which must be the same on every rank."""
     try:
         push()
     except PushFailed as error:
@@ -73,7 +73,7 @@ def failed(push: Callable[[], Any]) -> str:
 
 
 def sharded(fleet: Fleet, path: str) -> Seen:
-    """A state dict, then ``named_parameters()`` with ``specs``, in many buckets; a snapshot holds the same."""
+    """Push a state dict, then ``named_parameters()`` with ``specs``, in many buckets, and compare a snapshot."""
     if dist.get_rank() == 0:
         fleet.snapshots = Snapshots(os.environ["SNAPSHOTS"], model=path)
     rows = []
@@ -99,11 +99,11 @@ def sharded(fleet: Fleet, path: str) -> Seen:
 
 
 def bad(fleet: Fleet, path: str) -> Seen:
-    """Weights that cannot be sent: every rank hears why, and the fleet has heard of nothing."""
+    """Push weights that cannot be sent. Every rank gets the reason, and the fleet receives no call."""
     state = wrapped(policy(path, 3)).state_dict()
     first, *_, last = state
     rank, world = dist.get_rank(), dist.get_world_size()
-    # Each rank is in one row and in one column of this mesh: two meshes of which none contains the other.
+    # Each rank is in one row and in one column of this mesh, so neither of the two meshes contains the other.
     square = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("column", "row"))
     row, column = (distribute_tensor(torch.zeros(4), square[name], [Replicate()]) for name in ("row", "column"))
     calls: list[str] = []
@@ -135,7 +135,7 @@ def bad(fleet: Fleet, path: str) -> Seen:
 
 
 def stopped(fleet: Fleet, path: str) -> Seen:
-    """The leader, a follower or the fleet fails in the middle, or a rank does not take part: then all push again."""
+    """Let the leader, a follower or the fleet fail during a push, or a rank not take part. Then push again."""
     model = policy(path, 4)
     expected = greedy(model)
     state = wrapped(model).state_dict()

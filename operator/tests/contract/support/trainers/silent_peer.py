@@ -1,5 +1,7 @@
-"""A group whose other rank has stopped in the middle of a broadcast; run by a Python with torch. Prints whether the broadcast still ran
-when the group had been left."""
+"""Close a process group during a broadcast while the other rank is stopped; run by a Python with torch.
+
+Prints whether the broadcast still runs after the process group was closed.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from sglang_rollout.trainer.process_group import FilledBuffer, ProcessGroup, Ren
 
 LIMIT = 20.0
 BYTES = 256 << 20
-"""More than the kernel takes for a peer that does not read."""
+"""More than the kernel buffers for a peer that does not read."""
 
 
 def peer(port: int, name: str) -> None:
-    """Rank 1: joins, and is stopped before it takes part in anything."""
+    """Run rank 1, which joins and then stops itself."""
     store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=LIMIT)))
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=LIMIT)
@@ -33,13 +35,13 @@ def peer(port: int, name: str) -> None:
 
 
 def unsent() -> int:
-    """Bytes that wait in TCP connections of this network namespace for a reader on this machine."""
+    """Return the largest number of unread bytes in a TCP connection of this network namespace."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return max(int(row[4].split(":")[1], 16) for row in rows)  # rx_queue
 
 
 def main() -> None:
-    """Rank 0."""
+    """Run rank 0."""
     meeting = Rendezvous(host="127.0.0.1", world_size=2, backend="gloo", device=None, deadline=Deadline(LIMIT))
     child = os.fork()
     if child == 0:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from e2e.chaos.talk import Trainer
+from e2e.chaos.trainer_process import Trainer
 
 
-class Ground(Protocol):
+class FaultTarget(Protocol):
     """A fleet that faults are injected into."""
 
     trainer: Trainer | None
@@ -41,7 +41,7 @@ class Ground(Protocol):
     def rest(self) -> None:
         """Wait until the effects of the previous cell have ended."""
 
-    def is_told(self) -> bool:
+    def is_status_current(self) -> bool:
         """Return whether the published state is true: the CR status matches the fleet, or the fleet matches its gates."""
 
     def until(self, what: str, check: Any, within: float) -> float:
