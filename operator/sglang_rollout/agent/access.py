@@ -64,12 +64,12 @@ class Access:
         text = request.headers.get(TERM_HEADER, "")
         if not text.isascii() or not text.isdigit():
             raise RefusedError(f"{request.path}: the header {TERM_HEADER} must hold the coordinator's term, a number.")
-        highest = self._agent.state.memory.term
+        highest = self._agent.state.record.term
         if int(text) < highest:
             sentence = f"{request.path}: term {int(text)} is over; the coordinator of term {highest} leads."
             # The header lets a coordinator with a lost record choose a term above every term that agents have seen.
             raise RefusedError(sentence, status=409, headers={TERM_HEADER: str(highest)})
-        self._agent.dispatch(ev.Told(int(text)))
+        self._agent.dispatch(ev.CoordinatorCalled(int(text)))
 
 
 async def json_body(request: web.Request) -> dict[str, Any]:

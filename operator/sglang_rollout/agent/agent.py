@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang_rollout.agent import events as ev
-from sglang_rollout.agent import guards, suspend
+from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply, complaint
 from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateLacksError, GateView
+from sglang_rollout.agent.interruption import should_resume
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState
@@ -53,16 +54,16 @@ class _GateEntries(NamedTuple):
 class Agent:
     """Controls one engine and its gate; :mod:`.app` offers it over HTTP."""
 
-    def __init__(self, *, name: str, engine: Engine, gate: Gate, record: RecordFile, tensor_size: int | None = None) -> None:
+    def __init__(self, *, name: str, engine: Engine, gate: Gate, record_file: RecordFile, tensor_size: int | None = None) -> None:
         self.name = name
         self.engine = engine
         self.gate = gate
-        self._record = record
+        self._record_file = record_file
         self._tensor_size = tensor_size
-        memory, complaint = record.load()
+        record, complaint = record_file.load()
         if complaint:
             log.warning("%s", complaint)
-        self.state = ev.restored(memory, usable=not complaint)
+        self.state = ev.restored(record, usable=not complaint)
         self.view: GateView | None = None
         """Last state reported by the gate; None while the gate does not answer."""
         self.gate_due = asyncio.Event()
@@ -102,9 +103,9 @@ class Agent:
             return
         for effect in effects:
             match effect:
-                case ev.Save(memory):
+                case ev.Save(record):
                     try:
-                        self._record.save(memory)
+                        self._record_file.save(record)
                     except RecordError as error:
                         if durable:
                             raise
@@ -114,7 +115,7 @@ class Agent:
         before, after = s.closed_reason(self.state), s.closed_reason(new)
         self.state = new
         if before != after:
-            said = f"The engine holds the committed version {new.memory.version}: the gate may open." if after is None else after.message
+            said = f"The engine holds the committed version {new.record.version}: the gate may open." if after is None else after.message
             log.info("%s", said)
 
     def may_open(self) -> bool:
@@ -149,9 +150,9 @@ class Agent:
             self._silences = 0
             self._notice_restart()
             if self.state.up:
-                self.dispatch(ev.Polled(label, calls))
+                self.dispatch(ev.LabelPolled(label, calls))
             else:
-                self.dispatch(ev.Identified(await self._identify(label)))
+                self.dispatch(ev.EngineIdentified(await self._identify(label)))
         except EngineGoneError as error:
             self._lost(error)
         except EngineError as error:
@@ -159,11 +160,11 @@ class Agent:
             if not self.state.up or self._silences >= _SILENCES:
                 self._lost(error)
         except RecordError as error:
-            self.dispatch(ev.Lost(str(error)))
+            self.dispatch(ev.EngineDown(str(error)))
 
     def _lost(self, error: EngineError) -> None:
         known = self.why_down()
-        self.dispatch(ev.Lost(str(error)) if known is None else ev.Lost(known.message, GateReason(known.code)))
+        self.dispatch(ev.EngineDown(str(error)) if known is None else ev.EngineDown(known.message, GateReason(known.code)))
 
     async def watch_connection(self) -> None:
         """Wait until the engine's process ends, then identify its successor. Polls alone would miss a quick restart."""
@@ -175,16 +176,16 @@ class Agent:
             return
         try:
             facts = await self._identify(await self.engine.label())
-            self.dispatch(ev.Identified(facts))
+            self.dispatch(ev.EngineIdentified(facts))
         except (EngineError, RecordError) as error:
-            self.dispatch(ev.Lost(str(error)))
+            self.dispatch(ev.EngineDown(str(error)))
 
     async def _identify(self, label: str) -> s.EngineFacts:
         boot, facts = self.engine.container_boot(), self.state.facts
         if boot is not None and facts is not None and facts.boot_id == boot:
             # The same process was silent for a while. /server_info could take as long as the call that kept it busy.
             return replace(facts, live_label=label)
-        facts = await self.engine.identify(label, self.state.memory.boot_id)
+        facts = await self.engine.identify(label, self.state.record.boot_id)
         self._check_size(facts.tensor_size)
         return facts
 
@@ -199,8 +200,8 @@ class Agent:
 
     def _notice_restart(self) -> None:
         boot = self.engine.container_boot()
-        if self.state.up and boot is not None and boot != self.state.memory.boot_id:
-            self.dispatch(ev.Lost("its container has been restarted"))
+        if self.state.up and boot is not None and boot != self.state.record.boot_id:
+            self.dispatch(ev.EngineDown("its container has been restarted"))
 
     # The gate
 
@@ -236,7 +237,7 @@ class Agent:
         await self.settle_gate()
 
     def _gate_is_settled(self) -> bool:
-        view, wanted, version = self.view, s.gate_may_open(self.state), self.state.memory.version
+        view, wanted, version = self.view, s.gate_may_open(self.state), self.state.record.version
         if view is None or self.gate_due.is_set() or (view.ready, view.up) != (wanted, wanted):
             return False
         return not wanted or (self._named is not None and version is not None and self._named.label == version.label)
@@ -246,10 +247,10 @@ class Agent:
 
         Entries unknown to an older gate are left out. After any other error the gate stays closed, and all entries are written again.
         """
-        version, vocabulary, info = self.state.memory.version, self.engine.vocabulary, self.engine.info
+        version, vocabulary, info = self.state.record.version, self.engine.vocabulary, self.engine.info
         # Only SGLang knows adapters of the command line.
         ours = info.get("enable_lora") and not info.get("lora_paths")
-        adapters = frozenset(name for name, path in self.state.memory.adapters.items() if path != s.UNSURE) if ours else None
+        adapters = frozenset(name for name, path in self.state.record.adapters.items() if path != s.UNSURE) if ours else None
         label, tokenizer = version.label if version is not None else "", not info.get("skip_tokenizer_init")
         generates = self.engine.generates
         named, before = _GateEntries(pid, label, vocabulary, tokenizer, adapters, generates), self._named
@@ -295,42 +296,52 @@ class Agent:
 
     # Control calls
 
-    async def control(self, call: str, body: dict[str, Any], deadline: float) -> Reply:
-        """Send a control call to the engine unless a guard refuses it. After ``deadline`` seconds the engine still completes the call."""
+    async def control(self, call: str, body: dict[str, Any], deadline: float, *, by_spec: bool = False) -> Reply:
+        """Send a control call to the engine unless a guard refuses it.
+
+        Args:
+            call: Name of the call.
+            body: JSON body.
+            deadline: Seconds to wait for the answer. The engine completes the call also after that.
+            by_spec: True for a release of memory that ``spec.state`` asks for.
+        """
         refused = self._refusal(call, body)
         if refused is None and call == ControlCall.RELEASE_MEMORY:
-            refused = await suspend.release_refusal(self) or self._refusal(call, body)
+            refused = await self._release_refusal() or self._refusal(call, body)
         if refused is not None:
             return complaint(refused.status, refused.message)
-        if call == ControlCall.RELEASE_MEMORY and not guards.tags_of(call, body, self.state.memory.released):
+        if call == ControlCall.RELEASE_MEMORY and not guards.tags_of(call, body, self.state.record.interruption.released):
             return Reply.json(200, None)  # all of it is already released
-        task = self.start(call, body)
+        task = self.start(call, body, by_spec=by_spec)
         await asyncio.wait({task}, timeout=deadline)
         if not task.done():
             return complaint(504, f"{call}: the engine has not answered within {deadline:g} s; the call continues.")
-        return task.result()
+        reply = task.result()
+        record = self.state.record
+        if call == ControlCall.RESUME_MEMORY and reply.ok and should_resume(record.applied_state, record.interruption):
+            await self.control(ControlCall.CONTINUE, {}, deadline)
+        return reply
 
-    def start(self, call: str, body: dict[str, Any]) -> asyncio.Task[Reply]:
+    def start(self, call: str, body: dict[str, Any], *, by_spec: bool = False) -> asyncio.Task[Reply]:
         """Record that a call begins and send it to the engine. The call continues if the caller disconnects."""
-        memory = self.state.memory
-        group = guards.name_of(call, body)
-        tags = guards.details_of(call, body, memory.released)
-        self.dispatch(ev.CallBegan(call, group, tags))
+        record = self.state.record
+        name, details = guards.name_of(call, body), guards.details_of(call, body, record.interruption.released)
+        self.dispatch(ev.CallBegan(call, name, details, by_spec))
         self.running_since = time.monotonic()
-        ended = ev.CallEnded(call, ok=False, boot_id=memory.boot_id, name=group, tags=tags)
-        self.running = asyncio.create_task(self._perform(ended, guards.prepared(call, body, memory)), name=call)
+        ended = ev.CallEnded(call, ok=False, boot_id=record.boot_id, name=name, details=details)
+        self.running = asyncio.create_task(self._perform(ended, guards.prepared(call, body, record)), name=call)
         return self.running
 
     async def _perform(self, ended: ev.CallEnded, body: dict[str, Any]) -> Reply:
         try:
             if ended.call == ControlCall.RELEASE_MEMORY:
-                await suspend.quiet(self)
-            elif self.state.memory.state is EngineState.DIRTY:
+                await self._pause_for_release()
+            elif self.state.record.state is EngineState.DIRTY:
                 await self.shut_gate()
             reply = await self.engine.call(ended.call, body)
             if (
                 ended.call == ControlCall.UNLOAD_ADAPTER
-                and self.state.memory.adapters.get(ended.name) == s.UNSURE
+                and self.state.record.adapters.get(ended.name) == s.UNSURE
                 and _NO_ADAPTER in reply.body
             ):
                 reply = Reply.json(200, {"success": True, "message": f"The engine did not hold {ended.name}."})
@@ -359,6 +370,26 @@ class Agent:
             return Refusal(RefusalCode.CONFLICT, message)
         return guards.refusal(self.state, call, body)
 
-    def awake(self) -> None:
-        """Record that all memory that the spec released is restored."""
-        self.dispatch(ev.Awake())
+    async def _release_refusal(self) -> Refusal | None:
+        """Return why the engine must not release memory now; None if it may. SGLang ends if a request runs during a release."""
+        call, interruption = ControlCall.RELEASE_MEMORY, self.state.record.interruption
+        if not interruption.is_pause or interruption.mode == PauseMode.IN_PLACE:  # in the other modes SGLang releases while requests wait
+            try:
+                running = await self.engine.running()
+            except EngineError as error:
+                return Refusal(RefusalCode.UNAVAILABLE, f"{call}: cannot tell whether the engine is idle: {error}.")
+            if running:
+                advice = "releasing memory under them ends the engine's process. Pause first."
+                return Refusal(RefusalCode.CONFLICT, f"{call}: {running} requests run or wait; {advice}")
+        if self.engine.info.get("enable_memory_saver") is False:
+            missing = "the engine was started without --enable-memory-saver (engine.memorySaver), so nothing would be released."
+            return Refusal(RefusalCode.CONFLICT, f"{call}: {missing}")
+        return None
+
+    async def _pause_for_release(self) -> None:
+        """Close the gate, and pause the engine unless a call has paused it. No request runs until all memory is restored."""
+        await self.shut_gate()
+        if self.state.record.interruption.mode is None:
+            reply = await self.engine.call(ControlCall.PAUSE, {"mode": PauseMode.ABORT.value})
+            if not reply.ok:
+                raise EngineError("it could not be paused before its memory was released")

@@ -19,7 +19,6 @@ from sglang_rollout.agent.reachability import preflight
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.relay import RELAYED, Relay
 from sglang_rollout.agent.state import gate_may_open
-from sglang_rollout.agent.suspend import after_resume
 from sglang_rollout.agent.update import Fence, acknowledge
 from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.wire import ports
@@ -73,20 +72,20 @@ class Routes:
     async def read(self, request: web.Request) -> web.StreamResponse:
         """Forward a read-only path of SGLang."""
         reply = await self._agent.engine.get(request.path_qs, timeout=_READ_DEADLINE)
-        return passed_on(with_name(reply, self._agent.state.memory.served_name) if request.path == "/v1/models" else reply)
+        return passed_on(with_name(reply, self._agent.state.record.served_name) if request.path == "/v1/models" else reply)
 
     async def server_info(self, _: web.Request) -> web.StreamResponse:
         """Return SGLang's launch configuration without API keys; during a control call, when its scheduler is busy, the last known one."""
         engine = self._agent.engine
-        if not engine.info or not self._agent.state.memory.pending:
+        if not engine.info or not self._agent.state.record.pending:
             await engine.refresh_info(timeout=_READ_DEADLINE)
-        name = self._agent.state.memory.served_name
+        name = self._agent.state.record.served_name
         return web.json_response({**engine.info, "served_model_name": name} if name else engine.info)
 
     async def health_generate(self, _: web.Request) -> web.StreamResponse:
         """Forward SGLang's generating health check if the engine can generate."""
         state = self._agent.state
-        if not state.up or state.memory.paused or state.memory.pending:
+        if not state.up or state.record.interruption.is_pause or state.record.pending:
             return refuse(503, "The engine cannot generate now: " + (s.closed_message(state) or "it is paused."))
         return passed_on(await self._agent.engine.get("/health_generate", timeout=_GENERATE_DEADLINE))
 
@@ -139,12 +138,10 @@ class Routes:
     async def control(self, request: web.Request) -> web.StreamResponse:
         """Forward one of SGLang's control calls."""
         call = request.path.removeprefix("/")
-        body = {key: value for key, value in (await json_body(request)).items() if key != s.BY_SPEC}
+        body = await json_body(request)
         if call == ControlCall.GET_WEIGHTS:
             body = {**request.query, **body}
         reply = await self._agent.control(call, body, deadline_of(request, _CALL_DEADLINE))
-        if call == ControlCall.RESUME_MEMORY and reply.ok:
-            await after_resume(self._agent)
         if call == ControlCall.UPDATE_DISK:
             self._release_checkpoint()
         return passed_on(reply)
@@ -170,7 +167,7 @@ class Routes:
         # Use the request's own term: a coordinator with a higher term may have called while the body arrived.
         term = int(request.headers[ports.TERM_HEADER])
         self._agent.lease, self._agent.silent, self._agent.drain = told.lease, told.silent, told.drain
-        self._agent.dispatch(ev.Told(term, told.committed, tuple(told.tolerated), told.hold, told.sender, told.seq))
+        self._agent.dispatch(ev.CoordinatorCalled(term, told.committed, tuple(told.tolerated), told.hold, told.sender, told.seq))
 
     async def _status(self) -> web.Response:
         await self._agent.settle_gate()
@@ -324,16 +321,16 @@ class Metrics:
 
     def text(self) -> bytes:
         """The present values in Prometheus' text format."""
-        state, memory, view = self._agent.state, self._agent.state.memory, self._agent.view
+        state, record, view = self._agent.state, self._agent.state.record, self._agent.view
         values: dict[str, float] = {
             "engine_up": state.up,
             "gate_may_open": gate_may_open(state),
             "gate_open": view is not None and view.up,
-            "weights_dirty": memory.state is EngineState.DIRTY,
-            "paused": memory.paused,
-            "committed_step": memory.committed.step if memory.committed else 0,
-            "version_step": memory.version.step if memory.version else -1,
-            "term": memory.term,
+            "weights_dirty": record.state is EngineState.DIRTY,
+            "paused": record.interruption.is_pause,
+            "committed_step": record.committed.step if record.committed else 0,
+            "version_step": record.version.step if record.version else -1,
+            "term": record.term,
         }
         for name, value in values.items():
             self._gauges[name].set(float(value))

@@ -27,9 +27,8 @@ from sglang_rollout.agent.launch.member_pod import Follower, follower_app
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.relay import Relay
 from sglang_rollout.agent.run_files import RunFiles
-from sglang_rollout.agent.suspend import Sleep
 from sglang_rollout.agent.update import Fence
-from sglang_rollout.agent.watchdog import Hang, Lease, watch_drain
+from sglang_rollout.agent.watchdog import Hang, Lease, SpecState, watch_drain
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS
@@ -181,13 +180,13 @@ async def _run(
     files = RunFiles(boot_file) if boot_file is not None else None
     relaying = Relay(fleet_url, engine=name) if fleet_url is not None else nullcontext()
     async with Engine(url, boot_file=boot_file) as engine, relaying as relay:
-        agent = Agent(name=name, engine=engine, gate=Gate(socket), record=RecordFile(folder), tensor_size=tensor_size)
+        agent = Agent(name=name, engine=engine, gate=Gate(socket), record_file=RecordFile(folder), tensor_size=tensor_size)
         fence = Fence(agent, kill_file=files.kill if files else None)
         work = [
             _every(_INTERVAL, "watching the engine", agent.observe),
             _every(_INTERVAL, "watching the engine's connection", agent.watch_connection),
             _every(_INTERVAL, "watching the lease", Lease(agent, fence).watch),
-            _every(_INTERVAL, "watching over the engine's sleep", Sleep(agent).watch),
+            _every(_INTERVAL, "following spec.state", SpecState(agent).watch),
             _follow_gate(agent),
             _trust_record(agent),
         ]
@@ -263,4 +262,4 @@ async def _follow_gate(agent: Agent) -> None:
 
 async def _trust_record(agent: Agent) -> None:
     await asyncio.sleep(_TRUST_RECORD_AFTER)
-    agent.dispatch(ev.Unchallenged())
+    agent.dispatch(ev.RecordTrusted())

@@ -10,8 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_rollout.agent import state as s
+from sglang_rollout.agent.interruption import Cause
 from sglang_rollout.proxy.config import ADAPTERS_LONGEST, listed
-from sglang_rollout.sglang.api import DEFAULT_GROUP, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, MemoryTag
+from sglang_rollout.sglang.api import (
+    DEFAULT_GROUP,
+    DEFAULT_PAUSE_MODE,
+    DISK_LOAD_FORMATS,
+    MEMORY_TAGS,
+    TENSOR_LOAD_FORMATS,
+    ControlCall,
+    MemoryTag,
+)
 from sglang_rollout.wire import unwritable
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState, FleetState, describe_state
@@ -65,33 +74,33 @@ _CHECKER_ACTIONS = ("checksum",)
 
 def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None:  # noqa: PLR0911, PLR0912 - one line per rule
     """Return why ``call`` must not be sent to the engine now; None if it may."""
-    memory = state.memory
+    record = state.record
     if not state.up:
         return Refusal(state.down.code, f"{call}: the engine is not up: {state.down.message}.")
-    if memory.pending:
-        return _conflict(f"{call}: the engine has not answered {memory.pending} yet, and it takes one control call at a time.")
+    if record.pending:
+        return _conflict(f"{call}: the engine has not answered {record.pending} yet, and it takes one control call at a time.")
     if why := unwritable(body):
         return _invalid(f"{call}: {why}")
-    if call == ControlCall.CONTINUE and memory.state is EngineState.DIRTY:
+    if call == ControlCall.CONTINUE and record.state is EngineState.DIRTY:
         return _conflict(f"{call}: {s.closed_message(state)} Resuming would serve that mixture; /agent/fence gives the update up first.")
-    if call in _NEED_WEIGHTS and MemoryTag.WEIGHTS in memory.released:
+    if call in _NEED_WEIGHTS and MemoryTag.WEIGHTS in record.interruption.released:
         return _conflict(f"{call}: the engine's weights are released; {ControlCall.RESUME_MEMORY} comes first.")
-    if call == ControlCall.CONTINUE and memory.released:
+    if call == ControlCall.CONTINUE and record.interruption.released:
         return _conflict(f"{call}: {s.closed_message(state)} {ControlCall.RESUME_MEMORY} comes first.")
-    if call in (ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR) and not memory.session:
+    if call in (ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR) and not record.session:
         return _conflict(f"{call} must run between begin_weight_update and end_weight_update, and no session is open.")
-    if call == ControlCall.UPDATE_DISTRIBUTED and group_of(body) not in memory.groups:
-        return _invalid(f"{call}: this engine is in no group {group_of(body)!r}; its groups: {', '.join(memory.groups) or 'none'}.")
-    if call == ControlCall.END_UPDATE and not memory.session:
+    if call == ControlCall.UPDATE_DISTRIBUTED and group_of(body) not in record.groups:
+        return _invalid(f"{call}: this engine is in no group {group_of(body)!r}; its groups: {', '.join(record.groups) or 'none'}.")
+    if call == ControlCall.END_UPDATE and not record.session:
         return _invalid(f"{call}: no weight update session is open.")
     if call == ControlCall.INIT_GROUP:
-        return _init_refusal(memory, body)
+        return _init_refusal(record, body)
     if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY):
-        return _memory_refusal(call, memory, body)
+        return _memory_refusal(call, record, body)
     if call == ControlCall.UPDATE_TENSOR:
         return _tensors_refusal(state.facts, body)
     if call == ControlCall.LOAD_ADAPTER:
-        return _load_refusal(memory, name_of(call, body))
+        return _load_refusal(record, name_of(call, body))
     return _value_refusal(call, body)
 
 
@@ -113,9 +122,7 @@ def name_of(call: str, body: dict[str, Any]) -> str:
     if call == ControlCall.SET_VERSION:
         return str(body.get("new_version", ""))
     if call == ControlCall.PAUSE:
-        return str(body.get("mode", "abort"))
-    if call == ControlCall.RELEASE_MEMORY:
-        return s.BY_SPEC if body.get(s.BY_SPEC) else ""
+        return str(body.get("mode", DEFAULT_PAUSE_MODE))
     if call in (ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER):
         return str(body.get("lora_name", ""))
     return group_of(body)
@@ -137,22 +144,21 @@ def details_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[st
     return tags_of(call, body, released) if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY) else ()
 
 
-def prepared(call: str, body: dict[str, Any], memory: s.Memory) -> dict[str, Any]:
+def prepared(call: str, body: dict[str, Any], record: s.EngineRecord) -> dict[str, Any]:
     """The body as the engine should get it."""
     if call == ControlCall.SET_VERSION:
         # SGLang's default is to abort every running request.
         return {**body, "abort_all_requests": False}
     if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY):
-        kept = {key: value for key, value in body.items() if key != s.BY_SPEC}
-        return {**kept, "tags": list(tags_of(call, body, memory.released))}
+        return {**body, "tags": list(tags_of(call, body, record.interruption.released))}
     return body
 
 
-def _init_refusal(memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
+def _init_refusal(record: s.EngineRecord, body: dict[str, Any]) -> Refusal | None:
     name = group_of(body)
     if not name:
         return _invalid(f"{ControlCall.INIT_GROUP}: the group needs a name; an empty one ends the engine's process.")
-    if name in memory.groups:
+    if name in record.groups:
         return _invalid(f"{ControlCall.INIT_GROUP}: the engine already is in a group {name!r}: destroy it first, or use a fresh name.")
     return None
 
@@ -181,30 +187,30 @@ def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refus
     return None
 
 
-def _load_refusal(memory: s.Memory, name: str) -> Refusal | None:
+def _load_refusal(record: s.EngineRecord, name: str) -> Refusal | None:
     """The gate refuses requests for adapters that it was not told of."""
-    if name in memory.adapters or len(listed({*memory.adapters, name})) <= ADAPTERS_LONGEST:
+    if name in record.adapters or len(listed({*record.adapters, name})) <= ADAPTERS_LONGEST:
         return None
     return _invalid(
-        f"{ControlCall.LOAD_ADAPTER}: {len(memory.adapters)} adapters are loaded, and the names of all of them, URL-encoded,"
+        f"{ControlCall.LOAD_ADAPTER}: {len(record.adapters)} adapters are loaded, and the names of all of them, URL-encoded,"
         f" may have {ADAPTERS_LONGEST} characters with the commas between them: unload some, or use shorter names.",
     )
 
 
-def _memory_refusal(call: str, memory: s.Memory, body: dict[str, Any]) -> Refusal | None:
-    tags = tags_of(call, body, memory.released)
+def _memory_refusal(call: str, record: s.EngineRecord, body: dict[str, Any]) -> Refusal | None:
+    tags = tags_of(call, body, record.interruption.released)
     unknown = [tag for tag in tags if tag not in MEMORY_TAGS]
     if unknown:
         return _invalid(f"{call}: {', '.join(unknown)} is no kind of memory: use {', '.join(MEMORY_TAGS)}.")
     if call == ControlCall.RELEASE_MEMORY:
-        return _conflict(f"{call}: a weight update session is open on the engine: end it first.") if memory.session else None
-    if memory.asleep and memory.hold is FleetState.ASLEEP:
-        return _conflict(f"{call}: {describe_state(memory.hold)}")
-    wrong = [tag for tag in tags if tag not in memory.released]
+        return _conflict(f"{call}: a weight update session is open on the engine: end it first.") if record.session else None
+    if record.interruption.cause is Cause.SPEC and record.applied_state is FleetState.ASLEEP:
+        return _conflict(f"{call}: {describe_state(record.applied_state)}")
+    wrong = [tag for tag in tags if tag not in record.interruption.released]
     if not tags or wrong:
         what = ", ".join(wrong) or "nothing"
         return _conflict(
-            f"{ControlCall.RESUME_MEMORY}: {what} is not released (released: {', '.join(memory.released) or 'none'}); "
+            f"{ControlCall.RESUME_MEMORY}: {what} is not released (released: {', '.join(record.interruption.released) or 'none'}); "
             "resuming memory that is not released ends the engine's process.",
         )
     return None

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from sglang_rollout.agent.state import Memory
+from sglang_rollout.agent.state import EngineRecord
 from sglang_rollout.wire import Message
 
 _Kept = TypeVar("_Kept", bound=Message)
@@ -27,15 +27,15 @@ class RecordFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "record.json"
 
-    def load(self) -> tuple[Memory, str]:
+    def load(self) -> tuple[EngineRecord, str]:
         """Return the last record, and a warning if a record exists that cannot be read."""
-        memory, why = load(self.path, Memory)
+        record, why = load(self.path, EngineRecord)
         known = "until its weights are known: after a complete update, or a restart of the engine."
-        return memory, f"{why}; the engine stays closed {known}" if why else ""
+        return record, f"{why}; the engine stays closed {known}" if why else ""
 
-    def save(self, memory: Memory) -> None:
+    def save(self, record: EngineRecord) -> None:
         """Replace the record. Raise RecordError if that fails."""
-        save(self.path, memory)
+        save(self.path, record)
 
 
 def load(path: Path, kept: type[_Kept]) -> tuple[_Kept, str]:

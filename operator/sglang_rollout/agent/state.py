@@ -7,10 +7,10 @@ The safety rule: **the gate is open only while the engine is up and holds the co
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import assert_never
 
 from pydantic import Field
 
+from sglang_rollout.agent.interruption import Interruption
 from sglang_rollout.sglang.api import MemoryTag
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import AgentStatus, Nccl
@@ -20,11 +20,9 @@ from sglang_rollout.wire.states import EngineState, FleetState, Version, describ
 
 UNSURE = ""
 """Path of an adapter that the engine may or may not have loaded, possibly in an older version. Unloading it makes that certain."""
-BY_SPEC = "by_spec"
-"""Field of a release that the spec asked for, not a trainer; the engine never gets it."""
 
 
-class Memory(Message):
+class EngineRecord(Message):
     """Persisted part of the state. It is written to disk before the engine receives the call that it describes."""
 
     wire: int = WIRE_VERSION
@@ -40,20 +38,15 @@ class Memory(Message):
     """Older versions that the engine may serve."""
     term: int = 0
     session: bool = False
-    paused: bool = False
     groups: list[str] = Field(default_factory=list)
-    released: list[str] = Field(default_factory=list)
-    """Memory tags that are released."""
+    interruption: Interruption = Interruption()
+    """The engine's pause, and its released memory."""
+    applied_state: FleetState = FleetState.ACTIVE
+    """Applied ``spec.state`` of the last sync. It survives restarts of coordinator and engine."""
     adapters: dict[str, str] = Field(default_factory=dict)
     """Path of each loaded adapter by name; ``UNSURE`` if the agent does not know whether it is loaded."""
-    lost: bool = False
+    unverified: bool = False
     """The weights were released in this engine process, and their version has not been verified since."""
-    asleep: bool = False
-    """The spec released the memory; only the spec restores it."""
-    paused_for_release: bool = False
-    """The agent itself paused the engine, for a release."""
-    pause_mode: str = ""
-    """The mode of the last pause."""
     received: int = 0
     """Update calls that succeeded since the engine became dirty."""
     failed: bool = False
@@ -62,10 +55,8 @@ class Memory(Message):
     """Control call that the engine has not answered yet."""
     pending_adapter: str = ""
     """Adapter of the pending call."""
-    blind: bool = False
-    """The previous record could not be read and the engine has not been identified since: an update may be open on it."""
-    hold: FleetState = FleetState.ACTIVE
-    """Applied ``spec.state`` of the last sync. It survives restarts of coordinator and engine."""
+    unreadable: bool = False
+    """The previous record could not be read, and the engine has not been identified since: an update may be open on it."""
     served_name: str | None = None
     """Model name at launch. SGLang replaces it by the path of a disk update."""
 
@@ -86,6 +77,7 @@ class EngineFacts:
     all_reduce: float | None = None
 
 
+_CLOSED_BY_SPEC = {FleetState.PAUSED: GateReason.PAUSED, FleetState.ASLEEP: GateReason.ASLEEP}
 _NOT_ANSWERED = Refusal(GateReason.NOT_UP, "the engine has not answered yet")
 
 
@@ -93,7 +85,7 @@ _NOT_ANSWERED = Refusal(GateReason.NOT_UP, "the engine has not answered yet")
 class State:
     """Everything the agent's decisions depend on."""
 
-    memory: Memory = field(default_factory=Memory)
+    record: EngineRecord = field(default_factory=EngineRecord)
     up: bool = False
     """The engine answers, has warmed up, and ``memory.boot_id`` is its boot ID."""
     down: Refusal = _NOT_ANSWERED
@@ -117,41 +109,30 @@ def gate_may_open(state: State) -> bool:
 
 def closed_reason(state: State) -> Refusal | None:  # noqa: PLR0911 - one line per case
     """Return why the gate is closed; None if it may be open."""
-    memory = state.memory
+    record = state.record
     if not state.up:
         return Refusal(state.down.code, f"The engine is not up: {state.down.message}.")
-    if memory.released:
-        return Refusal(GateReason.RELEASED, f"The engine's memory is released: {', '.join(memory.released)}.")
-    if memory.state is EngineState.DIRTY:
-        if memory.failed:
+    if record.interruption.released:
+        return Refusal(GateReason.RELEASED, f"The engine's memory is released: {', '.join(record.interruption.released)}.")
+    if record.state is EngineState.DIRTY:
+        if record.failed:
             return Refusal(GateReason.DIRTY, "The engine holds a mixture of weights after a failed update; it waits for a complete update.")
         return Refusal(GateReason.UPDATE_IN_PROGRESS, "A weight update is in progress.")
-    if memory.lost and memory.state is not EngineState.CLEAN:
+    if record.unverified and record.state is not EngineState.CLEAN:
         return Refusal(
             GateReason.UNVERIFIED,
             "The engine's weights were released; it waits for proof that they are the same, or for a complete update.",
         )
-    if memory.state is EngineState.UNKNOWN or memory.version is None:
+    if record.state is EngineState.UNKNOWN or record.version is None:
         return Refusal(GateReason.UNKNOWN, "The version of the engine's weights is not known; it waits for a complete update.")
     if state.draining:
         return Refusal(GateReason.DRAINING, "The engine is being drained.")
-    if memory.committed is None or not state.informed:
+    if record.committed is None or not state.informed:
         return Refusal(GateReason.NO_COMMITTED_VERSION, "No coordinator has said yet which version is committed.")
-    if rank(memory.version) not in {rank(memory.committed), *map(rank, memory.tolerated)}:
-        return Refusal(GateReason.NOT_COMMITTED, f"The engine holds version {memory.version}, and version {memory.committed} is committed.")
-    return _held_reason(memory.hold)
-
-
-def _held_reason(hold: FleetState) -> Refusal | None:
-    match hold:
-        case FleetState.ACTIVE:
-            return None
-        case FleetState.PAUSED:
-            return Refusal(GateReason.PAUSED, describe_state(hold))
-        case FleetState.ASLEEP:
-            return Refusal(GateReason.ASLEEP, describe_state(hold))
-        case _:
-            assert_never(hold)
+    if rank(record.version) not in {rank(record.committed), *map(rank, record.tolerated)}:
+        return Refusal(GateReason.NOT_COMMITTED, f"The engine holds version {record.version}, and version {record.committed} is committed.")
+    code = _CLOSED_BY_SPEC.get(record.applied_state)
+    return None if code is None else Refusal(code, describe_state(record.applied_state))
 
 
 def closed_message(state: State) -> str:
@@ -160,11 +141,13 @@ def closed_message(state: State) -> str:
     return "" if closed is None else closed.message
 
 
-def stays_paused(memory: Memory) -> bool:
+def stays_paused(record: EngineRecord) -> bool:
     """Return whether an engine stays paused when its update is given up: its memory is released, or the spec pauses it.
 
-    A dirty engine resumes, so that its requests end. The coordinator pauses it again."""
-    return bool(memory.released) or (memory.hold is not FleetState.ACTIVE and memory.state is not EngineState.DIRTY)
+    A dirty engine resumes, so that its requests end. The coordinator pauses it again.
+    """
+    by_spec = record.applied_state is not FleetState.ACTIVE and record.state is not EngineState.DIRTY
+    return by_spec or bool(record.interruption.released)
 
 
 def ack_refusal(state: State, boot_id: str, version: Version, *, verified: bool = False) -> Refusal | None:
@@ -176,50 +159,50 @@ def ack_refusal(state: State, boot_id: str, version: Version, *, verified: bool 
 def _why_not_acknowledged(  # noqa: PLR0911 - one line per case
     state: State, boot_id: str, version: Version, *, verified: bool
 ) -> str | None:
-    memory = state.memory
-    if not state.up or memory.boot_id != boot_id:
-        return f"The engine that took part in the update is gone; its boot ID is now {memory.boot_id if state.up else 'none'}."
-    if memory.pending:
-        return f"The engine has not answered {memory.pending} yet."
-    if memory.state is EngineState.CLEAN and memory.version is not None and rank(memory.version) == rank(version):
+    record = state.record
+    if not state.up or record.boot_id != boot_id:
+        return f"The engine that took part in the update is gone; its boot ID is now {record.boot_id if state.up else 'none'}."
+    if record.pending:
+        return f"The engine has not answered {record.pending} yet."
+    if record.state is EngineState.CLEAN and record.version is not None and rank(record.version) == rank(version):
         return None
-    if verified and memory.lost and memory.state is EngineState.UNKNOWN and MemoryTag.WEIGHTS not in memory.released:
+    if verified and record.unverified and record.state is EngineState.UNKNOWN and MemoryTag.WEIGHTS not in record.interruption.released:
         return None
-    if memory.state is not EngineState.DIRTY:
+    if record.state is not EngineState.DIRTY:
         return "The engine has seen no update since it was clean."
-    if memory.session:
+    if record.session:
         return "The update session is still open on the engine: end_weight_update comes first."
-    if memory.failed:
+    if record.failed:
         return "A call of the update failed on this engine."
-    if memory.received == 0:
+    if record.received == 0:
         return "The engine has received no weights in this update."
     return None
 
 
 def status(state: State, *, name: str, gate_open: bool, seq: int = 0) -> AgentStatus:
     """Return the status message. ``gate_open`` is what the gate itself reports."""
-    memory, facts = state.memory, state.facts
-    clean = state.up and memory.state is EngineState.CLEAN
+    record, facts = state.record, state.facts
+    clean = state.up and record.state is EngineState.CLEAN
     closed = closed_reason(state)
     if closed is None and not gate_open:
         closed = Refusal(GateReason.GATE_NOT_READY, "The gate (haproxy) does not answer its agent, or has not opened yet.")
     return AgentStatus(
         name=name,
         seq=seq,
-        boot_id=memory.boot_id if state.up else None,
-        state=memory.state if state.up else EngineState.UNKNOWN,
-        version=memory.version if clean else None,
-        cohort=memory.cohort if clean else [],
-        committed=memory.committed,
-        term=memory.term,
+        boot_id=record.boot_id if state.up else None,
+        state=record.state if state.up else EngineState.UNKNOWN,
+        version=record.version if clean else None,
+        cohort=record.cohort if clean else [],
+        committed=record.committed,
+        term=record.term,
         gate_open=closed is None,
-        paused=memory.paused,
-        session=memory.session,
-        groups=memory.groups,
+        paused=record.interruption.is_pause,
+        session=record.session,
+        groups=record.groups,
         draining=state.draining,
-        released=memory.released,
-        adapters=memory.adapters,
-        woken=memory.lost and MemoryTag.WEIGHTS not in memory.released,
+        released=record.interruption.released,
+        adapters=record.adapters,
+        woken=record.unverified and MemoryTag.WEIGHTS not in record.interruption.released,
         tensor_size=facts.tensor_size if facts else None,
         sglang_version=facts.sglang_version if facts else None,
         nccl=facts.nccl if facts else None,

@@ -33,8 +33,8 @@ async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> Non
         refused = Refusal(RefusalCode.CONFLICT, "The update is being given up.")
     if refused is not None:
         raise RefusedError(refused)
-    memory = agent.state.memory
-    if memory.state is EngineState.CLEAN and memory.version == request.version:
+    record = agent.state.record
+    if record.state is EngineState.CLEAN and record.version == request.version:
         return  # a repeated call
     try:
         label = await agent.engine.label(timeout=deadline)
@@ -49,7 +49,7 @@ async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> Non
     )  # the engine may have restarted meanwhile
     if refused is not None:
         raise RefusedError(refused)
-    agent.dispatch(ev.Acknowledged(request.version, tuple(request.cohort)))
+    agent.dispatch(ev.UpdateAcknowledged(request.version, tuple(request.cohort)))
 
 
 class Fence:
@@ -66,8 +66,8 @@ class Fence:
         agent = self._agent
         log.info("Giving up the update: %s", request.reason)
         self._stuck_after = request.stuck_after
-        agent.dispatch(ev.GivenUp())
-        if agent.state.memory.state is EngineState.DIRTY:
+        agent.dispatch(ev.UpdateGivenUp())
+        if agent.state.record.state is EngineState.DIRTY:
             await agent.shut_gate()
             await agent.cut()
         if self._task is None or self._task.done():
@@ -110,13 +110,13 @@ class Fence:
         agent = self._agent
         if not agent.state.up:
             return
-        if agent.state.memory.session:
+        if agent.state.record.session:
             await self._answered(agent.start(ControlCall.END_UPDATE, {}))
-        if agent.state.memory.state is EngineState.DIRTY:
+        if agent.state.record.state is EngineState.DIRTY:
             await agent.engine.post(ControlCall.ABORT_REQUEST.path, {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
-        if agent.state.memory.paused and not s.stays_paused(agent.state.memory):
+        if agent.state.record.interruption.is_pause and not s.stays_paused(agent.state.record):
             await self._answered(agent.start(ControlCall.CONTINUE, {}))
-        if agent.state.memory.state is EngineState.DIRTY:
+        if agent.state.record.state is EngineState.DIRTY:
             await self._until_idle()
 
     async def _until_idle(self) -> None:

@@ -14,15 +14,21 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import EngineError
+from sglang_rollout.agent.interruption import next_call
 from sglang_rollout.agent.run_files import RunFiles
 from sglang_rollout.agent.update import Fence
+from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall
 from sglang_rollout.wire.agent import FenceRequest
+from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import EngineState, FleetState
 
 log = logging.getLogger(__name__)
 
 _LEAST_PROBES = 4
 """Failed checks in a row before a restart. Time alone is no proof, because an agent that was suspended itself also sees time pass."""
+_MEMORY_SECONDS = 60.0
+"""Seconds to wait for a release or a restore of memory."""
+_ABORT_SECONDS = 5.0
 _HEALTH_SECONDS = 25.0
 """SGLang's own limit on a health check that generates is 20 s."""
 
@@ -73,12 +79,12 @@ class Hang:
 
 def _should_answer(agent: Agent) -> bool:
     """Return whether the known engine process still runs and can answer: not paused, in no call and in no update."""
-    memory = agent.state.memory
+    record = agent.state.record
     boot = agent.engine.container_boot()
-    if boot is None or boot != memory.boot_id:
+    if boot is None or boot != record.boot_id:
         return False  # it starts, which the startup probe watches
-    busy = memory.pending or memory.paused or memory.session or memory.released
-    return not (busy or agent.fencing or (memory.state is EngineState.DIRTY and not memory.failed))
+    busy = record.pending or record.interruption.is_pause or record.session or record.interruption.released
+    return not (busy or agent.fencing or (record.state is EngineState.DIRTY and not record.failed))
 
 
 class Lease:
@@ -102,10 +108,57 @@ class Lease:
 
 def in_the_middle(state: s.State) -> bool:
     """Return whether the engine waits for a coordinator: it is paused, or an update is open on it."""
-    memory = state.memory
-    waits = memory.paused and memory.hold is FleetState.ACTIVE and not memory.released  # otherwise it waits for the spec or for its memory
-    unfinished = memory.state is EngineState.DIRTY and not memory.failed
-    return state.up and (waits or memory.session or unfinished)
+    record, interruption = state.record, state.record.interruption
+    # A pause by the spec, or for released memory, waits for something else.
+    waits = interruption.is_pause and record.applied_state is FleetState.ACTIVE and not interruption.released
+    unfinished = record.state is EngineState.DIRTY and not record.failed
+    return state.up and (waits or record.session or unfinished)
+
+
+class SpecState:
+    """Leads the engine to the applied ``spec.state``: releases its memory for Asleep, and restores it afterwards."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._since: float | None = None
+        """When the agent began to wait for running requests."""
+
+    async def watch(self) -> None:
+        """Make the next call towards ``spec.state``."""
+        agent, record = self._agent, self._agent.state.record
+        if not agent.state.up or agent.fencing or record.pending:
+            return
+        if record.applied_state is not FleetState.ASLEEP:
+            self._since, agent.release_failure = None, None
+        call = next_call(record.applied_state, record.interruption)
+        if call is ControlCall.RELEASE_MEMORY:
+            await self._release()
+        elif call is ControlCall.RESUME_MEMORY:
+            await self._restore()
+
+    async def _release(self) -> None:
+        agent, now = self._agent, time.monotonic()
+        if self._since is None:
+            self._since = now
+            log.info("Releasing the memory for spec.state Asleep: running requests have %g s to finish.", agent.drain)
+        if agent.state.record.interruption.is_pause or now - self._since >= agent.drain:
+            # A paused engine finishes no request, and after the release the weights of unfinished requests would be unknown.
+            await agent.engine.post(ControlCall.ABORT_REQUEST.path, {"rid": "", "abort_all": True}, timeout=_ABORT_SECONDS)
+        elif await agent.engine.running():
+            return
+        tags = [tag for tag in MEMORY_TAGS if tag not in agent.state.record.interruption.released]
+        reply = await agent.control(ControlCall.RELEASE_MEMORY, {"tags": tags}, _MEMORY_SECONDS, by_spec=True)
+        document = reply.document
+        refused = not reply.ok and isinstance(document, dict)
+        message = f"The engine cannot release its memory: {document.get('message')}" if refused else ""
+        agent.release_failure = Refusal(GateReason.RELEASE_FAILED, message) if refused else None
+
+    async def _restore(self) -> None:
+        reply = await self._agent.control(ControlCall.RESUME_MEMORY, {}, _MEMORY_SECONDS)
+        if reply.ok:
+            log.info("The memory is restored. The gate opens when the engine's version is verified.")
+        else:
+            log.error("The engine's memory could not be restored: HTTP %d %s", reply.status, reply.body[:300].decode(errors="replace"))
 
 
 async def watch_drain(agent: Agent, files: RunFiles, others: Callable[[], bool] = lambda: False) -> None:
@@ -115,7 +168,7 @@ async def watch_drain(agent: Agent, files: RunFiles, others: Callable[[], bool] 
     """
     wanted = files.drain_wanted() or others()
     if wanted != agent.state.draining:
-        agent.dispatch(ev.Draining(wanted))
+        agent.dispatch(ev.DrainingChanged(wanted))
         log.info("Draining: no new requests." if wanted else "The drained engine has been replaced.")
         if not wanted:
             files.drain.unlink(missing_ok=True)
@@ -131,10 +184,10 @@ async def _idle(agent: Agent) -> bool:
         return True
     if agent.view is not None and agent.view.ready:
         return False
-    memory = agent.state.memory
-    if memory.pending or (memory.state is EngineState.DIRTY and not memory.failed):
+    record = agent.state.record
+    if record.pending or (record.state is EngineState.DIRTY and not record.failed):
         return False  # stopping this engine would end the update for all engines
-    if memory.paused and memory.hold is not FleetState.ACTIVE:
+    if record.interruption.is_pause and record.applied_state is not FleetState.ACTIVE:
         return True  # paused requests wait for the spec and would never finish
     try:
         return await agent.engine.running() == 0

@@ -47,10 +47,10 @@ class Leader:
         self._own = own
         self._token = token
         self._record = folder / "group.json"
-        memory, why = load(self._record, g.GroupMemory)
+        record, why = load(self._record, g.GroupRecord)
         if why:
             log.warning("%s: all pods of the engine restart.", why)
-        self.group = g.Group(agent.name, size, memory)
+        self.group = g.Group(agent.name, size, record)
 
     def report(self, report: MemberReport) -> GroupReply:
         """Record a member's report and return its verdict."""
@@ -140,17 +140,17 @@ class Leader:
     def _decide(self) -> None:
         """Advance the group's state. It is saved before any pod acts on it."""
         new = g.step(self.group, time.monotonic())
-        if new.memory == self.group.memory:
+        if new.record == self.group.record:
             return
-        save(self._record, new.memory)
-        if new.memory.lost and not self.group.memory.lost:
-            log.warning("All pods of the engine restart: %s.", new.memory.lost)
-        if new.memory.number != self.group.memory.number:
-            log.info("All %d pods are ready: start %d of the engine.", new.size, new.memory.number)
+        save(self._record, new.record)
+        if new.record.lost and not self.group.record.lost:
+            log.warning("All pods of the engine restart: %s.", new.record.lost)
+        if new.record.number != self.group.record.number:
+            log.info("All %d pods are ready: start %d of the engine.", new.size, new.record.number)
         self.group = new
 
     def _reason(self) -> str:
-        return f"{self.group.memory.lost or 'pod 0 was recreated'}."
+        return f"{self.group.record.lost or 'pod 0 was recreated'}."
 
 
 async def _why_silent(gate: Address) -> str:

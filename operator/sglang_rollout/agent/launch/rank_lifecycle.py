@@ -40,7 +40,7 @@ START_SECONDS = 1800.0
 """Time limit from the start until all ranks are up: a large model may first have to be downloaded."""
 
 
-class GroupMemory(Message):
+class GroupRecord(Message):
     """State that the head pod's agent keeps over a restart. Times are of the machine's monotonic clock."""
 
     number: int = 0
@@ -96,7 +96,7 @@ class Group:
 
     engine: str
     size: int
-    memory: GroupMemory = field(default_factory=GroupMemory)
+    record: GroupRecord = field(default_factory=GroupRecord)
     members: Mapping[int, Member] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
     unheard: Mapping[int, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Group:
     @property
     def lives(self) -> bool:
         """True if the last generation is not lost."""
-        return bool(self.memory.boots) and not self.memory.lost
+        return bool(self.record.boots) and not self.record.lost
 
     @property
     def draining(self) -> list[str]:
@@ -117,7 +117,7 @@ class Group:
         return f"{self.engine}-{rank}"
 
     def _runs(self, rank: int, member: Member) -> bool:
-        return self.lives and self.memory.boots[rank : rank + 1] == [member.boot]
+        return self.lives and self.record.boots[rank : rank + 1] == [member.boot]
 
 
 def heard(group: Group, rank: int, member: Member) -> Group:
@@ -132,7 +132,7 @@ def tried(group: Group, rank: int, now: float, *, cut: bool) -> Group:
 
 def silent(group: Group, now: float) -> dict[int, str]:
     """Return the addresses of ranks of the running generation whose agents have not reported recently, by rank."""
-    return {rank: group.memory.addresses[rank] for rank in _quiet(group, now)} if group.lives else {}
+    return {rank: group.record.addresses[rank] for rank in _quiet(group, now)} if group.lives else {}
 
 
 def awaited(group: Group, now: float) -> list[int]:
@@ -147,7 +147,7 @@ def asked(group: Group, rank: int, why: str) -> Group:
 
 def verdict(group: Group, rank: int, boot: str | None, *, released: bool) -> Verdict:
     """Return the verdict on a pod whose container has this boot ID."""
-    if boot is not None and group.memory.boots[rank : rank + 1] == [boot]:
+    if boot is not None and group.record.boots[rank : rank + 1] == [boot]:
         return Verdict.GO if group.lives else Verdict.END
     # The run belongs to an earlier generation, or to one that was forgotten when the head pod was recreated.
     return Verdict.END if released and boot is not None else Verdict.WAIT
@@ -155,45 +155,45 @@ def verdict(group: Group, rank: int, boot: str | None, *, released: bool) -> Ver
 
 def step(group: Group, now: float) -> Group:
     """Advance: detect a lost generation, or start a new one."""
-    memory = group.memory
+    record = group.record
     if group.lives:
         why = _loss(group, now)
         if why:
-            return replace(group, memory=_lost(memory, why, now))
-        if memory.failures and not _fails(memory, now):
-            memory = memory.model_copy(update={"failures": 0})
-        if not memory.came_up and len(group.members) == group.size and all(member.up for member in group.members.values()):
-            memory = memory.model_copy(update={"came_up": True})
-        return group if memory is group.memory else replace(group, memory=memory)
-    if memory.failures >= BUDGET or now < memory.not_before or _missing(group, now):
+            return replace(group, record=_lost(record, why, now))
+        if record.failures and not _fails(record, now):
+            record = record.model_copy(update={"failures": 0})
+        if not record.came_up and len(group.members) == group.size and all(member.up for member in group.members.values()):
+            record = record.model_copy(update={"came_up": True})
+        return group if record is group.record else replace(group, record=record)
+    if record.failures >= BUDGET or now < record.not_before or _missing(group, now):
         return group
     boots = [group.members[rank].boot or "" for rank in range(group.size)]
     addresses = [group.members[rank].address for rank in range(group.size)]
-    fresh = {"number": memory.number + 1, "boots": boots, "addresses": addresses, "went": now, "came_up": False, "lost": ""}
-    return replace(group, memory=memory.model_copy(update=fresh))
+    fresh = {"number": record.number + 1, "boots": boots, "addresses": addresses, "went": now, "came_up": False, "lost": ""}
+    return replace(group, record=record.model_copy(update=fresh))
 
 
 def why_down(group: Group, now: float) -> Refusal | None:
     """Return why SGLang is not up, as a clause that does not change from second to second; None if its pods are not the cause."""
-    memory = group.memory
+    record = group.record
     if group.lives:
-        if memory.came_up:
+        if record.came_up:
             return None
         return Refusal(GateReason.NOT_UP, f"its {group.size} pods have started it together, and it is not up yet")
-    if memory.failures >= BUDGET:
+    if record.failures >= BUDGET:
         return Refusal(
             GateReason.RESTART_BUDGET_EXHAUSTED,
-            f"its restart budget is exhausted: {memory.failures} starts in a row failed, the last one because {memory.lost}."
+            f"its restart budget is exhausted: {record.failures} starts in a row failed, the last one because {record.lost}."
             " Delete its pods, or change the spec, to have it started again",
         )
     missing = _missing(group, now)
     if missing:
         pods = ", ".join(group.pod(rank) + (f" ({why})" if (why := group.unheard.get(rank)) else "") for rank in missing)
-        after = f"; it ended because {memory.lost}" if memory.lost else ""
+        after = f"; it ended because {record.lost}" if record.lost else ""
         return Refusal(GateReason.GROUP_RESTART, f"it waits until all {group.size} pods can start together, now for {pods}{after}")
-    if now < memory.not_before:
-        again = f"it is started again after a pause of {pause(memory.failures):.0f} s"
-        return Refusal(GateReason.GROUP_RESTART, f"it ended because {memory.lost}; {again}")
+    if now < record.not_before:
+        again = f"it is started again after a pause of {pause(record.failures):.0f} s"
+        return Refusal(GateReason.GROUP_RESTART, f"it ended because {record.lost}; {again}")
     return Refusal(GateReason.GROUP_RESTART, "its pods are about to start it together")
 
 
@@ -204,29 +204,29 @@ def pause(failures: int) -> float:
 
 def _loss(group: Group, now: float) -> str:
     """Return why the running generation is lost, as a clause; empty if it is not."""
-    memory = group.memory
+    record = group.record
     for rank, member in sorted(group.members.items()):
         if member.boot is None:
             return f"pod {group.pod(rank)} has ended"
-        if member.boot != memory.boots[rank]:
+        if member.boot != record.boots[rank]:
             return f"pod {group.pod(rank)} was restarted"
     for rank, link in sorted(group.links.items()):
         if link.is_lost(now):
             return f"pod {group.pod(rank)} could not be reached for {GRACE_SECONDS:.0f} s"
-    if not memory.came_up and now - memory.went >= START_SECONDS:
+    if not record.came_up and now - record.went >= START_SECONDS:
         late = ", ".join(group.pod(rank) for rank in range(group.size) if rank not in group.members or not group.members[rank].up)
         return f"it was not up {START_SECONDS:.0f} s after its start ({late})"
     return ""
 
 
-def _fails(memory: GroupMemory, now: float) -> bool:
+def _fails(record: GroupRecord, now: float) -> bool:
     """Return whether the running generation counts as failed if it is lost now."""
-    return not memory.came_up or now - memory.went < QUICK_SECONDS
+    return not record.came_up or now - record.went < QUICK_SECONDS
 
 
-def _lost(memory: GroupMemory, why: str, now: float) -> GroupMemory:
-    failures = memory.failures + 1 if _fails(memory, now) else 0
-    return memory.model_copy(update={"lost": why, "failures": failures, "not_before": now + pause(failures)})
+def _lost(record: GroupRecord, why: str, now: float) -> GroupRecord:
+    failures = record.failures + 1 if _fails(record, now) else 0
+    return record.model_copy(update={"lost": why, "failures": failures, "not_before": now + pause(failures)})
 
 
 def _quiet(group: Group, now: float) -> list[int]:
@@ -243,6 +243,6 @@ def _missing(group: Group, now: float) -> list[int]:
         member = group.members.get(rank)
         if member is None or member.boot is None or member.released or member.draining or now - member.at > FRESH_SECONDS:
             return False
-        return member.boot not in group.memory.boots and boots.count(member.boot) == 1
+        return member.boot not in group.record.boots and boots.count(member.boot) == 1
 
     return [rank for rank in range(group.size) if not waits(rank)]

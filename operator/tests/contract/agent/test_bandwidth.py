@@ -23,7 +23,7 @@ async def test_the_bandwidth_of_an_engine(tmp_path: Path, written: str | None, t
         (tmp_path / Path(names.ALL_REDUCE_FILE).name).write_text(written)
     async with stub_engine() as stub, Engine(stub.url, boot_file=boot) as engine:
         facts = await engine.identify("base", None)
-    state, _ = ev.step(s.State(), ev.Identified(facts))
+    state, _ = ev.step(s.State(), ev.EngineIdentified(facts))
     status = s.status(state, name="e0", gate_open=True)
     member = Member(WantedEngine(name="e0"))
     member.status, member.misses = status, 0

@@ -66,7 +66,7 @@ async def engine() -> AsyncIterator[StubEngine]:
 @pytest.fixture
 async def caller(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Caller]:
     async with Engine(engine.url, boot_file=None) as client, aiohttp.ClientSession() as session:
-        agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record=RecordFile(tmp_path))
+        agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record_file=RecordFile(tmp_path))
         async with TestServer(make_app(agent, token=TOKEN, fence=Fence(agent, kill_file=None))) as server:
             await agent.observe()
             made = Caller(session, str(server.make_url("")).rstrip("/"), agent)

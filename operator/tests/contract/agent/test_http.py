@@ -115,8 +115,8 @@ async def test_dirty_is_on_disk_and_the_gate_closed_before_the_engine_hears_of_i
     engine.held["begin_weight_update"] = asyncio.Event()
     begin = asyncio.create_task(lab.control("/begin_weight_update"))
     await until(lambda: _true("begin_weight_update" in engine.calls), 5, "the engine hears of begin")
-    memory, _ = RecordFile(lab.folder / "agent").load()
-    assert (memory.state, memory.pending) == (EngineState.DIRTY, "begin_weight_update")
+    record, _ = RecordFile(lab.folder / "agent").load()
+    assert (record.state, record.pending) == (EngineState.DIRTY, "begin_weight_update")
     assert await lab.is_closed()
     engine.held["begin_weight_update"].set()
     assert (await begin).status == 200

@@ -48,7 +48,7 @@ async def pod(engine: StubEngine, tmp_path: Path) -> AsyncIterator[tuple[Caller,
     Touched.touches = 0
     kill = Touched(tmp_path / "kill")
     async with Engine(engine.url, boot_file=None) as client, aiohttp.ClientSession() as session:
-        agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record=RecordFile(tmp_path))
+        agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record_file=RecordFile(tmp_path))
         fence = Fence(agent, kill_file=kill)
         async with TestServer(make_app(agent, token="secret", fence=fence)) as server:
             await agent.observe()

@@ -91,7 +91,7 @@ async def agent_lab(folder: Path, *, relays: bool = True, answers: bool = True) 
             played.router.add_route("*", "/{path:.*}", coordinator.handle)
             await serve(stack, played, coordinator.port, cancels=True)
         engine = await stack.enter_async_context(Engine(stub.url))
-        agent = Agent(name="e0", engine=engine, gate=Gate(folder / "gate.sock"), record=RecordFile(folder))
+        agent = Agent(name="e0", engine=engine, gate=Gate(folder / "gate.sock"), record_file=RecordFile(folder))
         await agent.observe()
         relay = await stack.enter_async_context(Relay(coordinator.url, engine="e0")) if relays else None
         await serve(stack, make_app(agent, token=TOKEN, fence=Fence(agent, kill_file=None), relay=relay), port, cancels=False)

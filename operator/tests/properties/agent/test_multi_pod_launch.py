@@ -93,27 +93,27 @@ class Engine:
     def _hear(self, rank: int) -> None:
         pod = self.pods[rank]
         member = g.Member(pod.boot, self.now, f"10.0.0.{rank}:1", released=pod.released, up=pod.released)
-        before = self.group.memory
+        before = self.group.record
         self.group = g.step(g.heard(self.group, rank, member), self.now)
-        memory = self.group.memory
-        if memory.number > before.number:
-            assert len(set(memory.boots)) == len(self.pods)
+        record = self.group.record
+        if record.number > before.number:
+            assert len(set(record.boots)) == len(self.pods)
             # A life that ended since its agent spoke last may be among them: that is noticed next.
-            assert all(self.died.get(boot, self.now) >= self.now - g.FRESH_SECONDS for boot in memory.boots), "go for the dead"
-            assert not any(p.released and p.boot in memory.boots for p in self.pods)
-        if memory.lost and not before.lost:
+            assert all(self.died.get(boot, self.now) >= self.now - g.FRESH_SECONDS for boot in record.boots), "go for the dead"
+            assert not any(p.released and p.boot in record.boots for p in self.pods)
+        if record.lost and not before.lost:
             self.ended_for.append(self.harm)
 
     def _obey(self, pod: Pod, verdict: Verdict) -> None:
         if verdict is Verdict.GO:
-            assert pod.boot in self.group.memory.boots
+            assert pod.boot in self.group.record.boots
             pod.released = True
         elif verdict is Verdict.END:
             pod.doomed = pod.boot
 
     def runs(self) -> bool:
         """Whether all ranks run, and are of one generation."""
-        return self.group.lives and [pod.boot for pod in self.pods] == self.group.memory.boots and all(pod.released for pod in self.pods)
+        return self.group.lives and [pod.boot for pod in self.pods] == self.group.record.boots and all(pod.released for pod in self.pods)
 
 
 class Failures(RuleBasedStateMachine):
@@ -152,7 +152,7 @@ class Failures(RuleBasedStateMachine):
         pod = self.engine.pods[rank % len(self.engine.pods)]
         pod.agent = not pod.agent
         if rank % len(self.engine.pods) == 0 and pod.agent:  # its memory is all that it kept
-            self.engine.group = g.Group("e", len(self.engine.pods), self.engine.group.memory)
+            self.engine.group = g.Group("e", len(self.engine.pods), self.engine.group.record)
 
     @rule()
     def pod_0_is_made_anew(self) -> None:
@@ -168,7 +168,7 @@ class Failures(RuleBasedStateMachine):
         assert all(harm > 0 for harm in ended)
         assert len(ended) <= self.engine.harm, "one failure ends one generation at most"
 
-    @precondition(lambda self: self.engine.group.memory.failures < g.BUDGET)
+    @precondition(lambda self: self.engine.group.record.failures < g.BUDGET)
     @rule()
     def left_in_peace_it_runs(self) -> None:
         engine = self.engine
@@ -199,10 +199,10 @@ def running(size: int = 2) -> Engine:
 def test_the_pauses_between_failed_starts_grow_until_the_budget_is_spent() -> None:
     engine = running()
     pauses = []
-    while engine.group.memory.failures < g.BUDGET:
+    while engine.group.record.failures < g.BUDGET:
         engine.pods[1].boot = None
         died = engine.now
-        while not engine.runs() and engine.group.memory.failures < g.BUDGET:
+        while not engine.runs() and engine.group.record.failures < g.BUDGET:
             engine.tick()
         pauses.append(round(engine.now - died, -1))
     assert pauses == [0, 30, 60, 120, 240, 480, 600, 600, 600, 0]
@@ -243,10 +243,10 @@ def test_a_link_may_be_away_for_the_grace_and_no_longer() -> None:
     engine.tick(int(g.GRACE_SECONDS / TICK) - 2)
     engine.pods[1].cut = False
     engine.tick(10)
-    assert engine.group.memory.number == 1
+    assert engine.group.record.number == 1
     engine.pods[1].cut = True
     engine.tick(int((g.FRESH_SECONDS + g.GRACE_SECONDS) / TICK) + 4)
-    assert "pod e-1 could not be reached for 15 s" in engine.group.memory.lost
+    assert "pod e-1 could not be reached for 15 s" in engine.group.record.lost
     assert not any(pod.released for pod in engine.pods), "both sides have ended"
     assert "now for e-1" in message_of(g.why_down(engine.group, engine.now))
 
@@ -269,14 +269,14 @@ def test_an_engine_that_never_comes_up_is_started_again() -> None:
     assert group.lives
     for rank in range(2):
         group = g.heard(group, rank, g.Member(f"b{rank}", g.START_SECONDS, released=True, up=rank == 0))
-    assert "(e-1)" in g.step(group, g.START_SECONDS).memory.lost
+    assert "(e-1)" in g.step(group, g.START_SECONDS).record.lost
 
 
 def lost_again_and_again(after: float, *, comes_up: bool = False) -> g.Group:
     """An engine each of whose generations is lost so many seconds after its start, until there is none any more or 48 h are over."""
     group, now = g.Group("e", 2), 0.0
-    while now < 48 * 3600 and group.memory.failures < g.BUDGET:
-        number = group.memory.number
+    while now < 48 * 3600 and group.record.failures < g.BUDGET:
+        number = group.record.number
         while not group.lives and now < 48 * 3600:
             now += 1.0
             for rank in range(2):
@@ -295,25 +295,25 @@ def lost_again_and_again(after: float, *, comes_up: bool = False) -> g.Group:
 @pytest.mark.parametrize("after", [60.0, g.QUICK_SECONDS + 100, g.START_SECONDS, 2 * g.START_SECONDS])
 def test_a_generation_that_never_came_up_failed_however_late_it_is_lost(after: float) -> None:
     group = lost_again_and_again(after)
-    assert group.memory.failures == group.memory.number == g.BUDGET
+    assert group.record.failures == group.record.number == g.BUDGET
     assert "restart budget is exhausted" in message_of(g.why_down(group, 1e9))
 
 
 def test_a_generation_that_came_up_and_is_lost_much_later_did_not_fail() -> None:
     group = lost_again_and_again(g.QUICK_SECONDS + 100, comes_up=True)
-    assert group.memory.number > g.BUDGET
-    assert group.memory.failures == 0
+    assert group.record.number > g.BUDGET
+    assert group.record.failures == 0
 
 
 def test_failures_are_forgotten_only_when_a_generation_has_come_up() -> None:
-    memory = g.GroupMemory(number=4, boots=["b0", "b1"], addresses=["", ""], failures=4)
-    group = g.Group("e", 2, memory)
+    record = g.GroupRecord(number=4, boots=["b0", "b1"], addresses=["", ""], failures=4)
+    group = g.Group("e", 2, record)
     for up, failures in ((False, 4), (True, 0)):
         now = g.QUICK_SECONDS + 100
         for rank in range(2):
             group = g.heard(group, rank, g.Member(f"b{rank}", now, released=True, up=up))
         group = g.step(g.step(group, now), now)
-        assert group.memory.failures == failures
+        assert group.record.failures == failures
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ class Fence(RuleBasedStateMachine):
     def nothing_is_open_while_the_spec_holds_the_fleet(self) -> None:
         """As soon as an agent has heard of it; one that came up since has its hold from the first sync on."""
         for agent in self.world.agents.values():
-            assert not (agent.gate_open and agent.hold is not FleetState.ACTIVE)
+            assert not (agent.gate_open and agent.applied_state is not FleetState.ACTIVE)
 
     @invariant()
     def who_was_told_of_an_update_counts_as_serving_nobody(self) -> None:

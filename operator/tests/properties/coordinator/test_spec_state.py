@@ -169,7 +169,7 @@ def test_an_engine_that_cannot_be_paused_is_tried_again_and_trainers_are_not_kep
     world.set_state(FleetState.PAUSED)
     world.complete()  # the sync
     world.complete(broken=frozenset({"e1"}))
-    world.agents["e1"].forget(paused=False)
+    world.agents["e1"].resume()
     for _ in range(3):
         world.tick(0.5)
         world.sync_all()
@@ -189,7 +189,7 @@ def test_an_engine_that_is_not_paused_in_a_trainers_pause_is_paused_before_its_s
     if how == "it came up since":
         world.agents["e1"].restart()
     else:
-        world.agents["e1"].forget(paused=False)
+        world.agents["e1"].resume()
     tell(world)
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     world.sent.clear()

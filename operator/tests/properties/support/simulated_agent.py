@@ -12,6 +12,7 @@ from typing import Any
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
+from sglang_rollout.agent.interruption import Interruption, next_call, should_resume
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall, MemoryTag
 from sglang_rollout.wire.agent import UNCHECKED, AckRequest, AgentStatus, SyncRequest
@@ -89,8 +90,8 @@ class SimulatedAgent:
         return f"{self.name}#{self.life}"
 
     @property
-    def memory(self) -> s.Memory:
-        return self.core.memory
+    def record(self) -> s.EngineRecord:
+        return self.core.record
 
     @property
     def gate_open(self) -> bool:
@@ -98,35 +99,31 @@ class SimulatedAgent:
 
     @property
     def state(self) -> EngineState:
-        return self.memory.state
+        return self.record.state
 
     @property
     def version(self) -> Version | None:
-        return self.memory.version
+        return self.record.version
 
     @property
     def committed(self) -> Version | None:
-        return self.memory.committed
+        return self.record.committed
 
     @property
     def session(self) -> bool:
-        return self.memory.session
+        return self.record.session
 
     @property
     def groups(self) -> list[str]:
-        return self.memory.groups
+        return self.record.groups
 
     @property
     def released(self) -> list[str]:
-        return self.memory.released
+        return self.record.interruption.released
 
     @property
-    def hold(self) -> FleetState:
-        return self.memory.hold
-
-    @property
-    def asleep(self) -> bool:
-        return self.memory.asleep
+    def applied_state(self) -> FleetState:
+        return self.record.applied_state
 
     @property
     def content(self) -> object:
@@ -167,7 +164,7 @@ class SimulatedAgent:
         if up:
             self._identify()
         else:
-            self.apply(ev.Lost("it is down"))
+            self.apply(ev.EngineDown("it is down"))
 
     @property
     def draining(self) -> bool:
@@ -175,41 +172,45 @@ class SimulatedAgent:
 
     @draining.setter
     def draining(self, on: bool) -> None:
-        self.apply(ev.Draining(on))
+        self.apply(ev.DrainingChanged(on))
 
     @property
     def term(self) -> int:
-        return self.memory.term
+        return self.record.term
 
     @term.setter
     def term(self, term: int) -> None:
-        self.apply(ev.Told(term))
+        self.apply(ev.CoordinatorCalled(term))
 
     @property
     def paused(self) -> bool:
-        return self.memory.paused
+        return self.record.interruption.is_pause
 
     @property
     def adapters(self) -> dict[str, str]:
-        return self.memory.adapters
+        return self.record.adapters
+
+    def resume(self) -> None:
+        """Resume the engine, as a foreign call would."""
+        self.forget(interruption=Interruption())
 
     def forget(self, **changes: object) -> None:
         """Change the agent's record, as a lost or foreign call would."""
-        self.core = replace(self.core, memory=self.memory.model_copy(update=changes))
+        self.core = replace(self.core, record=self.record.model_copy(update=changes))
 
     def restart(self) -> None:
         """Restart the engine. Its agent lives on and remembers what the coordinator said."""
         self.life += 1
         self.engine = Engine()
-        self.apply(ev.Lost("it restarts"))
+        self.apply(ev.EngineDown("it restarts"))
         self._identify()
-        self.apply(ev.Draining(on=False))
+        self.apply(ev.DrainingChanged(on=False))
 
     def apply(self, event: ev.Event) -> None:
         self.core, _ = ev.step(self.core, event)
 
     def _identify(self) -> None:
-        self.apply(ev.Identified(s.EngineFacts(self.boot, self.engine.label, "default")))
+        self.apply(ev.EngineIdentified(s.EngineFacts(self.boot, self.engine.label, "default")))
 
     # The agent's HTTP interface
 
@@ -244,42 +245,29 @@ class SimulatedAgent:
             return Result(ok=works, status=200, message="" if works else "connection refused.")
         if path == AGENT_CHECKPOINT:
             return self._check_folder(body, works)
-        call = ControlCall(path.removeprefix("/"))
-        result = self._control(call, body, token, works)
-        if call is ControlCall.RESUME_MEMORY and result.ok:
-            memory = self.memory
-            if memory.paused_for_release and memory.paused and not memory.released and memory.hold is FleetState.ACTIVE:
-                self._control(ControlCall.CONTINUE, {}, token, works)
-        return result
+        return self._control(ControlCall(path.removeprefix("/")), body, token, works)
 
     def _report(self) -> Result:
         return Result(ok=True, status=200, agent=self.status())
 
     def _take_over(self, told: SyncRequest) -> None:
-        self.apply(ev.Told(self.term, told.committed, tuple(told.tolerated), told.hold, told.sender, told.seq))
+        self.apply(ev.CoordinatorCalled(self.term, told.committed, tuple(told.tolerated), told.hold, told.sender, told.seq))
         self._follow_the_spec()
 
     def _follow_the_spec(self) -> None:
         """Release all memory if the spec says Asleep, and restore it afterwards."""
         if not self.up:
             return
-        if self.hold is FleetState.ASLEEP:
-            tags = [tag for tag in MEMORY if tag not in self.released]
-            if tags:
-                self._control(ControlCall.RELEASE_MEMORY, {"tags": tags, s.BY_SPEC: True}, None)
-        elif self.memory.asleep:
-            if self.released:
-                self._control(ControlCall.RESUME_MEMORY, {}, None)
-            self.apply(ev.Awake())
-            if self.paused and self.hold is FleetState.ACTIVE:
-                self._control(ControlCall.CONTINUE, {}, None)
+        call = next_call(self.applied_state, self.record.interruption)
+        if call is not None:
+            self._control(call, {}, None, by_spec=True)
 
     def _give_up(self, token: object) -> Result:
-        self.apply(ev.GivenUp())
+        self.apply(ev.UpdateGivenUp())
         if self.up:
             if self.session:
                 self._perform(ControlCall.END_UPDATE, {}, token)
-            if self.paused and not s.stays_paused(self.memory):
+            if self.paused and not s.stays_paused(self.record):
                 self._perform(ControlCall.CONTINUE, {}, token)
         return self._report()
 
@@ -296,7 +284,7 @@ class SimulatedAgent:
             return refused
         if self.state is EngineState.DIRTY:
             self.engine.content = token
-        self.apply(ev.Acknowledged(request.version, tuple(request.cohort)))
+        self.apply(ev.UpdateAcknowledged(request.version, tuple(request.cohort)))
         return self._report()
 
     def _check_folder(self, body: dict[str, Any], works: bool) -> Result:
@@ -312,7 +300,7 @@ class SimulatedAgent:
 
     # Control calls: what `agent.agent` does, without waiting
 
-    def _control(self, call: ControlCall, body: dict[str, Any], token: object, works: bool = True) -> Result:
+    def _control(self, call: ControlCall, body: dict[str, Any], token: object, works: bool = True, by_spec: bool = False) -> Result:
         refused = guards.refusal(self.core, call, body)
         if refused is not None:
             return Result(ok=False, status=refused.status, message=refused.message)
@@ -320,18 +308,21 @@ class SimulatedAgent:
             return Result(ok=False, status=503, message="cannot tell whether the engine is idle.")
         if call is ControlCall.RELEASE_MEMORY and not guards.tags_of(call, body, self.released):
             return DONE
-        return self._perform(call, body, token, works)
+        result = self._perform(call, body, token, works, by_spec)
+        if call is ControlCall.RESUME_MEMORY and result.ok and should_resume(self.applied_state, self.record.interruption):
+            self._control(ControlCall.CONTINUE, {}, token, works)
+        return result
 
-    def _perform(self, call: ControlCall, body: dict[str, Any], token: object, works: bool = True) -> Result:
-        memory, name = self.memory, guards.name_of(call, body)
-        tags = guards.details_of(call, body, memory.released)
-        self.apply(ev.CallBegan(call, name, tags))
-        if call in WRITES and self.memory != memory and (memory.state is not EngineState.DIRTY or not memory.session):
+    def _perform(self, call: ControlCall, body: dict[str, Any], token: object, works: bool = True, by_spec: bool = False) -> Result:
+        record, name = self.record, guards.name_of(call, body)
+        details = guards.details_of(call, body, record.interruption.released)
+        self.apply(ev.CallBegan(call, name, details, by_spec))
+        if call in WRITES and self.record != record and (record.state is not EngineState.DIRTY or not record.session):
             self.engine.content = "mixture"
-        result = self._engine_call(call, guards.prepared(call, body, memory), token, works)
-        if call is ControlCall.UNLOAD_ADAPTER and memory.adapters.get(name) == s.UNSURE and name not in self.engine.read:
+        result = self._engine_call(call, guards.prepared(call, body, record), token, works)
+        if call is ControlCall.UNLOAD_ADAPTER and record.adapters.get(name) == s.UNSURE and name not in self.engine.read:
             result = DONE
-        self.apply(ev.CallEnded(call, ok=result.ok, boot_id=memory.boot_id, name=name, tags=tags))
+        self.apply(ev.CallEnded(call, ok=result.ok, boot_id=record.boot_id, name=name, details=details))
         return result
 
     # The engine

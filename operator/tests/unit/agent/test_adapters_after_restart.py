@@ -18,7 +18,7 @@ from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import BASE, EngineState
 
 FACTS = s.EngineFacts("b1", "default", "default")
-HELD = s.Memory(boot_id="b1", state=EngineState.CLEAN, version=BASE, label="default", committed=BASE, adapters={"old": "/old"})
+HELD = s.EngineRecord(boot_id="b1", state=EngineState.CLEAN, version=BASE, label="default", committed=BASE, adapters={"old": "/old"})
 ABSENT = "LoRA with name {} does not exist. Loaded LoRAs: odict_keys([])"
 
 
@@ -74,13 +74,13 @@ class FakeGate:
 
 def restarted(folder: Path, engine: FakeEngine, call: str, name: str) -> tuple[Agent, FakeGate]:
     """An agent whose predecessor ended in the middle of this call."""
-    began, _ = ev.step(s.State(memory=HELD, up=True), ev.CallBegan(call, name, ("/new",) if call == ControlCall.LOAD_ADAPTER else ()))
+    began, _ = ev.step(s.State(record=HELD, up=True), ev.CallBegan(call, name, ("/new",) if call == ControlCall.LOAD_ADAPTER else ()))
     record = RecordFile(folder)
-    record.save(began.memory)
+    record.save(began.record)
     gate = FakeGate()
-    agent = Agent(name="e0", engine=cast(Engine, engine), gate=cast(Gate, gate), record=record)
-    agent.dispatch(ev.Identified(FACTS))
-    agent.dispatch(ev.Told(1, BASE))
+    agent = Agent(name="e0", engine=cast(Engine, engine), gate=cast(Gate, gate), record_file=record)
+    agent.dispatch(ev.EngineIdentified(FACTS))
+    agent.dispatch(ev.CoordinatorCalled(1, BASE))
     return agent, gate
 
 
@@ -119,14 +119,14 @@ async def test_what_the_agent_knows_to_be_loaded_is_not_unloaded_when_the_engine
 
 
 def test_calls_that_have_ended_and_other_lives_leave_nothing_unknown(tmp_path: Path) -> None:
-    state = s.State(memory=HELD, up=True)
+    state = s.State(record=HELD, up=True)
     for event in (
         ev.CallBegan(ControlCall.LOAD_ADAPTER, "new", ("/new",)),
         ev.CallEnded(ControlCall.LOAD_ADAPTER, False, "b1", "new", ("/new",)),
         ev.CallBegan(ControlCall.PAUSE),
     ):
         state, _ = ev.step(state, event)
-    assert ev.restored(state.memory).memory.adapters == {"old": "/old"}
+    assert ev.restored(state.record).record.adapters == {"old": "/old"}
     agent, _ = restarted(tmp_path, FakeEngine(), ControlCall.LOAD_ADAPTER, "new")
-    agent.dispatch(ev.Identified(s.EngineFacts("b2", "default", "default")))
+    agent.dispatch(ev.EngineIdentified(s.EngineFacts("b2", "default", "default")))
     assert agent.status().adapters == {}

@@ -16,7 +16,7 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateError, GateView
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.agent.state import Memory, State
+from sglang_rollout.agent.state import EngineRecord, State
 from sglang_rollout.wire.states import BASE, EngineState, Version
 
 ADAPTERS = {f"adapter-{number}": "/a" for number in range(1000)}
@@ -65,8 +65,8 @@ class Haproxy:
 
 
 def state_of(version: Version) -> State:
-    memory = Memory(state=EngineState.CLEAN, version=version, committed=version, adapters=dict(ADAPTERS))
-    return State(memory=memory, up=True, informed=True)
+    record = EngineRecord(state=EngineState.CLEAN, version=version, committed=version, adapters=dict(ADAPTERS))
+    return State(record=record, up=True, informed=True)
 
 
 @asynccontextmanager
@@ -74,7 +74,7 @@ async def agent_of(haproxy: Haproxy, folder: Path, *, timeout: float = 30) -> As
     async with await asyncio.start_unix_server(haproxy.serve, folder / "gate.sock"):
         engine: Any = SimpleNamespace(vocabulary=100, generates=True, info={"enable_lora": True}, container_boot=lambda: None)
         gate = Gate(folder / "gate.sock", timeout=timeout)
-        agent = Agent(name="e0", engine=cast("Engine", engine), gate=gate, record=RecordFile(folder))
+        agent = Agent(name="e0", engine=cast("Engine", engine), gate=gate, record_file=RecordFile(folder))
         agent.state = state_of(BASE)
         yield agent
         for ended in haproxy.ended:
@@ -120,7 +120,7 @@ async def test_an_update_costs_the_gate_few_connections(tmp_path: Path) -> None:
     async with agent_of(haproxy, tmp_path) as agent:
         await agent.settle_gate()
         haproxy.connections = 0
-        agent.state = replace(agent.state, memory=agent.state.memory.model_copy(update={"state": EngineState.DIRTY}))
+        agent.state = replace(agent.state, record=agent.state.record.model_copy(update={"state": EngineState.DIRTY}))
         await agent.settle_gate()
         assert (haproxy.is_open, agent.view, haproxy.connections) == (False, GateView(pid=7, ready=False, up=False), 1)
         haproxy.heard.clear()

@@ -7,25 +7,30 @@ import pytest
 
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
+from sglang_rollout.agent.interruption import Cause, Interruption
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import BASE, EngineState
 
-CLEAN = s.State(memory=s.Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", groups=["g"]), up=True, informed=True)
-DIRTY = replace(CLEAN, memory=CLEAN.memory.model_copy(update={"state": EngineState.DIRTY, "version": None, "session": True}))
+RELEASED_WEIGHTS = Interruption(cause=Cause.RELEASE, released=["weights"])
+RELEASED_CACHE = Interruption(cause=Cause.RELEASE, released=["kv_cache"])
+CLEAN = s.State(
+    record=s.EngineRecord(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", groups=["g"]), up=True, informed=True
+)
+DIRTY = replace(CLEAN, record=CLEAN.record.model_copy(update={"state": EngineState.DIRTY, "version": None, "session": True}))
 TWO_RANKS = replace(DIRTY, facts=s.EngineFacts(boot_id="a", live_label="base", launch_label="base", tensor_size=2))
-ASLEEP = replace(DIRTY, memory=DIRTY.memory.model_copy(update={"released": ["weights"]}))
+ASLEEP = replace(DIRTY, record=DIRTY.record.model_copy(update={"interruption": RELEASED_WEIGHTS}))
 ONE_RANK: dict[str, Any] = {"serialized_named_tensors": ["AAAA"]}
 
 
-def with_memory(**changes: Any) -> s.State:
-    return replace(CLEAN, memory=CLEAN.memory.model_copy(update=changes))
+def with_record(**changes: Any) -> s.State:
+    return replace(CLEAN, record=CLEAN.record.model_copy(update=changes))
 
 
 @pytest.mark.parametrize(
     ("state", "call", "body", "status", "words"),
     [
         (replace(CLEAN, up=False), "flush_cache", {}, 503, "not up"),
-        (with_memory(pending=ControlCall.INIT_GROUP), ControlCall.PAUSE, {}, 409, "has not answered init_weights_update_group"),
+        (with_record(pending=ControlCall.INIT_GROUP), ControlCall.PAUSE, {}, 409, "has not answered init_weights_update_group"),
         (DIRTY, ControlCall.CONTINUE, {}, 409, "mixture"),
         (CLEAN, ControlCall.UPDATE_DISTRIBUTED, {"group_name": "g"}, 409, "no session"),
         (DIRTY, ControlCall.UPDATE_DISTRIBUTED, {"group_name": "h"}, 400, "no group 'h'; its groups: g"),
@@ -61,7 +66,7 @@ def test_refused(state: s.State, call: str, body: dict[str, Any], status: int, w
         (TWO_RANKS, ControlCall.UPDATE_TENSOR, {"serialized_named_tensors": ["AAAA", "BBBB"], "load_format": "flattened_bucket"}),
         (DIRTY, ControlCall.END_UPDATE, {}),
         (CLEAN, ControlCall.INIT_GROUP, {"group_name": "new"}),
-        (with_memory(released=["kv_cache"]), ControlCall.RESUME_MEMORY, {}),
+        (with_record(interruption=RELEASED_CACHE), ControlCall.RESUME_MEMORY, {}),
     ],
 )
 def test_allowed(state: s.State, call: str, body: dict[str, Any]) -> None:
@@ -69,9 +74,9 @@ def test_allowed(state: s.State, call: str, body: dict[str, Any]) -> None:
 
 
 def test_no_more_adapters_are_loaded_than_the_gate_can_be_told() -> None:
-    full, held = with_memory(adapters={f"{n:060}": "/a" for n in range(245)}), f"{0:060}"
+    full, held = with_record(adapters={f"{n:060}": "/a" for n in range(245)}), f"{0:060}"
     assert (
-        guards.refusal(with_memory(adapters={f"{n:060}": "/a" for n in range(244)}), ControlCall.LOAD_ADAPTER, {"lora_name": f"{244:060}"})
+        guards.refusal(with_record(adapters={f"{n:060}": "/a" for n in range(244)}), ControlCall.LOAD_ADAPTER, {"lora_name": f"{244:060}"})
         is None
     )
     refused = guards.refusal(full, ControlCall.LOAD_ADAPTER, {"lora_name": f"{245:060}"})
@@ -87,8 +92,8 @@ def test_no_more_adapters_are_loaded_than_the_gate_can_be_told() -> None:
 
 
 def test_bodies_are_made_safe() -> None:
-    memory = s.Memory(released=["kv_cache"])
-    assert guards.prepared(ControlCall.SET_VERSION, {"new_version": "7", "abort_all_requests": True}, memory)["abort_all_requests"] is False
-    assert guards.prepared(ControlCall.RESUME_MEMORY, {"tags": None}, memory) == {"tags": ["kv_cache"]}
-    assert guards.prepared(ControlCall.RELEASE_MEMORY, {}, memory) == {"tags": ["weights", "cuda_graph"]}, "not what is released already"
-    assert guards.prepared(ControlCall.PAUSE, {"mode": "retract"}, memory) == {"mode": "retract"}
+    record = s.EngineRecord(interruption=RELEASED_CACHE)
+    assert guards.prepared(ControlCall.SET_VERSION, {"new_version": "7", "abort_all_requests": True}, record)["abort_all_requests"] is False
+    assert guards.prepared(ControlCall.RESUME_MEMORY, {"tags": None}, record) == {"tags": ["kv_cache"]}
+    assert guards.prepared(ControlCall.RELEASE_MEMORY, {}, record) == {"tags": ["weights", "cuda_graph"]}, "not what is released already"
+    assert guards.prepared(ControlCall.PAUSE, {"mode": "retract"}, record) == {"mode": "retract"}

@@ -11,16 +11,16 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import Engine, Reply
 from sglang_rollout.agent.gate import Gate, GateError
 from sglang_rollout.agent.record import RecordError, RecordFile
-from sglang_rollout.agent.state import EngineFacts, Memory, State
+from sglang_rollout.agent.state import EngineFacts, EngineRecord, State
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import BASE, EngineState
 
-MEMORY = Memory(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", cohort=["e0"], committed=BASE, term=7, groups=["g"])
+MEMORY = EngineRecord(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", cohort=["e0"], committed=BASE, term=7, groups=["g"])
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     record = RecordFile(tmp_path / "made" / "here")
-    assert record.load() == (Memory(), "")
+    assert record.load() == (EngineRecord(), "")
     record.save(MEMORY)
     assert record.load() == (MEMORY, "")
     assert [path.name for path in record.path.parent.iterdir()] == ["record.json"]
@@ -30,8 +30,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 def test_a_broken_record_is_told_and_proves_nothing(tmp_path: Path, text: str) -> None:
     record = RecordFile(tmp_path)
     record.path.write_text(text)
-    memory, complaint = record.load()
-    assert memory == Memory()
+    record, complaint = record.load()
+    assert record == EngineRecord()
     assert "cannot be used" in complaint
 
 
@@ -67,10 +67,10 @@ async def test_a_call_ends_also_when_what_came_of_it_cannot_be_written(tmp_path:
 
     engine: Any = SimpleNamespace(vocabulary=None, info={}, container_boot=lambda: None, call=call)
     gate: Any = SimpleNamespace(view=view)
-    agent = Agent(name="e0", engine=engine, gate=gate, record=RecordFile(tmp_path))
-    agent.state = State(memory=MEMORY, up=True, informed=True)
+    agent = Agent(name="e0", engine=engine, gate=gate, record_file=RecordFile(tmp_path))
+    agent.state = State(record=MEMORY, up=True, informed=True)
     reply = await agent.start(ControlCall.LOAD_ADAPTER, {"lora_name": "a", "lora_path": "/caf\udce9"})
-    assert (reply.ok, agent.state.memory.pending) == (True, "")
+    assert (reply.ok, agent.state.record.pending) == (True, "")
 
 
 def test_fields_of_a_newer_agent_are_ignored(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_an_agent_opens_no_gate_to_an_engine_whose_record_cannot_be_used(tmp_pat
     record = RecordFile(tmp_path)
     if text is not None:
         record.path.write_text(text)
-    agent = Agent(name="e0", engine=Engine("http://127.0.0.1:1"), gate=Gate(tmp_path / "gate"), record=record)
-    agent.dispatch(ev.Told(1, BASE))
-    agent.dispatch(ev.Identified(EngineFacts("a", "base", "base")))
+    agent = Agent(name="e0", engine=Engine("http://127.0.0.1:1"), gate=Gate(tmp_path / "gate"), record_file=record)
+    agent.dispatch(ev.CoordinatorCalled(1, BASE))
+    agent.dispatch(ev.EngineIdentified(EngineFacts("a", "base", "base")))
     assert agent.may_open() == (text is None)

@@ -34,32 +34,32 @@ def call(name: str, ok: bool = True, boot: str = "a", what: str = "", tags: tupl
     return ev.CallBegan(name, what, tags), ev.CallEnded(name, ok, boot, what, tags)
 
 
-FRESH = run(s.State(), ev.Identified(facts()))
-SERVING = run(FRESH, ev.Told(1, BASE))
+FRESH = run(s.State(), ev.EngineIdentified(facts()))
+SERVING = run(FRESH, ev.CoordinatorCalled(1, BASE))
 UPDATED = run(SERVING, *call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE))
 
 
 def test_a_fresh_engine_is_clean_base_and_closed_until_told() -> None:
-    assert FRESH.memory.state is EngineState.CLEAN
-    assert FRESH.memory.version == BASE
+    assert FRESH.record.state is EngineState.CLEAN
+    assert FRESH.record.version == BASE
     assert not s.gate_may_open(FRESH)
     assert s.gate_may_open(SERVING)
 
 
 def test_an_engine_that_was_changed_before_we_saw_it_is_unknown() -> None:
-    state = run(s.State(), ev.Identified(facts(live="7")), ev.Told(1, BASE))
-    assert state.memory.state is EngineState.UNKNOWN
+    state = run(s.State(), ev.EngineIdentified(facts(live="7")), ev.CoordinatorCalled(1, BASE))
+    assert state.record.state is EngineState.UNKNOWN
     assert not s.gate_may_open(state)
 
 
 @pytest.mark.parametrize("update", [ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR])
 def test_a_complete_update_opens_the_gate_after_ack_and_commit(update: str) -> None:
     updated = run(SERVING, *call(ControlCall.BEGIN_UPDATE), *call(update), *call(ControlCall.END_UPDATE))
-    assert updated.memory.state is EngineState.DIRTY
+    assert updated.record.state is EngineState.DIRTY
     assert s.ack_refusal(updated, "a", V1) is None
-    acked = run(updated, ev.Acknowledged(V1, ("e0",)))
+    acked = run(updated, ev.UpdateAcknowledged(V1, ("e0",)))
     assert not s.gate_may_open(acked)
-    assert s.gate_may_open(run(acked, ev.Told(1, V1)))
+    assert s.gate_may_open(run(acked, ev.CoordinatorCalled(1, V1)))
 
 
 @pytest.mark.parametrize("began", [ControlCall.BEGIN_UPDATE, ControlCall.UPDATE_TENSOR])
@@ -67,7 +67,7 @@ def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call(beg
     state, effects = ev.step(SERVING, ev.CallBegan(began))
     assert [type(effect) for effect in effects] == [ev.Save, ev.SetGate]
     assert isinstance(effects[0], ev.Save)
-    assert effects[0].memory.state is EngineState.DIRTY
+    assert effects[0].record.state is EngineState.DIRTY
     assert effects[1] == ev.SetGate(False)
     assert not s.gate_may_open(state)
 
@@ -100,9 +100,12 @@ def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call(beg
             (*call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), ev.CallBegan(ControlCall.END_UPDATE)),
             "not answered end_weight_update",
         ),
-        ((*call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE), ev.GivenUp()), "failed"),
+        (
+            (*call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE), ev.UpdateGivenUp()),
+            "failed",
+        ),
         ((), "no update"),
-        ((ev.Lost("x"),), "gone"),
+        ((ev.EngineDown("x"),), "gone"),
     ],
 )
 def test_what_cannot_be_acknowledged(events: tuple[ev.Event, ...], why: str) -> None:
@@ -118,7 +121,7 @@ def test_a_new_begin_clears_an_earlier_failure() -> None:
         SERVING,
         *call(ControlCall.BEGIN_UPDATE),
         *call(ControlCall.UPDATE_DISTRIBUTED, ok=False),
-        ev.GivenUp(),
+        ev.UpdateGivenUp(),
         *call(ControlCall.END_UPDATE),
     )
     state = run(state, *call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE))
@@ -126,8 +129,10 @@ def test_a_new_begin_clears_an_earlier_failure() -> None:
 
 
 def test_a_restarted_engine_is_base_and_closed_when_another_version_is_committed() -> None:
-    state = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1), ev.Lost("gone"), ev.Identified(facts("b")))
-    assert state.memory.version == BASE
+    state = run(
+        UPDATED, ev.UpdateAcknowledged(V1, ("e0",)), ev.CoordinatorCalled(1, V1), ev.EngineDown("gone"), ev.EngineIdentified(facts("b"))
+    )
+    assert state.record.version == BASE
     assert not s.gate_may_open(state)
     status = s.status(state, name="e0", gate_open=False)
     assert status.reason is GateReason.NOT_COMMITTED
@@ -136,42 +141,46 @@ def test_a_restarted_engine_is_base_and_closed_when_another_version_is_committed
 
 def test_an_answer_from_an_earlier_life_changes_nothing() -> None:
     began = run(
-        SERVING, *call(ControlCall.BEGIN_UPDATE), ev.CallBegan(ControlCall.UPDATE_DISTRIBUTED), ev.Lost("gone"), ev.Identified(facts("b"))
+        SERVING,
+        *call(ControlCall.BEGIN_UPDATE),
+        ev.CallBegan(ControlCall.UPDATE_DISTRIBUTED),
+        ev.EngineDown("gone"),
+        ev.EngineIdentified(facts("b")),
     )
-    assert run(began, ev.CallEnded(ControlCall.UPDATE_DISTRIBUTED, True, "a")).memory == began.memory
+    assert run(began, ev.CallEnded(ControlCall.UPDATE_DISTRIBUTED, True, "a")).record == began.record
 
 
 def test_a_version_that_changes_behind_the_agents_back_closes_the_gate() -> None:
-    state = run(SERVING, ev.Polled("9", SERVING.calls))
-    assert state.memory.state is EngineState.UNKNOWN
+    state = run(SERVING, ev.LabelPolled("9", SERVING.calls))
+    assert state.record.state is EngineState.UNKNOWN
     assert not s.gate_may_open(state)
 
 
 def test_an_observation_from_before_the_last_call_does_not_count() -> None:
-    acked = run(UPDATED, ev.Acknowledged(V1, ()), ev.Told(1, V1))
-    assert s.gate_may_open(run(acked, ev.Polled("base", UPDATED.calls)))
+    acked = run(UPDATED, ev.UpdateAcknowledged(V1, ()), ev.CoordinatorCalled(1, V1))
+    assert s.gate_may_open(run(acked, ev.LabelPolled("base", UPDATED.calls)))
 
 
 def test_a_restarted_agent_believes_its_record_only_unchallenged() -> None:
-    memory = run(UPDATED, ev.Acknowledged(V1, ()), ev.Told(4, V1)).memory
-    again = run(ev.restored(memory), ev.Identified(facts(live="1")))
-    assert again.memory.term == 4
+    record = run(UPDATED, ev.UpdateAcknowledged(V1, ()), ev.CoordinatorCalled(4, V1)).record
+    again = run(ev.restored(record), ev.EngineIdentified(facts(live="1")))
+    assert again.record.term == 4
     assert not s.gate_may_open(again)
-    assert s.gate_may_open(run(again, ev.Unchallenged()))
-    assert not s.gate_may_open(run(again, ev.Told(4, V2), ev.Unchallenged()))
+    assert s.gate_may_open(run(again, ev.RecordTrusted()))
+    assert not s.gate_may_open(run(again, ev.CoordinatorCalled(4, V2), ev.RecordTrusted()))
 
 
 def test_a_record_of_another_life_says_nothing_about_what_is_committed() -> None:
-    again = run(ev.restored(SERVING.memory), ev.Identified(facts("b")), ev.Unchallenged())
-    assert again.memory.committed is None
+    again = run(ev.restored(SERVING.record), ev.EngineIdentified(facts("b")), ev.RecordTrusted())
+    assert again.record.committed is None
     assert not s.gate_may_open(again)
 
 
 def test_a_call_whose_answer_nobody_heard_counts_as_failed() -> None:
-    memory = run(SERVING, *call(ControlCall.BEGIN_UPDATE), ev.CallBegan(ControlCall.UPDATE_DISTRIBUTED)).memory
-    again = run(ev.restored(memory), ev.Identified(facts()))
-    assert again.memory.pending == ""
-    assert again.memory.failed
+    record = run(SERVING, *call(ControlCall.BEGIN_UPDATE), ev.CallBegan(ControlCall.UPDATE_DISTRIBUTED)).record
+    again = run(ev.restored(record), ev.EngineIdentified(facts()))
+    assert again.record.pending == ""
+    assert again.record.failed
     assert "failed" in message(s.ack_refusal(run(again, *call(ControlCall.END_UPDATE)), "a", V1))
 
 
@@ -180,58 +189,58 @@ def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
     assert not s.gate_may_open(state)
     assert s.gate_may_open(run(state, *call(ControlCall.RESUME_MEMORY, tags=("kv_cache",))))
     lost = run(SERVING, *call(ControlCall.RELEASE_MEMORY, tags=("weights",)))
-    assert lost.memory.state is EngineState.UNKNOWN
+    assert lost.record.state is EngineState.UNKNOWN
     assert s.ack_refusal(lost, "a", BASE, verified=True), "not while they are away"
     back = run(lost, *call(ControlCall.RESUME_MEMORY, tags=("weights",)))
     assert not s.gate_may_open(back)
     assert s.ack_refusal(back, "a", BASE), "nobody has compared them"
     assert s.ack_refusal(back, "a", BASE, verified=True) is None
-    assert s.gate_may_open(run(back, ev.Acknowledged(BASE, ("e0",))))
-    assert s.ack_refusal(run(SERVING, ev.Polled("9", SERVING.calls)), "a", BASE, verified=True), "only after a release"
+    assert s.gate_may_open(run(back, ev.UpdateAcknowledged(BASE, ("e0",))))
+    assert s.ack_refusal(run(SERVING, ev.LabelPolled("9", SERVING.calls)), "a", BASE, verified=True), "only after a release"
 
 
 def test_adapters_of_one_life_are_remembered() -> None:
     load = (ev.CallBegan(ControlCall.LOAD_ADAPTER, "a", ("/a",)), ev.CallEnded(ControlCall.LOAD_ADAPTER, True, "a", "a", ("/a",)))
     refused = (ev.CallBegan(ControlCall.LOAD_ADAPTER, "b", ("/b",)), ev.CallEnded(ControlCall.LOAD_ADAPTER, False, "a", "b", ("/b",)))
     state = run(SERVING, *load, *refused)
-    assert state.memory.adapters == {"a": "/a"}
+    assert state.record.adapters == {"a": "/a"}
     assert s.gate_may_open(state)
-    assert run(state, *call(ControlCall.UNLOAD_ADAPTER, what="a")).memory.adapters == {}
-    assert run(state, ev.Identified(facts("b"))).memory.adapters == {}
+    assert run(state, *call(ControlCall.UNLOAD_ADAPTER, what="a")).record.adapters == {}
+    assert run(state, ev.EngineIdentified(facts("b"))).record.adapters == {}
 
 
 def test_draining_closes_the_gate() -> None:
-    assert not s.gate_may_open(run(SERVING, ev.Draining(True)))
-    assert s.gate_may_open(run(SERVING, ev.Draining(True), ev.Draining(False)))
+    assert not s.gate_may_open(run(SERVING, ev.DrainingChanged(True)))
+    assert s.gate_may_open(run(SERVING, ev.DrainingChanged(True), ev.DrainingChanged(False)))
 
 
 def test_groups_and_pause_are_remembered() -> None:
     state = run(
         SERVING, *call(ControlCall.INIT_GROUP, what="g"), *call(ControlCall.INIT_GROUP, ok=False, what="h"), *call(ControlCall.PAUSE)
     )
-    assert (state.memory.groups, state.memory.paused) == (["g"], True)
+    assert (state.record.groups, state.record.interruption.is_pause) == (["g"], True)
     state = run(state, *call(ControlCall.DESTROY_GROUP, what="g"), *call(ControlCall.CONTINUE))
-    assert (state.memory.groups, state.memory.paused) == ([], False)
+    assert (state.record.groups, state.record.interruption.is_pause) == ([], False)
 
 
 def test_what_the_spec_holds_is_closed_through_restarts_of_agent_and_engine() -> None:
-    held = run(SERVING, ev.Told(1, BASE, hold=FleetState.PAUSED))
+    held = run(SERVING, ev.CoordinatorCalled(1, BASE, spec_state=FleetState.PAUSED))
     assert s.closed_reason(held) == Refusal(GateReason.PAUSED, describe_state(FleetState.PAUSED))
-    assert not s.gate_may_open(run(held, ev.Told(1, BASE))), "a coordinator that does not know yet changes nothing"
-    again = run(ev.restored(held.memory), ev.Identified(facts("b")), ev.Told(1, BASE))
+    assert not s.gate_may_open(run(held, ev.CoordinatorCalled(1, BASE))), "a coordinator that does not know yet changes nothing"
+    again = run(ev.restored(held.record), ev.EngineIdentified(facts("b")), ev.CoordinatorCalled(1, BASE))
     assert not s.gate_may_open(again)
-    assert s.gate_may_open(run(again, ev.Told(1, BASE, hold=FleetState.ACTIVE)))
+    assert s.gate_may_open(run(again, ev.CoordinatorCalled(1, BASE, spec_state=FleetState.ACTIVE)))
 
 
 def test_no_lease_of_a_coordinator_ends_what_the_spec_holds() -> None:
     paused = run(SERVING, *call(ControlCall.PAUSE))
     assert in_the_middle(paused)
-    held = run(paused, ev.Told(1, BASE, hold=FleetState.PAUSED))
+    held = run(paused, ev.CoordinatorCalled(1, BASE, spec_state=FleetState.PAUSED))
     assert not in_the_middle(held)
-    assert s.stays_paused(held.memory)
+    assert s.stays_paused(held.record)
     half_updated = run(held, *call(ControlCall.BEGIN_UPDATE))
     assert in_the_middle(half_updated)
-    assert not s.stays_paused(half_updated.memory), "what a mixture would answer is ended"
+    assert not s.stays_paused(half_updated.record), "what a mixture would answer is ended"
 
 
 def test_status_speaks_of_the_engine_only_while_it_is_up() -> None:
@@ -260,16 +269,16 @@ _boots = st.sampled_from(["a", "b", "c"])
 _labels = st.sampled_from(["base", "1", "2"])
 _tags = st.sampled_from([(), ("weights",), ("kv_cache",)])
 _events = st.one_of(
-    st.just(ev.Lost("x")),
-    st.builds(ev.Identified, st.builds(facts, _boots, _labels)),
-    st.builds(ev.Polled, _labels, st.integers(0, 8)),
-    st.builds(ev.Told, st.integers(0, 3), st.none() | _versions, hold=st.none() | st.sampled_from(FleetState)),
-    st.just(ev.Unchallenged()),
+    st.just(ev.EngineDown("x")),
+    st.builds(ev.EngineIdentified, st.builds(facts, _boots, _labels)),
+    st.builds(ev.LabelPolled, _labels, st.integers(0, 8)),
+    st.builds(ev.CoordinatorCalled, st.integers(0, 3), st.none() | _versions, spec_state=st.none() | st.sampled_from(FleetState)),
+    st.just(ev.RecordTrusted()),
     st.builds(ev.CallBegan, _calls, _labels, _tags),
     st.builds(ev.CallEnded, _calls, st.booleans(), _boots, _labels, _tags),
-    st.builds(ev.Acknowledged, _versions, st.just(("e0",))),
-    st.just(ev.GivenUp()),
-    st.builds(ev.Draining, st.booleans()),
+    st.builds(ev.UpdateAcknowledged, _versions, st.just(("e0",))),
+    st.just(ev.UpdateGivenUp()),
+    st.builds(ev.DrainingChanged, st.booleans()),
 )
 
 
@@ -280,72 +289,76 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
     state, truth = s.State(), None  # truth: the version that all tensors of the present life belong to, None for a mixture
     for event in events:
         if isinstance(event, str):
-            state = ev.restored(state.memory) if event == "restart" else ev.restored(s.Memory(), usable=False)
+            state = ev.restored(state.record) if event == "restart" else ev.restored(s.EngineRecord(), usable=False)
             continue
-        if isinstance(event, ev.Acknowledged) and s.ack_refusal(state, state.memory.boot_id or "", event.version):
+        if isinstance(event, ev.UpdateAcknowledged) and s.ack_refusal(state, state.record.boot_id or "", event.version):
             continue
         before = state
         state, effects = ev.step(state, event)
         match event:
-            case ev.Identified(seen) if seen.boot_id != before.memory.boot_id:
-                truth = BASE if seen.live_label == seen.launch_label and not before.memory.blind else None
+            case ev.EngineIdentified(seen) if seen.boot_id != before.record.boot_id:
+                truth = BASE if seen.live_label == seen.launch_label and not before.record.unreadable else None
             case ev.CallBegan(
                 ControlCall.BEGIN_UPDATE | ControlCall.UPDATE_DISTRIBUTED | ControlCall.UPDATE_TENSOR | ControlCall.UPDATE_DISK
             ):
                 truth = None
-            case ev.CallBegan(ControlCall.RELEASE_MEMORY, tags=tags) if "weights" in tags:
+            case ev.CallBegan(ControlCall.RELEASE_MEMORY, details=tags) if "weights" in tags:
                 truth = None
-            case ev.Acknowledged(version):
+            case ev.UpdateAcknowledged(version):
                 truth = version
-        memory = state.memory
+        record = state.record
         opened = s.gate_may_open(state)
         if opened:
             assert state.up
-            assert memory.state is EngineState.CLEAN
+            assert record.state is EngineState.CLEAN
             assert truth is not None
-            assert memory.version is not None
-            assert memory.committed is not None
-            assert memory.hold is FleetState.ACTIVE
-            assert s.rank(truth) == s.rank(memory.version) == s.rank(memory.committed)
-        assert (memory.version is not None) == (memory.state is EngineState.CLEAN)
-        assert memory.term >= before.memory.term
+            assert record.version is not None
+            assert record.committed is not None
+            assert record.applied_state is FleetState.ACTIVE
+            assert s.rank(truth) == s.rank(record.version) == s.rank(record.committed)
+        assert (record.version is not None) == (record.state is EngineState.CLEAN)
+        assert record.term >= before.record.term
         # Whoever carries the effects out knows everything: what is to be remembered, and every move of the gate.
-        assert (ev.Save(memory) in effects) == (memory != before.memory)
+        assert (ev.Save(record) in effects) == (record != before.record)
         assert (ev.SetGate(opened) in effects) == (opened != s.gate_may_open(before))
 
 
 def test_a_tolerated_version_may_be_served_and_only_that() -> None:
-    holding_1 = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1))
-    assert not s.gate_may_open(run(holding_1, ev.Told(1, V2)))
-    assert s.gate_may_open(run(holding_1, ev.Told(1, V2, (V1,))))
-    assert not s.gate_may_open(run(holding_1, ev.Told(1, V2, (BASE,))))
-    restarted = ev.restored(run(holding_1, ev.Told(1, V2, (V1,))).memory)
-    assert s.gate_may_open(run(restarted, ev.Identified(facts(live="1")), ev.Unchallenged())), "the record knows what was tolerated"
+    holding_1 = run(UPDATED, ev.UpdateAcknowledged(V1, ("e0",)), ev.CoordinatorCalled(1, V1))
+    assert not s.gate_may_open(run(holding_1, ev.CoordinatorCalled(1, V2)))
+    assert s.gate_may_open(run(holding_1, ev.CoordinatorCalled(1, V2, (V1,))))
+    assert not s.gate_may_open(run(holding_1, ev.CoordinatorCalled(1, V2, (BASE,))))
+    restarted = ev.restored(run(holding_1, ev.CoordinatorCalled(1, V2, (V1,))).record)
+    assert s.gate_may_open(run(restarted, ev.EngineIdentified(facts(live="1")), ev.RecordTrusted())), "the record knows what was tolerated"
 
 
 def test_an_out_of_order_sync_changes_nothing() -> None:
-    holding_1 = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V1, seq=10))
-    replaced = run(holding_1, ev.Told(1, V2, seq=12))
-    assert not s.gate_may_open(run(replaced, ev.Told(1, V1, seq=11))), "the other engines serve version 2 already"
-    held = run(holding_1, ev.Told(1, V1, hold=FleetState.PAUSED, seq=12))
-    assert not s.gate_may_open(run(held, ev.Told(1, V1, hold=FleetState.ACTIVE, seq=11)))
-    assert not s.gate_may_open(run(held, ev.Told(1, hold=FleetState.ACTIVE, seq=11)))
-    assert s.gate_may_open(run(held, ev.Told(1, V1, hold=FleetState.ACTIVE, seq=13)))
+    holding_1 = run(UPDATED, ev.UpdateAcknowledged(V1, ("e0",)), ev.CoordinatorCalled(1, V1, seq=10))
+    replaced = run(holding_1, ev.CoordinatorCalled(1, V2, seq=12))
+    assert not s.gate_may_open(run(replaced, ev.CoordinatorCalled(1, V1, seq=11))), "the other engines serve version 2 already"
+    held = run(holding_1, ev.CoordinatorCalled(1, V1, spec_state=FleetState.PAUSED, seq=12))
+    assert not s.gate_may_open(run(held, ev.CoordinatorCalled(1, V1, spec_state=FleetState.ACTIVE, seq=11)))
+    assert not s.gate_may_open(run(held, ev.CoordinatorCalled(1, spec_state=FleetState.ACTIVE, seq=11)))
+    assert s.gate_may_open(run(held, ev.CoordinatorCalled(1, V1, spec_state=FleetState.ACTIVE, seq=13)))
     for term in (1, 2):
-        assert s.gate_may_open(run(replaced, ev.Told(term, V1, seq=3, sender="another"))), "another coordinator has another counter"
-    assert not s.gate_may_open(run(replaced, ev.Told(2), ev.Told(1, V1, seq=13))), "the term is over"
+        assert s.gate_may_open(run(replaced, ev.CoordinatorCalled(term, V1, seq=3, sender="another"))), (
+            "another coordinator has another counter"
+        )
+    assert not s.gate_may_open(run(replaced, ev.CoordinatorCalled(2), ev.CoordinatorCalled(1, V1, seq=13))), "the term is over"
 
 
 def test_a_sync_without_sequence_number_is_always_applied() -> None:
-    holding_1 = run(UPDATED, ev.Acknowledged(V1, ("e0",)), ev.Told(1, V2, seq=12))
-    assert s.gate_may_open(run(holding_1, ev.Told(1, V1)))
+    holding_1 = run(UPDATED, ev.UpdateAcknowledged(V1, ("e0",)), ev.CoordinatorCalled(1, V2, seq=12))
+    assert s.gate_may_open(run(holding_1, ev.CoordinatorCalled(1, V1)))
 
 
-_told = st.builds(ev.Told, st.just(1), st.none() | _versions, hold=st.none() | st.sampled_from(FleetState), sender=st.just("c"))
+_told = st.builds(
+    ev.CoordinatorCalled, st.just(1), st.none() | _versions, spec_state=st.none() | st.sampled_from(FleetState), sender=st.just("c")
+)
 
 
 @given(st.lists(_told, max_size=6), st.data())
-def test_syncs_in_any_order_have_the_effect_of_their_order_of_sending(sent: list[ev.Told], data: st.DataObject) -> None:
+def test_syncs_in_any_order_have_the_effect_of_their_order_of_sending(sent: list[ev.CoordinatorCalled], data: st.DataObject) -> None:
     """A sync that is lost, repeated or delivered late changes nothing that a later sync has said."""
     numbered = [replace(told, seq=place + 1) for place, told in enumerate(sent)]
     arriving = data.draw(st.lists(st.sampled_from(numbered), max_size=12) if numbered else st.just([]))
@@ -360,24 +373,24 @@ def test_syncs_in_any_order_have_the_effect_of_their_order_of_sending(sent: list
 
 
 def test_an_engine_that_is_met_with_a_record_that_cannot_be_used_is_unknown_until_its_next_life() -> None:
-    blind = ev.restored(s.Memory(), usable=False)
-    met = run(blind, ev.Told(1, BASE), ev.Identified(facts()))
-    assert (met.memory.state, met.memory.version) == (EngineState.UNKNOWN, None)
+    blind = ev.restored(s.EngineRecord(), usable=False)
+    met = run(blind, ev.CoordinatorCalled(1, BASE), ev.EngineIdentified(facts()))
+    assert (met.record.state, met.record.version) == (EngineState.UNKNOWN, None)
     assert not s.gate_may_open(met)
     closed = s.closed_reason(met)
     assert closed is not None
     assert closed.code is GateReason.UNKNOWN
-    again = run(ev.restored(met.memory), ev.Told(1, BASE), ev.Identified(facts()))
+    again = run(ev.restored(met.record), ev.CoordinatorCalled(1, BASE), ev.EngineIdentified(facts()))
     assert not s.gate_may_open(again), "the agent's next start changes nothing"
-    early = run(ev.restored(run(blind, ev.Told(1, BASE)).memory), ev.Identified(facts()), ev.Told(1, BASE))
+    early = run(ev.restored(run(blind, ev.CoordinatorCalled(1, BASE)).record), ev.EngineIdentified(facts()), ev.CoordinatorCalled(1, BASE))
     assert not s.gate_may_open(early), "nor does one before it has met the engine"
     updated = run(
         met,
         *call(ControlCall.BEGIN_UPDATE),
         *call(ControlCall.UPDATE_DISTRIBUTED),
         *call(ControlCall.END_UPDATE),
-        ev.Acknowledged(V1, ("e0",)),
-        ev.Told(1, V1),
+        ev.UpdateAcknowledged(V1, ("e0",)),
+        ev.CoordinatorCalled(1, V1),
     )
     assert s.gate_may_open(updated)
-    assert s.gate_may_open(run(met, ev.Lost("gone"), ev.Identified(facts("b")))), "a new life holds what it was started with"
+    assert s.gate_may_open(run(met, ev.EngineDown("gone"), ev.EngineIdentified(facts("b")))), "a new life holds what it was started with"

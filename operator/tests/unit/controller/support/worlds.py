@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_rollout.agent.state import Memory, State, closed_reason
+from sglang_rollout.agent.state import EngineRecord, State, closed_reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.status import build_status
@@ -85,13 +85,13 @@ def row(
 
 def under_way(index: int) -> EngineRow:
     """Return the row of an engine during an update, as its agent reports it."""
-    said = closed_reason(State(memory=Memory(state=EngineState.DIRTY), up=True))
+    said = closed_reason(State(record=EngineRecord(state=EngineState.DIRTY), up=True))
     return row(index, None, gate=False, state=EngineState.DIRTY, closed=said)
 
 
 def opening(index: int, version: Version) -> EngineRow:
     """Return the row of an engine whose agent has not received the commit of its version yet."""
-    said = closed_reason(State(memory=Memory(state=EngineState.CLEAN, version=version, committed=BASE), up=True, informed=True))
+    said = closed_reason(State(record=EngineRecord(state=EngineState.CLEAN, version=version, committed=BASE), up=True, informed=True))
     return row(index, version, gate=False, closed=said)
 
 
