@@ -1,4 +1,4 @@
-"""Carrying out a plan: order, refusals, and objects that are gone already."""
+"""Executing a plan: order, refusals, and objects that no longer exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_rollout.kube.errors import ApiUnavailable, Conflict, KubeError, NotF
 
 
 class Recorder:
-    """Notes the calls; answers with the errors and the live objects it was given by name."""
+    """Records the calls. Answers with the live objects and errors that it has by name."""
 
     def __init__(self, live: dict[str, dict[str, Any]] | None = None, **errors: KubeError) -> None:
         self.live = live or {}

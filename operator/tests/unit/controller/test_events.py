@@ -1,4 +1,4 @@
-"""Events have stable names and count up."""
+"""Events have stable names, and their count grows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEWS = EventToPost("Normal", "WeightsCommitted", "version 7", "WeightsCommitted"
 
 
 class Store:
-    """Events as the server keeps them."""
+    """Events as the API server stores them."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}

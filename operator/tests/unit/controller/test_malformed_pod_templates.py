@@ -1,4 +1,4 @@
-"""What ``podTemplate`` and ``affinity`` hold that is no part of a Pod: a sentence in status, never an exception."""
+"""A ``podTemplate`` or ``affinity`` that does not have the shape of a Pod is reported in the status, never raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One reconcile connects the steps in the right order; the steps themselves are played."""
+"""One reconcile calls the steps in the right order. The steps are stand-ins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world(generation: int, **changes: Any) -> FleetView:
 
 
 class Stage:
-    """Plays API server and core, and notes what was done."""
+    """Stands in for the API server and ``decide``, and records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.worlds: list[FleetView | None] = [world(1)]

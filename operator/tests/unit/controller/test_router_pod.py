@@ -1,4 +1,4 @@
-"""The router pod: where it may run, what the user lays over it, and what status says while it does not run."""
+"""The router pod: scheduling, ``router.podTemplate``, and the status while the pod does not run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def template(**router: Any) -> Object:
 
 
 def without_router(said: Object | None, *, failure: str = "") -> FleetView:
-    """Two engines that are up, and a router whose pod has the status ``said``; None: no pod."""
+    """Return two engines that are up, and a router whose pod has the status ``said``; None: no pod."""
     labels = names.labels("demo", names.COMPONENT_ROUTER)
     routers = [] if said is None else [{"metadata": {"name": "demo-router-x", "labels": labels}, "spec": {}, "status": said}]
     seen = world([pod(0), pod(1), *routers], written=record(row(0), row(1)), router=False)

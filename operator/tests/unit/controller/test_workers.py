@@ -1,4 +1,4 @@
-"""What workers do with results and failures; time is virtual."""
+"""How workers handle results and failures. Time is virtual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = ("n", "demo")
 
 
 class Bench:
-    """Workers around a scripted reconcile; notes when it was called."""
+    """Workers with a scripted reconcile. Records the times of its calls."""
 
     def __init__(self, *steps: Result | Exception | Callable[[], Awaitable[Result]]) -> None:
         self.steps = list(steps)

@@ -1,4 +1,4 @@
-"""The work queue keeps client-go's promises; time is virtual."""
+"""The work queue has the semantics of client-go. Time is virtual."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_burst_of_events_is_one_reconcile() -> None:
     run(main())
 
 
-def test_keys_come_in_the_order_they_were_added() -> None:
+def test_keys_are_returned_in_the_order_of_add() -> None:
     async def main() -> None:
         queue = make()
         for key in "cab":
@@ -51,7 +51,7 @@ def test_keys_come_in_the_order_they_were_added() -> None:
     run(main())
 
 
-def test_key_in_process_is_given_to_no_other_worker() -> None:
+def test_key_has_one_worker_at_a_time() -> None:
     async def main() -> None:
         queue = make()
         queue.add("a")
@@ -153,7 +153,7 @@ def test_an_event_does_not_wait_for_the_back_off() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(5.0, 20.0), (20.0, 5.0)])
-def test_of_several_delayed_requests_the_earliest_counts(first: float, second: float) -> None:
+def test_earliest_of_several_delayed_requests_is_used(first: float, second: float) -> None:
     async def main() -> None:
         queue = make()
         queue.add_after("a", first)
@@ -166,7 +166,7 @@ def test_of_several_delayed_requests_the_earliest_counts(first: float, second: f
     run(main())
 
 
-def test_a_delayed_request_that_comes_due_during_a_reconcile_is_not_lost() -> None:
+def test_delayed_request_due_during_a_reconcile_is_not_lost() -> None:
     async def main() -> None:
         queue = make()
         queue.add("a")
@@ -179,7 +179,7 @@ def test_a_delayed_request_that_comes_due_during_a_reconcile_is_not_lost() -> No
     run(main())
 
 
-def test_close_cancels_what_waits() -> None:
+def test_close_cancels_delayed_keys() -> None:
     async def main() -> None:
         queue = make()
         queue.add_after("a", 1.0)
