@@ -132,10 +132,6 @@ def main(check: bool, root: Path) -> None:
         )
 
 
-if __name__ == "__main__":
-    main()
-
-
 Schema = dict[str, Any]
 
 _INT_OR_STRING = "x-kubernetes-int-or-string"
@@ -300,3 +296,7 @@ def _limits(node: Schema) -> str:
         return ""
     top = f" to {node['maximum']}" if "maximum" in node else " or more"
     return f"({node['minimum']}{top})"
+
+
+if __name__ == "__main__":
+    main()
