@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sglang_rollout.testing.tokens import advance, next_token, start
+from sglang_rollout.testing.policy import advance, next_token, start
 
 PROMPT = [4, 5, 6]
 BASE = "base"

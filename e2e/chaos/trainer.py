@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 
 from sglang_rollout.testing import StandIn
-from sglang_rollout.testing.weights import held_from, policy_digest
+from sglang_rollout.testing.policy import held_from, policy_digest
 from sglang_rollout.trainer import Fleet, Snapshots, connect
 from sglang_rollout.trainer import fleet as module
 from sglang_rollout.trainer.errors import FleetError

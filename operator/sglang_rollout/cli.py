@@ -44,7 +44,9 @@ SUBCOMMANDS = {
         "operator",
         "Print the objects that the operator creates for an SGLangRollout.",
     ),
-    "stand-in": Subcommand("sglang_rollout.testing.cli:command", "testing", "Run stand-ins for SGLang servers, for tests without GPUs."),
+    "stand-in": Subcommand(
+        "sglang_rollout.testing.__main__:command", "testing", "Run stand-ins for SGLang servers, for tests without GPUs."
+    ),
 }
 
 

@@ -5,7 +5,7 @@ The rollout puts this package and our library before SGLang on the engine's PYTH
 
 import argparse
 
-from sglang_rollout.testing.cli import command
+from sglang_rollout.testing.__main__ import command
 
 parser = argparse.ArgumentParser()
 for name in ("--host", "--port", "--tp-size", "--weight-version"):

@@ -15,8 +15,7 @@ answered. Only process groups need torch.
 
 from sglang_rollout.testing.engine import StandIn, StandInFleet
 from sglang_rollout.testing.faults import Fault, Hit, Kind, Phase
-from sglang_rollout.testing.tokens import VOCABULARY, decode, encode, expected_tokens
-from sglang_rollout.testing.weights import Held
+from sglang_rollout.testing.policy import VOCABULARY, Held, decode, encode, expected_tokens
 
 __all__ = [
     "VOCABULARY",

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sglang_rollout.testing.faults import Fault, Faults, Kind, Phase
-from sglang_rollout.testing.tokens import VOCABULARY
-from sglang_rollout.testing.weights import Held, Weights
+from sglang_rollout.testing.policy import VOCABULARY, Held, Weights
 
 
 class RequestsOrUpdate:

@@ -18,8 +18,7 @@ from aiohttp import web
 from sglang_rollout.testing.app import App, add_control
 from sglang_rollout.testing.boot import Boot, Setup
 from sglang_rollout.testing.faults import Faults, Hit
-from sglang_rollout.testing.tokens import VOCABULARY
-from sglang_rollout.testing.weights import Held, default_state, held_from, read_folder
+from sglang_rollout.testing.policy import VOCABULARY, Held, default_state, held_from, read_folder
 
 T = TypeVar("T")
 _START_SECONDS = 30.0

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sglang_rollout.testing.boot import Boot
-from sglang_rollout.testing.weights import overall_checksum
+from sglang_rollout.testing.policy import overall_checksum
 
 _TOKENS = 16384
 """Reported size of the cache."""

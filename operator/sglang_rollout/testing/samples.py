@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_rollout.testing.boot import Boot, Running
-from sglang_rollout.testing.tokens import advance, decode, encode, logprob, next_token, start
-from sglang_rollout.testing.web import Unhandled
+from sglang_rollout.testing.policy import advance, decode, encode, logprob, next_token, start
 
 _DEFAULT_TOKENS = 128
 """SGLang's default of max_new_tokens."""
@@ -22,6 +21,10 @@ SAMPLING_FIELDS = (
     "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval", "logit_bias", "sampling_seed",
     "custom_params", "beam_width", "watermark", "choice",
 )  # fmt: skip
+
+
+class Unhandled(Exception):
+    """SGLang answers 500, because it does not handle an exception."""
 
 
 class BadRequest(Exception):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_rollout.testing.boot import Boot, in_thread
 from sglang_rollout.testing.faults import Fault, Kind, Phase
-from sglang_rollout.testing.weights import ITEM_SIZES, Held, Incomplete, read_folder
+from sglang_rollout.testing.policy import ITEM_SIZES, Held, Incomplete, read_folder
 
 if TYPE_CHECKING:
     from sglang_rollout.testing.process_groups import Rank
@@ -97,7 +97,7 @@ async def destroy_group(boot: Boot, body: Mapping[str, Any]) -> Outcome:
         if ranks is None:
             return False, "The group to be destroyed does not exist."
         for rank in ranks:
-            rank.leave()
+            rank.kill()
         return True, "Succeeded to destroy custom process group."
 
 

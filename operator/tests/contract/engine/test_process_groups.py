@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from sglang_rollout.testing import expected_tokens
-from sglang_rollout.testing.weights import read_folder
+from sglang_rollout.testing.policy import read_folder
 from tests.contract.support.engine_servers import Peer, Server, peer, refused, server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]

@@ -14,7 +14,7 @@ import requests
 from e2e.engine import Engine, LabError, environment
 
 from sglang_rollout.testing import expected_tokens
-from sglang_rollout.testing.weights import read_folder
+from sglang_rollout.testing.policy import read_folder
 from tests.contract.support.engine_servers import Peer, Server, peer, stand_in
 from tests.support.ports import free_port
 

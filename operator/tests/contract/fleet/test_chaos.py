@@ -11,7 +11,7 @@ from e2e.chaos.tokens import known, stand_in
 from e2e.chaos.watch import Watch
 
 from sglang_rollout.testing import StandIn
-from sglang_rollout.testing.weights import policy_digest
+from sglang_rollout.testing.policy import policy_digest
 
 pytestmark = [pytest.mark.engine, pytest.mark.router, pytest.mark.timeout(600)]
 

@@ -16,7 +16,7 @@ import pytest
 import requests
 from e2e.engine import environment
 
-from sglang_rollout.testing.weights import read_folder
+from sglang_rollout.testing.policy import read_folder
 from tests.contract.support.engine_servers import Peer, peer
 from tests.contract.support.local_fleet import Urls
 from tests.contract.support.trainer_dialects import Fleet, Trainer, fleet, trainer

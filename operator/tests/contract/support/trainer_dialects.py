@@ -19,7 +19,7 @@ from e2e.child import start_child
 from e2e.engine import Engine, environment
 
 from sglang_rollout.testing import expected_tokens
-from sglang_rollout.testing.weights import read_folder
+from sglang_rollout.testing.policy import read_folder
 from tests.contract.support.engine_servers import Peer, peer, sglang, stand_in
 from tests.support.ports import free_port
 
