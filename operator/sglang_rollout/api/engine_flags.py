@@ -12,23 +12,12 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.schema import ApiModel, rule, rules
+from sglang_rollout.api.schema import ApiModel, map_list, rule, rules
 
 _NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
-EP_SPANNING = (
-    "megamoe",
-    "deepep",
-    "deepep_v2",
-    "mooncake",
-    "nixl",
-    "ascend_fuseep",
-    "flashinfer",
-    "flashinfer_megamoe",
-    "mori",
-    "pplx",
-)
-"""All-to-all backends that make SGLang set its expert size to the tensor size (0.5.23, ``arg_groups/overrides.py``)."""
+EP_SPANNING = ("megamoe", "deepep", "deepep_v2", "mooncake", "nixl", "ascend_fuseep", "flashinfer", "flashinfer_megamoe", "mori", "pplx")
+"""All-to-all backends for which SGLang sets the expert size to the tensor size (0.5.23, ``arg_groups/overrides.py``)."""
 DETERMINISTIC = ("ascend", "fa3", "fa4", "flashinfer", "intel_xpu", "triton")
 """Attention backends that can be deterministic (0.5.23, ``arg_groups/attention_hook.py``)."""
 
@@ -42,47 +31,47 @@ class LogLevel(StrEnum):
     ERROR = "Error"
 
 
-class EngineKnobs(ApiModel):
-    """Settings of the SGLang servers. What is left out is SGLang's own choice."""
+class EngineFlags(ApiModel):
+    """Settings of the SGLang servers. SGLang chooses the settings that are left out."""
 
     mem_fraction_static_percent: int | None = Field(default=None, ge=1, le=99)
     """Share of the GPU's memory for weights and KV cache, in percent (`--mem-fraction-static`, there a fraction)."""
     max_running_requests: int | None = Field(default=None, ge=1, le=1000000)
-    """So many requests run at once; the others wait (`--max-running-requests`)."""
+    """Most requests that run at once; further requests wait (`--max-running-requests`)."""
     context_length: int | None = Field(default=None, ge=1, le=100000000)
-    """Tokens of prompt and completion together (`--context-length`). Default: what the model's config says."""
+    """Most tokens of prompt and completion together (`--context-length`). Default: from the model's config."""
     max_prefill_tokens: int | None = Field(default=None, ge=1, le=100000000)
-    """Tokens of one prefill batch (`--max-prefill-tokens`)."""
+    """Most tokens of one prefill batch (`--max-prefill-tokens`)."""
     chunked_prefill_size: int | None = Field(default=None, ge=-1, le=100000000)
-    """Longer prompts are prefilled in chunks of so many tokens; -1: never (`--chunked-prefill-size`)."""
+    """Tokens of one chunk when a longer prompt is prefilled; -1: no chunks (`--chunked-prefill-size`)."""
     attention_backend: str | None = Field(default=None, max_length=64, pattern=_NAME)
-    """Kernels of attention, for example `fa3`, `flashinfer`, `triton` (`--attention-backend`)."""
+    """Attention kernels, for example `fa3`, `flashinfer`, `triton` (`--attention-backend`)."""
     mm_attention_backend: str | None = Field(default=None, max_length=64, pattern=_NAME)
-    """The same for images (`--mm-attention-backend`)."""
+    """Attention kernels for images (`--mm-attention-backend`)."""
     kv_cache_dtype: str | None = Field(default=None, max_length=64, pattern=_NAME)
     """Type of the KV cache, for example `fp8_e5m2` (`--kv-cache-dtype`)."""
     quantization: str | None = Field(default=None, max_length=64, pattern=_NAME)
-    """How weights are quantized, for example `fp8` (`--quantization`)."""
+    """Quantization of the weights, for example `fp8` (`--quantization`)."""
     dtype: str | None = Field(default=None, max_length=64, pattern=_NAME)
     """Type of weights and activations, for example `bfloat16` (`--dtype`)."""
     random_seed: int | None = Field(default=None, ge=0, le=2147483647)
     """Seed of sampling (`--random-seed`)."""
     deterministic_inference: bool = False
-    """The same prompt gives the same logits in every batch (`--enable-deterministic-inference`)."""
+    """A prompt gives the same logits in every batch (`--enable-deterministic-inference`)."""
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out: the engine loads no tokenizer (`--skip-tokenizer-init`)."""
     disable_radix_cache: bool = False
     """Do not reuse the KV cache of common prefixes (`--disable-radix-cache`)."""
     moe_a2a_backend: str | None = Field(default=None, max_length=64, pattern=_NAME, alias="moeA2ABackend")
-    """How experts exchange tokens, for example `deepep` (`--moe-a2a-backend`)."""
+    """Backend by which experts exchange tokens, for example `deepep` (`--moe-a2a-backend`)."""
     moe_runner_backend: str | None = Field(default=None, max_length=64, pattern=_NAME)
-    """Kernels of the experts, for example `triton` (`--moe-runner-backend`)."""
+    """Expert kernels, for example `triton` (`--moe-runner-backend`)."""
     eplb: bool = False
     """Move experts between GPUs by their load (`--enable-eplb`)."""
     memory_saver: bool = False
-    """Memory can be released while the engine runs, for `state: Asleep` and trainers that share its GPUs (`--enable-memory-saver`)."""
+    """Allow memory to be released while the engine runs, for `state: Asleep` and co-located trainers (`--enable-memory-saver`)."""
     weights_cpu_backup: bool = False
-    """Released weights are kept in host memory, so that a fleet that wakes serves at once (`--enable-weights-cpu-backup`)."""
+    """Keep released weights in host memory, so that a fleet serves right after it wakes (`--enable-weights-cpu-backup`)."""
     log_level: LogLevel | None = None
     """How much an engine logs (`--log-level`)."""
     metrics: bool = True
@@ -112,16 +101,16 @@ FLAGS: Mapping[str, str] = {
     "log_level": "--log-level",
     "metrics": "--enable-metrics",
 }
-"""By field."""
+"""Flag of each field."""
 
 
-def same_said_twice() -> list[dict[str, str]]:
-    """Rules: a field and an argument must not say the same. SGLang would take the last of the two without a word."""
+def rules_against_repeated_flags() -> list[dict[str, str]]:
+    """Return the rules that no argument repeats a field, because SGLang would silently use the last of both."""
     made = []
     for field, flag in FLAGS.items():
-        info = EngineKnobs.model_fields[field]
+        info = EngineFlags.model_fields[field]
         name = str(info.alias)
-        # argparse takes an abbreviation for the flag, too.
+        # argparse accepts abbreviations.
         in_args = f"has(self.args) && self.args.exists(a, a.size() > 2 && a.startsWith('--') && '{flag}'.startsWith(a.split('=')[0]))"
         if info.default is True:
             # An argument that repeats the field's default is accepted.
@@ -135,18 +124,18 @@ def same_said_twice() -> list[dict[str, str]]:
 
 
 LORA_FLAGS = ("--enable-lora", "--max-lora-rank", "--lora-target-modules", "--max-loras-per-batch", "--lora-backend", "--lora-paths")
-"""What SGLang is told with ``lora``."""
+"""Flags that ``lora`` sets."""
 
 Module = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
 
 
 class Adapter(ApiModel):
-    """One adapter that every engine loads while it runs. Changing the list restarts no engine."""
+    """An adapter that every engine loads while it runs. A change of the list restarts no engine."""
 
     name: str = Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
-    """Its name in requests: `lora_path` on `/generate`, `model: "<model>:<name>"` on chat and completions."""
+    """Name in requests: `lora_path` on `/generate`, `model: "<model>:<name>"` on chat and completions."""
     path: str = Field(min_length=1, max_length=4096)
-    """Where engines find it, as SGLang's `/load_lora_adapter` takes it. New contents need a new path."""
+    """Path for SGLang's `/load_lora_adapter`. New contents need a new path."""
 
 
 class Lora(ApiModel):
@@ -164,24 +153,20 @@ class Lora(ApiModel):
     )
 
     enabled: bool = True
-    """False: engines start without adapters and load none; the list is kept for later. Changing it rolls the engines."""
+    """False: engines start without adapters and load none, and the list is kept. A change restarts the engines one by one."""
     max_rank: int = Field(ge=1, le=1024)
-    """Largest rank of an adapter (`--max-lora-rank`). Memory is set aside for it at the start."""
+    """Largest rank of an adapter (`--max-lora-rank`). Engines reserve memory for it at their start."""
     target_modules: list[Module] = Field(min_length=1, max_length=32)
     """Modules that adapters may change (`--lora-target-modules`), for example `q_proj`, `v_proj`, or `all`."""
     max_per_batch: int | None = Field(default=None, ge=1, le=1024)
-    """So many adapters run at once (`--max-loras-per-batch`)."""
-    backend: str | None = Field(default=None, max_length=64, pattern=r"^[a-z0-9][a-z0-9_-]*$")
-    """Kernels of the adapters, for example `csgmv`, `triton` (`--lora-backend`)."""
-    adapters: list[Adapter] = Field(
-        default_factory=list,
-        max_length=64,
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
-    )
-    """Adapters that every engine holds."""
+    """Most adapters that run at once (`--max-loras-per-batch`)."""
+    backend: str | None = Field(default=None, max_length=64, pattern=_NAME)
+    """Adapter kernels, for example `csgmv`, `triton` (`--lora-backend`)."""
+    adapters: list[Adapter] = Field(default_factory=list, max_length=64, json_schema_extra=map_list())
+    """Adapters that every engine loads."""
 
     def arguments(self) -> list[str]:
-        """The flags at the start of an engine."""
+        """Return the flags for the start of an engine."""
         if not self.enabled:
             return []
         args = ["--enable-lora", "--max-lora-rank", str(self.max_rank), "--lora-target-modules", *self.target_modules]
@@ -190,9 +175,11 @@ class Lora(ApiModel):
         return [*args, "--lora-backend", self.backend] if self.backend is not None else args
 
 
-def adapters_in_experts() -> dict[str, str]:
-    """The rule of SGLang (0.5.23, ``arg_groups/lora_hook.py``) about kernels of experts that run adapters. What ``engine.args`` say of
-    adapters is left to SGLang."""
+def rule_of_expert_kernels() -> dict[str, str]:
+    """Return SGLang's rule about expert kernels that run adapters (0.5.23, ``arg_groups/lora_hook.py``).
+
+    SGLang itself checks the flags about adapters in ``engine.args``.
+    """
     by_args = "has(self.args) && self.args.exists(a, a.startsWith('--enable-lora') || a.startsWith('--lora-paths'))"
     by_field = "self.lora.enabled && has(self.lora.backend) && self.lora.backend == 'triton_v2'"
     return rule(
@@ -202,16 +189,16 @@ def adapters_in_experts() -> dict[str, str]:
     )
 
 
-def with_copies() -> dict[str, str]:
-    """The rule: SGLang loads no adapter while it runs when it has several copies of the model."""
+def rule_of_data_parallelism() -> dict[str, str]:
+    """Return the rule that an engine with adapters has one copy of the model, because SGLang otherwise loads none while it runs."""
     message = (
         "engine.lora needs engine.parallelism.data of 1: with more SGLang loads no adapter while it runs. Use more engines (replicas)."
     )
     return rule("!has(self.lora) || !self.lora.enabled || self.parallelism.data == 1", message, field=".lora")
 
 
-def said_in_args() -> dict[str, str]:
-    """The rule: the field and arguments must not say the same. argparse takes an abbreviation for the flag, too."""
+def rule_against_lora_flags() -> dict[str, str]:
+    """Return the rule that no argument repeats ``lora``. argparse accepts abbreviations, too."""
     in_args = f"self.args.exists(a, a.size() > 2 && a.startsWith('--') && {list(LORA_FLAGS)}.exists(f, f.startsWith(a.split('=')[0])))"
     message = "engine.lora and flags of LoRA in engine.args say the same: leave one of them out."
     return rule(f"!has(self.lora) || !(has(self.args) && {in_args})", message, field=".lora")

@@ -9,40 +9,39 @@ from pydantic import ConfigDict, Field
 from sglang_rollout.api.engine_flags import (
     DETERMINISTIC,
     EP_SPANNING,
-    EngineKnobs,
+    EngineFlags,
     Lora,
-    adapters_in_experts,
-    said_in_args,
-    same_said_twice,
-    with_copies,
+    rule_against_lora_flags,
+    rule_of_data_parallelism,
+    rule_of_expert_kernels,
+    rules_against_repeated_flags,
 )
-from sglang_rollout.api.network_spec import Cache, Network, Rdma, ports_of_one_engine, variable_said_twice
+from sglang_rollout.api.network_spec import Cache, Network, Rdma, rules_against_repeated_variables, rules_of_engine_ports
 from sglang_rollout.api.pod_template import Labels
-from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, refuse_flags_like, rule, rules
+from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, map_list, refuse_flags_like, rule, rules
 
 
 class AllReduce(ApiModel):
-    """An all-reduce over the ranks of each pod: with NCCL on GPUs, with gloo on CPUs. On a trainer's GPUs (`spec.mode`) it is NCCL, unless
-    `weights.backend` is `gloo` or `engine.args` has `--device cpu`."""
+    """An all-reduce over the ranks of each pod.
+
+    It uses NCCL on GPUs and gloo on CPUs. On a trainer's GPUs (`spec.mode`) it uses NCCL, unless `weights.backend` is `gloo` or
+    `engine.args` has `--device cpu`.
+    """
 
     floor: int | None = Field(default=None, ge=1, le=100_000, alias="floorGBps")
-    """GB/s of bus bandwidth (as nccl-tests counts it) that must be reached: below it SGLang is not started. Without it, it is only
-    measured."""
+    """Least bus bandwidth in GB/s (as nccl-tests counts it) with which SGLang is started. Default: the bandwidth is only measured."""
     megabytes: int = Field(default=256, ge=1, le=4096)
-    """Size of the tensor."""
+    """Size of the tensor in MB."""
 
 
 class Preflight(ApiModel):
-    """What is measured in the engine's container before SGLang starts."""
+    """Measurements in the engine's container before SGLang starts."""
 
     all_reduce: AllReduce
-    """How fast the ranks of a pod talk to one another; `allReduce: {}` takes the defaults."""
+    """Bandwidth between the ranks of a pod. `allReduce: {}` takes the defaults."""
 
 
-Quantity = Annotated[
-    int | str,
-    Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64, "pattern": ANY_QUANTITY}),
-]
+Quantity = Annotated[int | str, Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64, "pattern": ANY_QUANTITY})]
 
 ENGINE_FLAGS = (
     "--host",
@@ -75,18 +74,20 @@ ENGINE_FLAGS = (
     "--weight-cache-mode",
     "--config",
 )
-"""Flags of ``sglang.launch_server`` that the operator sets itself, or that would break the fence or weight updates: with
-several tokenizer workers (measured with 0.5.23) only the one that took an update knows the new version, and
-``/model_info`` says the old one every other time. The file of ``--config`` may hold any flag."""
+"""Flags of ``sglang.launch_server`` that the operator sets, or that would break the fence or weight updates.
+
+With several tokenizer workers (measured with 0.5.23) only the worker that received an update knows the new version, and
+``/model_info`` alternates between both. The file of ``--config`` may contain any flag.
+"""
 
 NODE_RANK_ENV = "SGLANG_ROLLOUT_NODE_RANK"
-"""Environment variable with a pod's place in its engine, where an engine has several pods."""
+"""Environment variable with the index of a pod in its engine, for engines with several pods."""
 
 NODE_NAME_ENV = "SGLANG_ROLLOUT_NODE_NAME"
-"""Environment variable with the pod's node, where something is measured there."""
+"""Environment variable with the pod's node, for ``engine.preflight``."""
 
 ENGINE_ENV = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "SGLANG_RUST_SERVER", NODE_RANK_ENV, NODE_NAME_ENV)
-"""Environment variables of the engine that would break health checks, the control API or the ranks of its pods."""
+"""Environment variables that would break health checks, the control API or the ranks of an engine's pods."""
 
 _GPUS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data"
 _ONE_POD = f"(!has(self.nodes) || self.nodes == 1) && (self.gpuResource == '' || !has(self.gpusPerPod) || self.gpusPerPod == {_GPUS})"
@@ -113,12 +114,12 @@ EngineArgument = Annotated[
 
 
 class Parallelism(ApiModel):
-    """How one engine is spread over devices."""
+    """Distribution of one engine over devices."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                # has(): the API server tries the rule on the default of parallelism, {}, before it fills in its fields.
+                # has(), because the API server checks the default of parallelism, {}, before it fills in the fields.
                 "!has(self.tensor) || self.tensor % self.expert == 0",
                 "engine.parallelism.expert must divide tensor: the tensor-parallel ranks are what experts are spread over. Use a"
                 " divisor of tensor, or a larger tensor.",
@@ -140,18 +141,18 @@ class Parallelism(ApiModel):
     )
 
     tensor: int = Field(default=1, ge=1, le=64)
-    """Tensor-parallel ranks of one engine. So many consecutive ranks it takes in a trainer's weight-update group."""
+    """Tensor-parallel ranks of one engine. They are consecutive ranks in a trainer's process group."""
     pipeline: int = Field(default=1, ge=1, le=64)
-    """Pipeline stages, each of `tensor` ranks. Above 1 only with `weights.transport: Disk`: SGLang cannot take weights over
-    a group then."""
+    """Pipeline stages, each of `tensor` ranks. Above 1 only with `weights.transport: Disk`, because SGLang then cannot receive
+    weights over a process group."""
     data: int = Field(default=1, ge=1, le=64)
     """Copies of the model behind one server, each of `tensor * pipeline` ranks, all in one pod. Above 1 only with
-    `weights.transport: Disk`; more engines (`replicas`) do the same and can be updated over a group."""
+    `weights.transport: Disk`. More engines (`replicas`) have the same effect and can be updated over a process group."""
     expert: int = Field(default=1, ge=1, le=64)
-    """The experts of a mixture-of-experts model are spread over so many groups of these ranks; must divide `tensor`."""
+    """Number of groups of these ranks over which the experts of a mixture-of-experts model are spread; must divide `tensor`."""
     attention_data: int = Field(default=1, ge=1, le=64)
-    """The ranks form so many groups that compute attention each for its own requests; must divide `tensor`. For models
-    whose KV cache cannot be split by heads (MLA)."""
+    """Number of groups of ranks that compute attention for separate requests; must divide `tensor`. For models whose KV cache
+    cannot be split by heads (MLA)."""
 
 
 class EnvVar(ApiModel):
@@ -160,18 +161,18 @@ class EnvVar(ApiModel):
     name: str = Field(min_length=1, max_length=256)
     """Name of the variable."""
     value: str | None = Field(default=None, max_length=32768)
-    """Its value."""
+    """Value of the variable."""
     value_from: dict[str, Any] | None = None
-    """Where the value comes from (`secretKeyRef`, `configMapKeyRef`, `fieldRef`, …), as in a Pod."""
+    """Source of the value (`secretKeyRef`, `configMapKeyRef`, `fieldRef`, …), as in a Pod."""
 
 
 class Resources(ApiModel):
     """Compute resources of a container, as in a Pod."""
 
     requests: dict[str, Quantity] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
-    """What the scheduler reserves."""
+    """Resources that the scheduler reserves."""
     limits: dict[str, Quantity] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
-    """What the container cannot exceed."""
+    """Resources that the container cannot exceed."""
 
 
 AccountAnnotations = Annotated[
@@ -187,8 +188,8 @@ AccountAnnotations = Annotated[
 ]
 
 
-class Engine(EngineKnobs):
-    """The SGLang servers. Each engine is a StatefulSet of its own, with one pod or, spread over nodes, several."""
+class Engine(EngineFlags):
+    """The SGLang servers. Each engine is a StatefulSet, with one pod, or with several pods over several nodes."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -250,7 +251,7 @@ class Engine(EngineKnobs):
                 "engine.moeRunnerBackend of this kind needs parallelism.expert 1 or the number in parallelism.tensor.",
                 field=".moeRunnerBackend",
             ),
-            adapters_in_experts(),
+            rule_of_expert_kernels(),
             rule(
                 "!self.eplb || self.parallelism.expert > 1",
                 "engine.eplb moves experts between ranks: set parallelism.expert to more than 1.",
@@ -271,70 +272,66 @@ class Engine(EngineKnobs):
             rule(
                 "!has(self.preflight) || (self.gpuResource != '' && has(self.gpusPerPod) ? self.gpusPerPod"
                 f" : ({_GPUS}) / (has(self.nodes) ? self.nodes : 1)) > 1",
-                "engine.preflight.allReduce needs at least two ranks in a pod: one alone has nobody to talk to. Leave it out.",
+                "engine.preflight.allReduce needs at least two ranks in a pod: one rank has no peer. Leave it out.",
                 field=".preflight",
             ),
-            *same_said_twice(),
-            *variable_said_twice(),
-            *ports_of_one_engine(),
-            said_in_args(),
-            with_copies(),
+            *rules_against_repeated_flags(),
+            *rules_against_repeated_variables(),
+            *rules_of_engine_ports(),
+            rule_against_lora_flags(),
+            rule_of_data_parallelism(),
         )
     )
 
     image: str = Field(min_length=1, max_length=1024)
     """Image with SGLang, for example `lmsysorg/sglang:v0.5.23`. It runs as the image's own user."""
     parallelism: Parallelism = Parallelism()
-    """How one engine is spread over devices."""
+    """Distribution of one engine over devices."""
     gpu_resource: str = Field(default="nvidia.com/gpu", max_length=253)
-    """Extended resource that stands for one GPU. `""` makes a CPU engine, for development."""
+    """Extended resource of one GPU. `""`: a CPU engine, for development."""
     gpus_per_pod: int | None = Field(default=None, ge=0, le=64)
-    """GPUs of each engine pod. Default: all GPUs of the engine, or what `nodes` leaves for each pod."""
+    """GPUs of each engine pod. Default: the GPUs of the engine, divided by `nodes`."""
     nodes: int | None = Field(default=None, ge=1, le=64)
-    """Pods of one engine, for engines that are larger than a machine: pod 0 serves, the others hold further ranks. Default:
-    what `gpusPerPod` makes necessary, else 1. CPU engines have this field only."""
+    """Pods of one engine, for engines that are larger than a node. Pod 0 serves, and the other pods hold further ranks.
+    Default: the number that `gpusPerPod` requires, else 1. For CPU engines only this field applies."""
     args: list[EngineArgument] = Field(default_factory=list, max_length=128)
-    """More arguments of `sglang.launch_server`, one word per item: `["--mem-fraction-static", "0.8"]`."""
+    """Further arguments of `sglang.launch_server`, one word per item: `["--mem-fraction-static", "0.8"]`."""
     env: list[EnvVar] = Field(
         default_factory=list,
         max_length=128,
-        json_schema_extra={
-            "x-kubernetes-list-type": "map",
-            "x-kubernetes-list-map-keys": ["name"],
-            **rules(
-                rule(
-                    f"!self.exists(e, e.name in {list(ENGINE_ENV)})",
-                    "engine.env must not set " + " or ".join(ENGINE_ENV) + ": health checks and weight updates depend on them.",
-                )
-            ),
-        },
+        json_schema_extra=map_list()
+        | rules(
+            rule(
+                f"!self.exists(e, e.name in {list(ENGINE_ENV)})",
+                "engine.env must not set " + " or ".join(ENGINE_ENV) + ": health checks and weight updates depend on them.",
+            )
+        ),
     )
     """Environment variables of the engine container."""
     network: Network | None = None
-    """Over which devices engines and the trainer's group talk."""
+    """Network devices of engines and of the trainer's process group."""
     rdma: Rdma | None = None
     """RDMA devices of each engine pod."""
     check_memory_balance: bool = True
-    """SGLang ends at its start when one of its GPUs has less free memory than the others. False: it only warns
+    """End SGLang at its start if one of its GPUs has less free memory than the others. False: SGLang only warns
     (`SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK`)."""
     cache: Cache | None = None
-    """Keep compiled kernels (Triton, inductor, FlashInfer, DeepGEMM, …) between pods: engines start faster."""
+    """Keep compiled kernels (Triton, inductor, FlashInfer, DeepGEMM, …) between pods, so that engines start faster."""
     resources: Resources = Resources()
-    """CPU and memory of the engine container. The GPUs are added by the operator."""
+    """CPU and memory of the engine container. The operator adds the GPUs."""
     service_account_annotations: AccountAnnotations | None = None
     """Annotations of the engines' ServiceAccount `<name>-engine`, for example `eks.amazonaws.com/role-arn` or
-    `iam.gke.io/gcp-service-account`. A change restarts engines one by one, because some clouds look at the account when a pod is made."""
+    `iam.gke.io/gcp-service-account`. A change restarts engines one by one, because some clouds read the account when a pod is created."""
     preflight: Preflight | None = None
-    """What is measured before SGLang starts."""
+    """Measurements before SGLang starts."""
     lora: Lora | None = None
     """Adapters beside the model (LoRA)."""
     shm: str = Field(default="16Gi", max_length=32, pattern=QUANTITY)
-    """Size of `/dev/shm` of the engine. NCCL and the tokenizer processes use it; it counts as memory of the pod only
-    when used."""
+    """Size of `/dev/shm` of the engine, for NCCL and the tokenizer processes. Only its used part counts as memory of the pod."""
 
     @property
     def gpus(self) -> int:
-        """Ranks of one engine, each of which has a GPU of its own."""
+        """Ranks of one engine, each with its own GPU."""
         sizes = self.parallelism
         return sizes.tensor * sizes.pipeline * sizes.data
 

@@ -1,4 +1,4 @@
-"""``spec.model`` of an SGLangRollout: which model, and where its files come from."""
+"""``spec.model`` of an SGLangRollout: the model and the source of its files."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_spec import EnvVar
 from sglang_rollout.api.network_spec import ABSOLUTE
-from sglang_rollout.api.schema import ApiModel, rule, rules
+from sglang_rollout.api.schema import ApiModel, map_list, rule, rules
 
 OWN_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin", "/sys", "/tmp", "/usr", "/var/run")  # noqa: S108
-"""Where images and the operator have things of their own, which a mount would hide. Nobody keeps models there."""
+"""Folders of images and of the operator, which a mount would hide."""
 
 OBJECT_STORES = "^([sS]3|[gG][sS]|[aA][zZ])://"
-"""Addresses that SGLang takes for names of models in spite of their colon (0.5.23, ``utils/runai_utils.py``)."""
+"""Addresses that SGLang accepts as names of models although they contain a colon (0.5.23, ``utils/runai_utils.py``)."""
 
 MODELS = "/models"
-"""Where model files are mounted if nothing else is said."""
+"""Default mount path of model files."""
 
 MODEL_PATH_ENV = "MODEL_PATH"
-"""Environment variable in which the command of a download finds ``model.path``."""
+"""Environment variable with ``model.path`` for the command of a download."""
 
 
 class ModelVolume(ApiModel):
-    """Where model files are. Mounted read-only into engine and agent. One of `claim` and `hostPath`."""
+    """Volume of the model files, which engine and agent mount read-only. One of `claim` and `hostPath`."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -40,36 +40,33 @@ class ModelVolume(ApiModel):
     claim: str | None = Field(default=None, min_length=1, max_length=253)
     """PersistentVolumeClaim in the namespace of this object. Engines on several nodes need one that many nodes can mount."""
     host_path: str | None = Field(default=None, max_length=1024, pattern=ABSOLUTE)
-    """Folder of the node; it must be there, unless `model.download` fills it."""
+    """Folder of the node. It must exist, unless `model.download` fills it."""
     mount_path: str = Field(default=MODELS, max_length=1024, pattern=ABSOLUTE)
-    """Where the containers see it."""
+    """Mount path in the containers."""
 
 
 class Download(ApiModel):
-    """A command that fetches the model before the engine starts, in an init container with the engine's image."""
+    """A command that downloads the model before the engine starts, in an init container with the engine's image."""
 
     command: list[Annotated[str, Field(min_length=1, max_length=65536)]] = Field(min_length=1, max_length=64)
     """Command and arguments, for example `["hf", "download", "Qwen/Qwen2.5-7B-Instruct", "--local-dir", "$(MODEL_PATH)"]`.
-    `$(MODEL_PATH)` is `model.path`. It runs at every start of a pod, so it must come to an end quickly when all is there."""
+    `$(MODEL_PATH)` is `model.path`. The command runs at every start of a pod, so it must end quickly if all files exist."""
     env: list[EnvVar] = Field(
         default_factory=list,
         max_length=64,
-        json_schema_extra={
-            "x-kubernetes-list-type": "map",
-            "x-kubernetes-list-map-keys": ["name"],
-            **rules(
-                rule(
-                    f"!self.exists(e, e.name == '{MODEL_PATH_ENV}')",
-                    f"model.download.env must not set {MODEL_PATH_ENV}: it is model.path. Use another name.",
-                )
-            ),
-        },
+        json_schema_extra=map_list()
+        | rules(
+            rule(
+                f"!self.exists(e, e.name == '{MODEL_PATH_ENV}')",
+                f"model.download.env must not set {MODEL_PATH_ENV}: it is model.path. Use another name.",
+            )
+        ),
     )
     """Environment variables of the command, for example `HF_TOKEN` from a Secret."""
 
 
 class Model(ApiModel):
-    """Which model the engines serve before the first weight update, and under which name."""
+    """The model that engines serve before the first weight update, and its name."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -104,21 +101,20 @@ class Model(ApiModel):
     )
 
     path: str = Field(min_length=1, max_length=4096)
-    """What SGLang's `--model-path` takes: a Hugging Face name, or a path inside the engine container (`volume`, `download`,
-    or a mount of `podTemplate`)."""
+    """Value of SGLang's `--model-path`: a Hugging Face name, or a path in the engine container (in `volume`, `download`, or a
+    mount of `podTemplate`)."""
     volume: ModelVolume | None = None
-    """Where the model files are. Without it: in the image, in a mount of `podTemplate`, or on the network."""
+    """Volume of the model files. Without it they are in the image, in a mount of `podTemplate`, or on the network."""
     download: Download | None = None
-    """Fetch the files before the engine starts: into `volume`, or into a volume that lives and dies with the pod."""
+    """Download the files before the engine starts: into `volume`, or into a volume that is deleted with the pod."""
     prefetch: bool = False
-    """Fetch the files onto all nodes that `scheduling` allows, before engines need them there; needs `download` and
-    `volume.hostPath`. Goes on while the fleet has no engines (`replicas: 0`, `Suspended`)."""
+    """Download the files to all nodes that `scheduling` allows, before engines need them there; needs `download` and
+    `volume.hostPath`. It continues while the fleet has no engines (`replicas: 0`, `Suspended`)."""
     offline: bool = False
-    """The engine never asks Hugging Face for anything (`HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE`). A download still may."""
+    """The engine sends no requests to Hugging Face (`HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE`). A download may."""
     served_name: str | None = Field(default=None, min_length=1, max_length=256, pattern=r"^[^:\s]+$")
     """Name of the model in `/v1/models` and in OpenAI requests. Default: `path`. SGLang allows no colon in it."""
     load_format: str = Field(default="auto", min_length=1, max_length=64, pattern=r"^[a-z_]+$")
-    """SGLang's `--load-format`, for example `auto`, `safetensors`, or `dummy` for random weights until the first
-    update."""
+    """SGLang's `--load-format`, for example `auto`, `safetensors`, or `dummy` for random weights until the first update."""
     trust_remote_code: bool = False
-    """Run Python code that the model's repository brings. Only for repositories you trust."""
+    """Run Python code of the model's repository. Only for repositories that you trust."""

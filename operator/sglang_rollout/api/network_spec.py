@@ -1,4 +1,4 @@
-"""``engine.network``, ``engine.rdma`` and ``engine.cache``, and the environment variables that typed fields stand for."""
+"""``engine.network``, ``engine.rdma``, ``engine.cache``, and the environment variables that fields set."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sglang_rollout.api.pod_template import overlay_sets
 from sglang_rollout.api.schema import ApiModel, rule, rules
 
 BLOCK = 20
-"""Ports of one engine in the network of its node (:mod:`sglang_rollout.controller.render.names`)."""
+"""Ports of one engine in the network of its node (:func:`sglang_rollout.controller.render.names.engine_ports`)."""
 BASE_PORT = 20000
-"""Where the blocks begin if nothing else is said: above what kubelets and most daemons use."""
+"""Default start of the blocks, above the ports of kubelets and most daemons."""
 NODE_PORTS = 30000
-"""From here on Kubernetes gives ports to Services of type NodePort (its default); Linux's own, for outgoing connections, are above."""
+"""First port that Kubernetes gives to Services of type NodePort (its default). Linux uses higher ports for outgoing connections."""
 UNPRIVILEGED = 1024
-"""The gate runs without privileges, so it cannot listen below."""
+"""Lowest port of a gate, which runs without privileges."""
 
 ABSOLUTE = r"^(/[^/:]+)+$"
-"""An absolute path without a slash at its end; a colon would be taken for a list of paths."""
+"""An absolute path without a trailing slash, and without a colon, which separates paths of a list."""
 
 
 class NcclDebug(StrEnum):
@@ -33,7 +33,7 @@ class NcclDebug(StrEnum):
 
 
 class Network(ApiModel):
-    """Over which devices engines and the trainer's group talk. What is left out is found by NCCL and gloo themselves."""
+    """Network devices of engines and of the trainer's process group. NCCL and gloo choose what is left out."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -52,10 +52,10 @@ class Network(ApiModel):
     )
 
     host_network: bool = False
-    """Engine pods use the network of their node. Every engine gets ports of its own, so that several fit on one node."""
+    """Engine pods use the network of their node. Each engine has its own ports, so that several fit on one node."""
     base_port: int | None = Field(default=None, ge=UNPRIVILEGED, le=NODE_PORTS - BLOCK)
-    """With `hostNetwork`: engine i uses the 20 ports from `basePort + 20 * i` on. A multiple of 20, and all of them below 30000. Default:
-    20000."""
+    """With `hostNetwork`, engine i uses the 20 ports from `basePort + 20 * i` on. A multiple of 20; all ports must be below 30000.
+    Default: 20000."""
     interface: str | None = Field(default=None, max_length=256, pattern=r"^[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*$")
     """Network interface, by its exact name in the pod, or on the node with `hostNetwork` (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`)."""
     ib_hca: str | None = Field(default=None, max_length=1024, pattern=r"^[\^=]{0,2}[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+)*$")
@@ -63,7 +63,7 @@ class Network(ApiModel):
     ib_gid_index: int | None = Field(default=None, ge=0, le=255)
     """Index of the GID that RoCE uses (`NCCL_IB_GID_INDEX`)."""
     nccl_cumem: bool | None = None
-    """Whether NCCL allocates with cuMem (`NCCL_CUMEM_ENABLE`). The trainer must use the same value; SGLang's own is false."""
+    """NCCL allocates with cuMem (`NCCL_CUMEM_ENABLE`). The trainer must use the same value. SGLang's default is false."""
     nccl_debug: NcclDebug | None = None
     """How much NCCL logs (`NCCL_DEBUG`)."""
 
@@ -74,25 +74,23 @@ class Network(ApiModel):
 
 
 class Rdma(ApiModel):
-    """RDMA devices of each engine pod. Adds the capability `IPC_LOCK`, without which no memory can be registered."""
+    """RDMA devices of each engine pod. They add the capability `IPC_LOCK`, which registering memory needs."""
 
     resource: str = Field(min_length=1, max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")
     """Extended resource of the device plugin, for example `rdma/hca_shared_devices_a`."""
     count: int = Field(default=1, ge=1, le=64)
-    """How many of it."""
+    """Number of devices."""
 
 
 class Cache(ApiModel):
-    """Where compiled kernels are kept between pods. One of `hostPath` and `claim`."""
+    """Storage of compiled kernels between pods. One of `hostPath` and `claim`."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule("has(self.hostPath) != has(self.claim)", "engine.cache takes exactly one of hostPath and claim."),
-        )
+        json_schema_extra=rules(rule("has(self.hostPath) != has(self.claim)", "engine.cache takes exactly one of hostPath and claim."))
     )
 
     host_path: str | None = Field(default=None, max_length=1024, pattern=ABSOLUTE)
-    """Folder of the node; made if it is not there."""
+    """Folder of the node. It is created if it does not exist."""
     claim: str | None = Field(default=None, min_length=1, max_length=253)
     """PersistentVolumeClaim in the namespace of this object. Engines on several nodes need one that many nodes can write."""
 
@@ -107,13 +105,13 @@ CACHE_VARIABLES: Mapping[str, str] = {
     "TILELANG_CACHE_DIR": "/tilelang",
     "FLASHINFER_WORKSPACE_BASE": "",
 }
-"""Variable, and the folder below the cache's mount. The names are SGLang's own; they are all set, because an image may have set one."""
+"""Folder below the cache's mount, by SGLang's variable. All of them are set, because an image may have set one."""
 
 MEMORY_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
-"""As SGLang spells it (0.5.23, ``srt/environ.py``)."""
+"""Spelled as in SGLang (0.5.23, ``srt/environ.py``)."""
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-"""What ``model.offline`` sets."""
+"""Variables that ``model.offline`` sets."""
 
 NETWORK_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "interface": ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
@@ -122,11 +120,11 @@ NETWORK_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "nccl_cumem": ("NCCL_CUMEM_ENABLE",),
     "nccl_debug": ("NCCL_DEBUG",),
 }
-"""By field of ``engine.network``."""
+"""Variables, by field of ``engine.network``."""
 
 
 def _fields_with_variables(engine: str) -> list[tuple[str, str, tuple[str, ...]]]:
-    """The expression that a field is used, the sentence that begins to say so, and the variables that it sets."""
+    """Return for each field with variables: the CEL expression that it is set, the start of a message, and the variables."""
     fields = [
         (f"!{engine}.checkMemoryBalance", "checkMemoryBalance", (MEMORY_CHECK,)),
         (f"has({engine}.cache)", "cache", tuple(CACHE_VARIABLES)),
@@ -135,25 +133,25 @@ def _fields_with_variables(engine: str) -> list[tuple[str, str, tuple[str, ...]]
         alias = str(Network.model_fields[field].alias)
         fields.append((f"has({engine}.network) && has({engine}.network.{alias})", f"network.{alias}", variables))
 
-    def said(name: str, variables: tuple[str, ...]) -> str:
+    def message(name: str, variables: tuple[str, ...]) -> str:
         return f"engine.{name} sets {', '.join(variables)}: leave {'it' if len(variables) == 1 else 'them'} out of"
 
-    return [(given, said(name, variables), variables) for given, name, variables in fields]
+    return [(is_set, message(name, variables), variables) for is_set, name, variables in fields]
 
 
-def variable_said_twice() -> list[dict[str, str]]:
-    """Rules of ``engine``: a field and ``env`` must not say the same. The pod would get one of the two without a word."""
+def rules_against_repeated_variables() -> list[dict[str, str]]:
+    """Return the rules of ``engine`` that ``env`` repeats no field, because the pod would silently get one of both."""
     return [
-        rule(f"!({given}) || !has(self.env) || !self.env.exists(e, e.name in {list(variables)})", f"{said} engine.env.", field=".env")
-        for given, said, variables in _fields_with_variables("self")
+        rule(f"!({is_set}) || !has(self.env) || !self.env.exists(e, e.name in {list(variables)})", f"{start} engine.env.", field=".env")
+        for is_set, start, variables in _fields_with_variables("self")
     ]
 
 
-def variable_said_in_overlay() -> list[dict[str, str]]:
-    """Rules of the spec: the same of the overlay over the engine's container."""
+def rules_against_overlaid_variables() -> list[dict[str, str]]:
+    """Return the rules of the spec that the overlay of the engine's container repeats no field."""
     return [
-        rule(f"!({given}) || !{overlay_sets(variables)}", f"{said} the container engine of podTemplate.", field=".podTemplate")
-        for given, said, variables in _fields_with_variables("self.engine")
+        rule(f"!({is_set}) || !{overlay_sets(variables)}", f"{start} the container engine of podTemplate.", field=".podTemplate")
+        for is_set, start, variables in _fields_with_variables("self.engine")
     ]
 
 
@@ -169,7 +167,7 @@ PORT_FLAGS = (
     "--decoupled-spec-bind-endpoint",
     "--kv-events-config",
 )
-"""Ports, further than ``--port``, on which SGLang can be told to listen."""
+"""Flags for further ports on which SGLang listens."""
 
 
 def _base(engine: str) -> str:
@@ -180,8 +178,8 @@ def _on_node(engine: str) -> str:
     return f"(has({engine}.network) && {engine}.network.hostNetwork)"
 
 
-def ports_of_one_engine() -> list[dict[str, str]]:
-    """Rules of ``engine``: with ``hostNetwork`` SGLang must listen nowhere but in the block."""
+def rules_of_engine_ports() -> list[dict[str, str]]:
+    """Return the rules of ``engine`` that SGLang listens only in its block with ``hostNetwork``."""
     named = f"self.args.exists(a, a.size() > 2 && a.startsWith('--') && {list(PORT_FLAGS)}.exists(f, f.startsWith(a.split('=')[0])))"
     return [
         rule(
@@ -199,8 +197,8 @@ def ports_of_one_engine() -> list[dict[str, str]]:
     ]
 
 
-def ports_of_all_engines() -> list[dict[str, str]]:
-    """Rules of the spec: the blocks of all engines must fit, and new ones must not lie across old ones that are in use."""
+def rules_of_fleet_ports() -> list[dict[str, str]]:
+    """Return the rules of the spec that all blocks fit, and that new blocks do not overlap old ones in use."""
     now, before = _base("self.engine"), _base("oldSelf.engine")
     return [
         rule(
@@ -212,8 +210,8 @@ def ports_of_all_engines() -> list[dict[str, str]]:
         rule(
             f"self.state == 'Suspended' || oldSelf.state == 'Suspended' || !{_on_node('self.engine')} || !{_on_node('oldSelf.engine')}"
             f" || {now} == {before} || {now} >= {before} + {BLOCK} * oldSelf.replicas || {now} + {BLOCK} * self.replicas <= {before}",
-            "engine.network.basePort can only move past all ports that engines use now, because they restart one by one and would wait for"
-            " each other's ports. Move it further, or set state to Suspended first.",
+            "engine.network.basePort can only move past all ports that engines use now, because engines restart one by one and would wait"
+            " for each other's ports. Move it further, or set state to Suspended first.",
             field=".engine",
         ),
     ]

@@ -1,5 +1,7 @@
-"""``spec.podTemplate`` and ``spec.router.podTemplate``: overlays over the engine pods and the router pod. Only what rules look at
-is typed; the rest of a pod passes through."""
+"""``spec.podTemplate`` and ``spec.router.podTemplate``: overlays over the engine pods and the router pod.
+
+Fields that rules or renderers read are typed. All other fields of a pod pass through unchanged.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, rules
+from sglang_rollout.api.schema import PRESERVE, ApiModel, map_list, rule, rules
 
 ENGINE_CONTAINER = "engine"
 GATE_CONTAINER = "gate"
@@ -25,59 +27,54 @@ ROUTER_CONTAINERS = ("front", SMG_CONTAINER, "coordinator")
 ROUTER_VOLUMES = ("tmp", "control", "account")
 """Volumes of the router pod. All of them belong to the operator."""
 
-Name = Annotated[str, Field(max_length=253)]
 Labels = Annotated[dict[str, Annotated[str, Field(max_length=65536)]], Field(json_schema_extra={"maxProperties": 64})]
 
-_SIDECARS = [GATE_CONTAINER, AGENT_CONTAINER]
-_NOT_OURS = rule(
-    f"!self.exists(c, c.name in {_SIDECARS})",
-    "podTemplate must not change the containers gate and agent: they are the fence in front of the engine.",
-)
-_ENGINE_COMMAND = rule(
-    f"!self.exists(c, c.name == '{ENGINE_CONTAINER}' && (has(c.command) || has(c.args) || has(c.image)))",
-    "podTemplate must not set command, args or image of the container engine: use spec.engine.image and spec.engine.args.",
-)
-_NO_INIT_ENGINE = rule(
-    f"!self.exists(c, c.name == '{ENGINE_CONTAINER}')",
-    f"podTemplate must not make an init container of the name {ENGINE_CONTAINER}: the engine itself has it.",
-)
 
-_FRONT_AND_COORDINATOR = [name for name in ROUTER_CONTAINERS if name != SMG_CONTAINER]
-_NOT_ROUTER_CONTAINERS = rule(
-    f"!self.exists(c, c.name in {_FRONT_AND_COORDINATOR})",
-    "router.podTemplate must not change or remove the containers front and coordinator: they serve the fleet's URL and lead weight"
-    " updates. Use router.frontResources and router.coordinatorResources for CPU and memory.",
-)
-_SMG_COMMAND = rule(
-    f"!self.exists(c, c.name == '{SMG_CONTAINER}' && (has(c.command) || has(c.args) || has(c.image)))",
-    "router.podTemplate must not set command, args or image of the container smg: use router.args.",
-)
-_NO_INIT_ROUTER = rule(
-    f"!self.exists(c, c.name in {list(ROUTER_CONTAINERS)})",
-    f"router.podTemplate must not add an init container named {', '.join(ROUTER_CONTAINERS)}: the router's own containers have these"
-    " names. Choose another name.",
-)
+def _no_command(template: str, container: str, fields: str) -> dict[str, str]:
+    """Return the rule of a list of containers that the command of ``container`` does not change."""
+    return rule(
+        f"!self.exists(c, c.name == '{container}' && (has(c.command) || has(c.args) || has(c.image)))",
+        f"{template} must not set command, args or image of the container {container}: use {fields}.",
+    )
+
+
+def _no_container(names: Iterable[str], message: str) -> dict[str, str]:
+    """Return the rule of a list of containers that it has none of ``names``."""
+    return rule(f"!self.exists(c, c.name in {list(names)})", message)
 
 
 def _not_set(message: str, *fields: str) -> dict[str, str]:
-    """Return a rule of a pod's spec: none of ``fields`` is set."""
+    """Return the rule of a pod's spec that none of ``fields`` is set."""
     return rule(" && ".join(f"!has(self.{name})" for name in fields), message)
 
 
+_NO_SIDECARS = _no_container(
+    (GATE_CONTAINER, AGENT_CONTAINER),
+    "podTemplate must not change the containers gate and agent: they are the fence in front of the engine.",
+)
+
+
+def _containers(*made: dict[str, str]) -> Any:
+    return Field(default=None, max_length=16, json_schema_extra=map_list() | rules(*made))
+
+
+def _volumes(template: str, reserved: Iterable[str]) -> Any:
+    message = f"{template} must not define the volumes {', '.join(reserved)}: they belong to the operator. Choose another name."
+    no_reserved = rule(f"!self.exists(v, v.name in {list(reserved)})", message)
+    return Field(default=None, max_length=64, json_schema_extra=map_list() | rules(no_reserved))
+
+
 def overlay_sets(variables: Iterable[str]) -> str:
-    """Return the expression, about a rollout's spec, that the overlay gives the container ``engine`` one of these environment variables."""
+    """Return the CEL expression about a spec that the overlay of the container ``engine`` sets one of ``variables``."""
     given = "has(self.podTemplate) && has(self.podTemplate.spec) && has(self.podTemplate.spec.containers)"
     named = f"c.name == '{ENGINE_CONTAINER}' && has(c.env) && c.env.exists(e, e.name in {list(variables)})"
     return f"({given} && self.podTemplate.spec.containers.exists(c, {named}))"
 
 
 class Open(ApiModel):
-    """An object whose further fields pass through unchanged."""
+    """An object whose other fields pass through unchanged."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={PRESERVE: True})
-
-
-_MAP_LIST: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 
 
 class OverlayVariable(Open):
@@ -98,8 +95,8 @@ class OverlayContainer(Open):
     """Command of an added container."""
     args: list[Annotated[str, Field(max_length=65536)]] | None = Field(default=None, max_length=256)
     """Arguments of an added container."""
-    env: list[OverlayVariable] | None = Field(default=None, max_length=128, json_schema_extra=_MAP_LIST)
-    """Environment variables to add. Those of `engine` are bound by the same rules as `engine.env`."""
+    env: list[OverlayVariable] | None = Field(default=None, max_length=128, json_schema_extra=map_list())
+    """Environment variables to add. For the container `engine` the rules of `engine.env` apply."""
 
 
 class OverlayVolume(Open):
@@ -124,29 +121,22 @@ class OverlayPodSpec(Open):
         )
     )
 
-    containers: list[OverlayContainer] | None = Field(
-        default=None, max_length=16, json_schema_extra=_MAP_LIST | rules(_NOT_OURS, _ENGINE_COMMAND)
+    containers: list[OverlayContainer] | None = _containers(
+        _NO_SIDECARS, _no_command("podTemplate", ENGINE_CONTAINER, "spec.engine.image and spec.engine.args")
     )
-    """Containers to add or to merge by name. Lists inside a container merge by name too (env, ports, volumeMounts by
-    mountPath)."""
-    init_containers: list[OverlayContainer] | None = Field(
-        default=None, max_length=16, json_schema_extra=_MAP_LIST | rules(_NOT_OURS, _NO_INIT_ENGINE)
-    )
-    """Init containers to add; they run before the gate and the agent."""
-    volumes: list[OverlayVolume] | None = Field(
-        default=None,
-        max_length=64,
-        json_schema_extra=_MAP_LIST
-        | rules(
-            rule(
-                f"!self.exists(v, v.name in {list(RESERVED_VOLUMES)})",
-                f"podTemplate must not define the volumes {', '.join(RESERVED_VOLUMES)}: they belong to the operator. Choose another name.",
-            )
+    """Containers to add or to merge by name. Lists in a container are merged, too: `env` by name, `ports` by number, `volumeMounts` by
+    path."""
+    init_containers: list[OverlayContainer] | None = _containers(
+        _NO_SIDECARS,
+        _no_container(
+            [ENGINE_CONTAINER], f"podTemplate must not make an init container of the name {ENGINE_CONTAINER}: the engine itself has it."
         ),
     )
+    """Init containers to add. They run before gate and agent."""
+    volumes: list[OverlayVolume] | None = _volumes("podTemplate", RESERVED_VOLUMES)
     """Volumes to add."""
     host_network: bool | None = None
-    """Refused: `engine.network.hostNetwork` does that."""
+    """Refused. Use `engine.network.hostNetwork`."""
     service_account_name: str | None = Field(default=None, max_length=253)
     """ServiceAccount of the engine pods, instead of `<name>-engine`."""
 
@@ -169,7 +159,7 @@ class OverlayMetadata(ApiModel):
 
 
 class PodTemplate(ApiModel):
-    """What to lay over the engine pods."""
+    """Overlay over the engine pods."""
 
     metadata: OverlayMetadata | None = None
     """Labels and annotations of the engine pods."""
@@ -182,7 +172,7 @@ class RouterOverlayContainer(OverlayContainer):
 
     name: str = Field(min_length=1, max_length=63)
     """Name of the container. `smg` is the SGLang router."""
-    env: list[OverlayVariable] | None = Field(default=None, max_length=128, json_schema_extra=_MAP_LIST)
+    env: list[OverlayVariable] | None = Field(default=None, max_length=128, json_schema_extra=map_list())
     """Environment variables to add."""
 
 
@@ -213,40 +203,38 @@ class RouterOverlayPodSpec(Open):
         )
     )
 
-    containers: list[RouterOverlayContainer] | None = Field(
-        default=None, max_length=16, json_schema_extra=_MAP_LIST | rules(_NOT_ROUTER_CONTAINERS, _SMG_COMMAND)
+    containers: list[RouterOverlayContainer] | None = _containers(
+        _no_container(
+            [name for name in ROUTER_CONTAINERS if name != SMG_CONTAINER],
+            "router.podTemplate must not change or remove the containers front and coordinator: they serve the fleet's URL and lead weight"
+            " updates. Use router.frontResources and router.coordinatorResources for CPU and memory.",
+        ),
+        _no_command("router.podTemplate", SMG_CONTAINER, "router.args"),
     )
-    """Containers to add, or `smg` to merge into. Lists inside a container merge by name too (env, ports, volumeMounts by
-    mountPath)."""
-    init_containers: list[RouterOverlayContainer] | None = Field(
-        default=None, max_length=16, json_schema_extra=_MAP_LIST | rules(_NO_INIT_ROUTER)
+    """Containers to add, or `smg` to merge into. Lists in a container are merged, too: `env` by name, `ports` by number, `volumeMounts`
+    by path."""
+    init_containers: list[RouterOverlayContainer] | None = _containers(
+        _no_container(
+            ROUTER_CONTAINERS,
+            f"router.podTemplate must not add an init container named {', '.join(ROUTER_CONTAINERS)}: the router's own containers have"
+            " these names. Choose another name.",
+        )
     )
     """Init containers to add."""
-    volumes: list[OverlayVolume] | None = Field(
-        default=None,
-        max_length=64,
-        json_schema_extra=_MAP_LIST
-        | rules(
-            rule(
-                f"!self.exists(v, v.name in {list(ROUTER_VOLUMES)})",
-                f"router.podTemplate must not define the volumes {', '.join(ROUTER_VOLUMES)}: they belong to the operator. Choose another"
-                " name.",
-            )
-        ),
-    )
+    volumes: list[OverlayVolume] | None = _volumes("router.podTemplate", ROUTER_VOLUMES)
     """Volumes to add."""
     host_network: bool | None = None
-    """Refused: two routers on one node would need the same ports."""
+    """Refused, because two routers on one node would need the same ports."""
     host_pid: bool | None = Field(default=None, alias="hostPID")
-    """Refused: the front signals process 1 of its container."""
+    """Refused, because the front signals process 1 of its container."""
     share_process_namespace: bool | None = None
-    """Refused: the front signals process 1 of its container."""
+    """Refused, because the front signals process 1 of its container."""
     service_account_name: str | None = Field(default=None, max_length=253)
-    """Refused: the coordinator needs the rights of the router's own ServiceAccount."""
+    """Refused, because the coordinator needs the rights of the router's own ServiceAccount."""
     service_account: str | None = Field(default=None, max_length=253)
     """Refused, as `serviceAccountName`."""
     automount_service_account_token: bool | None = None
-    """Refused: only the coordinator's container gets the token."""
+    """Refused, because only the coordinator's container gets the token."""
 
 
 class RouterPodTemplate(ApiModel):

@@ -1,4 +1,4 @@
-"""``spec.scheduling`` and ``spec.router.scheduling`` of an SGLangRollout: on which nodes pods run."""
+"""``spec.elastic``, ``spec.scheduling`` and ``spec.router.scheduling`` of an SGLangRollout: where and when pods run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, rules
 
 AT_ONCE_SECONDS = 60
-"""What fails on a node within this time counts once: a node that boots anew ends all of its engines, and it has failed once."""
+"""Failures on a node within this time count once, because a node that reboots ends all of its engines."""
 POD_GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
-"""Label of pods by which coscheduling knows their group."""
+"""Label by which coscheduling finds the PodGroup of a pod."""
 _NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 
 
 class TolerationOperator(StrEnum):
-    """How a toleration compares its value."""
+    """Comparison of a toleration."""
 
     EXISTS = "Exists"
     EQUAL = "Equal"
@@ -28,19 +28,19 @@ class Toleration(ApiModel):
     """A taint that the pods tolerate, as in a Pod."""
 
     key: str | None = Field(default=None, max_length=316)
-    """Key of the taint; none with operator `Exists`: every taint."""
+    """Key of the taint. Without a key, operator `Exists` tolerates every taint."""
     operator: TolerationOperator | None = None
-    """`Equal` by default."""
+    """`Equal` (the default) or `Exists`."""
     value: str | None = Field(default=None, max_length=63)
     """Value of the taint."""
     effect: str | None = Field(default=None, max_length=32)
-    """`NoSchedule`, `PreferNoSchedule` or `NoExecute`; none: all of them."""
+    """`NoSchedule`, `PreferNoSchedule` or `NoExecute`. Default: all of them."""
     toleration_seconds: int | None = None
-    """How long `NoExecute` is borne."""
+    """Seconds for which `NoExecute` is tolerated."""
 
 
 class Spread(StrEnum):
-    """How engines are spread over nodes."""
+    """Distribution of engines over nodes."""
 
     OFF = "Off"
     PREFERRED = "Preferred"
@@ -48,28 +48,26 @@ class Spread(StrEnum):
 
 
 class GangScope(StrEnum):
-    """Which pods are scheduled together or not at all."""
+    """Pods that are scheduled together or not at all."""
 
     ENGINE = "Engine"
     BASE = "Base"
 
 
 class Gang(ApiModel):
-    """Pods that are scheduled together or not at all, by a scheduler that knows PodGroups
-    (`scheduling.x-k8s.io/v1alpha1`, coscheduling)."""
+    """Gang scheduling, by a scheduler with PodGroups (`scheduling.x-k8s.io/v1alpha1`, coscheduling)."""
 
     scope: GangScope = GangScope.ENGINE
-    """`Engine`: the pods of one engine. Each engine gets a PodGroup of its own, so that the fleet may start with fewer engines than
-    are wanted. `Base`: the pods of all engines of `elastic.base`, so that none of them starts before there is room for all; engines
-    beyond the base are groups of their own."""
+    """`Engine`: each engine is a gang, so that the fleet may start with fewer engines than wanted. `Base`: the pods of all engines of
+    `elastic.base` are one gang, which starts when there is room for all of them; each surplus engine is a gang."""
     scheduler: str = Field(default="scheduler-plugins-scheduler", min_length=1, max_length=253, pattern=_NAME)
-    """Name of that scheduler (`schedulerName` of the pods)."""
+    """Name of the scheduler (`schedulerName` of the pods)."""
     timeout_seconds: int = Field(default=60, ge=1, le=3600)
-    """So long pods of a group that has not got room for all of them hold the room of those that did."""
+    """Seconds that scheduled pods of a gang keep their room while other pods of the gang have none."""
 
 
 class AvoidNodes(ApiModel):
-    """When a node is avoided because engines fail there, and for how long."""
+    """Avoidance of nodes on which engines fail."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -89,27 +87,27 @@ class AvoidNodes(ApiModel):
     )
 
     failures: int = Field(default=3, ge=1, le=20)
-    """So many failures of engines on one node have it avoided, if an engine of the same spec is up on a node without any. What fails
-    within a minute counts once."""
+    """Failures of engines on a node after which it is avoided, if an engine of the same spec is up on a node without failures.
+    Failures within a minute count once."""
     within_seconds: int = Field(default=3600, ge=60, le=86400)
-    """How long a failure counts; more than 60 for each of `failures` after the first."""
+    """Seconds for which a failure counts; more than 60 for each of `failures` after the first."""
     for_seconds: int = Field(default=3600, ge=60, le=604800)
-    """How long the node is avoided."""
+    """Seconds for which a node is avoided."""
 
 
 class Elastic(ApiModel):
-    """A fleet that is whole with its first engines, and takes more where there is room."""
+    """A fleet that needs only its first engines, and runs further (surplus) engines where there is room."""
 
     base: int = Field(ge=1, le=1000)
-    """The first so many engines are the base: `Ready` asks for them, and a fleet that has never taken weights waits for no more. The
-    others come when there is room, and are the first to go when `replicas` shrinks."""
+    """Number of engines of the base, from the first on. `Ready` requires them, and so does a fleet's first weight update. Surplus
+    engines start when there is room, and are removed first when `replicas` shrinks."""
     priority_class_name: str | None = Field(default=None, min_length=1, max_length=253)
-    """PriorityClass of the engines beyond the base, instead of `scheduling.priorityClassName`. With a lower one they are preempted
-    first when others need the room, this fleet's base among them."""
+    """PriorityClass of surplus engines, instead of `scheduling.priorityClassName`. With a lower priority they are preempted first, also
+    by the base of this fleet."""
 
 
 class Placement(ApiModel):
-    """On which nodes pods run."""
+    """Nodes of the pods."""
 
     node_selector: Labels | None = None
     """Labels that a node must have."""
@@ -122,7 +120,7 @@ class Placement(ApiModel):
 
 
 class Scheduling(Placement):
-    """On which nodes engines run, and when. `router.scheduling` says it for the router."""
+    """Where and when engines run. `router.scheduling` is the same for the router."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -143,15 +141,15 @@ class Scheduling(Placement):
     )
 
     topology_key: str | None = Field(default=None, min_length=1, max_length=317)
-    """Label of nodes: all pods of one engine go to nodes with one value of it, for example one rack or one NVLink domain."""
+    """Label of nodes. All pods of an engine run on nodes with the same value, for example in one rack or one NVLink domain."""
     queue_name: str | None = Field(default=None, min_length=1, max_length=63, pattern=_NAME)
-    """LocalQueue of Kueue, in the namespace of this object: every engine waits in it for its quota and starts as a whole."""
+    """LocalQueue of Kueue, in the namespace of this object. Each engine waits there for its quota and starts as a whole."""
     gang: Gang | None = None
-    """Schedule the pods of an engine, or of the base, together or not at all. For a cluster without Kueue; `gang: {}` takes the
+    """Schedule the pods of an engine, or of the base, together or not at all. For clusters without Kueue. `gang: {}` takes the
     defaults."""
     spread_engines: Spread = Spread.OFF
-    """`Preferred`: engines of this fleet go to different nodes where there is room. `Required`: never two on one node more than
-    on another."""
+    """`Preferred`: spread the engines of this fleet over nodes where there is room. `Required`: the numbers of engines on any two
+    nodes never differ by more than one."""
     avoid_nodes: AvoidNodes | None = None
-    """Keep engines off nodes on which engines failed repeatedly, for a while; `avoidNodes: {}` takes the defaults. Engines that run
-    well on such a node stay there."""
+    """Keep new engine pods off nodes on which engines failed repeatedly, for a limited time. `avoidNodes: {}` takes the defaults.
+    Engines that run on such a node stay there."""

@@ -1,4 +1,4 @@
-"""Base of the custom resource's models, and how CEL rules are written beside the fields they check."""
+"""Base of the custom resource's models, and the CEL rules of their fields."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 """Kubernetes quantities as people write them: ``16Gi``, ``500m``, ``0.5``."""
 
 ANY_QUANTITY = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
-"""All that Kubernetes takes for a quantity, as far as it is a string."""
+"""Every string that Kubernetes accepts as a quantity."""
 
 
 class ApiModel(BaseModel):
     """Base of all parts of the custom resource: camelCase in YAML, immutable in Python.
 
-    Unknown fields are ignored here, because the API server has refused or pruned them already, and because an older
-    operator must be able to read an object that a newer release wrote.
+    Unknown fields are ignored: the API server has refused or pruned them, and an older operator must read objects that a newer
+    release has written.
     """
 
     model_config = ConfigDict(
@@ -30,20 +30,30 @@ class ApiModel(BaseModel):
         extra="ignore",
         frozen=True,
         use_attribute_docstrings=True,
-        # pydantic reserves the prefix "model_"; spec.model is what everybody calls it.
+        # pydantic reserves the prefix "model_", which spec.model needs.
         protected_namespaces=(),
     )
 
 
 def rule(expression: str, message: str, *, field: str | None = None) -> dict[str, str]:
-    """Return one CEL rule; ``message`` is the sentence a user reads, ``field`` names the offending field of an object.
+    """Return one CEL rule.
 
-    No ``messageExpression``: the API server cannot bound the cost of joined strings and refuses the whole definition.
+    There is no ``messageExpression``, because the API server cannot bound the cost of joined strings and refuses the definition.
+
+    Args:
+        expression: The CEL expression.
+        message: The sentence that a user reads.
+        field: Path of the offending field in the object, such as ``.nodes``.
     """
     made = {"rule": expression, "message": message}
     if field:
         made["fieldPath"] = field
     return made
+
+
+def map_list(key: str = "name") -> dict[str, Any]:
+    """Return the schema extension of a list whose items are identified by ``key``."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
 def rules(*made: dict[str, str]) -> dict[str, Any]:
@@ -52,16 +62,15 @@ def rules(*made: dict[str, str]) -> dict[str, Any]:
 
 
 def refuse_flags(flags: tuple[str, ...], message: str) -> dict[str, str]:
-    """Return a rule for one command-line argument: it must not be one of ``flags``, also not as ``--flag=value``, nor
-    abbreviated, which argparse takes as well."""
+    """Return the rule that an argument is none of ``flags``, ``--flag=value`` and abbreviations, which argparse accepts, included."""
     return rule(f"self.size() < 3 || !self.startsWith('--') || !{list(flags)}.exists(f, f.startsWith(self.split('=')[0]))", message)
 
 
 def refuse_flags_like(*beginnings: str, message: str) -> dict[str, str]:
-    """Return a rule for one command-line argument: it must not begin like one of these families of flags."""
+    """Return the rule that an argument begins with none of ``beginnings``."""
     return rule(" && ".join(f"!self.startsWith('{beginning}')" for beginning in beginnings), message)
 
 
 def argument(flags: tuple[str, ...], message: str, *more: dict[str, str]) -> Any:
-    """Return the field of one command-line argument that is none of ``flags``, and keeps ``more`` rules."""
+    """Return the field of an argument that is none of ``flags`` and meets further rules."""
     return Field(min_length=1, max_length=2048, json_schema_extra=rules(refuse_flags(flags, message), *more))

@@ -1,4 +1,4 @@
-"""``spec.mode`` and ``spec.sharing`` of an SGLangRollout: whose GPUs the engines use."""
+"""``spec.mode`` and ``spec.sharing`` of an SGLangRollout: the owner of the engines' GPUs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.schema import ApiModel, rule, rules
 
 ENGINE_INDEX = "{engine}"
-"""Stands for the number of an engine in the name of its claim."""
+"""Placeholder of an engine's index in the name of its claim."""
 _CLAIM = r"^([a-z0-9]|\{engine\})(([-a-z0-9.]|\{engine\})*([a-z0-9]|\{engine\}))?$"
 
 
 class Mode(StrEnum):
-    """Whose GPUs the engines use, and who sends them weights."""
+    """Owner of the engines' GPUs, and source of their weights."""
 
     STANDALONE = "Standalone"
     HYBRID = "Hybrid"
@@ -23,7 +23,7 @@ class Mode(StrEnum):
 
 
 class Sharing(ApiModel):
-    """How engines come to the GPUs of the trainer."""
+    """GPUs and nodes that engines share with the trainer."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -35,24 +35,24 @@ class Sharing(ApiModel):
     )
 
     resource_claim_name: str | None = Field(default=None, max_length=253, pattern=_CLAIM)
-    """ResourceClaim (`resource.k8s.io`, Kubernetes 1.34) in the namespace of this object that holds the GPUs of an engine; the trainer's
-    pod names the same one. `{engine}` is the number of the engine: `judge-gpus-{engine}`."""
+    """ResourceClaim (`resource.k8s.io`, Kubernetes 1.34) with the GPUs of an engine, in the namespace of this object. The trainer's pod
+    names the same claim. `{engine}` is the index of the engine: `judge-gpus-{engine}`."""
     trainer_labels: Labels | None = Field(default=None, json_schema_extra={"minProperties": 1})
-    """Labels of the trainer's pods, in the namespace of this object: engines go to nodes where one of them runs, and wait for it."""
+    """Labels of the trainer's pods, in the namespace of this object. Engines wait for such a pod and run on its node."""
 
 
 def rules_of_modes() -> list[dict[str, str]]:
-    """Rules of ``spec``: what each mode needs and refuses."""
+    """Return the rules of ``spec`` about what each mode needs and refuses."""
     return [
         rule(
             "self.mode == oldSelf.mode",
-            "mode cannot change: engines that took weights from a trainer would wait for them for ever. Make another object.",
+            "mode cannot change: engines that received weights from a trainer would wait for it forever. Create another object.",
             field=".mode",
         ),
         *_rules_of_shared_gpus(),
         rule(
             "self.mode != 'Colocated' || self.engine.weightsCpuBackup",
-            "mode Colocated needs engine.weightsCpuBackup: the trainer takes the memory of the engines, and nobody sends them their weights"
+            "mode Colocated needs engine.weightsCpuBackup: the trainer takes the memory of the engines, and no trainer sends their weights"
             " again.",
             field=".engine",
         ),
@@ -71,7 +71,7 @@ _NO_CATCH_UP = "(!has(self.weights.catchUp) || !has(self.weights.catchUp.disk))"
 
 
 def _rules_of_shared_gpus() -> list[dict[str, str]]:
-    """Of Hybrid and Colocated."""
+    """Return the rules of modes Hybrid and Colocated."""
     return [
         rule(
             "(self.mode != 'Standalone') == has(self.sharing)",
@@ -111,7 +111,7 @@ def _rules_of_shared_gpus() -> list[dict[str, str]]:
 
 
 def _rules_of_pushes_to_each() -> list[dict[str, str]]:
-    """Of Hybrid: the trainer sends tensors to each engine by itself, after every sleep."""
+    """Return the rules of mode Hybrid, whose trainer sends tensors to each engine after every sleep."""
     return [
         rule(
             f"self.mode != 'Hybrid' || !has(self.weights) || {_NO_TRANSPORT}",

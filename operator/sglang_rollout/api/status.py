@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sglang_rollout.api.schema import ApiModel
+from sglang_rollout.api.schema import ApiModel, map_list
 
 MAX_ENGINE_ROWS = 64
 """Engines that status lists. ``GET /fleet`` lists all of them."""
@@ -224,16 +224,12 @@ class RolloutStatus(ApiModel):
     """Engines of the base; absent without `spec.elastic`."""
     selector: str = Field(default="", max_length=512)
     """Label selector of the engine pods, for autoscalers."""
-    conditions: list[Condition] = Field(
-        default_factory=list,
-        max_length=16,
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
-    )
+    conditions: list[Condition] = Field(default_factory=list, max_length=16, json_schema_extra=map_list("type"))
     """`Ready`, `Available`, `Progressing`, `RouterReady`, `WeightsConsistent`, `WaitingForWeights`, `Degraded`."""
     engines: list[EngineStatus] = Field(
         default_factory=list,
         max_length=MAX_ENGINE_ROWS,
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        json_schema_extra=map_list(),
     )
     """The engines. If there are more than 64, those that do not serve come first."""
     weights: WeightsStatus | None = None
@@ -241,13 +237,13 @@ class RolloutStatus(ApiModel):
     adapters: list[AdapterStatus] = Field(
         default_factory=list,
         max_length=MAX_ADAPTERS,
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        json_schema_extra=map_list(),
     )
     """Adapters of `engine.lora`, and adapters that trainers have loaded."""
     avoided_nodes: list[AvoidedNode] | None = Field(
         default=None,
         max_length=MAX_AVOIDED_NODES,
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["node"]},
+        json_schema_extra=map_list("node"),
     )
     """Nodes on which engines failed repeatedly (`scheduling.avoidNodes`)."""
     node_failures: list[NodeFailure] | None = Field(default=None, max_length=MAX_NODE_FAILURES)
@@ -262,26 +258,26 @@ Status = Literal["True", "False", "Unknown"]
 
 
 class ConditionType(StrEnum):
-    """The aspects of a fleet's state."""
+    """Types of conditions."""
 
     READY = "Ready"
-    """All wanted engines, or those of the base, serve the committed weights, made from the current spec."""
+    """All wanted engines, or those of the base, were created from the current spec and serve the committed weights."""
     AVAILABLE = "Available"
-    """The URL answers: at least one engine serves."""
+    """At least one engine serves."""
     PROGRESSING = "Progressing"
-    """The operator is still on its way to what the spec says."""
+    """The fleet does not match the spec yet."""
     ROUTER_READY = "RouterReady"
-    """The router pod runs: weights can be pushed and the discovery document be read."""
+    """The router pod runs, so that the URL accepts weights and serves the discovery document."""
     WEIGHTS_CONSISTENT = "WeightsConsistent"
     """All engines hold the committed version."""
     WAITING_FOR_WEIGHTS = "WaitingForWeights"
-    """An engine is up and serves nobody, because it does not hold the committed version."""
+    """An engine is up but does not serve, because it does not hold the committed version."""
     DEGRADED = "Degraded"
-    """Something failed that a person should look at."""
+    """A failure needs a person's attention."""
 
 
 class Reason(StrEnum):
-    """Why a condition has its status: constants that programs may compare with."""
+    """Codes of why a condition has its status. Programs may compare them."""
 
     ALL_SERVING = "AllServing"
     BASE_SERVING = "BaseServing"
@@ -330,7 +326,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to be said about one aspect now."""
+    """Present status of one condition."""
 
     type: ConditionType
     status: Status
@@ -339,7 +335,7 @@ class Finding:
 
 
 def conditions(findings: Iterable[Finding], previous: Iterable[Mapping[str, Any]], *, generation: int, now: str) -> list[Condition]:
-    """Return the conditions; ``lastTransitionTime`` is ``now`` only where ``status`` changed."""
+    """Return the conditions. ``lastTransitionTime`` is ``now`` where ``status`` has changed, else it is kept."""
     before = {str(condition.get("type")): condition for condition in previous}
     made = []
     for finding in findings:
@@ -359,7 +355,7 @@ def conditions(findings: Iterable[Finding], previous: Iterable[Mapping[str, Any]
 
 
 def find(status: Mapping[str, Any] | None, kind: ConditionType) -> Mapping[str, Any]:
-    """Return a condition of a status; empty if it is not there."""
+    """Return a condition of a status; empty if there is none of this type."""
     found = ((status or {}).get("conditions")) or []
     return next((condition for condition in found if condition.get("type") == kind.value), {})
 

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_spec import ENGINE_ENV, AccountAnnotations, Engine, Resources
 from sglang_rollout.api.model_spec import Model
-from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, ports_of_all_engines, variable_said_in_overlay
+from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, rules_against_overlaid_variables, rules_of_fleet_ports
 from sglang_rollout.api.pod_template import PodTemplate, RouterPodTemplate, overlay_sets
 from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL, Elastic, Placement, Scheduling
 from sglang_rollout.api.schema import ApiModel, argument, rule, rules
@@ -21,8 +21,7 @@ from sglang_rollout.api.status import RolloutStatus
 from sglang_rollout.api.weights_spec import Weights
 
 MAX_ENGINES = 1000
-"""Engine names carry their index; with four digits the longest one still fits the 63 characters of a StatefulSet's
-revision label."""
+"""With a four-digit index the longest engine name fits the 63 characters of a StatefulSet's revision label."""
 
 ROUTER_FLAGS = (
     "--host",
@@ -37,7 +36,7 @@ ROUTER_FLAGS = (
     "--model-alias",
     "--disable-retries",
 )
-"""Flags of smg that the operator sets itself, or that would take the choice of engines away from the coordinator."""
+"""Flags of smg that the operator sets, or that would change the list of engines, which the coordinator owns."""
 
 RouterArgument = Annotated[
     str,
@@ -50,7 +49,7 @@ RouterArgument = Annotated[
 
 
 class RouterPolicy(StrEnum):
-    """How requests are spread over the engines."""
+    """Distribution of requests over the engines."""
 
     CACHE_AWARE = "CacheAware"
     ROUND_ROBIN = "RoundRobin"
@@ -60,11 +59,11 @@ class RouterPolicy(StrEnum):
 
 
 class Router(ApiModel):
-    """The pod behind the fleet's one URL: haproxy, the SGLang router (smg) and the coordinator."""
+    """The pod behind the fleet's URL: haproxy, the SGLang router (smg) and the coordinator."""
 
     policy: RouterPolicy = RouterPolicy.CACHE_AWARE
-    """How requests are spread over the engines. Headers `x-smg-routing-key` and `x-session-id` make requests sticky
-    under every policy."""
+    """Distribution of requests over the engines. With every policy the headers `x-smg-routing-key` and `x-session-id` make
+    requests sticky."""
     resources: Resources = Resources()
     """CPU and memory of the container smg. Default: requests of 250m CPU and 256Mi."""
     front_resources: Resources = Resources()
@@ -72,18 +71,18 @@ class Router(ApiModel):
     coordinator_resources: Resources = Resources()
     """CPU and memory of the container coordinator. Default: requests of 100m CPU and 128Mi."""
     args: list[RouterArgument] = Field(default_factory=list, max_length=64)
-    """More arguments of `smg`, one word per item."""
+    """Further arguments of `smg`, one word per item."""
     scheduling: Placement = Placement()
-    """On which nodes the router runs. `spec.scheduling` does not apply to it: a router needs no GPU."""
+    """Nodes of the router. `spec.scheduling` does not apply to it, because a router needs no GPU."""
     service_account_annotations: AccountAnnotations | None = None
     """Annotations of the router's ServiceAccount `<name>-router`. A change restarts the router."""
     pod_template: RouterPodTemplate | None = None
-    """Overlay over the router pod for everything that has no field of its own, for example `imagePullSecrets`. Merged like
+    """Overlay over the router pod for everything that has no field, for example `imagePullSecrets`. It is merged like
     `spec.podTemplate`. A change restarts the router."""
 
 
 class State(StrEnum):
-    """What the fleet is to do."""
+    """Desired state of the fleet."""
 
     ACTIVE = "Active"
     PAUSED = "Paused"
@@ -92,14 +91,14 @@ class State(StrEnum):
 
 
 class Sleep(ApiModel):
-    """How a fleet falls asleep."""
+    """Settings of `state: Asleep`."""
 
     drain_seconds: int = Field(default=300, ge=0, le=86400)
-    """Requests that run when `state` becomes `Asleep` have so many seconds to end; the rest is aborted. 0: abort at once."""
+    """Seconds that running requests have to end when `state` becomes `Asleep`. Then they are aborted. 0: abort at once."""
 
 
 def _rules_of_overlay() -> list[dict[str, str]]:
-    """Rules of ``spec``: what other fields set, the overlay must not."""
+    """Return the rules of ``spec`` that the overlay sets nothing that other fields set."""
     labels = "self.podTemplate.metadata.labels"
     return [
         rule(
@@ -129,7 +128,7 @@ def _rules_of_overlay() -> list[dict[str, str]]:
 
 
 class RolloutSpec(ApiModel):
-    """The fleet that is wanted."""
+    """Desired state of the fleet."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -183,8 +182,8 @@ class RolloutSpec(ApiModel):
                 field=".scheduling",
             ),
             *_rules_of_overlay(),
-            *variable_said_in_overlay(),
-            *ports_of_all_engines(),
+            *rules_against_overlaid_variables(),
+            *rules_of_fleet_ports(),
             *rules_of_modes(),
         )
     )
@@ -192,43 +191,42 @@ class RolloutSpec(ApiModel):
     replicas: int = Field(default=1, ge=0, le=MAX_ENGINES)
     """Number of engines. `kubectl scale` sets it."""
     elastic: Elastic | None = None
-    """How many of them are the base, without which the fleet is not whole. Default: all."""
+    """A base of engines that the fleet needs; further engines are optional. Default: it needs all engines."""
     mode: Mode = Mode.STANDALONE
-    """`Standalone`: the engines have GPUs of their own and take weights from a trainer. `Hybrid`: they share the trainer's GPUs, sleep
-    until it wakes them, and take its weights at their own URLs. `Colocated`: they share its GPUs likewise, and keep the weights of
-    `model.path` (docs/modes.md). It cannot change."""
+    """`Standalone`: the engines have their own GPUs and receive weights from a trainer. `Hybrid`: they share the trainer's GPUs, sleep
+    until the trainer wakes them, and receive its weights at their own URLs. `Colocated`: they share the trainer's GPUs and keep the
+    weights of `model.path` (docs/modes.md). The mode cannot change."""
     sharing: Sharing | None = None
-    """How engines come to the trainer's GPUs, with `mode: Hybrid` or `Colocated`."""
+    """GPUs and nodes that engines share with the trainer, with `mode: Hybrid` or `Colocated`."""
     state: State = State.ACTIVE
-    """`Paused`: no engine generates, weight updates are taken. `Asleep`: engines release their memory; needs
-    `engine.memorySaver` (docs/states.md). `Suspended`: no engine runs and no GPU is taken; the object, its URL, run and committed
-    version are kept. Engines that come back hold what `model.path` holds, so after the first push they wait for the next one, or catch
-    up from `weights.catchUp.disk`."""
+    """`Active`: engines serve. `Paused`: no engine generates, but weight updates continue. `Asleep`: engines release their memory;
+    needs `engine.memorySaver` (docs/states.md). `Suspended`: no engine runs and no GPU is used; the object, its URL, run and committed
+    version are kept. Engines that start afterwards hold the weights of `model.path`. If another version is committed, they wait for the
+    next push, or catch up from `weights.catchUp.disk`."""
     sleep: Sleep = Sleep()
-    """How a fleet falls asleep."""
+    """Settings of `state: Asleep`."""
     model: Model
-    """Which model the engines serve before the first weight update."""
+    """The model that engines serve before the first weight update."""
     engine: Engine
     """The SGLang servers."""
     router: Router = Router()
-    """The pod behind the fleet's one URL."""
+    """The pod behind the fleet's URL."""
     weights: Weights = Weights()
-    """How a trainer's weights reach the engines."""
+    """Transfer of a trainer's weights to the engines."""
     scheduling: Scheduling = Scheduling()
-    """On which nodes engines run."""
+    """Nodes of the engines."""
     pod_template: PodTemplate | None = None
-    """Overlay over the engine pods for everything that has no field of its own: volumes, annotations,
-    more containers. Merged like a strategic merge patch: maps key by key, containers, volumes and
-    environment by name; `null` removes a key."""
+    """Overlay over the engine pods for everything that has no field: volumes, annotations, further containers. It is merged like a
+    strategic merge patch: maps by key; containers, volumes and environment by name. `null` removes a key."""
 
     @property
     def engines(self) -> int:
-        """How many engines are to run now."""
+        """Number of engines that should run now."""
         return 0 if self.state is State.SUSPENDED else self.replicas
 
     @property
     def base(self) -> int:
-        """How many of them, from the first on, make the fleet whole."""
+        """Number of engines, from the first on, that the fleet needs."""
         return self.engines if self.elastic is None else min(self.elastic.base, self.engines)
 
 
@@ -242,21 +240,15 @@ SINGULAR = "sglangrollout"
 SHORT_NAME = "sglr"
 
 MAX_NAME = 40
-"""Longest name of an SGLangRollout: ``<name>-engine-<4 digits>`` and the hash that a StatefulSet appends must fit a
-label (63)."""
+"""Longest name of an SGLangRollout: ``<name>-engine-<4 digits>`` and a StatefulSet's hash must fit a label (63)."""
 
 PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
-    {
-        "name": "READY",
-        "type": "string",
-        "jsonPath": ".status.ready",
-        "description": "Engines that serve, of those wanted.",
-    },
+    {"name": "READY", "type": "string", "jsonPath": ".status.ready", "description": "Serving and wanted engines."},
     {
         "name": "UP-TO-DATE",
         "type": "integer",
         "jsonPath": ".status.updatedReplicas",
-        "description": "Engines whose pod was made from the current spec.",
+        "description": "Engines whose pods were created from the current spec.",
     },
     {
         "name": "VERSION",
@@ -264,18 +256,8 @@ PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
         "jsonPath": ".status.weights.committedVersion",
         "description": "Weight version that the fleet serves.",
     },
-    {
-        "name": "STALE",
-        "type": "integer",
-        "jsonPath": ".status.weights.stale",
-        "description": "Engines that are up and do not hold that version.",
-    },
-    {
-        "name": "STATE",
-        "type": "string",
-        "jsonPath": ".spec.state",
-        "description": "What the fleet is to do.",
-    },
+    {"name": "STALE", "type": "integer", "jsonPath": ".status.weights.stale", "description": "Engines that are up without that version."},
+    {"name": "STATE", "type": "string", "jsonPath": ".spec.state", "description": "Desired state of the fleet."},
     {
         "name": "STATUS",
         "type": "string",
@@ -289,7 +271,7 @@ PRINTER_COLUMNS: tuple[dict[str, Any], ...] = (
     {"name": "EPOCH", "type": "integer", "jsonPath": ".status.weights.epoch", "priority": 1},
     {"name": "URL", "type": "string", "jsonPath": ".status.endpoints.url", "priority": 1},
 )
-"""What ``kubectl get`` shows; priority 1 only with ``-o wide``."""
+"""Columns of ``kubectl get``; those of priority 1 only with ``-o wide``."""
 
 
 class ObjectMeta(ApiModel):
@@ -298,16 +280,15 @@ class ObjectMeta(ApiModel):
     name: str
     """Name of the object."""
     namespace: str = "default"
-    """Its namespace."""
+    """Namespace of the object."""
     uid: str = ""
-    """Identity of this very object."""
+    """Unique identity of the object."""
     generation: int = 0
-    """Grows with every change of ``spec``."""
+    """Number that grows with every change of ``spec``."""
 
 
 class SGLangRollout(ApiModel):
-    """A fleet of SGLang engines behind one URL, for reinforcement learning: generate through it, push policy weights
-    through it."""
+    """A fleet of SGLang engines for reinforcement learning, with one URL for generating and for pushing policy weights."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -330,16 +311,16 @@ class SGLangRollout(ApiModel):
     metadata: ObjectMeta
     """Name, namespace and the rest of every Kubernetes object's metadata."""
     spec: RolloutSpec
-    """The fleet that is wanted."""
+    """Desired state of the fleet."""
     status: RolloutStatus | None = Field(default=None)
-    """What is. Written by the operator."""
+    """Observed state of the fleet, written by the operator."""
 
     @property
     def name(self) -> str:
-        """The object's name."""
+        """Name of the object."""
         return self.metadata.name
 
     @property
     def namespace(self) -> str:
-        """The object's namespace."""
+        """Namespace of the object."""
         return self.metadata.namespace

@@ -1,4 +1,4 @@
-"""``spec.weights`` of an SGLangRollout: how a trainer's weights reach the engines."""
+"""``spec.weights`` of an SGLangRollout: the transfer of a trainer's weights to the engines."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Backend(StrEnum):
 
 
 class Transport(StrEnum):
-    """How a trainer's tensors come to the engines."""
+    """Transport of a trainer's tensors to the engines."""
 
     DISTRIBUTED = "Distributed"
     DISK = "Disk"
 
 
 class PauseMode(StrEnum):
-    """What happens to running requests while weights change."""
+    """Treatment of running requests while weights change."""
 
     RETRACT = "Retract"
     ABORT = "Abort"
@@ -38,58 +38,55 @@ class PauseMode(StrEnum):
 
 
 class Deadlines(ApiModel):
-    """How long each step of a weight update may take. A step that takes longer ends the update; the fleet goes on at
-    the old version."""
+    """Limits for the steps of a weight update. A step that takes longer ends the update, and the fleet keeps the old version."""
 
     group_seconds: int = Field(default=120, ge=1, le=86400)
-    """Opening a group: the trainer's address becomes reachable and every engine has joined."""
+    """Seconds to open a process group: the trainer's address becomes reachable, and every engine joins."""
     update_seconds: int = Field(default=300, ge=1, le=86400)
-    """One call of an open update: begin, one bucket of tensors, end."""
+    """Seconds for one call of an update: begin, one bucket of tensors, or end."""
     idle_seconds: int = Field(default=120, ge=1, le=86400)
-    """A paused or half-updated fleet hears nothing from its trainer for so long: the update is given up."""
+    """Seconds without a call of the trainer after which a paused or partly updated fleet abandons the update."""
     pause_seconds: int = Field(default=60, ge=1, le=86400)
-    """Pausing or continuing all engines."""
+    """Seconds to pause or resume all engines."""
     total_seconds: int = Field(default=1800, ge=1, le=86400)
-    """A pause or an update altogether, however lively its trainer is."""
+    """Seconds for a whole pause or update, also of an active trainer."""
     stuck_seconds: int = Field(default=30, ge=1, le=86400)
-    """An engine that has not answered a call of a given-up update for so long is restarted: nothing else ends a
-    collective whose peer is gone."""
+    """Seconds after which an engine that has not answered a call of an abandoned update is restarted. Only a restart ends a
+    collective without its peer."""
     silent_seconds: int = Field(default=120, ge=1, le=86400)
-    """An engine that was up, has no call to answer and generates no token for so long is restarted: its process hangs.
-    More than the longest prompt takes to prefill."""
+    """Seconds after which an engine that was up, has no open call and generates no token is restarted, because its process hangs.
+    It must exceed the time to prefill the longest prompt."""
 
 
 class OnLoss(StrEnum):
-    """What an idle fleet does when its trainer is lost."""
+    """Reaction of an idle fleet to a lost trainer."""
 
     KEEP_SERVING = "KeepServing"
     PAUSE = "Pause"
 
 
 class TrainerLease(ApiModel):
-    """How long a trainer is believed to live without a word."""
+    """Detection of a lost trainer."""
 
     ttl_seconds: int = Field(default=20, ge=1, le=86400)
-    """After so long a silence the trainer's store is asked for; if it is gone, what the trainer had open is given up.
-    Heartbeats of our client count as words."""
+    """Seconds without a call or heartbeat after which the coordinator probes the trainer's store. If the store is gone, the
+    trainer's open update is abandoned."""
     on_loss: OnLoss = OnLoss.KEEP_SERVING
-    """What an idle fleet does then. `Pause`: it generates nothing until a trainer calls."""
+    """Reaction of an idle fleet. `KeepServing`: it serves the committed version. `Pause`: it generates nothing until a trainer calls."""
 
 
 class CatchUp(ApiModel):
-    """Where an engine that restarted, or came after the trainer's group was opened, gets the committed version without
-    the trainer. Without a place it waits for the trainer's next push."""
+    """Source of the committed version for engines that restart or start later. Without a source they wait for the next push."""
 
     disk: str | None = Field(default=None, min_length=1, max_length=1024, pattern="^/")
-    """Path inside the engine pods: a directory of snapshots that our client writes, or the path of the trainer's own
-    checkpoints with `{version}` for the version's name, for example `/ckpt/step_{version}/hf`. The volume is mounted by
-    `podTemplate`."""
+    """Path in the engine pods: the folder of snapshots that the client library writes, or the path of the trainer's own checkpoints with
+    `{version}` for the version's name, for example `/ckpt/step_{version}/hf`. `podTemplate` mounts the volume."""
     parallel: int = Field(default=4, ge=1, le=1000)
-    """So many engines load at a time."""
+    """Most engines that load at a time."""
 
 
 class Verify(StrEnum):
-    """When the engines' weights are compared, tensor by tensor, before a version is committed."""
+    """Updates before whose commit the engines' weights are compared."""
 
     ALWAYS = "Always"
     EVERY_N = "EveryN"
@@ -97,18 +94,18 @@ class Verify(StrEnum):
 
 
 class VersionPolicy(StrEnum):
-    """Which weights may be served."""
+    """Versions that engines may serve."""
 
     LATEST_ONLY = "LatestOnly"
     MAX_STALENESS = "MaxStaleness"
 
 
 class Weights(ApiModel):
-    """How a trainer's weights reach the engines."""
+    """Transfer of a trainer's weights to the engines."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            # has(versionPolicy): the API server tries the rule on the default of weights, {}, before it fills in its fields.
+            # has(versionPolicy), because the API server checks the default of weights, {}, before it fills in the fields.
             rule(
                 "has(self.maxStaleness) == (has(self.versionPolicy) && self.versionPolicy == 'MaxStaleness')",
                 "weights.maxStaleness belongs to versionPolicy MaxStaleness: set both, or neither.",
@@ -118,19 +115,18 @@ class Weights(ApiModel):
     )
 
     transport: Transport = Transport.DISTRIBUTED
-    """`Distributed`: over a weight-update group (and from disk, if the trainer wants). `Disk`: only by
-    `update_weights_from_disk`; calls about groups are refused. For engines with `parallelism.pipeline` or `data` above 1."""
+    """`Distributed`: over a process group, or from disk if the trainer chooses it. `Disk`: only by `update_weights_from_disk`; calls about
+    process groups are refused. For engines with `parallelism.pipeline` or `data` above 1."""
     backend: Backend = Backend.NCCL
-    """Backend of the weight-update group when the trainer names none. `gloo` for CPU engines."""
+    """Backend of the process group if the trainer names none. `gloo` for CPU engines."""
     pause_mode: PauseMode = PauseMode.RETRACT
-    """How engines are paused for an update when the trainer does not pause them itself. `Retract`: running requests go
-    back to the queue and continue with the new weights. `Abort`: they end. `InPlace`: they continue with the cache of
-    the old weights."""
+    """Treatment of running requests during an update, unless the trainer pauses the engines itself. `Retract`: they return to the queue
+    and continue with the new weights. `Abort`: they end. `InPlace`: they continue with the cache of the old weights."""
     version_policy: VersionPolicy = VersionPolicy.LATEST_ONLY
-    """Which weights an engine may serve. `LatestOnly`: the committed version. `MaxStaleness`: also versions that are at
-    most `maxStaleness` commits older, of the same run."""
+    """Versions that engines may serve. `LatestOnly`: the committed version. `MaxStaleness`: also versions of the same run that are at
+    most `maxStaleness` commits older."""
     max_staleness: int | None = Field(default=None, ge=1, le=64)
-    """See `versionPolicy`."""
+    """Number of commits by which a served version may be older, with `versionPolicy: MaxStaleness`."""
     min_committed: int | str | None = Field(
         default=None,
         json_schema_extra={
@@ -143,17 +139,17 @@ class Weights(ApiModel):
             ),
         },
     )
-    """How many engines must hold a new version so that it is committed: a number, or a share of `replicas` such as
-    `75%`. Engines that fail at the end of an update are then fenced alone, and a fleet may take its first weights before
-    all of its engines are up. Default: all engines that take part."""
+    """Engines that must hold a new version before it is committed: a number, or a share of `replicas` such as `75%`. Engines that fail at
+    the end of an update are then fenced individually, and the first update need not wait for all engines. Default: all engines
+    that take part."""
     verify: Verify = Verify.EVERY_N
-    """When the engines' weights are compared by checksum before a version is committed; an engine that differs from the
-    others of its shape is fenced and named. `EveryN`: the first update, and each `verifyEvery`-th after it."""
+    """Updates before whose commit the engines' weights are compared by checksum. An engine that differs from the others of its shape is
+    fenced and named. `Always`: every update. `EveryN`: the first update, and each `verifyEvery`-th after it. `Off`: none."""
     verify_every: int = Field(default=10, ge=1, le=1000000)
-    """See `verify`."""
+    """Interval of `verify: EveryN`, in updates."""
     deadlines: Deadlines = Deadlines()
-    """How long each step of a weight update may take."""
+    """Limits for the steps of a weight update."""
     trainer_lease: TrainerLease = TrainerLease()
-    """What becomes of an update whose trainer dies or falls silent."""
+    """Detection of a lost trainer."""
     catch_up: CatchUp = CatchUp()
-    """How engines get the committed version without the trainer."""
+    """Source of the committed version without the trainer."""

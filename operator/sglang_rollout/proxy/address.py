@@ -19,7 +19,11 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse ``host:port`` or ``[v6]:port``; brackets around other hosts are removed. Raise ValueError with a message for people."""
+        """Parse ``host:port`` or ``[v6]:port``. Brackets around other hosts are removed.
+
+        Raises:
+            ValueError: The text is not an address; the message is for people.
+        """
         host, colon, port = text.strip().rpartition(":")
         if not colon or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
             raise ValueError(f"{text!r} is not an address: write host:port with a port from 1 to 65535, for example 127.0.0.1:30000")
@@ -37,11 +41,6 @@ class Address:
     def is_v6(self) -> bool:
         """True if the host is an IPv6 address."""
         return ":" in self.host
-
-    @property
-    def wildcard(self) -> bool:
-        """True if the host means all addresses of the machine."""
-        return self.host in ("0.0.0.0", "::")  # noqa: S104 - recognised, not bound
 
     @property
     def url(self) -> str:

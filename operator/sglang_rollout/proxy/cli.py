@@ -1,4 +1,4 @@
-"""``sglang-rollout proxy gate|front|smg``: write the configuration and become the proxy.
+"""``sglang-rollout proxy gate|front|smg``: write the configuration, and become the proxy.
 
 The same commands are the containers' entry points in Kubernetes and the children of ``sglang-rollout local``.
 """
@@ -58,7 +58,7 @@ class AddressType(click.ParamType[Address]):
 ADDRESS = AddressType()
 
 
-_print = click.option("--print", "only_print", is_flag=True, help="Print what would be run, and exit.")
+_print = click.option("--print", "only_print", is_flag=True, help="Print the configuration or command, and exit.")
 
 
 def _maxconn(default: int) -> Callable[[_F], _F]:
@@ -72,20 +72,22 @@ def _runtime_dir(default: str) -> Callable[[_F], _F]:
 
 
 _metrics_listen = click.option(
-    "--metrics-listen", type=ADDRESS, show_default="nowhere", help="Where the metrics of every process of the pod are served."
+    "--metrics-listen", type=ADDRESS, show_default="nowhere", help="Address of the metrics of all processes of the pod."
 )
 
 
 @click.group(name="proxy")
 def command() -> None:
-    """Become one of the fleet's proxies: gate or front (both haproxy), or smg (the SGLang router).
+    """Run a proxy of the fleet: gate or front (both haproxy), or smg (the SGLang router).
 
-    Each writes the configuration or command line that the fleet needs and replaces itself by the proxy; --print shows it.
+    Each command writes the configuration and becomes the proxy; --print shows the configuration.
     """
 
 
 @command.command(short_help="In front of one engine (haproxy); closed until the agent opens it.")
-@click.option("--listen", type=ADDRESS, default=f"[::]:{ports.GATE_PORT}", show_default=True, help="Where the engine is reached by others.")
+@click.option(
+    "--listen", type=ADDRESS, default=f"[::]:{ports.GATE_PORT}", show_default=True, help="Address at which the engine is reached."
+)
 @click.option("--engine", type=ADDRESS, default=f"127.0.0.1:{ports.ENGINE_PORT}", show_default=True, help="The SGLang server.")
 @click.option("--agent", type=ADDRESS, default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="The engine's agent.")
 @click.option("--socket", required=True, metavar="PATH", help="haproxy's stats socket, through which the agent opens and closes the gate.")
@@ -104,8 +106,10 @@ def gate(
     maxconn: int,
     only_print: bool,
 ) -> None:
-    """The gate: haproxy in front of one engine. Requests for tokens pass only while the engine's agent has opened it; every other call
-    goes to the agent."""
+    """Run the gate: haproxy in front of one engine.
+
+    Requests for tokens pass only while the engine's agent keeps the gate open. Every other call goes to the agent.
+    """
     where, most = _listening(listen, only_print), _connections(maxconn, only_print)
     metrics = _listening(metrics_listen, only_print) if metrics_listen is not None else None
     params = GateParams(listen=where, engine=engine, agent=agent, socket=socket, maxconn=most, metrics=metrics)
@@ -116,8 +120,8 @@ def gate(
     _print_or_become("gate", text, runtime_dir or Path(socket).parent, only_print, socket=Path(socket))
 
 
-@command.command(short_help="The fleet's one URL (haproxy): generating goes to smg, the rest to the coordinator.")
-@click.option("--listen", type=ADDRESS, default=f"[::]:{ports.FRONT_PORT}", show_default=True, help="The fleet's one URL.")
+@command.command(short_help="The fleet's URL (haproxy): generation goes to smg, other calls to the coordinator.")
+@click.option("--listen", type=ADDRESS, default=f"[::]:{ports.FRONT_PORT}", show_default=True, help="Address of the fleet's URL.")
 @click.option("--smg", type=ADDRESS, default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, help="The SGLang router.")
 @click.option("--coordinator", type=ADDRESS, default=f"127.0.0.1:{ports.COORDINATOR_PORT}", show_default=True, help="The coordinator.")
 @_metrics_listen
@@ -140,7 +144,7 @@ def front(
     threads: int,
     only_print: bool,
 ) -> None:
-    """The front: haproxy that owns the fleet's one URL. Requests for tokens go to smg, every other call to the coordinator."""
+    """Run the front: haproxy at the fleet's URL. Requests for tokens go to smg, every other call to the coordinator."""
     where, most = _listening(listen, only_print), _connections(maxconn, only_print)
     metrics = _listening(metrics_listen, only_print) if metrics_listen is not None else None
     params = FrontParams(
@@ -150,23 +154,26 @@ def front(
 
 
 @command.command(
-    context_settings={"ignore_unknown_options": True},
-    short_help="The SGLang router, with the settings that weight updates need.",
+    context_settings={"ignore_unknown_options": True}, short_help="The SGLang router, with the settings that weight updates need."
 )
-@click.option("--listen", default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, metavar="HOST:PORT", help="Where smg takes requests.")
+@click.option(
+    "--listen", default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, metavar="HOST:PORT", help="Address at which smg accepts requests."
+)
 @click.option(
     "--metrics-listen",
     default=f"127.0.0.1:{ports.SMG_METRICS_PORT}",
     show_default=True,
     metavar="HOST:PORT",
-    help="Where smg shows its metrics.",
+    help="Address of smg's metrics.",
 )
-@click.option("--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="How an engine is chosen.")
-@click.option("--served-name", metavar="NAME", help="Name of the model; requests for the model 'default' then mean it.")
+@click.option(
+    "--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="Policy by which smg chooses an engine."
+)
+@click.option("--served-name", metavar="NAME", help="Name of the model, also for requests for the model 'default'.")
 @_print
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SMG_OPTIONS...]")
 def smg(*, listen: str, metrics_listen: str, policy: str, served_name: str | None, only_print: bool, extra: tuple[str, ...]) -> None:
-    """smg, the SGLang router, with the settings that weight updates need. What follows -- is handed to it unchanged."""
+    """Run smg, the SGLang router, with the settings that weight updates need. Arguments after -- are passed to smg unchanged."""
     try:
         args = smg_args(listen=listen, metrics_listen=metrics_listen, policy=policy, served_name=served_name, extra=extra)
     except ValueError as error:

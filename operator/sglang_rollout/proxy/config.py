@@ -39,28 +39,6 @@ it reads more at times, and at others it never answers. The path of the map stan
 UNSET = "".join(f"{key} {NO_VERSION}\n" for key in (VERSION_KEY, VOCABULARY_KEY, TOKENIZER_KEY, GENERATES_KEY, ADAPTERS_KEY))
 """Content of the map's file when haproxy starts."""
 
-
-def version_map_of(socket: str) -> str:
-    """Return the path of a gate's map: its name for haproxy, and a file that must exist when haproxy starts."""
-    return f"{socket}.version"
-
-
-def encoded(label: str) -> str:
-    """Return a label as the map stores it. Characters that an ASCII header cannot contain become question marks."""
-    line = " ".join(label.split()).encode("ascii", "replace").decode("ascii")
-    return quote("".join(character if character.isprintable() else "?" for character in line), safe="") or NO_VERSION
-
-
-def listed(names: Collection[str]) -> str:
-    """Return names of adapters as the map stores them: each URL-encoded, with a comma before and after."""
-    return "".join(f",{quote(name, safe='')}" for name in sorted(names)) + ","
-
-
-def guard_of(socket: str) -> str:
-    """Return the path of the gate's filter against requests that would end the engine. The file must exist when haproxy starts."""
-    return f"{socket}.guard.lua"
-
-
 GATE_CONNECTIONS = 4096
 """Maximum of concurrent connections of a gate, if the limit on open files allows it."""
 FRONT_CONNECTIONS = 8000
@@ -84,7 +62,7 @@ _SENTENCES = {
         "agent_unavailable",
         "The agent of this engine does not answer, so control calls cannot be taken. It is restarted by itself: try again.",
     ),
-    "nobody": (
+    "no_engine": (
         "no_engine_serves",
         "No engine can take this request now: none holds the weights that the fleet has committed, or the router is restarting. "
         "GET /fleet tells the state of each engine. Try again.",
@@ -179,14 +157,35 @@ def connections_for(wanted: int, open_files: int) -> int:
     return max(_LEAST_CONNECTIONS, min(wanted, (open_files - _RESERVED_FILES) // 2))
 
 
+def version_map_of(socket: str) -> str:
+    """Return the path of a gate's map: its name for haproxy, and a file that must exist when haproxy starts."""
+    return f"{socket}.version"
+
+
+def encoded(label: str) -> str:
+    """Return a label as the map stores it. Characters that an ASCII header cannot contain become question marks."""
+    line = " ".join(label.split()).encode("ascii", "replace").decode("ascii")
+    return quote("".join(character if character.isprintable() else "?" for character in line), safe="") or NO_VERSION
+
+
+def listed(names: Collection[str]) -> str:
+    """Return names of adapters as the map stores them: each URL-encoded, with a comma before and after."""
+    return "".join(f",{quote(name, safe='')}" for name in sorted(names)) + ","
+
+
+def guard_of(socket: str) -> str:
+    """Return the path of the gate's filter against requests that would end the engine. The file must exist when haproxy starts."""
+    return f"{socket}.guard.lua"
+
+
 def gate_config(params: GateParams) -> str:
     """Return the configuration of a gate."""
     if not params.socket.startswith("/") or any(c.isspace() or c in "'\"\\#" for c in params.socket):
         raise ValueError(f"the gate's socket must be an absolute path without blanks and quotes, not {params.socket!r}")
     return _template("gate.cfg.j2").render(
         bind=_bind(params.listen),
-        engine=_server(params.engine),
-        agent=_server(params.agent),
+        engine=params.engine,
+        agent=params.agent,
         agent_host=f"[{params.agent.host}]" if params.agent.is_v6 else params.agent.host,
         agent_port=params.agent.port,
         socket=params.socket,
@@ -223,8 +222,8 @@ def front_config(params: FrontParams) -> str:
     """Return the configuration of the front."""
     return _template("front.cfg.j2").render(
         bind=_bind(params.listen),
-        smg=_server(params.smg),
-        coordinator=_server(params.coordinator),
+        smg=params.smg,
+        coordinator=params.coordinator,
         batch_paths=" ".join(_BATCH_PATHS),
         direct_paths=" ".join(DIRECT_PATHS),
         batch_limit=max(8, params.maxconn // 16),
@@ -289,10 +288,6 @@ def _regex(pattern: str) -> str:
 def _bind(address: Address) -> str:
     """Return the argument of ``bind``. Without ``v4v6`` the system decides whether ``::`` also accepts IPv4."""
     return f"{address} v4v6" if address.host == "::" else str(address)
-
-
-def _server(address: Address) -> str:
-    return str(address)
 
 
 @cache

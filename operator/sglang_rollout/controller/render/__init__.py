@@ -1,4 +1,4 @@
-"""What a custom resource means: all child objects, in the order in which they are applied."""
+"""Render a rollout: all child objects, in the order in which they are applied. Pure."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ def render_all(
     avoided: Sequence[str] = (),
     members: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return every child object of ``rollout``, those that others need first.
+    """Return every child object of a rollout. Objects that other objects need come first.
 
-    ``token`` is what the Secret holds already; without it the Secret is rendered empty, and whoever applies it puts a
-    token in. ``gates``: ports of gates that are there, by engine; others are where they are wanted. ``avoided``: the nodes that engines
-    are kept off. ``members``: how many pods the group of the base has now, if not all that it is to have.
+    Args:
+        rollout: The rollout.
+        settings: Settings of the operator.
+        token: Token that the Secret already holds. Without it the Secret is rendered empty.
+        gates: Ports of existing gates, by engine. Other gates are where the spec puts them.
+        avoided: Nodes that engines keep off.
+        members: Present number of pods in the PodGroup of the base. None: the number that the spec asks for.
     """
     return [
         *rbac(rollout),

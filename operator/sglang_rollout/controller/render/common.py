@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -10,17 +11,29 @@ from typing import Any
 from sglang_rollout.api import v1alpha1 as api
 from sglang_rollout.api.engine_spec import Resources
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.names import EnginePorts
 
 Object = dict[str, Any]
 
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the operator that change the rendered objects."""
+
+    coordinator_image: str
+    """Image of agent and coordinator."""
+    router_image: str
+    """Image of gate, front and smg."""
+    image_pull_policy: str = "IfNotPresent"
+    """Pull policy of both images."""
+    version: str = "dev"
+    """Release of the operator, for logs. It never enters a revision."""
+
+
 SIDECAR_UID = 65532
-"""User of all our own containers. One and the same, because the gate's socket is readable by its owner only and the
-agent must use it."""
+"""User of the operator's own containers. It is the same for all, because only its owner may use the gate's socket."""
 
 INIT = ("tini", "--")
-"""Before every program of ours: Python, haproxy and smg listen to no signal in their first second, and until then nothing ends a
-container's first process. A pod that is deleted while it starts would linger for its whole grace."""
+"""Prefix of the operator's own commands, because Python, haproxy and smg ignore SIGTERM during their first second."""
 
 TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {"sizeLimit": "256Mi"}}
 TMP_MOUNT: Object = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108 - a volume of the pod, not a shared folder
@@ -28,9 +41,8 @@ CONTROL_MOUNT: Object = {"name": "control", "mountPath": names.CONTROL_DIR, "rea
 HOME_ENV: Object = {"name": "HOME", "value": "/tmp"}  # noqa: S108 - the only writable folder; libraries look for a home
 
 
-def child(rollout: api.SGLangRollout, *, api_version: str, kind: str, name: str, component: str, engine: str | None = None) -> Object:
-    """Return the head of a child object: labels, and the owner reference by which it is deleted with its
-    SGLangRollout."""
+def child(rollout: api.SGLangRollout, api_version: str, kind: str, name: str, component: str, *, engine: str | None = None) -> Object:
+    """Return a child object without content: labels, and the owner reference that deletes it with its rollout."""
     return {
         "apiVersion": api_version,
         "kind": kind,
@@ -38,26 +50,40 @@ def child(rollout: api.SGLangRollout, *, api_version: str, kind: str, name: str,
             "name": name,
             "namespace": rollout.namespace,
             "labels": names.labels(rollout.name, component, engine),
-            "ownerReferences": [owner_reference(rollout)],
+            "ownerReferences": [
+                {
+                    "apiVersion": api.API_VERSION,
+                    "kind": api.KIND,
+                    "name": rollout.name,
+                    "uid": rollout.metadata.uid,
+                    "controller": True,
+                    "blockOwnerDeletion": True,
+                }
+            ],
         },
     }
 
 
-def owner_reference(rollout: api.SGLangRollout) -> Object:
-    """Return the reference to ``rollout`` as the controller of a child."""
+def own_container(
+    name: str, image: str, settings: Settings, *, command: Sequence[str], args: Sequence[str], mounts: Sequence[Object], **fields: Any
+) -> Object:
+    """Return a container of the operator, which runs ``sglang-rollout`` with the words of ``command``."""
     return {
-        "apiVersion": api.API_VERSION,
-        "kind": api.KIND,
-        "name": rollout.name,
-        "uid": rollout.metadata.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
+        "name": name,
+        "image": image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": [*INIT, "sglang-rollout", *command],
+        "args": list(args),
+        "env": [HOME_ENV],
+        **fields,
+        "securityContext": restricted(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": list(mounts),
     }
 
 
 def restricted() -> Object:
-    """Return the security context of our own containers: what the Pod Security level "restricted" asks, and a read-only
-    root."""
+    """Return a security context of the Pod Security level "restricted", with a read-only root."""
     return {
         "runAsNonRoot": True,
         "runAsUser": SIDECAR_UID,
@@ -69,7 +95,7 @@ def restricted() -> Object:
 
 
 def http_probe(path: str, port: int, **timing: int) -> Object:
-    """Return a probe that asks ``path`` on ``port``."""
+    """Return a probe that gets ``path`` from ``port``."""
     return {"httpGet": {"path": path, "port": port}, **timing}
 
 
@@ -78,77 +104,45 @@ def tcp_probe(port: int, **timing: int) -> Object:
     return {"tcpSocket": {"port": port}, **timing}
 
 
-def container_ports(ports: EnginePorts, **named: int) -> list[Object]:
-    """Return the ports of a container. With ``hostPort``, by which the scheduler keeps two engines that need the same ones on different
-    nodes, if they are ports of the node."""
-    made = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named.items()]
-    return [{**port, "hostPort": port["containerPort"]} for port in made] if ports.on_node else made
+def container_ports(*, on_node: bool = False, **named: int) -> list[Object]:
+    """Return the ports of a container; ``on_node`` makes the scheduler keep pods with equal ports on different nodes."""
+    ports = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named.items()]
+    return [{**port, "hostPort": port["containerPort"]} for port in ports] if on_node else ports
 
 
 def requests(cpu: str, memory: str) -> Object:
-    """Return resources without limits: a limit on a helper turns a short spike into an outage."""
+    """Return resources without limits, because a limit on a sidecar turns a short spike into an outage."""
     return {"requests": {"cpu": cpu, "memory": memory}}
 
 
 def container_resources(resources: Resources) -> Object:
-    """Return the user's resources as a container has them."""
-    made = {}
-    for part, values in (("requests", resources.requests), ("limits", resources.limits)):
-        if values:
-            made[part] = {name: str(value) for name, value in values.items()}
-    return made
+    """Return the user's resources as fields of a container."""
+    parts = {"requests": resources.requests, "limits": resources.limits}
+    return {part: {name: str(value) for name, value in values.items()} for part, values in parts.items() if values}
 
 
 def control_volume(rollout: api.SGLangRollout) -> Object:
-    """Return the volume with the control token. World-readable inside the pod: it is mounted into our own container
-    only."""
+    """Return the volume with the control token. All users of a container may read it; only own containers mount it."""
     return {"name": "control", "secret": {"secretName": names.control_name(rollout.name), "defaultMode": 0o444}}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the operator that shape what it renders."""
-
-    coordinator_image: str
-    """Image with ``sglang-rollout``: agent and coordinator."""
-    router_image: str
-    """Image with haproxy, smg and ``sglang-rollout``: gate, front and smg."""
-    image_pull_policy: str = "IfNotPresent"
-    """Pull policy of these two images."""
-    version: str = "dev"
-    """Release of the operator; for labels and logs, never hashed into a revision."""
-
-
-_QUANTITY = re.compile(r"^([+-]?\d+(?:\.\d*)?|\.\d+)(?:([eE][+-]?\d+)|(Ki|Mi|Gi|Ti|Pi|Ei|n|u|m|k|M|G|T|P|E)?)$")
-_FACTORS = {
-    "n": Decimal("1e-9"),
-    "u": Decimal("1e-6"),
-    "m": Decimal("1e-3"),
-    "k": Decimal(10) ** 3,
-    "M": Decimal(10) ** 6,
-    "G": Decimal(10) ** 9,
-    "T": Decimal(10) ** 12,
-    "P": Decimal(10) ** 15,
-    "E": Decimal(10) ** 18,
-    "Ki": Decimal(2) ** 10,
-    "Mi": Decimal(2) ** 20,
-    "Gi": Decimal(2) ** 30,
-    "Ti": Decimal(2) ** 40,
-    "Pi": Decimal(2) ** 50,
-    "Ei": Decimal(2) ** 60,
+_QUANTITY = re.compile(r"([+-]?\d+(?:\.\d*)?|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)")
+_EXPONENTS = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_FACTORS = {suffix: Decimal(10) ** exponent for suffix, exponent in _EXPONENTS.items()} | {
+    f"{prefix}i": Decimal(1024) ** power for power, prefix in enumerate("KMGTPE", 1)
 }
 
 
 def parse_quantity(value: Any) -> Decimal | None:
-    """Return the number that a quantity stands for; None if it is no quantity."""
-    found = _QUANTITY.match(str(value).strip()) if isinstance(value, str | int | float) else None
-    if not found:
+    """Return the number that a Kubernetes quantity stands for, ``1000m`` for 1; None if the value is no quantity."""
+    found = _QUANTITY.fullmatch(str(value).strip()) if isinstance(value, str | int | float) else None
+    if found is None:
         return None
     number, exponent, suffix = found.groups()
-    return Decimal(number + (exponent or "")) * _FACTORS.get(suffix or "", Decimal(1))
+    return Decimal(number + (exponent or "")) * _FACTORS[suffix or ""]
 
 
 def is_same_quantity(one: Any, other: Any) -> bool:
-    """Return whether two values are the same quantity."""
-    left, right = parse_quantity(one), parse_quantity(other)
-    return left is not None and left == right
+    """Return True if both values are the same quantity."""
+    quantity = parse_quantity(one)
+    return quantity is not None and quantity == parse_quantity(other)

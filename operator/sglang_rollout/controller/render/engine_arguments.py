@@ -5,21 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from sglang_rollout.api.engine_flags import FLAGS, EngineKnobs
-from sglang_rollout.api.engine_spec import NODE_RANK_ENV
+from sglang_rollout.api.engine_flags import FLAGS, EngineFlags
+from sglang_rollout.api.engine_spec import NODE_NAME_ENV, NODE_RANK_ENV
 from sglang_rollout.api.network_spec import CACHE_VARIABLES, MEMORY_CHECK, NETWORK_VARIABLES, OFFLINE_VARIABLES
+from sglang_rollout.api.sharing_spec import Mode
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.common import Object
+from sglang_rollout.controller.render.common import HOME_ENV, Object
 from sglang_rollout.controller.render.names import OF_POD, EnginePorts
 from sglang_rollout.controller.render.storage import CACHE_DIR
+from sglang_rollout.wire.ports import FRONT_PORT
 from sglang_rollout.wire.states import BASE_LABEL
+
+_RANK = f"$({NODE_RANK_ENV})"
+"""Index of the pod in its engine; Kubernetes inserts the variable's value."""
+_IP_ENV = "POD_IP"
 
 
 def server_args(rollout: SGLangRollout, ranks: Sequence[str] = (), ports: EnginePorts = OF_POD) -> list[str]:
-    """What the operator owns comes first; the API server has refused user arguments that would override it.
+    """Return the arguments of ``sglang.launch_server``.
 
-    ``ranks``: where the pod stands in its engine, if that has several.
+    The user's arguments come last. The CRD refuses those that would override the operator's.
+
+    Args:
+        rollout: The rollout.
+        ranks: Result of :func:`server_ranks`.
+        ports: Ports of the engine.
     """
     model, engine = rollout.spec.model, rollout.spec.engine
     sizes = engine.parallelism
@@ -35,115 +46,124 @@ def server_args(rollout: SGLangRollout, ranks: Sequence[str] = (), ports: Engine
         args += ["--served-model-name", model.served_name]
     if model.trust_remote_code:
         args.append("--trust-remote-code")
-    if sizes.pipeline > 1:
-        args += ["--pp-size", str(sizes.pipeline)]
-    if sizes.data > 1:
-        args += ["--dp-size", str(sizes.data)]
-    if sizes.expert > 1:
-        args += ["--ep-size", str(sizes.expert)]
-    if sizes.attention_data > 1:
-        args += ["--attn-dp-size", str(sizes.attention_data)]
+    for flag, size in (
+        ("--pp-size", sizes.pipeline),
+        ("--dp-size", sizes.data),
+        ("--ep-size", sizes.expert),
+        ("--attn-dp-size", sizes.attention_data),
+    ):
+        if size > 1:
+            args += [flag, str(size)]
     lora = engine.lora.arguments() if engine.lora is not None else []
-    return [*args, *_knobs(engine), *lora, *engine.args]
-
-
-def _knobs(knobs: EngineKnobs) -> list[str]:
-    """Flags of the fields that are set."""
-    args = []
-    for field, flag in FLAGS.items():
-        value = getattr(knobs, field)
-        if value is None or value is False:
-            continue
-        args += [flag] if value is True else [flag, _text(field, value)]
-    return args
-
-
-def _text(field: str, value: int | str) -> str:
-    if field.endswith("_percent"):
-        return f"{int(value) / 100:g}"
-    # Enums are written as Kubernetes does, SGLang wants them in lower case.
-    return value.lower() if isinstance(value, StrEnum) else str(value)
-
-
-_RANK = f"$({NODE_RANK_ENV})"
-"""Kubernetes puts the variable's value in."""
-_IP_ENV = "POD_IP"
-"""In brackets where a port follows: it may be an IPv6 address, and around one of IPv4 they do no harm."""
-
-WAIT_SECONDS = 24 * 3600
-"""How long a pod may wait for the others of its engine: one of them may pull its image for hours, or wait for a node. How long the engine
-itself may take to start is watched by the agents, which know when it began."""
+    return [*args, *_flags(engine), *lora, *engine.args]
 
 
 def server_ranks(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[str]:
-    """Return the arguments of SGLang that say which pod this is, and where its ranks meet."""
+    """Return the arguments of SGLang about the pods of an engine: which pod this is, and where all ranks meet."""
     pods = rollout.spec.engine.pods
-    meet = ["--nccl-port", str(ports.nccl)] if ports.on_node else []
+    nccl = ["--nccl-port", str(ports.nccl)] if ports.on_node else []
     if pods > 1:
-        host = leader_host(rollout, engine)
-        return [names.NODES_FLAG, str(pods), "--node-rank", _RANK, "--dist-init-addr", f"{host}:{ports.rendezvous}", *meet]
+        address = f"{_head_pod_host(rollout, engine)}:{ports.rendezvous}"
+        return [names.NODES_FLAG, str(pods), "--node-rank", _RANK, "--dist-init-addr", address, *nccl]
     if ports.on_node and rollout.spec.engine.parallelism.attention_data > 1:
-        # Else SGLang would count its ports for attention groups from --port + 233 on, into the blocks of other engines.
-        return ["--dist-init-addr", f"127.0.0.1:{ports.rendezvous}", *meet]
-    return meet
+        # Without it SGLang uses ports for attention groups from --port + 233 on, in the blocks of other engines.
+        return ["--dist-init-addr", f"127.0.0.1:{ports.rendezvous}", *nccl]
+    return nccl
 
 
-def agent_ranks(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[str]:
-    """Return the arguments of the agent that say the same."""
+def agent_args(rollout: SGLangRollout, engine: str, ports: EnginePorts) -> list[str]:
+    """Return the arguments of the agent."""
+    args = [
+        *("--name", engine),
+        *("--engine-url", f"http://127.0.0.1:{ports.engine}"),
+        *("--listen", f"127.0.0.1:{ports.agent}"),
+        *("--gate-socket", names.GATE_SOCKET),
+        *("--state-dir", names.AGENT_STATE_DIR),
+        *("--token-file", names.TOKEN_FILE),
+        *("--boot-file", names.BOOT_FILE),
+        *("--tensor-size", str(rollout.spec.engine.parallelism.tensor)),
+        *("--model-path", rollout.spec.model.path),
+    ]
     pods = rollout.spec.engine.pods
-    if pods == 1:
-        return []
-    leader = f"{leader_host(rollout, engine)}:{ports.gate}"
-    return ["--nodes", str(pods), "--node-rank", _RANK, "--leader", leader, "--advertise", f"[$({_IP_ENV})]:{ports.gate}"]
+    if pods > 1:
+        head = f"{_head_pod_host(rollout, engine)}:{ports.gate}"
+        # Brackets, because the address may be IPv6. Around IPv4 they are ignored.
+        args += ["--nodes", str(pods), "--node-rank", _RANK, "--leader", head, "--advertise", f"[$({_IP_ENV})]:{ports.gate}"]
+    if rollout.spec.mode is not Mode.STANDALONE:
+        # A co-located trainer calls each engine by itself. The agent forwards such calls to the coordinator.
+        args += ["--fleet-url", names.public_url(rollout.name, rollout.namespace, FRONT_PORT)]
+    return args
 
 
-def rank_env(rollout: SGLangRollout) -> list[Object]:
-    """Return the variable with the pod's place in its engine."""
-    if rollout.spec.engine.pods == 1:
-        return []
-    return [_field(NODE_RANK_ENV, f"metadata.labels['{names.LABEL_POD_INDEX}']")]
+def engine_environment(rollout: SGLangRollout) -> list[Object]:
+    """Return all environment variables of the engine's container, the user's last."""
+    # A health check that generates tokens would fail during every weight update, because the engine is paused.
+    health: Object = {"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"}
+    own = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in rollout.spec.engine.env]
+    return [health, *_rank_variables(rollout), *node_variables(rollout), *engine_variables(rollout), *own]
 
 
-def agent_env(rollout: SGLangRollout) -> list[Object]:
-    """Return the variables that :func:`agent_ranks` refers to."""
-    ranks = rank_env(rollout)
-    return [*ranks, _field(_IP_ENV, "status.podIP")] if ranks else []
-
-
-def leader_host(rollout: SGLangRollout, engine: str) -> str:
-    """Return the name by which the other pods find pod 0, ready or not."""
-    return f"{names.engine_pod(engine)}.{names.engines_service(rollout.name)}"
-
-
-def _field(name: str, path: str) -> Object:
-    # With apiVersion: the API server would fill it in.
-    return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+def agent_environment(rollout: SGLangRollout) -> list[Object]:
+    """Return all environment variables of the agent's container."""
+    ranks = _rank_variables(rollout)
+    return [HOME_ENV, *ranks, _field_variable(_IP_ENV, "status.podIP")] if ranks else [HOME_ENV]
 
 
 def engine_variables(rollout: SGLangRollout) -> list[Object]:
-    """Return those of the fields that are set; the API server has refused the same names in ``engine.env``."""
+    """Return the variables that fields of the spec set. The CRD refuses the same names in ``engine.env``."""
     engine = rollout.spec.engine
-    made: dict[str, str] = {}
+    values: dict[str, str] = {}
     for field, variables in NETWORK_VARIABLES.items():
         value = getattr(engine.network, field) if engine.network else None
         if value is not None:
-            made |= dict.fromkeys(variables, _variable_text(value))
+            values |= dict.fromkeys(variables, _nccl_value(value))
     if not engine.check_memory_balance:
-        made[MEMORY_CHECK] = "false"
+        values[MEMORY_CHECK] = "false"
     if engine.cache:
-        made |= {name: CACHE_DIR + below for name, below in CACHE_VARIABLES.items()}
+        values |= {name: CACHE_DIR + folder for name, folder in CACHE_VARIABLES.items()}
     if rollout.spec.model.offline:
-        made |= dict.fromkeys(OFFLINE_VARIABLES, "1")
-    return [{"name": name, "value": value} for name, value in made.items()]
+        values |= dict.fromkeys(OFFLINE_VARIABLES, "1")
+    return [{"name": name, "value": value} for name, value in values.items()]
 
 
-def capabilities(rollout: SGLangRollout) -> Object:
-    """Return what the container may do beyond others: RDMA pins memory, more than an unprivileged process may."""
-    return {"capabilities": {"add": ["IPC_LOCK"]}} if rollout.spec.engine.rdma else {}
+def node_variables(rollout: SGLangRollout) -> list[Object]:
+    """Return the variable with the name of the node, which ``engine.preflight`` reports."""
+    return [_field_variable(NODE_NAME_ENV, "spec.nodeName")] if rollout.spec.engine.preflight else []
 
 
-def _variable_text(value: str | int | StrEnum) -> str:
-    """NCCL's switches are 0 and 1, its levels of logging are in capitals."""
+def _rank_variables(rollout: SGLangRollout) -> list[Object]:
+    label = f"metadata.labels['{names.LABEL_POD_INDEX}']"
+    return [_field_variable(NODE_RANK_ENV, label)] if rollout.spec.engine.pods > 1 else []
+
+
+def _field_variable(name: str, path: str) -> Object:
+    """Return a variable with a field of the pod. ``apiVersion`` is what the API server would fill in."""
+    return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+
+
+def _head_pod_host(rollout: SGLangRollout, engine: str) -> str:
+    """Return the host name of an engine's head pod, which resolves also while the pod is not ready."""
+    return f"{names.engine_pod(engine)}.{names.engines_service(rollout.name)}"
+
+
+def _flags(engine: EngineFlags) -> list[str]:
+    """Return the flags of the fields that are set. SGLang writes values of enums in lower case."""
+    args = []
+    for field, flag in FLAGS.items():
+        value = getattr(engine, field)
+        if value is None or value is False:
+            continue
+        if value is True:
+            args.append(flag)
+        elif field.endswith("_percent"):
+            args += [flag, f"{value / 100:g}"]
+        else:
+            args += [flag, value.lower() if isinstance(value, StrEnum) else str(value)]
+    return args
+
+
+def _nccl_value(value: str | int | StrEnum) -> str:
+    """Return a value as NCCL reads it: switches are 0 and 1, log levels are in capitals."""
     if isinstance(value, bool):
         return str(int(value))
     return value.upper() if isinstance(value, StrEnum) else str(value)

@@ -1,4 +1,4 @@
-"""Hashes of objects: of what the user wrote (revision) and of what was rendered (applied)."""
+"""Hashes of the spec (an engine's revision) and of rendered objects."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ _OF_ENGINES = {"model", "engine", "scheduling", "sharing", "pod_template"}
 
 
 def digest(value: Any) -> str:
-    """Return a short hash of a JSON value; the order of keys does not matter."""
+    """Return a short hash of a JSON value, independent of the order of keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def revision(rollout: SGLangRollout, engine: int = 0) -> str:
-    """Return the revision of an engine, by its index: a hash of what the user wrote about it, and of nothing else.
+    """Return the revision of an engine, by its index: a hash of what the user wrote about engines.
 
-    It is one for all engines, unless those beyond the base are scheduled in another way. Then an engine that changes sides is
-    outdated, and the others are not.
+    All engines have the same revision, unless surplus engines are scheduled differently.
 
-    Neither our images nor how we render enters it, and defaults are left out, so that an upgrade of the operator
-    restarts no engine: not one that brings a new field, and not one that changes how a pod looks.
+    The hash excludes the operator's images, the rendered objects, and defaults, so that an upgrade of the operator restarts no engine.
     """
     written = rollout.spec.model_dump(mode="json", by_alias=True, include=_OF_ENGINES, exclude_defaults=True)
-    # Adapters come and go while engines run; what is switched off is in no engine.
+    # Adapters change while engines run, and disabled adapters do not change an engine.
     written.get("engine", {}).get("lora", {}).pop("adapters", None)
     if rollout.spec.engine.lora is not None and not rollout.spec.engine.lora.enabled:
         del written["engine"]["lora"]
-    # Brings files to nodes; engines themselves do not change.
+    # Downloads files; engines do not change.
     written.get("model", {}).pop("prefetch", None)
-    # Says when to move engines that fail, not how engines are made.
+    # Decides where engines run next; engines do not change.
     scheduling = written.get("scheduling", {})
     if scheduling.pop("avoidNodes", None) is not None and not scheduling:
         del written["scheduling"]
-    # The PodGroup's; the pods are the same.
+    # A field of the PodGroup only.
     scheduling.get("gang", {}).pop("timeoutSeconds", None)
-    if beyond := _beyond(rollout, engine):
-        written["beyond"] = beyond
+    if surplus := _surplus_fields(rollout, engine):
+        written["beyond"] = surplus  # this key must not change: it is part of the hash
     return digest(written)
 
 
@@ -53,8 +51,8 @@ def revisions(rollout: SGLangRollout) -> dict[str, str]:
     return {names.engine_name(rollout.name, index): first if index < base else others for index in range(engines)}
 
 
-def _beyond(rollout: SGLangRollout, engine: int) -> dict[str, Any]:
-    """What makes the pods of an engine beyond the base other pods."""
+def _surplus_fields(rollout: SGLangRollout, engine: int) -> dict[str, Any]:
+    """Return what distinguishes the pods of a surplus engine; empty for engines of the base."""
     elastic, gang = rollout.spec.elastic, rollout.spec.scheduling.gang
     if elastic is None or engine < elastic.base:
         return {}

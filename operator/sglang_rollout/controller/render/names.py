@@ -1,13 +1,4 @@
-"""Names, labels, paths, keys and ports of everything that the operator creates.
-
-A pod with a network of its own has all ports to itself, and every engine uses the same ports.
-Pods in the network of their node share its ports, so each engine has a block of its own, by its index:
-
-    basePort + 20 * index   +0 gate   +1 SGLang   +2 agent   +3 torch's rendezvous   +4 … +17 rendezvous of several pods, attention groups
-                           +18 metrics
-
-Blocks begin at multiples of their size. So the blocks of two fleets are either equal, which the scheduler detects, or disjoint.
-"""
+"""Names, labels, paths, keys and ports of everything that the operator creates."""
 
 from __future__ import annotations
 
@@ -17,7 +8,6 @@ from typing import NamedTuple
 from sglang_rollout.api import v1alpha1 as api
 from sglang_rollout.api.network_spec import BLOCK
 from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL
-from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.wire import ports as wire
 
 FIELD_MANAGER = "sglang-rollout-operator"
@@ -28,25 +18,23 @@ LABEL_ROLLOUT = f"{api.GROUP}/rollout"
 LABEL_ENGINE = f"{api.GROUP}/engine"
 """On the objects of one engine: name of its StatefulSet."""
 LABEL_REVISION = f"{api.GROUP}/revision"
-"""On engine pods: hash of what the user wrote about engines. On pods of the prefetch: of how they are made. A pod with another one is
-outdated."""
+"""Hash of the spec that a pod was created from: on engine pods of what the user wrote, on pods of the prefetch of their own spec."""
 LABEL_COMPONENT = "app.kubernetes.io/component"
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
-"""On StatefulSets of engines that wait in a queue of Kueue."""
+"""On StatefulSets of engines: name of the LocalQueue of Kueue."""
 LABEL_POD_GROUP = POD_GROUP_LABEL
-"""On engine pods that are scheduled together or not at all: name of their PodGroup."""
+"""On engine pods of a gang: name of their PodGroup."""
 ANNOTATION_APPLIED = f"{api.GROUP}/applied"
-"""On every child: hash of the object as it was rendered. Shows that a field was removed, which a look at the live
-object cannot."""
+"""On every child: hash of the rendered object. It reveals that a field was removed, which the live object does not show."""
 
 ANNOTATION_ACCOUNT = f"{api.GROUP}/service-account"
-"""On router pods: hash of ``router.serviceAccountAnnotations``. A change of these makes a new pod."""
+"""On router pods: hash of ``router.serviceAccountAnnotations``, so that a change recreates the pod."""
 
 LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
-"""On every pod of a StatefulSet, by its controller: a pod's place in its engine."""
+"""On every pod of a StatefulSet, set by its controller: index of the pod in its engine."""
 
 NODES_FLAG = "--nnodes"
-"""SGLang's flag for the number of pods; the operator reads there for how many an engine was made."""
+"""SGLang's flag for the number of pods. The operator reads an engine's number of pods from it."""
 
 COMPONENT_ENGINE = "engine"
 COMPONENT_ROUTER = "router"
@@ -57,19 +45,19 @@ WEIGHTS_KEY = "weights.json"
 TOKEN_KEY = "token"  # noqa: S105 - the name of a key, not a token
 
 RUN_DIR = "/run/rollout"
-"""Memory shared by engine, gate and agent of one pod."""
+"""Folder in memory that engine, gate and agent of a pod share."""
 BOOT_FILE = f"{RUN_DIR}/boot"
-"""Identifies one life of the engine container; written by its command before SGLang starts."""
+"""Boot ID of the engine, written by the start script before SGLang starts."""
 NCCL_FILE = f"{RUN_DIR}/nccl"
-"""Version and settings of the NCCL in the engine's container; written by its command before SGLang starts."""
+"""Version and settings of NCCL in the engine's container, written by the start script before SGLang starts."""
 ALL_REDUCE_FILE = f"{RUN_DIR}/all-reduce"
-"""GB/s that the pod's ranks reached before the start."""
+"""All-reduce bandwidth in GB/s that the pod's ranks reached before the start."""
 GO_FILE = f"{RUN_DIR}/go"
-"""Written by the agent of an engine with several pods: names the life that may start SGLang now."""
+"""Boot ID that may start SGLang now, written by the agent of an engine with several pods."""
 KILL_FILE = f"{RUN_DIR}/kill"
-"""Written by the agent when only a restart helps; the engine's liveness probe looks for it."""
+"""Reason for a restart, written by the agent. The engine's liveness probe fails while the file exists."""
 DRAIN_FILE = f"{RUN_DIR}/drain"
-"""Written by the engine's preStop hook: the pod is going away."""
+"""Written by the engine's preStop hook when the pod is being deleted."""
 DRAINED_FILE = f"{RUN_DIR}/drained"
 """Written by the agent when the last running request has ended."""
 GATE_SOCKET = f"{RUN_DIR}/gate/gate.sock"
@@ -79,7 +67,7 @@ TOKEN_FILE = f"{CONTROL_DIR}/{TOKEN_KEY}"
 
 
 class ChildKind(NamedTuple):
-    """A kind of object that the operator makes."""
+    """A kind of object that the operator creates."""
 
     api_version: str
     kind: str
@@ -97,10 +85,10 @@ CHILD_KINDS: tuple[ChildKind, ...] = (
     ChildKind("apps/v1", "DaemonSet", "daemonsets"),
     ChildKind("apps/v1", "StatefulSet", "statefulsets"),
 )
-"""Everything that is listed by label, healed, and pruned when it is no longer wanted."""
+"""Kinds that the operator lists by label, heals, and prunes."""
 
 POD_GROUP = ChildKind("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
-"""A child kind that not every cluster has: made only where it exists."""
+"""A child kind that not every cluster has."""
 
 
 def engine_name(rollout: str, index: int) -> str:
@@ -115,7 +103,7 @@ def engine_index(rollout: str, name: str) -> int | None:
 
 
 def engine_pod(engine: str, index: int = 0) -> str:
-    """Return the name of a pod of an engine; the one with index 0 serves."""
+    """Return the name of a pod of an engine. Pod 0 is the head pod."""
     return f"{engine}-{index}"
 
 
@@ -140,49 +128,44 @@ def router_name(rollout: str) -> str:
 
 
 def prefetch_name(rollout: str) -> str:
-    """Return the name of the DaemonSet that brings the model to nodes."""
+    """Return the name of the DaemonSet that downloads the model on nodes."""
     return f"{rollout}-prefetch"
 
 
 def intent_name(rollout: str) -> str:
-    """Return the name of the ConfigMap that tells the coordinator what is wanted."""
+    """Return the name of the ConfigMap with the coordinator's intent."""
     return f"{rollout}-intent"
 
 
 def weights_name(rollout: str) -> str:
-    """Return the name of the ConfigMap that holds the coordinator's record."""
+    """Return the name of the ConfigMap with the coordinator's record."""
     return f"{rollout}-weights"
 
 
 def control_name(rollout: str) -> str:
-    """Return the name of the Secret with the token of the control calls."""
+    """Return the name of the Secret with the token of control calls."""
     return f"{rollout}-control"
 
 
 def labels(rollout: str, component: str, engine: str | None = None) -> dict[str, str]:
     """Return the labels of a child; ``engine`` for the objects of one engine."""
-    made = {
+    return {
         "app.kubernetes.io/name": "sglang-rollout",
         "app.kubernetes.io/instance": rollout,
         LABEL_COMPONENT: component,
         "app.kubernetes.io/managed-by": FIELD_MANAGER,
-        LABEL_ROLLOUT: rollout,
+        **selector(rollout, component, engine),
     }
-    if engine:
-        made[LABEL_ENGINE] = engine
-    return made
 
 
 def selector(rollout: str, component: str, engine: str | None = None) -> dict[str, str]:
     """Return the labels that select the pods of a component, or of one engine."""
-    made = {LABEL_ROLLOUT: rollout, LABEL_COMPONENT: component}
-    if engine:
-        made[LABEL_ENGINE] = engine
-    return made
+    selected = {LABEL_ROLLOUT: rollout, LABEL_COMPONENT: component}
+    return selected if engine is None else {**selected, LABEL_ENGINE: engine}
 
 
 def selector_string(rollout: str, *, pods: int = 1) -> str:
-    """Return the text that ``status.selector`` holds: it selects one pod of each engine, the one that serves."""
+    """Return ``status.selector``, which selects the head pod of each engine."""
     wanted = selector(rollout, COMPONENT_ENGINE)
     if pods > 1:
         wanted[LABEL_POD_INDEX] = "0"
@@ -194,12 +177,12 @@ def public_url(rollout: str, namespace: str, port: int) -> str:
     return f"http://{router_name(rollout)}.{namespace}.svc:{port}"
 
 
-_DERIVED = 14
-"""SGLang 0.5.23 counts on from the port of ``--dist-init-addr``: 1 to 6 for its processes, 13 for a handshake of attention groups."""
+_RENDEZVOUS_PORTS = 14
+"""Ports that SGLang 0.5.23 uses from ``--dist-init-addr`` on: 1 to 6 for its processes, 13 for attention groups."""
 
 
 class EnginePorts(NamedTuple):
-    """The ports of one engine, the same in each of its pods."""
+    """Ports of one engine, the same in each of its pods."""
 
     gate: int
     engine: int
@@ -207,26 +190,34 @@ class EnginePorts(NamedTuple):
     rendezvous: int
     metrics: int
     nccl: int | None = None
-    """``--nccl-port``; None: SGLang looks for a free one, as it may where nobody else listens."""
+    """``--nccl-port``. None: SGLang picks a free port, which is safe in a network of the pod's own."""
 
     @property
     def on_node(self) -> bool:
-        """Whether they are ports of the node, which others may use as well."""
+        """True if these are ports of the node, which other programs may use, too."""
         return self.nccl is not None
 
     @property
     def of_sglang(self) -> tuple[int, ...]:
-        """Those on which SGLang itself may listen."""
+        """Ports on which SGLang may listen."""
         own = (self.engine,) if self.nccl is None else (self.engine, self.nccl)
-        return (*own, *range(self.rendezvous, self.rendezvous + _DERIVED))
+        return (*own, *range(self.rendezvous, self.rendezvous + _RENDEZVOUS_PORTS))
 
 
 OF_POD = EnginePorts(wire.GATE_PORT, wire.ENGINE_PORT, wire.AGENT_PORT, wire.RENDEZVOUS_PORT, wire.METRICS_PORT)
-"""Those of every engine whose pods have networks of their own."""
+"""Ports of every engine whose pods have networks of their own."""
 
 
-def engine_ports(rollout: SGLangRollout, index: int) -> EnginePorts:
-    """Return the ports of engine ``index``."""
+def engine_ports(rollout: api.SGLangRollout, index: int) -> EnginePorts:
+    """Return the ports of engine ``index``.
+
+    With ``hostNetwork`` each engine has a block of the node's ports::
+
+        basePort + 20 * index  +0 gate  +1 SGLang  +2 agent  +3 torch's rendezvous
+                               +4 … +17 rendezvous of several pods, attention groups  +18 metrics
+
+    Blocks begin at multiples of their size. So blocks of two fleets are equal, which the scheduler detects, or disjoint.
+    """
     network = rollout.spec.engine.network
     if network is None or not network.host_network:
         return OF_POD

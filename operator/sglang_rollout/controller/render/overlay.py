@@ -1,4 +1,4 @@
-"""Lay ``spec.podTemplate`` over a rendered pod: a strategic merge, with the merge keys that Kubernetes itself uses."""
+"""Merge an overlay into a rendered pod: a strategic merge, with the merge keys of Kubernetes. Pure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
     "resourceClaims": ("name",),
 }
-"""Lists of a pod whose items are found by these keys; all other lists are replaced as a whole."""
+"""Keys that identify the items of a list. Lists that are not named here are replaced."""
 
 ADDED_FIRST = frozenset({"initContainers"})
-"""Lists whose added items come before ours: init containers of the user (fetching a model) run before gate and
-agent."""
+"""Lists whose added items come first: the user's init containers run before gate and agent."""
 
 _PORT_PROTOCOL = "TCP"
 
 
 def merge(base: dict[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``overlay`` laid over it. ``None`` in the overlay removes the key. Neither argument is
-    changed."""
+    """Return ``base`` with ``overlay`` merged into it. None in the overlay removes a key. The arguments do not change."""
     made = dict(base)
     for key, value in overlay.items():
         if value is None:
@@ -46,7 +44,7 @@ def merge(base: dict[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(item: Any, keys: tuple[str, ...]) -> tuple[Any, ...] | None:
-    """Return what tells ``item`` from the others of its list; None if it lacks it."""
+    """Return the values of ``keys`` that identify an item of a list; None if a value is missing."""
     if not isinstance(item, Mapping):
         return None
     found = tuple(item.get(key) or (_PORT_PROTOCOL if key == "protocol" else item.get(key)) for key in keys)

@@ -1,4 +1,4 @@
-"""Where and when pods may run: ``spec.scheduling`` and ``router.scheduling`` in the words of pods, of Kueue and of coscheduling."""
+"""Where and when pods run: ``scheduling`` of engines and router as fields of pods, labels for Kueue, and PodGroups."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from sglang_rollout.controller.render.common import Object, child
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _NODE = "kubernetes.io/hostname"
 CLAIM = "shared-gpus"
-"""What the pod calls the claim that it shares with the trainer."""
+"""Name in the pod of the claim that it shares with the trainer."""
 _UNSATISFIABLE = {Spread.PREFERRED: "ScheduleAnyway", Spread.REQUIRED: "DoNotSchedule"}
 
 
 def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
-    """Return the fields of the spec of an engine's pods that say so; none where nothing is said."""
+    """Return the fields of the spec of an engine's pods, without those that are empty."""
     wanted, elastic = rollout.spec.scheduling, rollout.spec.elastic
-    beyond = elastic.priority_class_name if elastic and engine >= elastic.base else None
-    made = _placed(wanted, _demanding(wanted.affinity, _demands(rollout, engine)), beyond or wanted.priority_class_name)
+    surplus = elastic.priority_class_name if elastic and engine >= elastic.base else None
+    affinity = _add_affinity_terms(wanted.affinity, _affinity_terms(rollout, engine))
+    made = _placement(wanted, affinity, surplus or wanted.priority_class_name)
     if wanted.gang:
         made["schedulerName"] = wanted.gang.scheduler
     if wanted.spread_engines is not Spread.OFF:
@@ -44,10 +45,10 @@ def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
 def router_placement(rollout: SGLangRollout) -> Object:
     """Return the fields of the router pod's spec that say where it may run."""
     wanted = rollout.spec.router.scheduling
-    return _placed(wanted, wanted.affinity, wanted.priority_class_name)
+    return _placement(wanted, wanted.affinity, wanted.priority_class_name)
 
 
-def _placed(wanted: Placement, affinity: Any, priority: str | None) -> Object:
+def _placement(wanted: Placement, affinity: Any, priority: str | None) -> Object:
     """Return the fields that engine pods and the router pod share, without those that are empty."""
     made = {
         "nodeSelector": wanted.node_selector,
@@ -59,20 +60,22 @@ def _placed(wanted: Placement, affinity: Any, priority: str | None) -> Object:
 
 
 def pod_labels(rollout: SGLangRollout, engine: int) -> dict[str, str]:
-    """Return the labels by which a scheduler knows the pods of an engine, or of the base, as a group."""
+    """Return the label by which a scheduler finds the PodGroup of an engine's pods."""
     return {names.LABEL_POD_GROUP: _group_of(rollout, engine)} if rollout.spec.scheduling.gang else {}
 
 
 def queue_labels(rollout: SGLangRollout) -> dict[str, str]:
-    """Return the labels of a StatefulSet by which Kueue takes its pods into a queue, all of them at once."""
+    """Return the label of a StatefulSet by which Kueue queues all of its pods together."""
     queue = rollout.spec.scheduling.queue_name
     return {names.LABEL_QUEUE: queue} if queue else {}
 
 
 def pod_groups(rollout: SGLangRollout, members: int | None = None) -> list[Object]:
-    """Return the PodGroups of pods that are scheduled together or not at all.
+    """Return the PodGroups of ``scheduling.gang``.
 
-    ``members``: how many pods the group of the base has now, if not all that it is to have.
+    Args:
+        rollout: The rollout.
+        members: Present number of pods in the group of the base. None: the number that the spec asks for.
     """
     gang, pods = rollout.spec.scheduling.gang, rollout.spec.engine.pods
     if gang is None:
@@ -82,16 +85,16 @@ def pod_groups(rollout: SGLangRollout, members: int | None = None) -> list[Objec
     made = []
     for name in dict.fromkeys(_group_of(rollout, engine) for engine in range(rollout.spec.engines)):
         engine = None if name == base else name
-        group = child(rollout, api_version=version, kind=kind, name=name, component=names.COMPONENT_ENGINE, engine=engine)
-        whole = rollout.spec.base * pods if members is None else members
-        size = pods if engine else whole
+        group = child(rollout, version, kind, name, names.COMPONENT_ENGINE, engine=engine)
+        base_size = rollout.spec.base * pods if members is None else members
+        size = pods if engine else base_size
         group["spec"] = {"minMember": size, "scheduleTimeoutSeconds": gang.timeout_seconds}
         made.append(group)
     return made
 
 
 def _group_of(rollout: SGLangRollout, engine: int) -> str:
-    """The name of the PodGroup that an engine's pods belong to."""
+    """Return the name of the PodGroup that an engine's pods belong to."""
     gang = rollout.spec.scheduling.gang
     if gang and gang.scope is GangScope.BASE and engine < rollout.spec.base:
         return names.base_group(rollout.name)
@@ -99,29 +102,31 @@ def _group_of(rollout: SGLangRollout, engine: int) -> str:
 
 
 def keep_off(pod_spec: Object, avoided: Sequence[str]) -> None:
-    """Add to the affinity of a pod that it must not go to the nodes ``avoided``."""
+    """Exclude the nodes ``avoided`` in the affinity of a pod."""
     if not avoided:
         return
-    # By name, not by the label kubernetes.io/hostname, which may be another one. A requirement on a name takes one value.
+    # By name, because the label kubernetes.io/hostname may differ from it. A requirement on a name takes one value.
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoided]
     affinity = pod_spec.get("affinity") or {}
     nodes = affinity.get("nodeAffinity") or {}
-    # One term must hold, all of it, so each gets the demand; an empty term, which no node fulfils, stays one.
+    # One of the terms must hold, so each gets the requirement. An empty term matches no node and stays empty.
     terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{"matchFields": []}]
     kept = [{**term, "matchFields": [*(term.get("matchFields") or []), *fields]} if term else term for term in terms]
     pod_spec["affinity"] = {**affinity, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": kept}}}
 
 
 def keep_near(pod_spec: Object, rollout: SGLangRollout, engine: int) -> None:
-    """Put the demands for the topology and the trainer's node back into the affinity of a pod: the user's overlay replaces whole lists."""
-    affinity = _demanding(pod_spec.get("affinity"), _demands(rollout, engine))
+    """Restore the terms for the topology and the trainer's node, because the user's overlay replaces whole lists of an affinity."""
+    affinity = _add_affinity_terms(pod_spec.get("affinity"), _affinity_terms(rollout, engine))
     if affinity:
         pod_spec["affinity"] = affinity
 
 
-def _demands(rollout: SGLangRollout, engine: int) -> list[Object]:
-    """The topology and the trainer's node. The scheduler lets the first pod of an engine go anywhere in the topology, because that
-    demand is about itself; for the trainer it waits."""
+def _affinity_terms(rollout: SGLangRollout, engine: int) -> list[Object]:
+    """Return the terms for the topology and the trainer's node.
+
+    The first pod of an engine may run anywhere in the topology, because its term matches the pod itself. For a trainer it waits.
+    """
     wanted, sharing = rollout.spec.scheduling, rollout.spec.sharing
     near = []
     if wanted.topology_key is not None:
@@ -132,13 +137,13 @@ def _demands(rollout: SGLangRollout, engine: int) -> list[Object]:
     return [{"labelSelector": {"matchLabels": labels}, "topologyKey": key} for labels, key in near]
 
 
-def _demanding(affinity: Any, demands: Sequence[Object]) -> Any:
-    """An affinity with further demands to be near other pods. What is none is left to the API server, which refuses it."""
+def _add_affinity_terms(affinity: Any, terms: Sequence[Object]) -> Any:
+    """Return an affinity with further required terms of pod affinity. A value of another shape is left to the API server."""
     if not isinstance(affinity, dict | None):
         return affinity
     near = (affinity or {}).get("podAffinity") or {}
-    terms = near.get(_REQUIRED) or [] if isinstance(near, dict) else None
-    if not isinstance(terms, list):
+    present = near.get(_REQUIRED) or [] if isinstance(near, dict) else None
+    if not isinstance(present, list):
         return affinity
-    missing = [demand for demand in demands if demand not in terms]
-    return {**(affinity or {}), "podAffinity": {**near, _REQUIRED: [*terms, *missing]}} if missing else affinity
+    missing = [term for term in terms if term not in present]
+    return {**(affinity or {}), "podAffinity": {**near, _REQUIRED: [*present, *missing]}} if missing else affinity

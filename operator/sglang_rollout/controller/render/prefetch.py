@@ -1,7 +1,7 @@
-"""Brings the model to nodes before engines need it there (``model.prefetch``).
+"""DaemonSet that downloads the model on nodes before engines need it there (``model.prefetch``).
 
-A DaemonSet whose pods are made from an engine's: its download, on the nodes that it may go to, and nothing else. What runs afterwards
-only keeps the pod there: a node that joins later gets the files by itself, and the engine's image stays on the node as well.
+Its pods run the download of an engine's pod, on the nodes that an engine may use. A container that only waits keeps the pod there,
+so that nodes that join later download the model, too, and the engine's image stays on the node.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ _TAKEN_OVER = (
     "nodeSelector",
     "tolerations",
 )
-"""What an engine's pod says about where the download runs, and how. Not its priority, with which it would drive others away, nor what
-concerns other pods (spreading, gangs, affinity to pods)."""
+"""Fields of an engine's pod that the prefetch copies.
+
+Not the priority, which would preempt other pods, and not fields about other pods: spreading, gangs, affinity to pods.
+"""
 
 _STAY = "trap 'exit 0' TERM; sleep infinity & wait"
-"""With a handler, because a container's first process ends on no signal without one."""
+"""The handler is necessary, because a container's first process otherwise ignores SIGTERM."""
 
 
 def prefetch(rollout: SGLangRollout, settings: Settings) -> list[Object]:
-    """Return the DaemonSet; none if nobody asked for it."""
+    """Return the DaemonSet; none without ``model.prefetch``."""
     if not rollout.spec.model.prefetch:
         return []
     engine = engine_template(rollout, settings, 0, "")["spec"]
     download = next((one for one in engine.get("initContainers") or [] if one["name"] == DOWNLOAD_CONTAINER), None)
-    if download is None:  # taken away by spec.podTemplate
+    if download is None:  # spec.podTemplate removed it
         return []
     name, component = names.prefetch_name(rollout.name), names.COMPONENT_PREFETCH
-    made = child(rollout, api_version="apps/v1", kind="DaemonSet", name=name, component=component)
+    made = child(rollout, "apps/v1", "DaemonSet", name, component)
     spec = _pod_spec(engine, download)
-    # Clouds inject credentials when a pod is made, so changed annotations of the account need new pods.
+    # Clouds inject credentials into new pods only, so changed annotations need new pods.
     annotations = rollout.spec.engine.service_account_annotations
     made_from = [spec, annotations] if annotations else spec
     made["spec"] = {
         "selector": {"matchLabels": names.selector(rollout.name, component)},
-        # Nothing serves here: a changed model is fetched on all nodes at once, as the first one was.
+        # These pods serve nothing, so all nodes download a changed model at once.
         "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}},
         "revisionHistoryLimit": 2,
         "template": {

@@ -20,17 +20,28 @@ from sglang_rollout.controller.render.common import Object, parse_quantity
 from sglang_rollout.controller.render.names import OF_POD, EnginePorts
 
 NVIDIA = "nvidia.com/gpu"
-"""The one GPU resource whose devices are known by name. Slices (MIG) and other vendors are not counted."""
+"""GPU resource whose devices have known names. Slices (MIG) and devices of other vendors are not counted."""
 FAILED = 78
 """Exit code of a failed check (EX_CONFIG of sysexits.h)."""
 _OPEN_FILES = 65535
-"""What SGLang (``set_ulimit``) asks for at its start."""
+"""Limit that SGLang sets at its start (``set_ulimit``)."""
 _IPC_LOCK = 14
-"""Its number among the capabilities."""
+"""Number of the capability CAP_IPC_LOCK."""
+SECONDS = 300
+"""Limit for the all-reduce: each rank loads torch for the first time on this node, and NCCL probes all devices and links."""
+
+_PROGRAM = (resources.files("sglang_rollout.controller.render") / "programs" / "all_reduce.py").read_text()
 
 
 def preflight(rollout: SGLangRollout, resources: Object, ports: EnginePorts = OF_POD, *, root: str = "") -> str:
-    """Return the part of the start script. ``resources`` are the container's; ``root`` is put before every path."""
+    """Return the checks of ports, devices and memory, as shell.
+
+    Args:
+        rollout: The rollout.
+        resources: Resources of the container.
+        ports: Ports of the engine.
+        root: Prefix of every path.
+    """
     engine = rollout.spec.engine
     gpus = int((resources.get("limits") or {}).get(engine.gpu_resource, 0))
     checks = [
@@ -47,13 +58,13 @@ def preflight(rollout: SGLangRollout, resources: Object, ports: EnginePorts = OF
     return "".join(checks)
 
 
-def _free(wanted: Iterable[int], root: str, *, on_node: bool) -> str:
-    """0A is the state LISTEN. On a node the scheduler keeps pods apart, but knows nothing of other programs."""
+def _free(ports: Iterable[int], root: str, *, on_node: bool) -> str:
+    """Check that no program listens (state 0A) on the ports. On a node the scheduler knows the ports of pods only."""
     of, by = (
         (" of the node", "another program: choose another engine.network.basePort") if on_node else ("", "another container of this pod")
     )
     return f"""\
-for port in {" ".join(f"{port:04X}" for port in wanted)}; do
+for port in {" ".join(f"{port:04X}" for port in ports)}; do
   ! grep -Eqs ":$port [0-9A-F]+:0000 0A" {root}/proc/net/tcp {root}/proc/net/tcp6 ||
     fail "port $((0x$port)){of}, which the engine needs, is taken by {by}"
 done
@@ -61,8 +72,10 @@ done
 
 
 def _files() -> str:
-    """Told, not refused: an engine with few connections runs well with less. SGLang asks for its number or nothing at all, so under a lower
-    hard limit it would stay at the soft one, often 1024; it is given what there is."""
+    """Warn about a low limit on open files, and raise the soft limit to it.
+
+    An engine with few connections runs well with less. Below its own number SGLang would keep the soft limit, often 1024.
+    """
     return f"""\
 files=$(ulimit -Hn)
 test "$files" = unlimited || test "$files" -ge {_OPEN_FILES} || {{
@@ -82,7 +95,7 @@ test "$found" -ge {gpus} ||
 
 
 def _shm(wanted: str, root: str) -> str:
-    """The kubelet makes it no larger than the memory that the pod may use."""
+    """Check the size of /dev/shm, which the kubelet limits to the memory that the pod may use."""
     kibibytes = int((parse_quantity(wanted) or 0) // 1024)
     return f"""\
 second() {{ echo "$2"; }}
@@ -93,7 +106,7 @@ test "$size" -ge {kibibytes} ||
 
 
 def _verbs(root: str) -> str:
-    """Without them NCCL goes over TCP, or not at all, and says so in its debug log only."""
+    """Check for RDMA devices. Without them NCCL uses TCP or fails, which only its debug log shows."""
     return f"""\
 verbs() {{ test -e "$1"; }}
 verbs {root}/dev/infiniband/uverbs* ||
@@ -102,7 +115,7 @@ verbs {root}/dev/infiniband/uverbs* ||
 
 
 def _memlock(root: str) -> str:
-    """With the capability a process may pin more than its limit says."""
+    """Check that the process may pin memory, by its limit or by its capability."""
     return f"""\
 caps=$(sed -n 's/^CapEff:[[:space:]]*//p' {root}/proc/self/status)
 test "$(ulimit -l)" = unlimited || test "$((0x$caps >> {_IPC_LOCK} & 1))" = 1 ||
@@ -110,28 +123,25 @@ test "$(ulimit -l)" = unlimited || test "$((0x$caps >> {_IPC_LOCK} & 1))" = 1 ||
 """
 
 
-SECONDS = 300
-"""How long it may take: torch is loaded for the first time on this node, once per rank, and NCCL looks at all devices and links."""
-
-_PROGRAM = (resources.files("sglang_rollout.controller.render") / "programs" / "all_reduce.py").read_text()
-
-
 def all_reduce(rollout: SGLangRollout) -> str:
-    """Return the part of the start script; empty if nobody asked for it."""
+    """Return the measurement of the all-reduce within the pod, as shell; empty without ``engine.preflight``.
+
+    It measures this node only. The pod reports to the other pods of its engine afterwards.
+    """
     engine = rollout.spec.engine
     if engine.preflight is None:
         return ""
-    wanted = engine.preflight.all_reduce
+    settings = engine.preflight.all_reduce
     arguments = [
         *("--backend", _backend(rollout).value),
         *("--ranks", str(engine.pod_gpus)),
-        *("--megabytes", str(wanted.megabytes)),
-        *("--floor", str(wanted.floor or 0)),
+        *("--megabytes", str(settings.megabytes)),
+        *("--floor", str(settings.floor or 0)),
         *("--seconds", str(SECONDS)),
         *("--file", names.ALL_REDUCE_FILE),
     ]
-    # In the background: a shell hears of a signal between two commands only. Without the boot file of the life before, for whose
-    # ranks the other pods would wait all the time.
+    # In the background, because a shell handles signals only between two commands. The old boot file goes first, because the
+    # other pods would wait for the ranks of its boot ID.
     return f"""\
 rm -f {names.BOOT_FILE}
 python3 -c {shlex.quote(_PROGRAM)} {" ".join(arguments)} --node "${NODE_NAME_ENV}" &
@@ -140,17 +150,10 @@ wait $! || exit $?
 
 
 def _backend(rollout: SGLangRollout) -> Backend:
-    """NCCL where the engine computes on GPUs: its own, or the trainer's, of which no resource tells."""
+    """Return NCCL if the engine computes on GPUs: its own, or the trainer's, which no resource names."""
     spec = rollout.spec
     if spec.engine.gpu_resource:
         return Backend.NCCL
-    words = spec.engine.args
-    on_cpu = "--device=cpu" in words or ("--device", "cpu") in itertools.pairwise(words)
+    args = spec.engine.args
+    on_cpu = "--device=cpu" in args or ("--device", "cpu") in itertools.pairwise(args)
     return Backend.GLOO if spec.mode is Mode.STANDALONE or on_cpu else spec.weights.backend
-
-
-def node_env(rollout: SGLangRollout) -> list[Object]:
-    """Return the variable with the name of the node."""
-    if rollout.spec.engine.preflight is None:
-        return []
-    return [{"name": NODE_NAME_ENV, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.nodeName"}}}]

@@ -1,24 +1,10 @@
-"""The router: one pod with the front (haproxy, the fleet's one URL), smg and the coordinator."""
+"""The router: one pod with the front (haproxy, the fleet's URL), smg and the coordinator."""
 
 from __future__ import annotations
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.common import (
-    CONTROL_MOUNT,
-    HOME_ENV,
-    INIT,
-    TMP_MOUNT,
-    TMP_VOLUME,
-    Object,
-    Settings,
-    child,
-    container_resources,
-    control_volume,
-    http_probe,
-    requests,
-    restricted,
-)
+from sglang_rollout.controller.render import common, names
+from sglang_rollout.controller.render.common import Object, Settings, container_resources, http_probe, requests
 from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.overlay import merge
 from sglang_rollout.controller.render.placement import router_placement
@@ -26,27 +12,23 @@ from sglang_rollout.wire.ports import COORDINATOR_PORT, FLEET_HEALTH, FRONT_PORT
 
 FRONT_HEALTH = "/front/health"
 GRACE_SECONDS = 190
-"""smg serves 5 s more after SIGTERM and then waits up to 180 s for requests that are running. An idle router is gone
-after 5 s; the whole time is used only by requests that would be lost otherwise."""
+"""After SIGTERM smg serves 5 s more and waits up to 180 s for running requests. An idle router ends after 5 s."""
 ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 SOFT_STOP_SCRIPT = "while kill -USR1 1 2>/dev/null; do sleep 1; done"
-"""SIGTERM would make haproxy cut every connection at once. SIGUSR1 lets running requests end; the hook lasts as long as
-they do. Again and again, because one that comes before haproxy is up is lost, and the pod would linger for its whole grace."""
+"""preStop hook of the front: let running requests end.
+
+At SIGTERM haproxy closes every connection at once; at SIGUSR1 it waits. The signal is repeated, because haproxy loses one that
+comes before its start.
+"""
 
 
 def router_deployment(rollout: SGLangRollout, settings: Settings) -> Object:
     """Return the router's Deployment."""
-    made = child(
-        rollout,
-        api_version="apps/v1",
-        kind="Deployment",
-        name=names.router_name(rollout.name),
-        component=names.COMPONENT_ROUTER,
-    )
+    made = common.child(rollout, "apps/v1", "Deployment", names.router_name(rollout.name), names.COMPONENT_ROUTER)
     made["spec"] = {
         "replicas": 1,
-        # Never two coordinators at once. Their terms would fence the older one, but there is no reason to try.
+        # Never two coordinators at once. Terms would fence the older one, but an overlap has no use.
         "strategy": {"type": "Recreate"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ROUTER)},
@@ -59,7 +41,7 @@ def _pod_template(rollout: SGLangRollout, settings: Settings) -> Object:
     """Return the operator's pod template with the user's overlay over it."""
     metadata: Object = {"labels": names.labels(rollout.name, names.COMPONENT_ROUTER)}
     if annotations := rollout.spec.router.service_account_annotations:
-        # Clouds inject credentials when a pod is made, so changed annotations need a new pod.
+        # Clouds inject credentials into new pods only, so changed annotations need a new pod.
         metadata["annotations"] = {names.ANNOTATION_ACCOUNT: digest(annotations)}
     made: Object = {"metadata": metadata, "spec": _pod_spec(rollout, settings)}
     overlay = rollout.spec.router.pod_template
@@ -73,81 +55,74 @@ def _pod_template(rollout: SGLangRollout, settings: Settings) -> Object:
 def _pod_spec(rollout: SGLangRollout, settings: Settings) -> Object:
     return {
         "serviceAccountName": names.router_name(rollout.name),
-        # The account's token goes into the coordinator alone, by the volume below.
+        # Only the coordinator gets the token, through a volume.
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         **router_placement(rollout),
         "containers": [_front(rollout, settings), _smg(rollout, settings), _coordinator(rollout, settings)],
-        "volumes": [TMP_VOLUME, control_volume(rollout), _account_volume()],
+        "volumes": [common.TMP_VOLUME, common.control_volume(rollout), _account_volume()],
     }
 
 
 def _front(rollout: SGLangRollout, settings: Settings) -> Object:
-    return {
-        "name": "front",
-        "image": settings.router_image,
-        "imagePullPolicy": settings.image_pull_policy,
-        "command": [*INIT, "sglang-rollout", "proxy", "front"],
-        "args": [
+    return common.own_container(
+        "front",
+        settings.router_image,
+        settings,
+        command=("proxy", "front"),
+        mounts=[common.TMP_MOUNT],
+        args=[
             *("--listen", f"[::]:{FRONT_PORT}"),
             *("--smg", f"127.0.0.1:{SMG_PORT}"),
             *("--coordinator", f"127.0.0.1:{COORDINATOR_PORT}"),
             *("--metrics-listen", f"[::]:{METRICS_PORT}"),
             *("--smg-metrics", f"127.0.0.1:{SMG_METRICS_PORT}"),
-            # The folder for temporary files is shared by the containers of this pod.
+            # The containers of this pod share the folder for temporary files.
             *("--runtime-dir", "/tmp/front"),  # noqa: S108
         ],
-        "env": [HOME_ENV],
-        "ports": [
-            {"name": "http", "containerPort": FRONT_PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
-        ],
-        "startupProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
-        "readinessProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
-        "livenessProbe": http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=3),
-        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", SOFT_STOP_SCRIPT]}}},
-        "resources": container_resources(rollout.spec.router.front_resources) or requests("100m", "128Mi"),
-        "securityContext": restricted(),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [TMP_MOUNT],
-    }
+        ports=common.container_ports(http=FRONT_PORT, metrics=METRICS_PORT),
+        startupProbe=http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
+        readinessProbe=http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
+        livenessProbe=http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=3),
+        lifecycle={"preStop": {"exec": {"command": ["/bin/sh", "-c", SOFT_STOP_SCRIPT]}}},
+        resources=container_resources(rollout.spec.router.front_resources) or requests("100m", "128Mi"),
+    )
 
 
 def _smg(rollout: SGLangRollout, settings: Settings) -> Object:
-    """No probe: the kubelet cannot reach 127.0.0.1 of a pod. The front rides over a restart, the coordinator registers
-    engines again."""
-    spec = rollout.spec.router
-    served = rollout.spec.model.served_name or rollout.spec.model.path
-    return {
-        "name": "smg",
-        "image": settings.router_image,
-        "imagePullPolicy": settings.image_pull_policy,
-        "command": [*INIT, "sglang-rollout", "proxy", "smg"],
-        "args": [
+    """Return the container of smg, without probes, because the kubelet cannot reach 127.0.0.1 of a pod.
+
+    After a restart of smg the coordinator registers the engines again.
+    """
+    router, model = rollout.spec.router, rollout.spec.model
+    return common.own_container(
+        "smg",
+        settings.router_image,
+        settings,
+        command=("proxy", "smg"),
+        mounts=[common.TMP_MOUNT],
+        args=[
             *("--listen", f"127.0.0.1:{SMG_PORT}"),
             *("--metrics-listen", f"127.0.0.1:{SMG_METRICS_PORT}"),
-            *("--policy", spec.policy.value),
-            *("--served-name", served),
-            *(("--", *spec.args) if spec.args else ()),
+            *("--policy", router.policy.value),
+            *("--served-name", model.served_name or model.path),
+            *(("--", *router.args) if router.args else ()),
         ],
-        "env": [HOME_ENV],
-        "resources": container_resources(spec.resources) or requests("250m", "256Mi"),
-        "securityContext": restricted(),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [TMP_MOUNT],
-    }
+        resources=container_resources(router.resources) or requests("250m", "256Mi"),
+    )
 
 
 def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
-    """Asked through the front, like everything in this pod that listens on 127.0.0.1."""
-    return {
-        "name": "coordinator",
-        "image": settings.coordinator_image,
-        "imagePullPolicy": settings.image_pull_policy,
-        "command": [*INIT, "sglang-rollout", "coordinator"],
-        "args": [
+    """Return the container of the coordinator. Probes go through the front, because it listens on 127.0.0.1."""
+    return common.own_container(
+        "coordinator",
+        settings.coordinator_image,
+        settings,
+        command=("coordinator",),
+        mounts=[common.TMP_MOUNT, common.CONTROL_MOUNT, {"name": "account", "mountPath": ACCOUNT_DIR, "readOnly": True}],
+        args=[
             *("--name", rollout.name),
             *("--namespace", rollout.namespace),
             *("--listen", f"127.0.0.1:{COORDINATOR_PORT}"),
@@ -157,23 +132,15 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
             "--kubernetes",
             *("--public-url", names.public_url(rollout.name, rollout.namespace, FRONT_PORT)),
         ],
-        "env": [HOME_ENV],
-        "startupProbe": http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
-        "readinessProbe": http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
-        "livenessProbe": http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
-        "resources": container_resources(rollout.spec.router.coordinator_resources) or requests("100m", "128Mi"),
-        "securityContext": restricted(),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [
-            TMP_MOUNT,
-            CONTROL_MOUNT,
-            {"name": "account", "mountPath": ACCOUNT_DIR, "readOnly": True},
-        ],
-    }
+        startupProbe=http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
+        readinessProbe=http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
+        livenessProbe=http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        resources=container_resources(rollout.spec.router.coordinator_resources) or requests("100m", "128Mi"),
+    )
 
 
 def _account_volume() -> Object:
-    """What the kubelet would mount into every container of the pod."""
+    """Return the volume that the kubelet would otherwise mount into every container of the pod."""
     namespace = {"path": "namespace", "fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}
     return {
         "name": "account",

@@ -1,7 +1,7 @@
-"""The first process of an engine's container, and what runs before the container ends: shell, because the image is the user's.
+"""Start and stop scripts of the engine's container, in shell, because the image is the user's.
 
-An engine of one pod starts at once. The pods of a larger engine wait for each other first (the agent's word is the file ``go``), so that
-no rank waits in torch's own rendezvous for one whose image is still being pulled, and none meets a rank of an earlier life.
+An engine of one pod starts at once. The pods of a larger engine wait until the agent writes the file ``go``, so that all ranks
+are there when torch's rendezvous begins, and none meets a rank of an earlier boot.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
 
 ENDED_BY_ITSELF = 70
-"""Exit code of an engine that ended with 0 though nobody had asked it to (EX_SOFTWARE of sysexits.h)."""
+"""Exit code of an engine that ended with 0 without a drain (EX_SOFTWARE of sysexits.h)."""
 DRAIN_SECONDS = 300
-"""How long a pod that goes away waits for requests that are running: a long rollout takes minutes."""
+"""How long a deleted pod waits for running requests. A long rollout takes minutes."""
 FOLLOWER_SECONDS = 10
-"""A rank other than 0 leaves SIGTERM to rank 0, which ends all of them within 3 s; it never ends when rank 0 is gone."""
+"""Time after SIGTERM until a rank other than 0 is killed. Rank 0 ends all ranks within 3 s, but they never end without rank 0."""
 
 _NCCL_VERSION = """\
 from importlib.metadata import distributions
 print("version=" + next((d.version for d in distributions() if (d.name or "").startswith("nvidia-nccl")), ""))\
 """
-"""The package that torch brings: importing torch to ask it would take longer than some engines need to start."""
+"""Print the version of NCCL from its package. Importing torch takes longer than some engines need to start."""
 
 HANDLER = "trap 'exit 143' TERM\n"
-"""The first line of all: a container's first process ends on no signal without a handler, and a pod that is deleted early would linger for
-its whole grace."""
+"""First line of every script. Without a handler, a container's first process ignores SIGTERM, and a pod that is deleted early lingers."""
 
 _IDENTITY = f"""\
 {{ python3 -c '{_NCCL_VERSION}'; env | grep '^NCCL_'; }} > {names.NCCL_FILE} 2> /dev/null
@@ -42,9 +41,9 @@ while kill -0 "$child" 2> /dev/null; do
   sleep 0.5
 done &
 """
-"""Looks for the kill file: liveness probes begin only after the engine has started, and one that hangs may never get there."""
+"""Kill the engine when the kill file appears. Liveness probes begin after the start, which an engine that hangs never reaches."""
 
-_TELL = f"""\
+_EXIT = f"""\
 test ! -e {names.KILL_FILE} || cat {names.KILL_FILE} >&2
 test "$code" -ne 0 || test -e {names.DRAIN_FILE} || code={ENDED_BY_ITSELF}
 exit "$code"
@@ -58,9 +57,12 @@ child=$!
 trap 'kill -TERM "$child"' TERM
 {_WATCH}\
 {_WAIT}\
-{_TELL}"""
-"""Gives this life of the container an identity before SGLang can answer anybody: the agent closes the gate on a new
-one. SGLang ends with 0 also when its scheduler has crashed; the kubelet keeps the last lines of the log only for other codes."""
+{_EXIT}"""
+"""Start script of an engine of one pod.
+
+It writes a new boot ID before SGLang answers, so that the agent closes the gate. SGLang ends with 0 also when its scheduler has
+crashed, but the kubelet keeps the last lines of the log only for other exit codes.
+"""
 
 GROUP_START_SCRIPT = f"""\
 rm -f {names.KILL_FILE} {names.DRAIN_FILE} {names.DRAINED_FILE} {names.NCCL_FILE} {names.GO_FILE}
@@ -76,9 +78,8 @@ fi
 {_WATCH}\
 {_WAIT}\
 rm -f {names.BOOT_FILE}
-{_TELL}"""
-"""The same in a pod of an engine that has several. The boot file goes with the engine, so that the other pods hear of its end before
-the kubelet restarts it."""
+{_EXIT}"""
+"""Start script of an engine of several pods. It removes the boot file at the end, so that the other pods notice before a restart."""
 
 FETCH_SCRIPT = f"""\
 {HANDLER}\
@@ -88,16 +89,19 @@ trap 'kill -TERM "$child"' TERM
 {_WAIT}\
 exit "$code"
 """
-"""Runs what fetches a model: a pod that is deleted meanwhile would hold its GPUs for its whole grace."""
+"""Run the download of a model, and end it at SIGTERM, so that a deleted pod releases its GPUs."""
 
 DRAIN_SCRIPT = f"""\
 test -e {names.KILL_FILE} && exit 0
 for _ in $(seq {DRAIN_SECONDS}); do touch {names.DRAIN_FILE}; test -e {names.DRAINED_FILE} && exit 0; sleep 1; done
 """
-"""Runs before SIGTERM: sidecars hear of the end only after this container is gone, so the agent is told by a file. Again and again, because
-a start script that has only begun removes the file, and the agent takes one older than the engine's boot for an earlier engine's."""
+"""preStop hook: wait until the agent has drained the engine.
+
+A file informs the agent, because sidecars receive SIGTERM only after this container has ended. It is touched repeatedly: a start
+script that has just begun removes it, and the agent ignores a file that is older than the engine's boot.
+"""
 
 
 def start_script(rollout: SGLangRollout, checks: str) -> str:
-    """Return the first process of an engine's container. ``checks``: shell that runs before anything else."""
+    """Return the start script of an engine's container, which runs the shell of ``checks`` first."""
     return HANDLER + checks + (GROUP_START_SCRIPT if rollout.spec.engine.pods > 1 else START_SCRIPT)

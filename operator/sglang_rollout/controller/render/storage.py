@@ -6,8 +6,6 @@ It also gets the variables that locate the engine's Hugging Face cache, because 
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang_rollout.api.model_spec import MODEL_PATH_ENV, MODELS, OWN_FOLDERS
 from sglang_rollout.api.pod_template import (
     AGENT_CONTAINER,
@@ -23,15 +21,15 @@ from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.start import FETCH_SCRIPT
 
 CACHE_DIR = "/var/cache/sglang-rollout"
-"""Where the engine sees its cache."""
+"""Path of the cache in the engine's container."""
 
 
 def volumes(rollout: SGLangRollout) -> list[Object]:
-    """Return the volumes."""
+    """Return the volumes of model and cache."""
     model, cache = rollout.spec.model, rollout.spec.engine.cache
     made: list[Object] = []
     if model.volume:
-        # A folder that a download fills is made for it; any other one that is missing is a mistake that the kubelet names.
+        # Only a download may create the folder. A missing folder is otherwise a mistake, which the kubelet reports.
         kind = "DirectoryOrCreate" if model.download else "Directory"
         made.append({"name": MODEL_VOLUME, **_source(model.volume.claim, model.volume.host_path, kind)})
     elif model.download:
@@ -48,13 +46,13 @@ def mounts(rollout: SGLangRollout) -> list[Object]:
     if model.volume or model.download:
         made.append({"name": MODEL_VOLUME, "mountPath": _model_mount(rollout), "readOnly": True})
     if engine.cache:
-        # Kernels of one release of torch or SGLang are no use to another, and some are found by name only.
+        # A folder per image, because another release of torch or SGLang may find kernels by their names only.
         made.append({"name": CACHE_VOLUME, "mountPath": CACHE_DIR, "subPath": digest(engine.image)})
     return made
 
 
 def downloads(rollout: SGLangRollout) -> list[Object]:
-    """Return the init container that fetches the model; none if nobody asked for it."""
+    """Return the init container that downloads the model; none without ``model.download``."""
     model = rollout.spec.model
     if model.download is None:
         return []
@@ -90,7 +88,7 @@ HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_
 """Variables by which huggingface_hub finds its cache."""
 
 _KEPT = ("name", "mountPath", "subPath")
-"""Not ``mountPropagation``, which is for writers, and not ``subPathExpr``, which needs variables that only the engine has."""
+"""Fields of a mount that the agent copies: not ``mountPropagation``, which is for writers."""
 
 
 def with_shared_mounts(template: Object) -> Object:
@@ -119,11 +117,12 @@ def _mounting(agent: Object, shared: list[Object], caches: list[Object]) -> Obje
 
 
 def _is_cache(variable: Object) -> bool:
-    """Whether the agent can take it over: a value that refers to another variable of the engine means nothing there."""
+    """Return True for a variable that the agent can copy, which refers to no other variable of the engine."""
     return variable.get("name") in HUB_VARIABLES and isinstance(variable.get("value"), str) and "$(" not in variable["value"]
 
 
-def _is_shared(mount: dict[str, Any]) -> bool:
+def _is_shared(mount: Object) -> bool:
+    """Return True for a mount that the agent can copy: it hides none of its folders and needs no variable (``subPathExpr``)."""
     path = str(mount.get("mountPath", "")).rstrip("/")
     hides = not path or any(path == own or path.startswith(f"{own}/") for own in OWN_FOLDERS)
     return mount.get("name") not in _NOT_SHARED and "subPathExpr" not in mount and not hides

@@ -2,7 +2,7 @@
 -- answered with a sentence by the gate.
 --
 -- SGLang takes token ids outside the vocabulary, empty prompts and a few numbers out of range without a look, and its scheduler dies
--- of them with all that it runs; of an adapter that was unloaded it goes on giving answers. This filter reads bodies as they pass,
+-- of them with all that it runs; of an adapter that was unloaded it continues to give answers. This filter reads bodies as they pass,
 -- piece by piece and without keeping them. It looks for keys only: a quote inside a JSON string has a backslash before it, so what
 -- looks like a key is one, at whatever depth.
 
@@ -189,7 +189,7 @@ function Guard:read(text)
         local width = check == adapter and ADAPTERS_WINDOW or 40
         local word = text:sub(value, value + width)
         if goes_on(word, check) and #text - value < width then
-          self.rest = text:sub(quote)  -- it goes on in the next piece
+          self.rest = text:sub(quote)  -- it continues in the next piece
           return nil
         end
         sentence = check(self, key, word)
@@ -215,7 +215,7 @@ function Guard:read_list(text, at)
   local after = math.min(quote or #text + 1, brace or #text + 1)
   local span = text:sub(at, after - 1)
   if after > #text then
-    local open = span:sub(-32):match("[%d%[%s-]*$")  -- a number, or an empty list, that may go on
+    local open = span:sub(-32):match("[%d%[%s-]*$")  -- a number, or an empty list, that may continue
     self.rest = open
     span = span:sub(1, #span - #open)
   end

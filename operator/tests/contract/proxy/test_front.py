@@ -1,4 +1,4 @@
-"""The front, real haproxy over stubs of smg and coordinator: what clients see when one of them is away."""
+"""The front, a real haproxy over stubs of smg and coordinator, while all or some of them run."""
 
 from __future__ import annotations
 
@@ -87,19 +87,19 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
         await coordinator.stop()
 
 
-async def test_generating_goes_to_smg_and_everything_else_to_the_coordinator(front: Front) -> None:
+async def test_generation_goes_to_smg_and_other_calls_go_to_the_coordinator(front: Front) -> None:
     for path in ("/generate", "/v1/chat/completions", "/v1/completions"):
         assert (await front.ask(path))[1]["from"] == "smg"
     for path in ("/pause_generation", "/workers", "/fleet", "/generate/", "/metrics", "/v1/models", "/wasm", "/"):
         assert (await front.ask(path))[1]["from"] == "coordinator"
 
 
-async def test_what_smg_does_not_know_goes_to_the_coordinator_like_a_batch(front: Front) -> None:
+async def test_path_unknown_to_smg_goes_to_the_coordinator(front: Front) -> None:
     for path in DIRECT_PATHS:
         assert (await front.ask(path, '{"text": "a", "session_id": "s"}'))[1] == {"from": "coordinator", "path": path, "session": "s"}
 
 
-async def test_without_engines_clients_are_told_to_come_back(front: Front) -> None:
+async def test_without_engines_clients_get_retry_after(front: Front) -> None:
     front.smg.workers = False
     await asyncio.sleep(1)
     for path in ("/generate", "/v1/chat/completions"):
@@ -112,7 +112,7 @@ async def test_without_engines_clients_are_told_to_come_back(front: Front) -> No
     assert (await front.ask("/v1/chat/completions", '{"model": "unknown"}'))[0] == 404
 
 
-async def test_while_the_spec_holds_the_fleet_the_coordinator_answers(front: Front) -> None:
+async def test_coordinator_answers_while_the_spec_pauses_the_fleet(front: Front) -> None:
     async def asked() -> object:
         return (await front.ask("/generate"))[1].get("from")
 
@@ -134,7 +134,7 @@ async def test_while_the_spec_holds_the_fleet_the_coordinator_answers(front: Fro
     await until(let_go, 10, "a coordinator that is away holds nothing: the gates do")
 
 
-async def test_a_restart_of_smg_is_ridden_over(front: Front) -> None:
+async def test_restart_of_smg_delays_requests_only(front: Front) -> None:
     await front.smg.stop()
     waiting = asyncio.create_task(front.ask("/generate"))
     await asyncio.sleep(2.5)
@@ -144,7 +144,7 @@ async def test_a_restart_of_smg_is_ridden_over(front: Front) -> None:
     assert (await waiting)[0] == 200
 
 
-async def test_the_hook_before_its_end_lets_requests_finish(front: Front) -> None:
+async def test_pre_stop_hook_lets_requests_finish(front: Front) -> None:
     front.smg.seconds = 4
     running = asyncio.create_task(front.ask("/generate"))
     await asyncio.sleep(0.5)
@@ -160,7 +160,7 @@ async def test_the_hook_before_its_end_lets_requests_finish(front: Front) -> Non
     assert front.process.process.returncode is not None, "the hook lasts as long as the front"
 
 
-async def test_without_coordinator_control_calls_get_a_sentence_and_data_goes_on(front: Front) -> None:
+async def test_generation_continues_without_a_coordinator(front: Front) -> None:
     await front.coordinator.stop()
     control = asyncio.create_task(front.ask("/pause_generation"))
     assert (await front.ask("/generate"))[0] == 200
@@ -169,7 +169,7 @@ async def test_without_coordinator_control_calls_get_a_sentence_and_data_goes_on
     assert "coordinator does not answer" in str(body)
 
 
-async def test_front_health_asks_nobody(front: Front) -> None:
+async def test_front_health_needs_no_other_process(front: Front) -> None:
     await front.smg.stop()
     await front.coordinator.stop()
     async with front.http.get(front.url + "/front/health") as reply:

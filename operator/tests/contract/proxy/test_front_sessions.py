@@ -1,4 +1,4 @@
-"""A session that is named in the body reaches smg as the header by which it routes."""
+"""A session in a request's body reaches smg as a header, by which smg routes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ CHAT = {"messages": [{"role": "user", "content": 'my "session_id": "x"'}]}
         ("/generate", {"text": "a", "session_id": None}, None),
     ],
 )
-async def test_a_session_of_the_body_becomes_the_header(front: Front, path: str, body: object, session: str | None) -> None:  # noqa: F811
+async def test_session_in_the_body_becomes_a_header(front: Front, path: str, body: object, session: str | None) -> None:  # noqa: F811
     for text in (json.dumps(body), json.dumps(body, indent=2), json.dumps(body, separators=(",", ":"))):
         _, answer, _ = await front.ask(path, text)
         assert (answer["from"], answer["session"]) == ("smg", session)
 
 
 @pytest.mark.parametrize("header", ["x-session-id", "x-smg-routing-key"])
-async def test_a_header_counts_more_than_the_body(front: Front, header: str) -> None:  # noqa: F811
+async def test_header_has_precedence_over_the_body(front: Front, header: str) -> None:  # noqa: F811
     async with front.http.post(f"{front.url}/generate", json={"text": "a", "session_id": "body"}, headers={header: "head"}) as reply:
         assert (await reply.json())["session"] == ("head" if header == "x-session-id" else None)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "no json", '{"session_id": "a', "\x00"])
-async def test_what_is_no_json_is_passed_on(front: Front, text: str) -> None:  # noqa: F811
+async def test_body_that_is_not_json_passes_unchanged(front: Front, text: str) -> None:  # noqa: F811
     status, answer, _ = await front.ask("/generate", text)
     assert (status, answer["session"]) == (200, None)

@@ -1,4 +1,4 @@
-"""The gate, real haproxy with the real agent, over a stub engine: when it opens, and that it closes by itself."""
+"""The gate, a real haproxy with the real agent over a stub engine: when it opens and closes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def lab(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Pod]:
         yield made
 
 
-async def test_closed_until_a_coordinator_says_what_is_committed(lab: Pod) -> None:
+async def test_gate_is_closed_until_a_coordinator_names_the_committed_version(lab: Pod) -> None:
     await until(lab.engine_up, 10, "the agent sees the engine")
     closed = await lab.generate()
     assert closed.status == 503
@@ -45,7 +45,7 @@ async def test_closed_until_a_coordinator_says_what_is_committed(lab: Pod) -> No
     assert await lab.is_open()
 
 
-async def test_an_engine_that_does_not_generate_gets_no_request_for_tokens(engine: StubEngine, tmp_path: Path) -> None:
+async def test_engine_that_does_not_generate_gets_no_request_for_tokens(engine: StubEngine, tmp_path: Path) -> None:
     engine.generates = False
     async with pod(tmp_path, engine.url) as lab:
         await until(lab.engine_up, 10, "the agent sees the engine")
@@ -60,7 +60,7 @@ async def test_an_engine_that_does_not_generate_gets_no_request_for_tokens(engin
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_silent_agent_closes_the_gate_within_two_seconds_and_streams_go_on(lab: Pod, number: int) -> None:
+async def test_silent_agent_closes_the_gate_and_streams_continue(lab: Pod, number: int) -> None:
     await lab.open_with_base()
     first = asyncio.Event()
     stream = asyncio.create_task(lab.stream(80, first))  # 4 s
@@ -72,7 +72,7 @@ async def test_a_silent_agent_closes_the_gate_within_two_seconds_and_streams_go_
     assert await lab.is_closed()
 
 
-async def test_the_agent_comes_back_and_opens_by_its_record(lab: Pod) -> None:
+async def test_restarted_agent_opens_the_gate_by_its_record(lab: Pod) -> None:
     await lab.open_with_base()
     await lab.agent.end()
     await until(lab.is_closed, 3, "the gate closes")
@@ -81,7 +81,7 @@ async def test_the_agent_comes_back_and_opens_by_its_record(lab: Pod) -> None:
     assert took > 2, "a restarted agent first waits whether a coordinator knows better"
 
 
-async def test_a_coordinator_that_knows_better_keeps_it_closed(lab: Pod) -> None:
+async def test_coordinator_with_a_newer_version_keeps_the_gate_closed(lab: Pod) -> None:
     await lab.open_with_base()
     await lab.agent.end()
     await lab.agent.start()
@@ -91,7 +91,7 @@ async def test_a_coordinator_that_knows_better_keeps_it_closed(lab: Pod) -> None
     assert await lab.is_closed()
 
 
-async def test_a_restarted_haproxy_is_opened_again(lab: Pod) -> None:
+async def test_restarted_haproxy_is_opened_again(lab: Pod) -> None:
     await lab.open_with_base()
     await lab.gate.end()
     await lab.gate.start()
@@ -101,23 +101,23 @@ async def test_a_restarted_haproxy_is_opened_again(lab: Pod) -> None:
     assert (await lab.status(BASE_WIRE)).gate_open
 
 
-async def test_an_engine_that_is_gone_closes_the_gate(lab: Pod, engine: StubEngine) -> None:
+async def test_stopped_engine_closes_the_gate(lab: Pod, engine: StubEngine) -> None:
     await lab.open_with_base()
     await engine.stop()
     assert (await lab.generate()).status == 503  # at once: nothing listens
     await until(lambda: _reason(lab, "not up"), 3, "the agent sees it")
 
 
-async def test_status_is_not_open_while_haproxy_is_away(lab: Pod) -> None:
+async def test_status_is_not_open_while_haproxy_is_stopped(lab: Pod) -> None:
     await lab.open_with_base()
     await lab.gate.end()
-    direct = Pod(lab.folder, lab.engine_url, lab.http, gate_port=lab.agent_port)  # past the gate, as nobody can in a pod
+    direct = Pod(lab.folder, lab.engine_url, lab.http, gate_port=lab.agent_port)  # bypasses the gate, which is impossible in a pod
     status = await direct.status(BASE_WIRE)
     assert not status.gate_open
     assert "haproxy" in status.message
 
 
-async def test_a_flood_of_requests_does_not_lock_out_the_agent(engine: StubEngine, tmp_path: Path) -> None:
+async def test_flood_of_requests_does_not_lock_out_the_agent(engine: StubEngine, tmp_path: Path) -> None:
     async with pod(tmp_path, engine.url, start=False) as lab:
         lab.gate.args += ["--maxconn", "64"]
         await lab.start()

@@ -1,4 +1,4 @@
-"""Gate and front, real haproxy, on clusters of either family: as their containers start them, on all addresses."""
+"""Gate and front, real haproxy, listen on all addresses of clusters with IPv4, IPv6 or both."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def reached(process: Process, *urls: str) -> list[str]:
 
 @needs_ipv6
 @pytest.mark.parametrize(("kind", "path"), [("gate", "/generate"), ("front", "/front/health")])
-async def test_all_addresses_are_those_of_both_families(kind: str, path: str, tmp_path: Path) -> None:
+async def test_wildcard_address_listens_on_both_families(kind: str, path: str, tmp_path: Path) -> None:
     port = free_port()
     process = Process(line(kind, f"[::]:{port}", tmp_path), tmp_path / "log")
     both = [f"http://[::1]:{port}{path}", f"http://127.0.0.1:{port}{path}"]
@@ -53,7 +53,7 @@ async def test_all_addresses_are_those_of_both_families(kind: str, path: str, tm
 
 
 @pytest.mark.parametrize("kind", ["gate", "front"])
-def test_a_kernel_without_ipv6_takes_those_of_ipv4(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ipv6_the_wildcard_address_is_that_of_ipv4(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """haproxy would not start. --print, whose text may be for another machine, does not look."""
     monkeypatch.setattr(cli, "has_dualstack_ipv6", lambda: False)
     became: list[str] = []
@@ -65,12 +65,12 @@ def test_a_kernel_without_ipv6_takes_those_of_ipv4(kind: str, tmp_path: Path, mo
 
 
 @needs_ipv6
-async def test_a_gate_finds_an_agent_on_an_ipv6_address(tmp_path: Path) -> None:
+async def test_gate_reaches_an_agent_at_an_ipv6_address(tmp_path: Path) -> None:
     port, asked = free_port(), asyncio.Event()
 
     async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 503 Told\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Asked\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         asked.set()
         writer.close()
 

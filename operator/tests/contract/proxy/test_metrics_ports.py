@@ -1,4 +1,4 @@
-"""The ports for metrics, in front of real processes: every process is scraped there, and nothing else is reached."""
+"""The metrics ports, in front of real processes, serve the metrics of every process and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header X-Weight-Version on answers of an engine: what it held when the request reached it."""
+"""The header X-Weight-Version of an answer names the version that the engine held when the request arrived."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_answers_name_the_version_and_refusals_do_not(lab: Pod) -> None:
     assert await header(lab) is None
 
 
-async def test_an_answer_keeps_the_version_that_its_request_met(lab: Pod, engine: StubEngine) -> None:
+async def test_answer_names_the_version_at_the_time_of_its_request(lab: Pod, engine: StubEngine) -> None:
     await lab.open_with_base()
     engine.hold_answers = asyncio.Event()
     started = asyncio.create_task(header(lab))
@@ -71,7 +71,7 @@ async def test_an_answer_keeps_the_version_that_its_request_met(lab: Pod, engine
     assert (await started, await later) == ("base", "new")
 
 
-async def test_a_restarted_haproxy_is_told_again(lab: Pod) -> None:
+async def test_restarted_haproxy_gets_the_version_again(lab: Pod) -> None:
     await lab.open_with_base()
     await commit(lab, Version(run=1, step=1, label="one"))
     await lab.gate.end()
@@ -81,7 +81,7 @@ async def test_a_restarted_haproxy_is_told_again(lab: Pod) -> None:
     assert await header(lab) == "one"
 
 
-async def test_a_restarted_agent_names_what_its_record_says(lab: Pod) -> None:
+async def test_restarted_agent_names_the_version_of_its_record(lab: Pod) -> None:
     await lab.open_with_base()
     version = Version(run=1, step=1, label="one")
     await commit(lab, version)
@@ -93,7 +93,7 @@ async def test_a_restarted_agent_names_what_its_record_says(lab: Pod) -> None:
     assert await header(lab) == "one"
 
 
-async def test_a_gate_of_an_older_release_opens_all_the_same(engine: StubEngine, tmp_path: Path) -> None:
+async def test_gate_of_an_older_release_opens(engine: StubEngine, tmp_path: Path) -> None:
     async with pod(tmp_path, engine.url, start=False) as lab:
         line = [part.replace("gate.sock", "other.sock") if part.endswith("gate.sock") else part for part in lab.gate.args]
         config = tmp_path / "old.cfg"

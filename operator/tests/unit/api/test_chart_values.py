@@ -1,4 +1,4 @@
-"""The chart's generated files are what values.yaml and the code say."""
+"""The chart's generated files match values.yaml and the code."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def generate() -> ModuleType:
     return module
 
 
-def test_generated_files_are_as_they_would_be_written(generate: ModuleType) -> None:
+def test_generated_files_are_up_to_date(generate: ModuleType) -> None:
     for path, text in generate.generated().items():
         assert path.read_text() == text, "run: python charts/generate.py"
 
 
-def test_a_value_without_a_comment_is_refused(generate: ModuleType) -> None:
+def test_value_without_a_comment_is_refused(generate: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"a\.b has no comment"):
         generate.read("a:\n  b: 1\n")
 
 
-def test_the_schema_knows_enums_and_refuses_unknown_values(generate: ModuleType) -> None:
+def test_schema_has_enums_and_refuses_unknown_values(generate: ModuleType) -> None:
     made = generate.schema(generate.read("# What.\n# @enum x, y\na: x\n"))
     assert made["properties"]["a"] == {"type": "string", "description": "What.", "enum": ["x", "y"]}
     assert made["additionalProperties"] is False

@@ -1,4 +1,4 @@
-"""Which of the engine's mounts the agent gets: it checks checkpoints, and must not lose its own files."""
+"""The agent gets the engine's mounts of user volumes, except those that would hide the agent's own files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def agent_extra(*wanted: dict[str, Any]) -> list[dict[str, Any]]:
     return found[len(plain) :]
 
 
-def test_a_volume_of_the_engine_is_read_only_in_the_agent_and_absent_from_the_gate() -> None:
+def test_user_volume_is_read_only_in_the_agent_and_absent_from_the_gate() -> None:
     models = {"name": "models", "mountPath": "/models", "subPath": "a", "mountPropagation": "HostToContainer"}
     assert agent_extra(models) == [{"name": "models", "mountPath": "/models", "subPath": "a", "readOnly": True}]
     found = mounts(models)
@@ -56,15 +56,15 @@ def test_a_volume_of_the_engine_is_read_only_in_the_agent_and_absent_from_the_ga
         {"name": "run", "mountPath": "/models"},
     ],
 )
-def test_mounts_that_would_hide_the_agents_own_files_stay_with_the_engine(mount: dict[str, Any]) -> None:
+def test_mount_that_would_hide_files_of_the_agent_is_not_shared(mount: dict[str, Any]) -> None:
     assert agent_extra(mount) == []
 
 
-def test_a_folder_whose_name_only_begins_like_ours_is_shared() -> None:
+def test_folder_with_a_similar_name_is_shared() -> None:
     assert [mount["mountPath"] for mount in agent_extra({"name": "x", "mountPath": "/optimizer"})] == ["/optimizer"]
 
 
-def test_the_agent_looks_for_the_hugging_face_cache_where_the_engine_does() -> None:
+def test_agent_gets_the_location_of_the_hugging_face_cache() -> None:
     secret = {"valueFrom": {"secretKeyRef": {"name": "tokens", "key": "hf"}}}
     env = [
         {"name": "HF_HOME", "value": "/cache/hf"}, {"name": "HF_TOKEN", **secret}, {"name": "HF_HUB_CACHE", "value": "$(HF_HOME)/hub"},

@@ -1,4 +1,4 @@
-"""The all-reduce before SGLang starts: for real with gloo, and with a torch that fails or hangs."""
+"""The all-reduce before SGLang starts, with gloo and with a torch that fails or hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from sglang_rollout.agent.run_files import read_all_reduce
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.preflight import FAILED, SECONDS, all_reduce, node_env
+from sglang_rollout.controller.render.engine_arguments import node_variables
+from sglang_rollout.controller.render.preflight import FAILED, SECONDS, all_reduce
 from sglang_rollout.controller.render.start import start_script
 from tests.unit.controller.support.worlds import BASE, NOW, cr, crashed, pod, record, row, world
 
@@ -45,7 +46,7 @@ SHARED = {"gpuResource": "", "memorySaver": True, "weightsCpuBackup": True}
         ("nccl", "Colocated", SHARED | {"args": ["--device", "cuda"]}, {}),
     ],
 )
-def test_it_is_measured_where_the_engine_runs(backend: str, mode: str, engine: dict[str, Any], weights: dict[str, Any]) -> None:
+def test_backend_is_that_of_the_engines_devices(backend: str, mode: str, engine: dict[str, Any], weights: dict[str, Any]) -> None:
     spec = {"image": "e:1", "parallelism": {"tensor": 2}, "preflight": {"allReduce": {"floorGBps": 300}}, **engine}
     shared = {} if mode == "Standalone" else {"sharing": {"resourceClaimName": "gpus-{engine}"}}
     made = SGLangRollout.model_validate(cr(engine=spec, mode=mode, weights=weights, **shared))
@@ -59,7 +60,7 @@ class Container:
         made = rollout(**wanted)
         self.run = folder / "run"
         self.run.mkdir()
-        (self.run / "boot").write_text("of the life before")
+        (self.run / "boot").write_text("of the previous boot")
         programs = folder / "bin"
         programs.mkdir()
         (programs / "python3").write_text(f'#!/bin/sh\nexec {python} "$@"\n')
@@ -69,7 +70,7 @@ class Container:
         environment = {
             "PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin",
             "PYTHONPATH": str(folder / "played"),
-            **{variable["name"]: "node-7" for variable in node_env(made)},
+            **{variable["name"]: "node-7" for variable in node_variables(made)},
         }
         self.log = folder / "log"
         with self.log.open("wb") as log:
@@ -162,11 +163,11 @@ def sglang_python() -> Path:
 
 @pytest.mark.engine
 @pytest.mark.timeout(240)
-def test_two_ranks_are_measured_and_sglang_starts(sglang_python: Path, tmp_path: Path, containers: list[Container]) -> None:
+def test_sglang_starts_after_the_measurement(sglang_python: Path, tmp_path: Path, containers: list[Container]) -> None:
     containers.append(Container(tmp_path, sglang_python))
     assert containers[0].end() == 0, containers[0].log.read_text()
     assert containers[0].started
-    assert (containers[0].run / "boot").read_text() != "of the life before"
+    assert (containers[0].run / "boot").read_text() != "of the previous boot"
     reached = read_all_reduce(containers[0].run / "all-reduce")
     assert reached is not None
     assert f"all-reduce over the 2 ranks of this pod: {reached:g} GB/s" in containers[0].log.read_text()
@@ -175,7 +176,7 @@ def test_two_ranks_are_measured_and_sglang_starts(sglang_python: Path, tmp_path:
 
 @pytest.mark.engine
 @pytest.mark.timeout(240)
-def test_below_the_floor_sglang_is_not_started_and_the_node_is_named_and_avoided(
+def test_bandwidth_below_the_floor_prevents_the_start_and_avoids_the_node(
     sglang_python: Path, tmp_path: Path, containers: list[Container]
 ) -> None:
     containers.append(Container(tmp_path, sglang_python, floorGBps=99_999))
@@ -191,13 +192,13 @@ def test_below_the_floor_sglang_is_not_started_and_the_node_is_named_and_avoided
     status["containerStatuses"][0]["lastState"] = {"terminated": ended}
     slow = pod(1, ready=False, status=status)
     slow["spec"]["nodeName"] = "node-7"
-    told = build_status(world([pod(0), slow], written=record(row(0), row(1), committed=BASE), custom=spec), NOW)
-    (avoided,) = told["avoidedNodes"]
+    shown = build_status(world([pod(0), slow], written=record(row(0), row(1), committed=BASE), custom=spec), NOW)
+    (avoided,) = shown["avoidedNodes"]
     assert avoided["node"] == "node-7"
     assert avoided["message"] == f"an engine failed there, demo-engine-1 at {NOW}: exited with code 78: {said}."
 
 
-def test_a_rank_that_fails_ends_the_others_and_the_container(played: Path, tmp_path: Path, containers: list[Container]) -> None:
+def test_failed_rank_ends_the_container(played: Path, tmp_path: Path, containers: list[Container]) -> None:
     containers.append(Container(tmp_path, Path(sys.executable)))
     ranks = ranks_there(played)
     (played / "fail").touch()
@@ -207,7 +208,7 @@ def test_a_rank_that_fails_ends_the_others_and_the_container(played: Path, tmp_p
     assert not containers[0].started
 
 
-def test_ranks_that_hang_are_ended(played: Path, tmp_path: Path, containers: list[Container]) -> None:
+def test_ranks_that_hang_are_killed(played: Path, tmp_path: Path, containers: list[Container]) -> None:
     containers.append(Container(tmp_path, Path(sys.executable), seconds=3))
     ranks = ranks_there(played)
     assert containers[0].end() == FAILED
@@ -216,7 +217,7 @@ def test_ranks_that_hang_are_ended(played: Path, tmp_path: Path, containers: lis
     assert not containers[0].started
 
 
-def test_a_pod_that_is_deleted_meanwhile_ends_at_once(played: Path, tmp_path: Path, containers: list[Container]) -> None:
+def test_deleted_pod_ends_during_the_measurement(played: Path, tmp_path: Path, containers: list[Container]) -> None:
     containers.append(Container(tmp_path, Path(sys.executable)))
     ranks_there(played)
     assert not (containers[0].run / "boot").exists(), "the other pods of the engine wait for this one"
@@ -225,7 +226,7 @@ def test_a_pod_that_is_deleted_meanwhile_ends_at_once(played: Path, tmp_path: Pa
     assert not containers[0].started
 
 
-def test_status_shows_it_in_the_row_of_the_engine() -> None:
-    told = [row(0).model_copy(update={"all_reduce": 0.683}), row(1)]
-    rows = build_status(world([pod(0), pod(1)], written=record(*told, committed=BASE)), NOW)["engines"]
+def test_status_shows_the_bandwidth() -> None:
+    reported = [row(0).model_copy(update={"all_reduce": 0.683}), row(1)]
+    rows = build_status(world([pod(0), pod(1)], written=record(*reported, committed=BASE)), NOW)["engines"]
     assert [found.get("allReduceGBps") for found in rows] == [0.683, None]

@@ -1,4 +1,4 @@
-"""The checks before SGLang starts, run by a real shell on folders that play /dev and /proc."""
+"""The checks before SGLang starts, run by a real shell on folders that replace /dev and /proc."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def low_limits() -> None:
 
 
 def run(root: Path, *, gpus: int = 8, start: Sequence[str] = ("echo", "started"), files: str = "65535", **engine: Any) -> tuple[int, str]:
-    """Exit code and what is said; the start goes on after the checks. ``files``: the limit that is played; empty: the real one."""
+    """Return exit code and output of the checks and of ``start``. ``files``: the simulated limit; empty: the real one."""
     spec = {"image": "e:1", "parallelism": {"tensor": 8}, "shm": "1Mi", **engine}
     rollout = SGLangRollout.model_validate(cr(engine=spec))
     limits = {"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {}
@@ -56,11 +56,11 @@ def run(root: Path, *, gpus: int = 8, start: Sequence[str] = ("echo", "started")
     return done.returncode, done.stdout.strip() + done.stderr.strip()
 
 
-def test_where_all_is_right_the_engine_starts(root: Path) -> None:
+def test_engine_starts_if_all_checks_pass(root: Path) -> None:
     assert run(root, rdma={"resource": "rdma/hca"}) == (0, "started")
 
 
-def test_a_missing_gpu_is_told_and_shown_in_status(root: Path) -> None:
+def test_missing_gpu_is_shown_in_status(root: Path) -> None:
     (root / "dev/nvidia3").unlink()
     code, said = run(root)
     assert (code, "8 nvidia.com/gpu were asked for, and 7 devices" in said) == (FAILED, True)
@@ -69,37 +69,37 @@ def test_a_missing_gpu_is_told_and_shown_in_status(root: Path) -> None:
     assert trouble.text.startswith(f"container engine exited with code 78: {said}")
 
 
-def test_no_gpu_at_all(root: Path) -> None:
+def test_missing_gpus_are_counted(root: Path) -> None:
     for device in (root / "dev").glob("nvidia[0-9]"):
         device.unlink()
     assert "and 0 devices" in run(root)[1]
 
 
-def test_a_privileged_container_sees_the_gpus_of_others(root: Path) -> None:
+def test_surplus_gpus_of_a_privileged_container_are_accepted(root: Path) -> None:
     assert run(root, gpus=4)[0] == 0
 
 
 @pytest.mark.parametrize("engine", [{"gpuResource": ""}, {"gpuResource": "nvidia.com/mig-1g.10gb"}, {"gpuResource": "amd.com/gpu"}])
-def test_devices_are_counted_only_where_they_are_known(root: Path, engine: dict[str, str]) -> None:
+def test_devices_of_other_resources_are_not_counted(root: Path, engine: dict[str, str]) -> None:
     for device in (root / "dev").glob("nvidia*"):
         device.unlink()
     assert run(root, gpus=0, **engine)[0] == 0
 
 
-def test_shared_memory_that_is_too_small(root: Path) -> None:
+def test_too_small_shared_memory_fails(root: Path) -> None:
     code, said = run(root, shm="4096Ti")
     assert code == FAILED
     assert "engine.shm asks for 4096Ti" in said
 
 
-def test_a_port_that_another_container_of_the_pod_listens_on(root: Path) -> None:
+def test_port_taken_by_another_container_fails(root: Path) -> None:
     (root / "proc/net/tcp6").write_text(LISTENS)
     code, said = run(root, gpuResource="", gpus=0)
     assert (code, f"port {ENGINE_PORT}" in said) == (FAILED, True)
 
 
 @pytest.mark.parametrize("port", [ENGINE_PORT, RENDEZVOUS_PORT, RENDEZVOUS_PORT + 13])
-def test_the_ports_on_which_the_ranks_of_several_pods_meet(root: Path, port: int) -> None:
+def test_rendezvous_ports_of_several_pods_are_checked(root: Path, port: int) -> None:
     cpu = {"gpuResource": "", "gpus": 0}
     (root / "proc/net/tcp").write_text(LISTENS.replace(f"{ENGINE_PORT:04X}", f"{port:04X}"))
     code, said = run(root, nodes=2, **cpu)
@@ -107,20 +107,20 @@ def test_the_ports_on_which_the_ranks_of_several_pods_meet(root: Path, port: int
     assert run(root, **cpu)[0] == (FAILED if port == ENGINE_PORT else 0), "an engine of one pod needs no more than its own"
 
 
-def test_a_low_limit_on_open_files_is_told_and_used_up(root: Path) -> None:
-    """SGLang leaves the soft limit where it is when it cannot have 65535."""
+def test_low_limit_on_open_files_is_reported_and_used(root: Path) -> None:
+    """SGLang does not raise the soft limit if the hard limit is below 65535."""
     code, said = run(root, files="", start=("/bin/sh", "-c", "ulimit -Sn"))
     assert code == 0
     assert said.startswith("4096preflight: this container may open 4096 files, SGLang asks for 65535")
 
 
 @pytest.mark.parametrize("files", ["65535", "1048576", "unlimited"])
-def test_a_limit_on_open_files_that_is_high_enough_is_left_to_sglang(root: Path, files: str) -> None:
+def test_sufficient_limit_on_open_files_is_not_changed(root: Path, files: str) -> None:
     assert run(root, files=files) == (0, "started")
 
 
 @pytest.mark.parametrize("port", [20001, 20003, 20004, 20010, 20017])
-def test_a_port_of_the_node_that_another_program_listens_on(root: Path, port: int) -> None:
+def test_port_of_the_node_taken_by_another_program_fails(root: Path, port: int) -> None:
     node = {"gpuResource": "", "gpus": 0, "network": {"hostNetwork": True}}
     # Its own gate and agent listen already, and so does the next engine.
     for theirs in (20000, 20002, 20021, 30001):
@@ -131,21 +131,21 @@ def test_a_port_of_the_node_that_another_program_listens_on(root: Path, port: in
     assert (code, f"port {port} of the node" in said) == (FAILED, True)
 
 
-def test_rdma_needs_memory_that_may_be_pinned(root: Path) -> None:
+def test_rdma_requires_pinnable_memory(root: Path) -> None:
     (root / "proc/self/status").write_text(f"CapEff:\t{WITHOUT}\n")
     assert run(root)[0] == 0
     code, said = run(root, rdma={"resource": "rdma/hca"})
     assert (code, "may lock 64 KiB only" in said) == (FAILED, True)
 
 
-def test_rdma_needs_its_devices(root: Path) -> None:
+def test_rdma_requires_devices(root: Path) -> None:
     (root / "dev/infiniband/uverbs0").unlink()
     assert run(root)[0] == 0
     code, said = run(root, rdma={"resource": "rdma/hca"})
     assert (code, "no device /dev/infiniband/uverbs*" in said) == (FAILED, True)
 
 
-def test_the_engine_of_every_golden_input_is_checked_before_it_starts() -> None:
+def test_every_golden_input_has_the_checks() -> None:
     for path in GOLDEN_INPUTS.glob("*.yaml"):
         for made in render_all(SGLangRollout.model_validate(yaml.safe_load(path.read_text())), SETTINGS):
             if made["kind"] == "StatefulSet":

@@ -1,4 +1,4 @@
-"""Engines in the network of their node: what SGLang and the agents are told, and what status says."""
+"""Engines in the network of their node: arguments of SGLang and agents, intent and status."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RENDEZVOUS = ("--port", "--nccl-port", "--dist-init-addr")
 
 
 @pytest.mark.parametrize(
-    ("engine", "told"),
+    ("engine", "expected"),
     [
         ({}, {"--port": "20021", "--nccl-port": "20023"}),
         (
@@ -50,11 +50,11 @@ RENDEZVOUS = ("--port", "--nccl-port", "--dist-init-addr")
     ],
     ids=["one pod", "attention groups", "several pods"],
 )
-def test_sglang_is_told_all_ports_that_it_would_choose_itself(engine: Object, told: dict[str, str]) -> None:
-    assert flags(template({"hostNetwork": True}, **engine)["containers"][0], *RENDEZVOUS) == told
+def test_sglang_gets_every_port_that_it_would_choose_itself(engine: Object, expected: dict[str, str]) -> None:
+    assert flags(template({"hostNetwork": True}, **engine)["containers"][0], *RENDEZVOUS) == expected
 
 
-def test_pods_of_one_engine_find_each_other_on_its_ports() -> None:
+def test_pods_of_an_engine_reach_each_other_on_its_ports() -> None:
     agent = template({"hostNetwork": True, "basePort": 4000}, parallelism={"tensor": 2}, nodes=2)["initContainers"][1]
     assert flags(agent, "--listen", "--engine-url", "--leader", "--advertise") == {
         "--listen": "127.0.0.1:4022",
@@ -65,7 +65,7 @@ def test_pods_of_one_engine_find_each_other_on_its_ports() -> None:
 
 
 @pytest.mark.parametrize("network", [None, {"interface": "eth0"}])
-def test_without_it_every_engine_has_the_same_ports_and_nothing_of_the_node(network: Object | None) -> None:
+def test_engines_have_equal_ports_without_host_network(network: Object | None) -> None:
     rollout = SGLangRollout.model_validate(custom(network))
     assert engine_ports(rollout, 0) == engine_ports(rollout, 7)
     made = template(network)
@@ -80,19 +80,19 @@ def with_gate(made: Object, port: int) -> Object:
     return {**made, "spec": {**made["spec"], "initContainers": [gate]}}
 
 
-def test_a_gate_is_looked_for_where_its_pod_was_made_to_have_it() -> None:
+def test_intent_has_the_ports_of_existing_gates() -> None:
     """Half-way through a rolling update from 20000 to 24000; engine 2 has no pod yet."""
     wanted = custom({"hostNetwork": True, "basePort": 24000})
     wanted["spec"]["replicas"] = 3
     seen = world([with_gate(pod(0), 20000), with_gate(pod(1), 24020)], custom=wanted)
     applied = [action.object for action in make_plan(seen, SETTINGS).actions if isinstance(action, Apply)]
     intent = next(made for made in applied if made["metadata"]["name"] == names.intent_name("demo"))
-    told = json.loads(intent["data"][names.INTENT_KEY])["engines"]
-    assert [engine["port"] for engine in told] == [20000, 24020, 24040]
+    engines = json.loads(intent["data"][names.INTENT_KEY])["engines"]
+    assert [engine["port"] for engine in engines] == [20000, 24020, 24040]
     rows = build_status(seen, NOW)["engines"]
     assert [row.get("port") for row in rows] == [20000, 24020, None]
 
 
-def test_status_says_no_port_where_all_are_the_same() -> None:
+def test_status_omits_the_default_port() -> None:
     rows = build_status(world([with_gate(pod(0), 30000), pod(1)]), NOW)["engines"]
     assert ["port" in row for row in rows] == [False, False]

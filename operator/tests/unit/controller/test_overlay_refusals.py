@@ -1,4 +1,4 @@
-"""What the user lays over the pods does not take away what other fields have promised."""
+"""The overlay of engine pods does not remove what other fields set."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def template(overlay: dict[str, Any], *, avoided: tuple[str, ...] = (), **spec: 
         ({}, {"podAffinity": {REQUIRED: [THEIRS]}}, [THEIRS]),
     ],
 )
-def test_the_topology_and_the_trainers_node_stay_demanded(spec: dict[str, Any], overlaid: object, expected: list[object]) -> None:
+def test_terms_for_topology_and_trainers_node_are_kept(spec: dict[str, Any], overlaid: object, expected: list[object]) -> None:
     affinity = template({"spec": {"affinity": overlaid}}, **spec)["spec"]["affinity"]
     assert affinity["podAffinity"][REQUIRED] == expected
     if isinstance(overlaid, dict) and "podAntiAffinity" in overlaid:
         assert affinity["podAntiAffinity"] == overlaid["podAntiAffinity"]
 
 
-def test_avoided_nodes_are_one_more_demand() -> None:
+def test_avoided_nodes_are_added_to_the_affinity() -> None:
     affinity = template({"spec": {"affinity": {"podAffinity": {REQUIRED: [THEIRS]}}}}, avoided=("bad",), **RACK)["spec"]["affinity"]
     assert affinity["podAffinity"][REQUIRED] == [THEIRS, OURS]
     assert affinity["nodeAffinity"][REQUIRED]["nodeSelectorTerms"][0]["matchFields"][0]["values"] == ["bad"]
 
 
 @pytest.mark.parametrize("wrong", ["near", ["near"], {"podAffinity": ["near"]}, {"podAffinity": {REQUIRED: 5}}])
-def test_an_affinity_that_is_none_is_left_to_the_api_server(wrong: object) -> None:
-    """It refuses that in its own words, which status shows."""
+def test_affinity_of_another_shape_is_left_to_the_api_server(wrong: object) -> None:
+    """The API server refuses it, and status quotes the API server."""
     assert template({"spec": {"affinity": wrong}}, **RACK)["spec"]["affinity"] == wrong
 
 
-def test_the_label_by_which_the_scheduler_knows_a_group_stays() -> None:
+def test_overlay_does_not_change_the_label_of_the_pod_group() -> None:
     overlay = {"metadata": {"labels": {names.LABEL_POD_GROUP: "mine", "team": "rl"}}}
     labels = template(overlay, scheduling={"gang": {}})["metadata"]["labels"]
     assert (labels[names.LABEL_POD_GROUP], labels["team"]) == ("demo-engine-0", "rl")

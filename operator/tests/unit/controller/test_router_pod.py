@@ -44,7 +44,7 @@ def without_router(said: Object | None, *, failure: str = "") -> FleetView:
     ],
     ids=["tainted", "no scheduler", "not created", "starting"],
 )
-def test_status_says_why_the_router_does_not_run(seen: FleetView, says: str, degraded: str) -> None:
+def test_status_shows_why_the_router_does_not_run(seen: FleetView, says: str, degraded: str) -> None:
     assert ready(seen) == ("False", "RouterNotReady", says)
     assert condition(status_of(seen), "RouterReady")["message"] == says
     assert condition(status_of(seen), "Degraded")["status"] == degraded
@@ -56,7 +56,7 @@ def test_rules_protect_every_container_and_volume_of_the_router() -> None:
     assert tuple(one["name"] for one in spec["volumes"]) == ROUTER_VOLUMES
 
 
-def test_the_overlay_merges_into_the_pod_and_keeps_what_the_operator_selects_by() -> None:
+def test_overlay_keeps_the_labels_of_the_router_pod() -> None:
     overlay = {
         "metadata": {"labels": {"team": "rl", names.LABEL_ROLLOUT: "other"}, "annotations": {names.ANNOTATION_ACCOUNT: "x", "note": "y"}},
         "spec": {"tolerations": [{"operator": "Exists"}], "containers": [{"name": "smg", "env": [{"name": "RUST_LOG", "value": "debug"}]}]},
@@ -74,7 +74,7 @@ def test_the_overlay_merges_into_the_pod_and_keeps_what_the_operator_selects_by(
     assert annotations[names.ANNOTATION_ACCOUNT] not in {"x", other[names.ANNOTATION_ACCOUNT]}
 
 
-def test_changed_annotations_of_the_engines_account_make_new_prefetch_pods() -> None:
+def test_changed_account_annotations_recreate_prefetch_pods() -> None:
     def revision(**engine: Any) -> str:
         model = {"path": "/models/a", "volume": {"hostPath": "/d"}, "download": {"command": ["x"]}, "prefetch": True}
         made = prefetch(SGLangRollout.model_validate(cr(model=model, engine={"image": "i", **engine})), SETTINGS)

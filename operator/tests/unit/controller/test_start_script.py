@@ -1,4 +1,4 @@
-"""The first process of an engine's container, run by a real shell."""
+"""Start and stop scripts of an engine's container, run by a real shell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def start(folder: Path, *command: str, env: dict[str, str] | None = None) -> int
     return subprocess.run(["/bin/sh", "-c", script, "engine", *command], env=environment, check=False, timeout=30).returncode
 
 
-def test_each_start_is_another_life_and_forgets_what_was_asked_of_the_one_before(tmp_path: Path) -> None:
+def test_each_start_has_a_new_boot_id_and_removes_old_files(tmp_path: Path) -> None:
     boots = set()
     for _ in range(2):
         (tmp_path / "kill").touch()
@@ -34,7 +34,7 @@ def test_each_start_is_another_life_and_forgets_what_was_asked_of_the_one_before
     assert len(boots) == 2
 
 
-def test_it_tells_version_and_settings_of_nccl(tmp_path: Path) -> None:
+def test_version_and_settings_of_nccl_are_written(tmp_path: Path) -> None:
     start(tmp_path, "true", env={"NCCL_DEBUG": "INFO", "OTHER": "1"})
     lines = (tmp_path / "nccl").read_text().splitlines()
     assert lines[0].startswith("version=")
@@ -42,7 +42,7 @@ def test_it_tells_version_and_settings_of_nccl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "drain", "seen"), [("3", False, 3), ("0", False, ENDED_BY_ITSELF), ("0", True, 0)])
-def test_the_exit_code_says_whether_it_was_asked_to_end(tmp_path: Path, code: str, drain: bool, seen: int) -> None:
+def test_exit_code_shows_if_a_drain_was_requested(tmp_path: Path, code: str, drain: bool, seen: int) -> None:
     touch = f"touch {tmp_path}/drain; " if drain else ""
     assert start(tmp_path, "sh", "-c", f"{touch}exit {code}") == seen
 
@@ -91,10 +91,10 @@ def member(tmp_path: Path) -> Iterator[Callable[..., Member]]:
         one.close()
 
 
-def test_a_member_starts_its_engine_when_this_life_of_it_is_told_to(tmp_path: Path, member: Callable[..., Member]) -> None:
-    (tmp_path / "go").write_text("of an earlier life")
+def test_member_starts_its_engine_when_its_boot_id_may_start(tmp_path: Path, member: Callable[..., Member]) -> None:
+    (tmp_path / "go").write_text("of an earlier boot")
     first = member(1, "sh", "-c", f"touch {tmp_path}/started; exit 3")
-    first.go("of another life\n")
+    first.go("of another boot\n")
     with pytest.raises(subprocess.TimeoutExpired):
         first.process.wait(1.5)
     assert not (tmp_path / "started").exists()
@@ -104,14 +104,14 @@ def test_a_member_starts_its_engine_when_this_life_of_it_is_told_to(tmp_path: Pa
     assert not (tmp_path / "boot").exists(), "the other pods hear of the end at once"
 
 
-def test_a_member_that_waits_ends_when_its_pod_does(member: Callable[..., Member]) -> None:
+def test_waiting_member_ends_with_its_pod(member: Callable[..., Member]) -> None:
     waiting = member(1, "true")
     waiting.wait_for("boot")
     waiting.process.terminate()
     assert waiting.end() == 143
 
 
-def test_a_pod_that_is_deleted_before_its_engine_starts_ends_by_a_handler(tmp_path: Path, member: Callable[..., Member]) -> None:
+def test_pod_deleted_before_the_start_ends_by_a_handler(tmp_path: Path, member: Callable[..., Member]) -> None:
     """As the container's first process it would not end without one."""
     slow = tmp_path / "python3"
     slow.write_text("#!/bin/sh\ntouch $(dirname $0)/looking\nsleep 1\n")
@@ -123,7 +123,7 @@ def test_a_pod_that_is_deleted_before_its_engine_starts_ends_by_a_handler(tmp_pa
     assert not (tmp_path / "started").exists()
 
 
-def test_a_drain_asked_for_while_the_engine_starts_is_asked_for_again(tmp_path: Path, member: Callable[..., Member]) -> None:
+def test_drain_during_the_start_is_repeated(tmp_path: Path, member: Callable[..., Member]) -> None:
     """The start script forgets older ones, and the agent takes one that is older than the boot file for an earlier engine's."""
     slow = tmp_path / "python3"
     slow.write_text("#!/bin/sh\ntouch $(dirname $0)/looking\nsleep 1\n")
@@ -142,9 +142,7 @@ def test_a_drain_asked_for_while_the_engine_starts_is_asked_for_again(tmp_path: 
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
-def test_the_kill_file_ends_an_engine_that_has_not_come_up_and_its_words_are_the_last(
-    tmp_path: Path, member: Callable[..., Member], rank: int | None
-) -> None:
+def test_kill_file_ends_a_starting_engine_and_is_printed_last(tmp_path: Path, member: Callable[..., Member], rank: int | None) -> None:
     starting = member(rank, "sh", "-c", f"trap '' TERM; touch {tmp_path}/started; while :; do sleep 1; done")
     if rank is not None:
         starting.go()
@@ -154,7 +152,7 @@ def test_the_kill_file_ends_an_engine_that_has_not_come_up_and_its_words_are_the
     assert (tmp_path / "log").read_text().splitlines()[-1] == "rank 3 has ended"
 
 
-def test_a_rank_that_swallows_its_end_is_ended_and_rank_0_is_given_its_time(tmp_path: Path, member: Callable[..., Member]) -> None:
+def test_rank_that_ignores_sigterm_is_killed_and_rank_0_is_not(tmp_path: Path, member: Callable[..., Member]) -> None:
     """SGLang's ranks other than 0 leave SIGTERM to rank 0, which may be gone."""
     follower = member(1, "sh", "-c", f"trap '' TERM; touch {tmp_path}/started; while :; do sleep 1; done")
     follower.go()
@@ -163,7 +161,7 @@ def test_a_rank_that_swallows_its_end_is_ended_and_rank_0_is_given_its_time(tmp_
     assert follower.end() == 128 + signal.SIGKILL
 
 
-def test_rank_0_ends_on_its_own(tmp_path: Path, member: Callable[..., Member]) -> None:
+def test_rank_0_ends_by_itself(tmp_path: Path, member: Callable[..., Member]) -> None:
     leader = member(0, "sh", "-c", f"trap 'exit 5' TERM; touch {tmp_path}/started; while :; do sleep 0.1; done")
     leader.go()
     leader.wait_for("started")
@@ -171,16 +169,16 @@ def test_rank_0_ends_on_its_own(tmp_path: Path, member: Callable[..., Member]) -
     assert leader.end() == 5
 
 
-def test_a_download_is_told_of_the_end_of_its_pod_and_gives_its_exit_code(tmp_path: Path) -> None:
+def test_download_receives_sigterm_and_its_exit_code_is_kept(tmp_path: Path) -> None:
     def fetch(script: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["/bin/sh", "-c", FETCH_SCRIPT, "download", "sh", "-c", script])
 
     assert fetch("exit 3").wait(10) == 3
-    told = fetch(f"trap 'touch {tmp_path}/told; exit 5' TERM; touch {tmp_path}/started; while :; do sleep 0.1; done")
+    running = fetch(f"trap 'touch {tmp_path}/ended; exit 5' TERM; touch {tmp_path}/started; while :; do sleep 0.1; done")
     deadline = time.monotonic() + 20
     while not (tmp_path / "started").exists():
         assert time.monotonic() < deadline, "it was not started"
         time.sleep(0.02)
-    told.terminate()
-    assert told.wait(10) == 5
-    assert (tmp_path / "told").exists()
+    running.terminate()
+    assert running.wait(10) == 5
+    assert (tmp_path / "ended").exists()

@@ -1,4 +1,4 @@
-"""smg's command line, and what the proxies' own command lines print."""
+"""The command line of smg, and the output of `sglang-rollout proxy`."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ def args(policy: str = "CacheAware", **more: object) -> list[str]:
     return smg_args(listen="127.0.0.1:30010", metrics_listen="127.0.0.1:30011", policy=policy, **more)  # type: ignore[arg-type]
 
 
-def test_requests_are_held_for_a_minute_while_all_gates_are_closed() -> None:
+def test_smg_retries_for_a_minute_while_all_gates_are_closed() -> None:
     line = args()
     tries, pause = (int(line[line.index(flag) + 1]) for flag in ("--retry-max-retries", "--retry-max-backoff-ms"))
     assert pause <= 250
@@ -30,19 +30,19 @@ def test_policies_and_extra_arguments() -> None:
     assert args(served_name="qwen")[-2:] == ["--model-alias", "default=qwen"]
 
 
-def test_an_unknown_policy_is_a_sentence() -> None:
+def test_unknown_policy_is_refused_with_a_sentence() -> None:
     with pytest.raises(ValueError, match="there is no router policy 'Best': choose one of CacheAware"):
         args("Best")
 
 
 @pytest.mark.router
-def test_smg_knows_every_flag() -> None:
+def test_smg_accepts_every_flag() -> None:
     text = subprocess.run([sys.executable, "-m", "smg.launch_router", "--help"], capture_output=True, text=True, check=True).stdout
     unknown = [flag for flag in args(served_name="m") if flag.startswith("--") and flag not in text]
     assert not unknown
 
 
-def test_print_shows_what_would_run() -> None:
+def test_print_shows_the_command() -> None:
     gate = CliRunner().invoke(command, ["gate", "--socket", "/run/x/gate.sock", "--print"])
     assert gate.exit_code == 0
     assert "bind [::]:30000 v4v6" in gate.output
@@ -56,7 +56,7 @@ def test_print_shows_what_would_run() -> None:
 @pytest.mark.parametrize(
     "line", [["gate", "--socket", "x"], ["gate", "--socket", "/x", "--listen", "80"], ["smg", "--policy", "No"], ["smg", "--listen", "x"]]
 )
-def test_bad_input_is_a_usage_error(line: list[str]) -> None:
+def test_invalid_input_is_a_usage_error(line: list[str]) -> None:
     result = CliRunner().invoke(command, [*line, "--print"])
     assert result.exit_code == 2
     assert "Error: " in result.output

@@ -29,7 +29,7 @@ def test_golden(name: str) -> None:
 
 @pytest.mark.router
 @pytest.mark.parametrize("name", TEXTS)
-def test_haproxy_takes_it(name: str, tmp_path: Path) -> None:
+def test_haproxy_accepts_the_configuration(name: str, tmp_path: Path) -> None:
     path = tmp_path / "haproxy.cfg"
     (tmp_path / "gate.sock.version").write_text(UNSET)
     (tmp_path / "gate.sock.guard.lua").write_text(guard_text())
@@ -73,14 +73,14 @@ def test_addresses(text: str, host: str, port: int) -> None:
 
 
 @pytest.mark.parametrize("ip", ["10.0.0.7", "fd00::7"])
-def test_brackets_may_be_around_any_ip(ip: str) -> None:
-    """A pod's own gate is written so: which family its IP has, nobody knows before it runs."""
+def test_brackets_are_accepted_around_any_ip(ip: str) -> None:
+    """Agents write the address of their pod's gate this way, because the family of its IP is not known in advance."""
     assert Address.parse(f"[{ip}]:30000") == Address(ip, 30000)
     assert Address.parse(str(Address(ip, 30000))) == Address(ip, 30000)
     assert Address("fd00::7", 30000).url == "http://[fd00::7]:30000"
 
 
 @pytest.mark.parametrize("text", ["", "80", "host:", ":80", "host:0", "host:65536", "host:8o", "ho st:80", "::1:80x", "a\n:80", "-x:80"])
-def test_what_is_no_address_is_refused_with_a_sentence(text: str) -> None:
+def test_invalid_address_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(ValueError, match="is not an address"):
         Address.parse(text)

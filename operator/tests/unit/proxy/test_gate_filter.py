@@ -1,4 +1,4 @@
-"""The gate's filter, body by body, however the network cuts them up."""
+"""The gate's filter of request bodies, which arrive in pieces of any size."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ def texts(body: Any) -> list[str]:
     return [json.dumps(merged), json.dumps(merged, separators=(",", ":")), wide]
 
 
-def test_what_would_end_the_engine_is_refused_and_the_rest_passes_unchanged(tmp_path: Path) -> None:
+def test_request_that_would_end_the_engine_is_refused(tmp_path: Path) -> None:
     """All bodies in one haproxy, because each start of it takes half a second."""
     expected = [(path, text, sentence) for path, body, sentence in [*REFUSED, *((*taken, "") for taken in TAKEN)] for text in texts(body)]
     found = run(tmp_path, [(path, "2048", text) for path, text, _ in expected])
     assert [(path, text, sentence) for (path, text, _), sentence in zip(expected, found, strict=True)] == expected
 
 
-def test_without_a_known_vocabulary_only_what_no_model_has_is_refused(tmp_path: Path) -> None:
+def test_unknown_vocabulary_refuses_only_impossible_token_ids(tmp_path: Path) -> None:
     bodies = ['{"input_ids": [99999]}', '{"input_ids": [5, -1]}']
     assert run(tmp_path, [(GENERATE, "?", body) for body in bodies]) == ["", "input_ids holds token -1, which no model has."]
 
@@ -143,7 +143,7 @@ def test_adapters_that_are_not_loaded_are_refused(given: Any, refused: str, tmp_
     assert run(tmp_path, bodies, listed(["math", "de/ep", LONG])) == [sentence] * len(bodies)
 
 
-def test_where_adapters_are_not_ours_to_know_sglang_decides(tmp_path: Path) -> None:
+def test_sglang_decides_about_adapters_that_are_not_known(tmp_path: Path) -> None:
     body = json.dumps({"text": "a", "lora_path": "other"})
     assert run(tmp_path, [(GENERATE, "2048", body)], NO_VERSION) == [""]
     assert run(tmp_path, [(GENERATE, "2048", body)], listed([])) != [""]

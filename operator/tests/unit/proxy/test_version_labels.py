@@ -18,12 +18,12 @@ from sglang_rollout.proxy.config import ADAPTERS_LONGEST, NO_VERSION, UNSET, enc
 @pytest.mark.parametrize(
     ("label", "shown"), [("step 1", "step 1"), ("é", "?"), ("政策 7", "?? 7"), ("a\r\nX-Evil: 1", "a X-Evil: 1"), ("?", "?")]
 )
-def test_what_a_client_reads(label: str, shown: str) -> None:
+def test_label_in_the_header(label: str, shown: str) -> None:
     assert unquote(encoded(label)) == shown
 
 
 @given(st.text(max_size=40))
-def test_any_label_is_one_word_on_the_socket_and_one_line_in_the_header(label: str) -> None:
+def test_label_is_one_word_on_the_socket_and_one_line_in_the_header(label: str) -> None:
     value = encoded(label)
     assert value.isascii()
     assert not set(value) & set(" \t\r\n;\\<>#\"'")
