@@ -94,7 +94,7 @@ def _doing(state: dict[str, Any]) -> str:
 T = TypeVar("T")
 
 
-def eventually(what: str, probe: Callable[[], T], *, within: float = 60, every: float = 0.5) -> T:
+def eventually(what: str, probe: Callable[[], T], *, within: float = 180, every: float = 0.5) -> T:
     """Return the first true value of ``probe``. Raises AssertionError with the last value after ``within`` seconds."""
     deadline = time.monotonic() + within
     last: object = None

@@ -107,7 +107,7 @@ def remove(kubectl: Kubectl, name: str) -> None:
     """Delete a rollout and wait until its pods are gone."""
     kubectl("delete", "sglr", name, "--ignore-not-found", "--wait=false")
     selector = f"rollout.sglang.io/rollout={name}"
-    eventually(f"the pods of {name} are gone", lambda: not kubectl.list("pods", selector), within=120, every=1)
+    eventually(f"the pods of {name} are gone", lambda: not kubectl.list("pods", selector), every=1)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def both_serve(kubectl: Kubectl, fleet: str, client: str, url: str) -> None:
     eventually("both engines are up", up, within=300, every=2)
     if document(url)["serving"] != 2:
         push(kubectl, fleet, str(int(time.time())), seed=1)
-    serving(url, 2, within=60)
+    serving(url, 2)
 
 
 @pytest.fixture(scope="session")
@@ -186,6 +186,6 @@ def watch(stand: StandInRollout) -> Iterator[Watch]:
     trainer.end()
     made.start(FEW, FEW, FEW)
     yield made
-    eventually("the clients got answers", lambda: made.answers > 10, within=60)
+    eventually("the clients got answers", lambda: made.answers > 10)
     made.stop()
     assert made.violations == []

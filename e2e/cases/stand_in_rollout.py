@@ -89,7 +89,7 @@ class StandInRollout:
         """Send a signal to a trainer."""
         self.kubectl.exec("trainer", "sh", "-c", f"kill -{name} {trainer.pid}", container="trainer")
 
-    def push(self, trainer: Trainer, watch: Watch | None = None, *, manner: str = "", within: float = 60) -> str:
+    def push(self, trainer: Trainer, watch: Watch | None = None, *, manner: str = "", within: float = 180) -> str:
         """Push a new version, which must succeed, and return its label."""
         label = self.label()
         tokens = trainer.begin(label, manner)
@@ -101,7 +101,7 @@ class StandInRollout:
             watch.committed(label)
         return label
 
-    def serve(self, count: int | None = None, within: float = 60) -> dict[str, Any]:
+    def serve(self, count: int | None = None, within: float = 180) -> dict[str, Any]:
         """Wait until ``count`` engines serve, by default all of them."""
         return serving(self.url, self.engines if count is None else count, within)
 
@@ -140,12 +140,12 @@ class StandInRollout:
             record = self.kubectl.get("configmap", f"{self.name}-weights")["data"]["weights.json"]
             return bool(json.loads(record)["intent_generation"] >= wanted)
 
-        eventually("the coordinator knows the new policy", known, within=20)
+        eventually("the coordinator knows the new policy", known)
 
 
 def let_all_serve(stand: StandInRollout) -> None:
     """Let all engines serve, in whatever state the previous case left them. A push readmits engines that wait for one."""
-    eventually("all engines are up", lambda: all(row["boot_id"] for row in stand.members()), within=120)
+    eventually("all engines are up", lambda: all(row["boot_id"] for row in stand.members()))
     stand.calm()
     if document(stand.url)["serving"] == stand.engines and document(stand.url)["committed"]["run"]:
         return
@@ -153,7 +153,7 @@ def let_all_serve(stand: StandInRollout) -> None:
     deadline = time.monotonic() + 90
     while True:
         trainer.begin(stand.label())
-        answer = trainer.outcome(90)
+        answer = trainer.outcome(180)
         if answer["ok"]:
             break
         assert time.monotonic() < deadline, answer

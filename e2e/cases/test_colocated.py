@@ -57,14 +57,14 @@ def test_judge_answers_with_its_initial_weights_after_each_sleep(kubectl: Kubect
             call(url, "/resume_memory_occupation", TAGS)
             call(url, "/flush_cache")
             # The router learns of open gates a moment later.
-            eventually("the fleet generates", lambda: generate(url).ok, within=10)
+            eventually("the fleet generates", lambda: generate(url).ok)
             answers = [generate(url).json() for _ in range(6)]
             assert [answer["output_ids"] for answer in answers] == [expected] * 6
-            eventually("the rollout is Ready", lambda: ready(kubectl)["status"] == "True", within=30)
+            eventually("the rollout is Ready", lambda: ready(kubectl)["status"] == "True")
             with pytest.raises(Refused, match="keeps the weights that it was started with"):
                 push(kubectl, judge, "1", seed=1)
             assert generate(url).json()["output_ids"] == expected
 
             call(url, "/abort_request", {"rid": "", "abort_all": True})
             call(url, "/release_memory_occupation", TAGS)
-            eventually("the fleet sleeps again", lambda: ready(kubectl)["reason"] == "AsleepForTrainer", within=30)
+            eventually("the fleet sleeps again", lambda: ready(kubectl)["reason"] == "AsleepForTrainer")

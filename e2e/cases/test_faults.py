@@ -49,7 +49,7 @@ def test_restarted_engine_is_fenced_until_it_loads_the_version(kubectl: Kubectl,
         else:
             kubectl("delete", "pod", f"{victim}-0", "--grace-period=1", "--wait=false")
         killed = time.time()
-        eventually("the engine is fenced", lambda: not member(url, victim)["gate_open"], within=60)
+        eventually("the engine is fenced", lambda: not member(url, victim)["gate_open"])
         eventually(
             "the engine has a new boot ID",
             lambda: member(url, victim)["boot_id"] not in (None, boot) and member(url, victim)["state"] == "clean",
@@ -68,7 +68,7 @@ def test_restarted_engine_is_fenced_until_it_loads_the_version(kubectl: Kubectl,
     following = str(int(version) + 1)
     after = push(kubectl, fleet, following, seed=int(following))
     assert {answer["version"] for answer in after["engines"].values()} == {following}
-    serving(url, 2, within=30)
+    serving(url, 2)
 
 
 @pytest.mark.parametrize("part", ["coordinator", "smg", "front"])
@@ -77,10 +77,10 @@ def test_restarted_router_process_keeps_the_version(kubectl: Kubectl, fleet: str
     pod = router_pod(kubectl, fleet)
     before = restarts(kubectl, pod, part)
     kubectl.exec(pod, "sh", "-c", "kill -TERM 1", container=part)
-    eventually(f"the kubelet restarted {part}", lambda: restarts(kubectl, pod, part) > before, within=60)
+    eventually(f"the kubelet restarted {part}", lambda: restarts(kubectl, pod, part) > before)
     with kubectl.forward(f"svc/{fleet}-router", 30000) as again:
-        eventually("the fleet generates again", lambda: generate(again).status_code == 200, within=60)
-        serving(again, 2, within=60)
+        eventually("the fleet generates again", lambda: generate(again).status_code == 200)
+        serving(again, 2)
         seen = document(again)
         assert seen["committed"] == committed
         assert generate(again).json()["meta_info"]["weight_version"] == committed["label"]
@@ -111,39 +111,39 @@ def test_operator_restart_changes_no_child(kubectl: Kubectl, operator: Kubectl, 
 def test_deleted_child_is_recreated(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
     old = kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"]
     kubectl("delete", "service", f"{fleet}-engines")
-    eventually("the Service is recreated", lambda: kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"] != old, within=20)
+    eventually("the Service is recreated", lambda: kubectl.get("service", f"{fleet}-engines")["metadata"]["uid"] != old)
     # Its endpoints are gone, too: the coordinator may see no engine for a moment, and the front answers 503.
-    serving(url, 2, within=60)
-    eventually("the fleet generates", lambda: generate(url).status_code == 200, within=60)
+    serving(url, 2)
+    eventually("the fleet generates", lambda: generate(url).status_code == 200)
     both = {f"{fleet}-engine-0": True, f"{fleet}-engine-1": True}
-    assert eventually("both gates are open", lambda: {name: row["gate_open"] for name, row in members(url).items()} == both, within=60)
+    assert eventually("both gates are open", lambda: {name: row["gate_open"] for name, row in members(url).items()} == both)
 
 
-def test_rollout_deleted_during_its_start_is_gone_within_a_minute(kubectl: Kubectl, operator: Kubectl) -> None:
+def test_rollout_deleted_during_its_start_is_gone_before_its_grace_period_ends(kubectl: Kubectl, operator: Kubectl) -> None:
     """Its containers receive SIGTERM before they handle signals, and the grace period of a pod is minutes."""
     kubectl.apply(stand_in.code())
     pods = "rollout.sglang.io/rollout=brief"
     for seconds in (0, 1, 3):
         kubectl.apply(stand_in.rollout("brief", replicas=1))
-        eventually("the rollout has pods", lambda: len(kubectl.list("pods", pods)) == 2, within=30)
+        eventually("the rollout has pods", lambda: len(kubectl.list("pods", pods)) == 2)
         time.sleep(seconds)
         kubectl("delete", "sglr", "brief", "--wait=false")
-        assert eventually("the pods are gone", lambda: not kubectl.list("pods", pods), within=60, every=1)
+        assert eventually("the pods are gone", lambda: not kubectl.list("pods", pods), within=100, every=1)
 
 
 def test_scaling_adds_and_removes_engines(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
     push(kubectl, fleet, "300", seed=300)
     kubectl("scale", "sglr", fleet, "--replicas=1")
-    eventually("one engine is left", lambda: len(document(url)["members"]) == 1, within=120, every=1)
+    eventually("one engine is left", lambda: len(document(url)["members"]) == 1, every=1)
     pods = f"rollout.sglang.io/rollout={fleet},app.kubernetes.io/component=engine"
-    eventually("the other engine's pod is gone", lambda: len(kubectl.list("pods", pods)) == 1, within=120, every=1)
+    eventually("the other engine's pod is gone", lambda: len(kubectl.list("pods", pods)) == 1, every=1)
     assert generate(url).status_code == 200
     kubectl("scale", "sglr", fleet, "--replicas=2")
     newcomer = f"{fleet}-engine-1"
     eventually("the second engine is up", lambda: member(url, newcomer)["state"] == "clean", within=300, every=2)
     assert not member(url, newcomer)["gate_open"], "the engine missed the version"
     push(kubectl, fleet, "301", seed=301)
-    serving(url, 2, within=30)
+    serving(url, 2)
 
 
 def test_rolling_update_replaces_one_engine_at_a_time(kubectl: Kubectl, fleet: str, url: str, both_serve: None) -> None:
@@ -160,19 +160,17 @@ def test_rolling_update_replaces_one_engine_at_a_time(kubectl: Kubectl, fleet: s
         }
         return {name for name, uid in uids.items() if name in pods and pods[name]["metadata"]["uid"] != uid}
 
-    eventually("the first engine is replaced", lambda: len(replaced()) == 1, within=120)
+    eventually("the first engine is replaced", lambda: len(replaced()) == 1)
     time.sleep(5)
     assert len(replaced()) == 1, "the second waits for the first"
     first = f"{fleet}-engine-{next(iter(replaced()))[-1]}"
     eventually("the new engine is up", lambda: member(url, first)["state"] == "clean", within=300, every=2)
-    eventually(
-        "status names what the update waits for", lambda: "serve" in condition(kubectl.get("sglr", fleet), "Ready")["message"], within=60
-    )
+    eventually("status names what the update waits for", lambda: "serve" in condition(kubectl.get("sglr", fleet), "Ready")["message"])
     push(kubectl, fleet, "401", seed=401)
-    eventually("the second engine is replaced when the first serves", lambda: len(replaced()) == 2, within=120)
+    eventually("the second engine is replaced when the first serves", lambda: len(replaced()) == 2)
     eventually("all engines are updated", lambda: kubectl.get("sglr", fleet)["status"]["updatedReplicas"] == 2, within=300, every=2)
     serving(url, 1)
     second = next(name for name in uids if name != first)
     eventually("the second engine is up", lambda: member(url, second)["state"] == "clean", within=300, every=2)
     push(kubectl, fleet, "402", seed=402)
-    serving(url, 2, within=60)
+    serving(url, 2)

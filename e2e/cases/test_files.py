@@ -40,14 +40,14 @@ def test_running_engines_load_the_adapters_of_the_spec(kubectl: Kubectl, fleet: 
     assert plain != adapted
     set_adapters(kubectl, fleet, [{"name": "math", "path": path}])
     try:
-        eventually("status shows the adapter on both engines", lambda: loaded(kubectl, fleet) == [("math", 2, 2)], within=60)
+        eventually("status shows the adapter on both engines", lambda: loaded(kubectl, fleet) == [("math", 2, 2)])
         answers = ask_engines(kubectl, url, lora_path="math")
         assert [answer["output_ids"] for answer in answers.values()] == [adapted] * 2
         assert generate(url, lora_path="math").json()["output_ids"] == adapted
         assert generate(url).json()["output_ids"] == plain, "requests that name no adapter are answered as before"
     finally:
         set_adapters(kubectl, fleet, [])
-        eventually("no engine holds the adapter", lambda: loaded(kubectl, fleet) == [], within=60)
+        eventually("no engine holds the adapter", lambda: loaded(kubectl, fleet) == [])
     refused = generate(url, lora_path="math")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "adapter_not_loaded")
     assert engine_pods(kubectl, fleet) == pods, "no engine was restarted for it"
@@ -66,11 +66,11 @@ def test_checkpoint_loaded_through_the_url_becomes_the_committed_version(kubectl
 
     reply = requests.post(f"{url}/update_weights_from_disk", json={"model_path": folder, "weight_version": "602"}, timeout=120)
     assert (reply.status_code, reply.json()["success"]) == (200, True), reply.text
-    seen = serving(url, 2, within=30)
+    seen = serving(url, 2)
     assert (seen["committed"]["label"], seen["last_update"]["outcome"]) == ("602", "Committed")
     assert seen["committed"]["step"] == before["step"] + 1
     answers = ask_engines(kubectl, url)
     assert [(answer["output_ids"], answer["meta_info"]["weight_version"]) for answer in answers.values()] == [(expected, "602")] * 2
     assert generate(url).json()["output_ids"] == expected
-    eventually("status names the version", lambda: kubectl.get("sglr", fleet)["status"]["weights"]["committedVersion"] == "602", within=15)
+    eventually("status names the version", lambda: kubectl.get("sglr", fleet)["status"]["weights"]["committedVersion"] == "602")
     push(kubectl, fleet, "603", seed=603)  # engines of later cases must not load this case's folder

@@ -13,7 +13,7 @@ from e2e.kube import Kubectl, eventually
 
 def test_status_and_columns_show_the_running_engines(kubectl: Kubectl, fleet: str, both_serve: None) -> None:
     # Engines may serve one probe period before the kubelet, and then the operator, knows that they are up.
-    eventually("the rollout is Ready", lambda: ready(kubectl, fleet), within=60)
+    eventually("the rollout is Ready", lambda: ready(kubectl, fleet))
     rollout = kubectl.get("sglr", fleet)
     status = rollout["status"]
     assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (2, 2, 2)
@@ -44,8 +44,8 @@ def test_push_reaches_every_engine_and_the_status(kubectl: Kubectl, fleet: str, 
         assert answer["ids"] != before["engines"][name]["ids"], "new weights, new tokens"
     assert len({tuple(answer["ids"]) for answer in after["engines"].values()}) == 1, "all engines hold the same weights"
     assert generate(url).json()["meta_info"]["weight_version"] == "102"
-    eventually("status names the version", lambda: "102" in kubectl("get", "sglr", fleet), within=15)
-    eventually("an Event names the version", lambda: "102" in kubectl("describe", "sglr", fleet).split("Events:")[1], within=15)
+    eventually("status names the version", lambda: "102" in kubectl("get", "sglr", fleet))
+    eventually("an Event names the version", lambda: "102" in kubectl("describe", "sglr", fleet).split("Events:")[1])
 
 
 SCRAPE = (

@@ -50,7 +50,7 @@ def test_two_engines_in_one_node_network_serve_the_pushed_version(kubectl: Kubec
         try:
             label = stand.push(stand.trainer())
             stand.serve()
-            eventually("the router knows both engines", lambda: all(member["routed"] for member in stand.members()), within=30)
+            eventually("the router knows both engines", lambda: all(member["routed"] for member in stand.members()))
         finally:
             stand.close()
         gates = {member["name"]: member["url"] for member in stand.members()}

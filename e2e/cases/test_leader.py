@@ -49,14 +49,14 @@ def two_routers(kubectl: Kubectl, operator: Kubectl, stand_fleet: str, tmp_path_
     operator("scale", "deployment", "sglang-rollout-operator", "--replicas=0")
     stand.kubectl(*scale, "--replicas=2")
     try:
-        eventually("both routers run", lambda: len(running(stand)) == 2, within=60)
+        eventually("both routers run", lambda: len(running(stand)) == 2)
         yield
     finally:
         stand.kubectl(*scale, "--replicas=1")
         operator("scale", "deployment", "sglang-rollout-operator", "--replicas=1")
         operator("rollout", "status", "deployment/sglang-rollout-operator", "--timeout=90s", timeout=100)
         eventually("one router is left", lambda: len(running(stand)) == 1, within=240)
-        eventually("its coordinator leads", lambda: lease(stand)["holderIdentity"] == next(iter(running(stand))), within=60)
+        eventually("its coordinator leads", lambda: lease(stand)["holderIdentity"] == next(iter(running(stand))))
 
 
 def leader_and_other(stand: StandInRollout) -> tuple[str, str]:
@@ -123,24 +123,24 @@ def test_coordinator_that_hung_in_an_update_commits_nothing(two_routers: None, s
     delay_verification(stand)
     with stand.kubectl.forward(f"pod/{old}", 30000) as old_url, stand.kubectl.forward(f"pod/{new}", 30000) as new_url:
         trainer.begin(stand.label())
-        eventually("the update is verified", lambda: document(old_url)["phase"] == "verify", within=20, every=0.1)
+        eventually("the update is verified", lambda: document(old_url)["phase"] == "verify", every=0.1)
         pid = coordinator_pid(old)
         os.kill(pid, signal.SIGSTOP)
         try:
-            eventually("the other coordinator holds the Lease", lambda: lease(stand)["holderIdentity"] == new, within=60)
+            eventually("the other coordinator holds the Lease", lambda: lease(stand)["holderIdentity"] == new)
             assert lease(stand)["leaseTransitions"] > term
-            eventually("the new leader knows the committed version", lambda: document(new_url)["committed"]["label"] == before, within=60)
+            eventually("the new leader knows the committed version", lambda: document(new_url)["committed"]["label"] == before)
         finally:
             os.kill(pid, signal.SIGCONT)
-        answer = trainer.outcome(90)
+        answer = trainer.outcome(180)
         assert not answer["ok"], "the old coordinator reported a commit"
         assert document(new_url)["committed"]["label"] == before
         following = stand.trainer(url=f"http://{running(stand)[new]}:30000")
-        eventually("all engines are up", lambda: all(row["state"] != "unknown" for row in document(new_url)["members"]), within=90)
+        eventually("all engines are up", lambda: all(row["state"] != "unknown" for row in document(new_url)["members"]))
         label = stand.push(following)
         assert document(new_url)["committed"]["label"] == label
-        eventually("the new leader keeps the Lease", lambda: lease(stand)["holderIdentity"] == new, within=10)
-        eventually("all engines serve", lambda: document(new_url)["serving"] == stand.engines, within=60)
+        eventually("the new leader keeps the Lease", lambda: lease(stand)["holderIdentity"] == new)
+        eventually("all engines serve", lambda: document(new_url)["serving"] == stand.engines)
 
 
 @pytest.mark.skipif(
@@ -162,10 +162,10 @@ def test_only_the_newer_of_two_leaders_changes_the_fleet(two_routers: None, stan
         connecting = pool.submit(stand.trainer, url=f"http://{running(stand)[new]}:30000")  # is answered when the new one leads
         delay_verification(stand)
         lost = begin_push(stand, first, watches)
-        eventually("the old leader verifies its update", lambda: document(old_url)["phase"] == "verify", within=20, every=0.1)
+        eventually("the old leader verifies its update", lambda: document(old_url)["phase"] == "verify", every=0.1)
         with no_api_server(stand, old):
             release_lease(stand)
-            eventually("the new leader knows the committed version", lambda: document(new_url)["committed"]["label"] == before, within=30)
+            eventually("the new leader knows the committed version", lambda: document(new_url)["committed"]["label"] == before)
             second = connecting.result(60)
             label = begin_push(stand, second, watches)
             assert not end_push(first, lost, watches)["ok"], "the old coordinator reported a commit"
@@ -175,11 +175,11 @@ def test_only_the_newer_of_two_leaders_changes_the_fleet(two_routers: None, stan
             assert f"this one is of term {term}" in log, log[-2000:]
             refused = begin_push(stand, first, watches)
             assert not end_push(first, refused, watches)["ok"], "the old coordinator accepted an update without leading"
-        eventually("the old coordinator waits", lambda: f"{new} leads: waiting" in coordinator_log(stand, old), within=60)
+        eventually("the old coordinator waits", lambda: f"{new} leads: waiting" in coordinator_log(stand, old))
         # An engine of the old leader's update may have been restarted, and then waits for the next push.
-        eventually("all engines are up", lambda: all(row["rank_offset"] is not None for row in document(new_url)["members"]), within=90)
+        eventually("all engines are up", lambda: all(row["rank_offset"] is not None for row in document(new_url)["members"]))
         label = push_until_committed(stand, second, watches)
-        eventually("all engines serve", lambda: document(new_url)["serving"] == stand.engines, within=60)
+        eventually("all engines serve", lambda: document(new_url)["serving"] == stand.engines)
         assert (record(stand)["term"], record(stand)["committed"]["label"]) == (document(new_url)["term"], label)
         assert record(stand)["term"] > term
         assert [stand.state(index)["weight_version"] for index in range(stand.engines)] == [label] * stand.engines
@@ -211,7 +211,6 @@ def stop_clients(watches: list[Watch]) -> None:
     eventually(
         "clients of both routers get answers",
         lambda: all(watch.answers > count for watch, count in zip(watches, answers, strict=True)),
-        within=30,
     )
     for watch in watches:
         watch.stop()
@@ -227,7 +226,7 @@ def begin_push(stand: StandInRollout, trainer: Trainer, watches: list[Watch]) ->
 
 def end_push(trainer: Trainer, label: str, watches: list[Watch]) -> dict[str, Any]:
     """Wait for the outcome of a push, record it for the clients, and return it."""
-    answer = trainer.outcome(60)
+    answer = trainer.outcome(180)
     for watch in watches:
         (watch.committed if answer["ok"] else watch.failed)(label)
     return answer

@@ -32,9 +32,7 @@ def test_model_is_downloaded_before_the_engine_starts(kubectl: Kubectl, failing:
     def message() -> str:
         return condition(kubectl.get("sglr", failing), "Ready")["message"]
 
-    eventually(
-        "status reports the failure", lambda: "container download exited with code 4: error: no such repository" in message(), within=90
-    )
+    eventually("status reports the failure", lambda: "container download exited with code 4: error: no such repository" in message())
 
     command = ["sh", "-c", "mkdir -p $(MODEL_PATH) && echo fetched > $(MODEL_PATH)/config.json"]
     kubectl("patch", "sglr", failing, "--type=merge", "-p", json.dumps({"spec": {"model": {"download": {"command": command}}}}))

@@ -35,9 +35,7 @@ def test_foreign_object_with_the_name_of_a_child_is_not_changed(
     kubectl.apply(stand_in.code())
     try:
         kubectl.apply(stand_in.rollout("taken", replicas=1))
-        eventually(
-            "Ready has reason NameTaken", lambda: condition(kubectl.get("sglr", "taken"), "Ready")["reason"] == "NameTaken", within=60
-        )
+        eventually("Ready has reason NameTaken", lambda: condition(kubectl.get("sglr", "taken"), "Ready")["reason"] == "NameTaken")
         message = condition(kubectl.get("sglr", "taken"), "Ready")["message"]
         assert f"{kind} {name}" in message, message
         assert "delete" in message.lower(), "the message names what to do"
@@ -48,7 +46,6 @@ def test_foreign_object_with_the_name_of_a_child_is_not_changed(
         eventually(
             "the child is created when the name is free",
             lambda: "rollout.sglang.io" in str(kubectl.get(kind, name)["metadata"]),
-            within=100,
         )
     finally:
         kubectl("delete", kind, name, "--ignore-not-found")

@@ -90,12 +90,12 @@ def test_update_reaches_the_ranks_of_both_pods_and_both_restart_together(kubectl
 
     before, boot = restarts(kubectl), document(url)["members"][0]["boot_id"]
     kubectl.exec(f"{ENGINE}-1", "python3", "-c", _KILL, container="engine")
-    eventually("the engine is fenced", lambda: not document(url)["members"][0]["gate_open"], within=90)
+    eventually("the engine is fenced", lambda: not document(url)["members"][0]["gate_open"])
     back(kubectl, url, boot)
     assert restarts(kubectl) == [count + 1 for count in before], "once each"
     assert checksums(kubectl, ENGINE) == base
     push(kubectl, wide, "2", seed=1)
-    serving(url, 1, within=30)
+    serving(url, 1)
     assert checksums(kubectl, ENGINE) == pushed
     assert generate(url).json()["output_ids"] == tokens
     push(kubectl, wide, "3", seed=0)
@@ -118,9 +118,9 @@ def test_network_cut_between_the_pods_restarts_both_ranks(kubectl: Kubectl, wide
     inside, other = nodes.processes(f"{ENGINE}-0")[0], found[1]["status"]["podIP"]
     _drop("-I", inside, other)
     try:
-        assert eventually("both ranks have restarted", lambda: restarts(kubectl) == [count + 1 for count in before], within=120, every=1)
+        assert eventually("both ranks have restarted", lambda: restarts(kubectl) == [count + 1 for count in before], every=1)
         why = f"now for {ENGINE}-1; it ended because pod {ENGINE}-1 could not be reached"
-        assert eventually("the row names the unreachable pod", lambda: why in document(url)["members"][0]["message"], within=60)
+        assert eventually("the row names the unreachable pod", lambda: why in document(url)["members"][0]["message"])
     finally:
         _drop("-D", inside, other)
     back(kubectl, url, boot)

@@ -15,7 +15,7 @@ def test_update_commits_without_an_engine_that_died(stand: StandInRollout, watch
         stand.fault(1, "die", "end")
         label = stand.label()
         watch.expected[label] = trainer.begin(label)
-        answer = trainer.outcome(60)
+        answer = trainer.outcome(180)
         assert answer["ok"], answer
         watch.committed(label)
         assert list(answer["fenced"]) == [victim], "the trainer learns which engine is fenced"
@@ -26,20 +26,20 @@ def test_update_commits_without_an_engine_that_died(stand: StandInRollout, watch
             weights = stand.status()["weights"]
             return (weights["committedVersion"], weights["lastUpdate"]["outcome"]) == (label, "Partial")
 
-        eventually("status reports the partial update", is_partial, within=15)
-        eventually("Degraded names the engine", lambda: victim in stand.condition("Degraded")["message"], within=15)
+        eventually("status reports the partial update", is_partial)
+        eventually("Degraded names the engine", lambda: victim in stand.condition("Degraded")["message"])
         events = [event for event in stand.events() if event.startswith("WeightsPartlyCommitted")]
         assert victim in events[-1], events
         assert label in events[-1], events
 
-        eventually("the engine is up again", lambda: stand.row(1)["state"] == "clean", within=60)
+        eventually("the engine is up again", lambda: stand.row(1)["state"] == "clean")
         assert not stand.row(1)["gate_open"], "the engine holds base weights"
-        eventually("the column STALE counts the engine", lambda: stand.status()["weights"]["stale"] == 1, within=15)
+        eventually("the column STALE counts the engine", lambda: stand.status()["weights"]["stale"] == 1)
         assert stand.status()["ready"] == "2/3"
 
         stand.push(trainer, watch)
         stand.serve()
-        eventually("the rollout is not degraded", lambda: stand.condition("Degraded")["status"] == "False", within=15)
+        eventually("the rollout is not degraded", lambda: stand.condition("Degraded")["status"] == "False")
 
 
 def test_engine_with_a_wrong_bit_is_fenced_before_the_commit(stand: StandInRollout, watch: Watch) -> None:
@@ -49,15 +49,15 @@ def test_engine_with_a_wrong_bit_is_fenced_before_the_commit(stand: StandInRollo
         stand.fault(0, "corrupt", "received")
         label = stand.label()
         watch.expected[label] = trainer.begin(label)
-        answer = trainer.outcome(60)
+        answer = trainer.outcome(180)
         assert answer["ok"], answer
         watch.committed(label)
         assert list(answer["fenced"]) == [victim]
         assert "other weights" in answer["fenced"][victim], answer
         assert document(stand.url)["serving"] == 2
-        eventually("Degraded names the engine", lambda: victim in stand.condition("Degraded")["message"], within=15)
+        eventually("Degraded names the engine", lambda: victim in stand.condition("Degraded")["message"])
         answers = watch.answers
-        eventually("the other engines serve", lambda: watch.answers > answers + 10, within=20)
+        eventually("the other engines serve", lambda: watch.answers > answers + 10)
         assert stand.state(0)["weight_version"] == label, "the engine itself reports the version"
     stand.push(trainer, watch)
     stand.serve()
@@ -69,7 +69,7 @@ def test_wrong_bit_fails_the_update_without_min_committed(stand: StandInRollout,
     stand.fault(0, "corrupt", "received")
     label = stand.label()
     watch.expected[label] = trainer.begin(label)
-    answer = trainer.outcome(60)
+    answer = trainer.outcome(180)
     watch.failed(label)
     assert not answer["ok"]
     assert stand.engine(0) in answer["error"], answer

@@ -47,13 +47,13 @@ def test_nodes_have_the_model_before_an_engine_starts(kubectl: Kubectl, near: st
     def change(**spec: object) -> None:
         kubectl("patch", "sglr", near, "--type=merge", "-p", json.dumps({"spec": spec}))
 
-    eventually("status reports the failure", lambda: "the download exited with code 4" in str(progress().get("message")), within=120)
+    eventually("status reports the failure", lambda: "the download exited with code 4" in str(progress().get("message")))
     assert condition(kubectl.get("sglr", near), "Degraded")["reason"] == "PrefetchFailed"
 
     # The folder outlives the case, so its file names this run.
     run = kubectl.get("sglr", near)["metadata"]["uid"]
     change(model={"download": command(f"mkdir -p $(MODEL_PATH) && echo {run} > $(MODEL_PATH)/config.json")})
-    eventually("all nodes have the model", lambda: (found := progress()).get("wanted") and found["ready"] == found["wanted"], within=120)
+    eventually("all nodes have the model", lambda: (found := progress()).get("wanted") and found["ready"] == found["wanted"])
 
     change(replicas=1, model={"download": command("true")})
     eventually("the rollout is Ready", lambda: ready(kubectl, near), within=180, every=1)
@@ -61,6 +61,6 @@ def test_nodes_have_the_model_before_an_engine_starts(kubectl: Kubectl, near: st
 
     change(model={"prefetch": False})
     selector = f"rollout.sglang.io/rollout={near},app.kubernetes.io/component=prefetch"
-    eventually("the DaemonSet is gone", lambda: not kubectl.list("daemonsets", selector), within=60)
-    eventually("the pods of the DaemonSet are gone", lambda: not kubectl.list("pods", selector), within=60)
+    eventually("the DaemonSet is gone", lambda: not kubectl.list("daemonsets", selector))
+    eventually("the pods of the DaemonSet are gone", lambda: not kubectl.list("pods", selector))
     assert ready(kubectl, near)

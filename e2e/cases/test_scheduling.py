@@ -36,7 +36,7 @@ def quota(kubectl: Kubectl, cpu: str) -> None:
     for kind, name, spec in specs:
         made = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": kind, "metadata": {"name": name}, "spec": spec}
         # Kueue's webhooks answer a moment after its process has started.
-        eventually(f"{kind} {name} is applied", functools.partial(kubectl.apply, made), within=60)
+        eventually(f"{kind} {name} is applied", functools.partial(kubectl.apply, made))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_as_many_engines_start_as_the_quota_allows(kubectl: Kubectl, queue: None
     kubectl.apply(document)
 
     eventually("one engine serves", lambda: status(kubectl)["status"]["readyReplicas"] == 1, within=180, every=1)
-    eventually("the other engine waits", lambda: condition(status(kubectl), "Ready")["reason"] == "WaitingForQueue", within=30)
+    eventually("the other engine waits", lambda: condition(status(kubectl), "Ready")["reason"] == "WaitingForQueue")
     assert "it waits in queue rollouts until there is quota for all of its pods" in ready_message(kubectl)
     assert condition(status(kubectl), "Degraded")["status"] == "False"
     waiting = [pod for pod in engine_pods(kubectl).values() if "nodeName" not in pod["spec"]]
@@ -101,10 +101,10 @@ def test_as_many_engines_start_as_the_quota_allows(kubectl: Kubectl, queue: None
 
     # Kueue refuses to change requests that it has counted. It counts a suspended fleet again.
     patch(kubectl, engine={"resources": {"requests": {"cpu": "60m"}}})
-    eventually("status reports Kueue's refusal", lambda: condition(status(kubectl), "Ready")["reason"] == "ApplyFailed", within=60)
+    eventually("status reports Kueue's refusal", lambda: condition(status(kubectl), "Ready")["reason"] == "ApplyFailed")
     assert "field is immutable" in ready_message(kubectl)
     patch(kubectl, state="Suspended")
-    eventually("no engine is left", lambda: not engine_pods(kubectl), within=120, every=1)
+    eventually("no engine is left", lambda: not engine_pods(kubectl), every=1)
     patch(kubectl, state="Active")
     eventually("both engines serve with the new request", lambda: ready(kubectl, QUEUED), within=240, every=1)
     requests = [pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] for pod in engine_pods(kubectl).values()]

@@ -53,7 +53,7 @@ def test_fleet_starts_on_tainted_nodes_when_its_router_tolerates_the_taint(kubec
     def ready_condition() -> dict[str, str]:
         return condition(kubectl.get("sglr", tainted), "Ready")
 
-    eventually("status quotes the scheduler", lambda: "no node can take it: " in ready_condition()["message"], within=120)
+    eventually("status quotes the scheduler", lambda: "no node can take it: " in ready_condition()["message"])
     assert ready_condition()["reason"] == "RouterNotReady"
     assert ready_condition()["message"].startswith(f"Router pod {tainted}-router-")
     assert "untolerated taint" in ready_condition()["message"]

@@ -46,7 +46,7 @@ def short_lease(kubectl: Kubectl, fleet: str, both_serve: None) -> Iterator[str]
         record = json.loads(kubectl.get("configmap", f"{fleet}-weights")["data"]["weights.json"])
         return bool(record["intent_generation"] >= generation)
 
-    eventually("the coordinator knows the short lease", known, within=20)
+    eventually("the coordinator knows the short lease", known)
     yield fleet
     kubectl("patch", "sglr", fleet, "--type=merge", "-p", json.dumps({"spec": {"weights": before}}))
 
@@ -55,15 +55,15 @@ def test_update_is_aborted_when_the_trainers_pod_is_killed_in_the_transfer(kubec
     before = document(url)["committed"]
     pod = trainer_pod(kubectl, "doomed")
     with trainer(kubectl, short_lease, pod, "501", "stall"):
-        eventually("the engines wait for tensors", lambda: document(url)["phase"] == "transfer", within=30)
+        eventually("the engines wait for tensors", lambda: document(url)["phase"] == "transfer")
         kubectl("delete", "pod", pod, "--grace-period=0", "--force")
-    eventually("the update is aborted", lambda: document(url)["phase"] == "idle", within=40)
+    eventually("the update is aborted", lambda: document(url)["phase"] == "idle")
     assert document(url)["committed"] == before
-    eventually("an Event names the reason", lambda: "did not take the tensors" in failed_update(kubectl, short_lease), within=15)
+    eventually("an Event names the reason", lambda: "did not take the tensors" in failed_update(kubectl, short_lease))
     version = str(int(time.time()))
     after = push(kubectl, short_lease, version, seed=7)
     assert {answer["version"] for answer in after["engines"].values()} == {version}
-    serving(url, 2, within=60)
+    serving(url, 2)
 
 
 def test_fleet_resumes_when_its_trainer_hangs_during_a_pause(kubectl: Kubectl, short_lease: str, url: str, client: str) -> None:
@@ -71,8 +71,8 @@ def test_fleet_resumes_when_its_trainer_hangs_during_a_pause(kubectl: Kubectl, s
     with trainer(kubectl, short_lease, client, "502", "pause") as pid:
         kubectl.exec(client, "sh", "-c", f"kill -STOP {pid}", container="trainer")
         try:
-            eventually("the fleet generates again", lambda: generate(url).status_code == 200, within=60)
-            serving(url, 2, within=20)
+            eventually("the fleet generates again", lambda: generate(url).status_code == 200)
+            serving(url, 2)
             assert document(url)["committed"] == before
             assert document(url)["phase"] == "idle"
         finally:
@@ -87,18 +87,18 @@ def test_fleet_keeps_its_version_when_the_coordinator_is_killed_in_the_transfer(
     router = router_pod(kubectl, short_lease)
     count = restarts(kubectl, router, "coordinator")
     with Client(url) as user:
-        eventually("the client gets answers", lambda: len(user.versions) >= 2, within=30, every=0.1)
+        eventually("the client gets answers", lambda: len(user.versions) >= 2, every=0.1)
         with trainer(kubectl, short_lease, client, "503", "stall") as pid:
-            eventually("the engines wait for tensors", lambda: document(url)["phase"] == "transfer", within=30, every=0.1)
+            eventually("the engines wait for tensors", lambda: document(url)["phase"] == "transfer", every=0.1)
             # Kill the children of process 1: no signal from inside the container kills process 1 itself.
             kubectl.exec(router, "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)", container="coordinator")
-            eventually("the kubelet restarts the coordinator", lambda: restarts(kubectl, router, "coordinator") > count, within=60)
+            eventually("the kubelet restarts the coordinator", lambda: restarts(kubectl, router, "coordinator") > count)
             # The trainer may have ended already, because its call failed.
             kubectl.exec(client, "sh", "-c", f"kill -KILL {pid} 2> /dev/null || :", container="trainer")
-        eventually("the fleet is at rest", lambda: at_rest(url), within=90, every=1)
+        eventually("the fleet is at rest", lambda: at_rest(url), every=1)
         seen = document(url)
         asked = len(user.statuses)
-        eventually("the client has sent more requests", lambda: len(user.statuses) >= asked + 4, within=60)
+        eventually("the client has sent more requests", lambda: len(user.statuses) >= asked + 4)
     assert seen["committed"] == before
     for row in seen["members"]:
         assert row["gate_open"] is (row["version"] == before), row
@@ -107,7 +107,7 @@ def test_fleet_keeps_its_version_when_the_coordinator_is_killed_in_the_transfer(
 
     after = push(kubectl, short_lease, "504", seed=504)
     assert {answer["version"] for answer in after["engines"].values()} == {"504"}
-    assert serving(url, 2, within=60)["committed"]["label"] == "504"
+    assert serving(url, 2)["committed"]["label"] == "504"
 
 
 def at_rest(url: str) -> bool:
