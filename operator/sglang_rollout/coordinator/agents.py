@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -32,7 +31,6 @@ from sglang_rollout.wire.ports import (
     AGENT_RUN,
     AGENT_SYNC,
     DEADLINE_HEADER,
-    SEQ_HEADER,
     TERM_HEADER,
 )
 
@@ -192,7 +190,7 @@ class Agents:
                 answer = await reply.read()
                 self._check_term(reply)
                 self._heard[name] = time.monotonic()
-                return replace(self._result(path, reply.status, _json(answer)), seq=_seq(reply))
+                return self._result(path, reply.status, _json(answer))
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return Result(ok=False, message=_error_message(error, deadline))
 
@@ -236,12 +234,6 @@ class Agents:
 
 class _NoAnswerError(Exception):
     """The call did not reach the agent, or its answer did not reach the coordinator."""
-
-
-def _seq(reply: aiohttp.ClientResponse) -> int:
-    """Return the agent's sequence number; 0 if it sent none."""
-    text = reply.headers.get(SEQ_HEADER, "")
-    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _encode_bodies(bodies: Mapping[str, Body]) -> dict[str, bytes]:

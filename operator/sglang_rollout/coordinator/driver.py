@@ -306,10 +306,11 @@ class Driver:
         machine = self._machine
         if machine is None:
             return
-        asked = self._synced[name] = time.monotonic()
+        self._synced[name] = time.monotonic()
         try:
-            status = await self._agents.sync(name, machine.fleet.sync_request(name))
-            self.feed(Seen(name, status, asked, time.monotonic()))
+            sync = machine.fleet.sync_request(name)
+            status = await self._agents.sync(name, sync)
+            self.feed(Seen(name, status, sync.seq, time.monotonic()))
         except Exception as error:  # noqa: BLE001 - _fail reports it and ends the process
             self._fail(error)
 

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.http.app import PARTS, refuse
+from sglang_rollout.coordinator.update.control_calls import AT_ENGINES
 from sglang_rollout.coordinator.update.events import Send
-from sglang_rollout.coordinator.update.hybrid import AT_ENGINES
 from sglang_rollout.coordinator.update.requests import AtEngine, Call, NewRun, Request
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_LEASE, FLEET_RUN, VERSION_HEADER

@@ -15,7 +15,6 @@ from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body, LoadAdapter, UnloadAdapter
-from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import Results, failures, results_by_engine, same_body, send
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.reasons import RefusedError
@@ -66,8 +65,7 @@ def next_call(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
     """Return the next call that brings engines nearer to what is wanted, and its bodies by engine. Unloading comes first."""
     adapters = wanted_adapters(fleet)
     goal = {name: adapter.path for name, adapter in adapters.items()}
-    # An agent that was asked before the last call ended describes the state before the call.
-    fresh = {name: engine for name, engine in fleet.engines.items() if engine.asked > fleet.rested}
+    fresh = {name: engine for name, engine in fleet.engines.items() if fleet.has_news(name)}
     for engine in fresh.values():
         _forget_troubles(engine, goal)
     if fleet.update is not None or fleet.applied_state is FleetState.ASLEEP:
@@ -107,7 +105,6 @@ async def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Answ
 
 async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
     """Load an adapter on every engine, or on none. What engines hold under the name goes first: meanwhile gates refuse requests for it."""
-    await take_turn(fleet, ask)
     _refuse_name(fleet, ask.name, "loaded")
     adapter = Adapter(name=ask.name, path=ask.path, pinned=ask.pinned)
     _refuse_too_many(fleet, adapter)
@@ -151,7 +148,6 @@ async def _undo_load(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: 
 
 async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
     """Unload an adapter on every engine. An engine that fails is tried again, because the adapter is not wanted any more."""
-    await take_turn(fleet, ask)
     _refuse_name(fleet, ask.name, "unloaded")
     names = [name for name in fleet.up() if ask.name in _loaded(fleet.engines[name])]
     if not names and ask.name not in fleet.adapters.of_trainers:
@@ -198,7 +194,9 @@ async def _call(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Results:
         adapter, engine = str(bodies[name]["lora_name"]), fleet.engines.get(name)
         if engine is not None:
             engine.overwritten.pop(adapter, None)
-            engine.changed(adapter, str(bodies[name]["lora_path"]) if path == ControlCall.LOAD_ADAPTER.path else None, fleet.now)
+            engine.note_adapter(
+                adapter, str(bodies[name]["lora_path"]) if path == ControlCall.LOAD_ADAPTER.path else None, fleet.next_seq()
+            )
     return results
 
 

@@ -25,14 +25,13 @@ class Engine:
     status: AgentStatus | None = None
     misses: int = MAX_MISSES
     """Syncs in a row without an answer."""
+    status_seq: int = 0
+    """Sequence number of the newest status: of the sync that it answers. :meth:`take` compares it."""
+    changed_seq: float = 0
+    """Sequence number that was drawn when a call of the coordinator had changed the engine; infinite while a call that may modify its
+    weights is under way. The answer to an earlier sync may describe the state before that call."""
     heard: float = 0.0
     """When its agent answered last."""
-    asked: float = 0.0
-    """When the sync was sent that returned the newest status. An answer may cross a call and then describes the state before it."""
-    anticipated_at: dict[str, float] = field(default_factory=dict)
-    """By the field of the status: when a call was answered that has changed the field."""
-    updated_at: float = 0.0
-    """When the last call of an update was answered; infinite while one is under way."""
     is_catching_up: bool = False
     """True while it loads the committed version outside an update. It takes part in nothing else meanwhile."""
     tries: int = 0
@@ -113,25 +112,31 @@ class Engine:
         seen = self.status
         return seen is not None and seen.state is EngineState.CLEAN and seen.version == version
 
-    def changed(self, adapter: str, path: str | None, at: float) -> None:
+    def note_adapter(self, adapter: str, path: str | None, seq: int) -> None:
         """Note that an adapter was loaded from a path, or unloaded."""
         if self.status is not None:
             others = {name: where for name, where in self.status.adapters.items() if name != adapter}
-            self.anticipate(at, adapters=others if path is None else {**others, adapter: path})
+            self.anticipate(seq, adapters=others if path is None else {**others, adapter: path})
 
-    def anticipate(self, at: float, **fields: object) -> None:
+    def anticipate(self, seq: int, **fields: object) -> None:
         """Set fields of the status before the agent confirms them, because the engine has just answered a call."""
         if self.status is not None:
             self.status = self.status.model_copy(update=fields)
-            self.anticipated_at |= dict.fromkeys(fields, at)
+            self.changed_seq = max(self.changed_seq, seq)
 
-    def take(self, status: AgentStatus, asked: float) -> None:
-        """Accept the status of its agent, except for fields that calls have changed since it was asked, in the same boot."""
-        if self.status is None or status.boot_id != self.boot:
-            self.updated_at, self.anticipated_at = 0.0, {}  # no call of an update has reached this boot
-        if not self.is_outdated(status, asked):
-            changed = {name: getattr(self.status, name) for name, at in self.anticipated_at.items() if asked < at}
-            self.status = status.model_copy(update=changed) if changed else status
+    def take(self, status: AgentStatus, seq: int) -> None:
+        """Accept the status of its agent, unless it describes an earlier state.
+
+        Args:
+            status: The status.
+            seq: Sequence number of the sync that returned it. For the status in the answer to another call: a number drawn after that.
+        """
+        if seq < self.status_seq:
+            return
+        if status.boot_id != self.boot:
+            self.changed_seq = 0  # no call has reached this boot
+        if seq >= self.changed_seq:
+            self.status, self.status_seq = status, seq
 
     def has_outdated_adapter(self, adapter: str) -> bool:
         """Return True if it holds, under an adapter's name, contents that the other engines have replaced."""
@@ -139,15 +144,11 @@ class Engine:
 
     def mark_dirty(self) -> None:
         """Mark the engine dirty and its gate closed before the agent confirms it."""
-        self.updated_at = math.inf
+        self.changed_seq = math.inf
         if self.status is not None:
             closed = {"gate_open": False, "reason": GateReason.UPDATE_IN_PROGRESS, "message": UPDATE_IN_PROGRESS}
             dirty = {"state": EngineState.DIRTY, "version": None, **closed}
             self.status = self.status.model_copy(update=dirty)
-
-    def is_outdated(self, status: AgentStatus, asked: float) -> bool:
-        """Return True if the agent said this before it heard of the newest call of an update, in the same boot."""
-        return asked < self.updated_at and status.state is EngineState.CLEAN and status.boot_id == self.boot
 
     def why_down(self) -> str:
         """Return why it cannot take part, as a sentence."""

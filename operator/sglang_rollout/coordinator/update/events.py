@@ -39,8 +39,6 @@ class Result:
     """What of a checkpoint could not be compared with the engine's model."""
     why_unchecked: str = ""
     """Why, as a clause."""
-    seq: int = 0
-    """The agent's sequence number when the call had ended; a status with a lower one is older. 0: not known."""
 
 
 # --- events --------------------------------------------------------------------------------------------------------
@@ -94,8 +92,8 @@ class Seen:
 
     name: str
     status: AgentStatus | None
-    asked: float
-    """When the sync was sent."""
+    seq: int
+    """Sequence number of the sync."""
     at: float
 
 

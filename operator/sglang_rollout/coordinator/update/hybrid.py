@@ -9,74 +9,43 @@ versions or, without versions, by the checksums of the engines, which are then c
 
 from __future__ import annotations
 
-from sglang_rollout.coordinator.update import memory
+from sglang_rollout.coordinator.update import memory, transaction
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import FENCED, abandon, fail_update, has_enough_engines, verify_and_commit
-from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import Update
+from sglang_rollout.coordinator.update.phases import Phase, Update
 from sglang_rollout.coordinator.update.requests import (
     Answer,
     Begin,
     Body,
-    Call,
-    CloseGroup,
     End,
     Flush,
-    OpenGroup,
     ResumeMemory,
-    SetLabel,
     Tensors,
 )
-from sglang_rollout.coordinator.update.requests import Update as Distributed
-from sglang_rollout.coordinator.update.rules import apply_rule, take_turn
 from sglang_rollout.coordinator.update.sources import Delivery, deliver, keep_cache_in_place
-from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, SLOWEST_FACTOR, Operation, failures, same_body, send, sync, turn
-from sglang_rollout.coordinator.update.transaction import flush, open_sessions, set_label
-from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, SLOWEST_FACTOR, failures, same_body, send, sync
+from sglang_rollout.coordinator.update.transaction import open_sessions
+from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import RefusedError
-from sglang_rollout.wire.states import BY_HANDLES, EngineState
-
-_CACHE = "kv_cache"
-AT_ENGINES = "weights come to each engine of this fleet at that engine's own URL (spec.mode: Hybrid), and so does this call."
+from sglang_rollout.wire.states import EngineState
 
 
-def operation(fleet: Fleet, call: Call, at: str | None) -> Operation[Answer] | None:  # noqa: PLR0911 - one line per case
-    """Return the operation of a call at one engine's URL or at the fleet's; None if it means what it means on every fleet."""
-    match call:
-        case OpenGroup() | CloseGroup() | Distributed():
-            return _refused(BY_HANDLES)
-        case Tensors() if at is not None:
-            return _tensors(fleet, at, call)
-        case Begin() if at is not None:
-            return _begin(fleet, at, call)
-        case End() if at is not None:
-            return _end(fleet, at, call)
-        case SetLabel():
-            return set_label(fleet, call)
-        case Begin() | Tensors():
-            return _refused(AT_ENGINES)
-    return None
-
-
-async def _refused(why: str) -> Answer:
-    raise RefusedError(why)
-
-
-async def _begin(fleet: Fleet, name: str, ask: Begin) -> Answer:
+async def begin(fleet: Fleet, ask: Begin, name: str) -> Answer:
     """Open a session on this engine, for a trainer that knows sessions."""
-    await take_turn(fleet, ask, name)
     failed = await _open_session(fleet, name, ask.body, trainer_session=True)
     return failed or Answer(200, "Success", {"version": str(fleet.target())})
 
 
-async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
-    """Bring tensors to one engine, or fail the update as a whole."""
-    await turn()
+async def check_handles(fleet: Fleet, ask: Tensors, name: str) -> None:
+    """Refuse tensors that do not have one entry for each rank of the engine."""
     size, given = fleet.engines[name].tensor_size, len(ask.body["serialized_named_tensors"])
     if given != size:
         raise RefusedError(f"serialized_named_tensors has {given} entries, and engine {name} has {size} ranks: send one for each.")
-    await apply_rule(fleet, ask, name)
+
+
+async def receive(fleet: Fleet, ask: Tensors, name: str, _checked: None) -> Answer:
+    """Bring tensors to one engine, or fail the update as a whole."""
     failed = await _open_session(fleet, name, {key: ask.body[key] for key in ("selector",) if key in ask.body})
     if failed is not None:
         return failed
@@ -96,9 +65,8 @@ async def _tensors(fleet: Fleet, name: str, ask: Tensors) -> Answer:
     return Answer(200, result.message or "Success", {"version": str(fleet.target())})
 
 
-async def _end(fleet: Fleet, name: str, ask: End) -> Answer:
+async def end(fleet: Fleet, ask: End, name: str) -> Answer:
     """End the session that the trainer began on this engine."""
-    await turn()
     lost = await _refuse_lost_part(fleet, name)
     if lost is not None:
         return lost
@@ -109,28 +77,27 @@ async def _end(fleet: Fleet, name: str, ask: End) -> Answer:
     return await _end_session(fleet, name) or await _commit_if_all(fleet, "Success")
 
 
-async def flush_one(fleet: Fleet, name: str, ask: Flush) -> Answer:
+async def flush(fleet: Fleet, ask: Flush, name: str) -> Answer:
     """Flush one engine's cache. For a trainer without sessions this says that the engine has all of its tensors. The commit flushes."""
-    await turn()
     lost = await _refuse_lost_part(fleet, name)
     if lost is not None:
         return lost
     update = fleet.update
     if update is None or name not in update.boots:
-        return await flush(fleet, ask, [name])
+        return await transaction.flush(fleet, ask, name)
     if name not in update.ended:
         if not _has_all_tensors(fleet, name):
-            return await flush(fleet, ask, [name])
+            return await transaction.flush(fleet, ask, name)
         failed = await _end_session(fleet, name)
         if failed is not None:
             return failed
     return await _commit_if_all(fleet, "Cache flushed.")
 
 
-async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None) -> Answer:
+async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answer:
     """Resume memory. In verl, memory for the cache comes after the tensors and is the last call about them."""
-    await apply_rule(fleet, ask, at)
-    if at is not None and (not ask.tags or _CACHE in ask.tags):
+    await memory.note_resumed(fleet, ask, at)
+    if at is not None and (not ask.tags or MemoryTag.KV_CACHE in ask.tags):
         failed = await _refuse_lost_part(fleet, at)
         if failed is None and _has_all_tensors(fleet, at):
             failed = await _end_session(fleet, at)

@@ -1,8 +1,20 @@
-"""How facts come in: members, agents' statuses, the proof of what is committed, the epoch."""
+"""How facts come in: the wanted engines, the statuses of agents, and what these prove after a restart. Pure.
+
+Three things prove a commit to a restarted coordinator:
+
+* the record, because it is written after the last acknowledgement and before any gate opens,
+* a complete cohort: every engine of the update says that it holds this version, of this cohort, completely (the API server was away, or
+  the coordinator died between the last acknowledgement and the record),
+* an agent that received it: a coordinator sends only what has been committed.
+
+Anything else, above all an open update, is not proved and is given up. *base* needs no proof if nothing higher has one, but it may be
+concluded only after every agent that could know better has answered (:func:`is_everyone_heard`).
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from sglang_rollout.coordinator.update.adapters import adapter_of
 from sglang_rollout.coordinator.update.engine import Engine
@@ -11,13 +23,12 @@ from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import initial_size, is_enough
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.recovery import is_everyone_heard, is_interrupted, prove_version, rebuild
+from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.steps import Results
-from sglang_rollout.coordinator.update.tensors import tensors_of_record, unpack_hashes
-from sglang_rollout.coordinator.update.versions import order_key
+from sglang_rollout.coordinator.update.versions import newest, order_key, tensors_of_record, unpack_hashes
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
-from sglang_rollout.wire.states import EngineState, Version
+from sglang_rollout.wire.states import BASE, EngineState, Version
 
 REBUILD_SECONDS = 5.0
 """With a record: how long a new coordinator waits for agents that may prove a newer version than the record says."""
@@ -39,9 +50,10 @@ class Knowledge:
 
     def learn(self, results: Results) -> None:
         """Take in the statuses that calls returned. Addresses move between pods, so each must be of the engine that was called."""
+        seq = self._fleet.next_seq()
         for name, result in results.items():
             if result.agent is not None and result.agent.name == name:
-                self._take(result.agent)
+                self._take(result.agent, seq)
                 self._fresh = True
 
     def seen(self, event: Seen) -> bool:
@@ -53,7 +65,7 @@ class Knowledge:
         if event.status is None:
             engine.misses += 1
         elif event.status.name == event.name:
-            self._take(event.status, event.asked)
+            self._take(event.status, event.seq)
         self._fresh = self._fresh or before != (engine.status, engine.misses)
         return self._fresh
 
@@ -61,14 +73,12 @@ class Knowledge:
         """Force a recomputation after a state change that produced no event."""
         self._fresh = True
 
-    def _take(self, status: AgentStatus, asked: float = math.inf) -> None:
-        """Take in a status. ``asked``: when the sync was sent, because its answer may cross a call and then describe an earlier state."""
+    def _take(self, status: AgentStatus, seq: int) -> None:
         engine = self._fleet.engines.get(status.name)
         if engine is None:
             return
         engine.misses, engine.heard = 0, self._fleet.now
-        engine.take(status, asked)
-        engine.asked = min(asked, self._fleet.now)
+        engine.take(status, seq)
         self._reserve(status)
 
     def _reserve(self, status: AgentStatus) -> None:
@@ -122,11 +132,11 @@ class Knowledge:
         missing = sorted(self._addressed - set(self._heard()))
         return f"waiting for {', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}" if missing else "almost done"
 
-    def interrupted_engines(self, since: float) -> list[str]:
-        """Return the engines that said after ``since`` that they are paused or in a session."""
+    def interrupted_engines(self) -> list[str]:
+        """Return the engines that are paused or in a session since the last operation ended."""
         engines = self._fleet.engines.items()
-        said = [name for name, engine in engines if engine.up and engine.status and is_interrupted(engine.status)]
-        return [name for name in said if self._fleet.engines[name].heard > since]
+        found = [name for name, engine in engines if engine.up and engine.status and is_interrupted(engine.status)]
+        return [name for name in found if self._fleet.has_news(name)]
 
     def _statuses(self) -> list[AgentStatus]:
         return [engine.status for engine in self._fleet.engines.values() if engine.status is not None]
@@ -240,3 +250,76 @@ class Knowledge:
         fleet.membership.groups = {
             name: group for name, group in fleet.groups.items() if len(fleet.changed(group.boots)) < len(group.boots)
         }
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What was proved."""
+
+    committed: Version
+    reserved: Version | None
+    """Highest version that an engine holds and that was not committed."""
+    groups: Mapping[str, Group]
+    give_up: tuple[str, ...]
+    """Engines in a pause or session that this coordinator did not begin."""
+
+
+def rebuild(record: Record | None, statuses: Sequence[AgentStatus]) -> Rebuilt:
+    """Prove what can be proved."""
+    committed = prove_version(record, statuses)
+    held = [status.version for status in statuses if status.version is not None]
+    return Rebuilt(
+        committed=committed,
+        reserved=newest(*(version for version in held if order_key(version) > order_key(committed))),
+        groups=_surviving_groups(record, statuses),
+        give_up=tuple(status.name for status in statuses if is_interrupted(status)),
+    )
+
+
+def prove_version(record: Record | None, statuses: Sequence[AgentStatus]) -> Version:
+    """Return the highest version that is proved to be committed."""
+    proofs = [BASE]
+    if record is not None:
+        proofs.append(record.committed)
+    proofs += [status.committed for status in statuses if status.committed is not None]
+    proofs += complete_cohorts(statuses)
+    return max(proofs, key=order_key)
+
+
+def complete_cohorts(statuses: Iterable[AgentStatus]) -> list[Version]:
+    """Return the versions that every engine of their own cohort holds, of the same cohort."""
+    holders: dict[tuple[int, int, tuple[str, ...]], set[str]] = {}
+    versions: dict[tuple[int, int, tuple[str, ...]], Version] = {}
+    for status in statuses:
+        if status.state is EngineState.CLEAN and status.version is not None and status.cohort:
+            token = (*order_key(status.version), tuple(sorted(set(status.cohort))))
+            holders.setdefault(token, set()).add(status.name)
+            versions[token] = status.version
+    return [versions[token] for token, names in holders.items() if names >= set(token[2])]
+
+
+def is_interrupted(status: AgentStatus) -> bool:
+    """Return True if the engine is paused or in a session, which must end."""
+    return status.boot_id is not None and (status.session or status.paused)
+
+
+def is_everyone_heard(addressed: Iterable[str], heard: Iterable[str]) -> bool:
+    """Return True if every engine that could hold a proof has been heard. An engine without an address has no running pod."""
+    return set(addressed) <= set(heard)
+
+
+def _surviving_groups(record: Record | None, statuses: Sequence[AgentStatus]) -> dict[str, Group]:
+    """Return the process groups of the record whose members all run in the boot that joined, and whose agents confirm it."""
+    if record is None:
+        return {}
+    seen = {status.name: status for status in statuses}
+    found: dict[str, Group] = {}
+    for row in record.joined:
+        members: dict[str, str] = {}
+        for engine in record.members(row):
+            boot, status = engine.boot_id, seen.get(engine.name)
+            if boot is not None and status is not None and status.boot_id == boot and row.name in status.groups:
+                members[engine.name] = boot
+        if members and len(members) == len(row.places):
+            found[row.name] = Group(row.name, row.epoch, row.world_size, row.master, row.backend, members)
+    return found

@@ -1,9 +1,9 @@
 """The state machine: events in, effects out.
 
-Operations (:mod:`.transaction`, :mod:`.sources`, :mod:`.process_groups`, …) say what happens in which order, and :mod:`.dispatch` which of
-them answers a request. This module runs them. One operation at a time holds the *turn* and may change the fleet. The others wait in the
-order in which they came. That is also the one global order in which process groups are opened on all engines; without it, several of them
-deadlock.
+Operations (:mod:`.transaction`, :mod:`.sources`, :mod:`.process_groups`, …) define what happens in which order, and :mod:`.control_calls`
+which of them answers a call. This module runs them. One operation at a time holds the *turn* and may change the fleet. The others wait in
+the order in which they came. That is also the one global order in which process groups are opened on all engines; without it, several of
+them deadlock.
 
 No I/O, no clock: the same events always produce the same effects.
 """
@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from sglang_rollout.coordinator.update import adapters as lora
-from sglang_rollout.coordinator.update import dispatch
+from sglang_rollout.coordinator.update import control_calls
 from sglang_rollout.coordinator.update.catch_up import catch_up, find_checkpoint, next_engine
 from sglang_rollout.coordinator.update.events import (
     Answered,
@@ -35,12 +35,13 @@ from sglang_rollout.coordinator.update.events import (
     Written,
 )
 from sglang_rollout.coordinator.update.knowledge import Knowledge
-from sglang_rollout.coordinator.update.model import Committed, Fleet
+from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import COLLECTIVE, Operation, Results, Say, Turn, turn
 from sglang_rollout.coordinator.update.trainer import Trainer, probe_stores, trainer_stores
 from sglang_rollout.coordinator.update.upkeep import Upkeep
+from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import Record
 
@@ -131,7 +132,7 @@ class Machine:
             )
             self._out.append(Reply(event.call, Answer(503, message)))
             return
-        self._start(_Running(dispatch.operation(self.fleet, event.request), event.call))
+        self._start(_Running(control_calls.answer(self.fleet, event.request), event.call))
 
     def _left(self, call: int) -> None:
         """Drop a request that has not begun. One that has begun runs to its end, because engines cannot be called back."""
@@ -197,7 +198,7 @@ class Machine:
         if self._turn is not running:
             return
         self._turn = None
-        self.fleet.rested = self.fleet.now
+        self.fleet.rested_seq = self.fleet.next_seq()
         rest = Phase.IDLE if self.fleet.pause is None else Phase.PAUSE
         if self.fleet.update is not None:
             rest = Phase.TRANSFER

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -15,67 +14,15 @@ from typing import Any
 from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption, Interruptions, in_order
-from sglang_rollout.coordinator.update.phases import Phase, PhaseClock
-from sglang_rollout.coordinator.update.progress import Group, Update
-from sglang_rollout.coordinator.update.ranks import RankTable, rank_table
-from sglang_rollout.coordinator.update.tensors import TensorSet, pack_hashes
-from sglang_rollout.coordinator.update.versions import history, newest, next_version
+from sglang_rollout.coordinator.update.phases import Phase, Transaction, Update
+from sglang_rollout.coordinator.update.ranks import Group, RankTable, rank_table
+from sglang_rollout.coordinator.update.versions import Committed, pack_hashes
 from sglang_rollout.wire.agent import SyncRequest
-from sglang_rollout.wire.record import Adapter, EngineChecksums, LastUpdate, OnDisk, Record, UpdateOutcome
+from sglang_rollout.wire.record import Adapter, LastUpdate, Record
 from sglang_rollout.wire.states import FleetMode, FleetState, Version
 
 MAX_REASONS_CHARACTERS = 100_000
 """Room for the reasons of all engines in the record, which must fit into a ConfigMap (1 MiB): 200 characters each for 500 engines."""
-
-
-@dataclass
-class Committed:
-    """The committed version, what makes it, and which versions may follow."""
-
-    version: Version | None = None
-    """None until a restarted coordinator has proved what is committed."""
-    history: list[Version] = field(default_factory=list)
-    """Versions that may be served, oldest first; the committed one is the last."""
-    checksums: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Checksums of the committed version by the number of an engine's ranks, as far as they are known."""
-    engine_checksums: dict[str, EngineChecksums] = field(default_factory=dict)
-    """Checksums of each engine, on a fleet that keeps the weights it was started with."""
-    disk: OnDisk | None = None
-    """Where the committed version was loaded from; None: it came from a trainer."""
-    tensors: TensorSet = field(default_factory=TensorSet)
-    """Tensors that make the committed version, over what ``model.path`` holds."""
-    attempted: frozenset[str] = frozenset()
-    """Tensors that engines may hold from updates that failed."""
-    attempted_before: frozenset[bytes] = frozenset()
-    """The same of updates that an earlier coordinator led, as hashes of their names."""
-    groups: frozenset[str] = frozenset()
-    """Process groups that sent the last committed tensors: the stages of one trainer, if there are several."""
-    reserved: Version | None = None
-    """Highest version that an engine acknowledged and that was not committed. Its number never names other weights."""
-    next_run: int = 0
-    """The run that the next update opens, if a trainer asked for a new one."""
-    fleet_id: str = ""
-    """Distinguishes the versions of this fleet from those of a fleet that had the same name."""
-    commits: int = 0
-    """Updates that this coordinator has committed."""
-
-    def commit(self, version: Version, max_staleness: int) -> None:
-        """Make this the committed version, and tolerate as many older ones as the policy allows."""
-        before = self.history or ([self.version] if self.version is not None else [])
-        if version != self.version:
-            self.checksums, self.disk = {}, None
-        self.history = history(before, version, max_staleness)
-        self.version = version
-
-    def reserve(self, versions: Iterable[Version | None]) -> None:
-        """Never use these versions for other weights."""
-        self.reserved = newest(self.reserved, *versions)
-
-    def next_version(self, label: str | None) -> Version:
-        """Return the version that an update with this label becomes if it commits."""
-        if self.version is None:
-            raise RuntimeError("no update can be open before the committed version is proved")
-        return next_version(self.version, label, self.reserved, self.next_run)
 
 
 @dataclass
@@ -130,31 +77,6 @@ class Adapters:
 
 
 @dataclass
-class Transaction:
-    """The weight update: its phase, the open update if there is one, and how updates ended."""
-
-    clock: PhaseClock = field(default_factory=PhaseClock)
-    update: Update | None = None
-    label: str | None = None
-    """Label that the trainer gave before its first tensors."""
-    joining: str | None = None
-    """Store (HOST:PORT) of the process group that engines are joining now."""
-    last: LastUpdate | None = None
-    """How the last update ended."""
-    outcomes: Counter[UpdateOutcome] = field(default_factory=Counter)
-    """Updates that ended while this coordinator led. A last update that was read from the record is not among them."""
-
-    def close(self) -> None:
-        """Close the open update, if there is one. :meth:`end` notes how it ended."""
-        self.update, self.label = None, None
-
-    def end(self, last: LastUpdate) -> None:
-        """Note how an update ended. Call this once per update; later figures of the same update are assigned to ``last``."""
-        self.last = last
-        self.outcomes[last.outcome] += 1
-
-
-@dataclass
 class Fleet:
     """Everything the state machine knows."""
 
@@ -162,8 +84,8 @@ class Fleet:
     term: int
     coordinator_id: str = ""
     """Identifies this coordinator process."""
-    sync_seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """Sequence numbers of sync requests."""
+    seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Source of sequence numbers. They order the syncs that are sent and the events between them."""
     policy: Weights = field(default_factory=Weights)
     generation: int = 0
     """Generation of the intent that was acted on."""
@@ -176,8 +98,9 @@ class Fleet:
     """Time of the newest event."""
     wall_offset: float = 0.0
     """Added to ``now`` this gives seconds since 1970. For display only."""
-    rested: float = 0.0
-    """When the last operation that changed the fleet ended: answers from before describe an earlier state."""
+    rested_seq: int = 0
+    """Sequence number drawn when the last operation that changed the fleet ended. The answer to an earlier sync may describe the state
+    before that."""
 
     @property
     def committed(self) -> Version | None:
@@ -243,6 +166,14 @@ class Fleet:
     def why_not_generating(self) -> str:
         """Why no engine generates until the spec or a co-located trainer changes that; empty if nothing does."""
         return self.interruptions.why_not_generating(self.engines)
+
+    def next_seq(self) -> int:
+        """Return a sequence number that is higher than all before."""
+        return next(self.seq)
+
+    def has_news(self, name: str) -> bool:
+        """Return True if the engine's status answers a sync that was sent after the last operation ended."""
+        return self.engines[name].status_seq > self.rested_seq
 
     def members(self) -> dict[str, Engine]:
         """Return the engines that take part in a process group opened now, in rank order."""
@@ -327,7 +258,7 @@ class Fleet:
             hold=self.applied_state if proved else None,
             drain=self.interruptions.drain_seconds,
             sender=self.coordinator_id,
-            seq=next(self.sync_seq),
+            seq=self.next_seq(),
         )
 
     def _may_hold(self) -> frozenset[str]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang_rollout.coordinator.update.completeness import commit_tensors, find_incomplete, look_up_model_tensors
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, is_enough
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import Update
+from sglang_rollout.coordinator.update.phases import Phase, Update
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import (
     FENCE_DEADLINE_SECONDS,
@@ -25,7 +23,7 @@ from sglang_rollout.coordinator.update.steps import (
     sync_and_resume,
     write,
 )
-from sglang_rollout.coordinator.update.verify import should_verify, verify
+from sglang_rollout.coordinator.update.verify import commit_tensors, find_incomplete, look_up_model_tensors, should_verify, verify
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
@@ -272,6 +270,12 @@ async def fence_strays(fleet: Fleet, names: list[str]) -> Answer:
 def _is_reachable(fleet: Fleet, name: str) -> bool:
     engine = fleet.engines.get(name)
     return engine is not None and engine.reachable
+
+
+def last_reason(fleet: Fleet) -> str:
+    """Return why the last update failed, as a parenthesis; empty if it did not."""
+    last = fleet.last_update
+    return f" ({last.reason})" if last is not None and last.reason else ""
 
 
 def summarize_update(fleet: Fleet, version: Version, outcome: UpdateOutcome, reason: str, engines: list[str]) -> LastUpdate:

@@ -1,4 +1,4 @@
-"""Phases of a weight update, and the one table of legal transitions. Pure.
+"""The weight update: its phases, the one table of legal transitions, the open update, and how updates ended. Pure.
 
 Between two operations the fleet rests in IDLE, PAUSE (a trainer paused it, or was lost) or TRANSFER (an update is open).
 
@@ -19,8 +19,12 @@ Between two operations the fleet rests in IDLE, PAUSE (a trainer paused it, or w
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from sglang_rollout.wire.record import LastUpdate, UpdateOutcome
 
 
 class Phase(StrEnum):
@@ -84,3 +88,72 @@ class PhaseClock:
         if self.phase is Phase.IDLE:
             return dict(self.spent)
         return {**self.spent, self.phase: self.spent.get(self.phase, 0.0) + now - self.since}
+
+
+@dataclass
+class Update:
+    """An open update: engines have received its first call and are dirty until it is complete."""
+
+    boots: dict[str, str]
+    """The engines that take part, and their boot IDs."""
+    started: float
+    label: str | None = None
+    trainer_session: bool = False
+    """True if the trainer opened the session, and ends it; False if the coordinator did for a trainer that knows no sessions."""
+    data: set[str] = field(default_factory=set)
+    """Process groups that have sent tensors."""
+    received: set[str] = field(default_factory=set)
+    """Engines that have received tensors."""
+    flushed: set[str] = field(default_factory=set)
+    """Engines that flushed their cache with the last tensors. Paused since, they have computed nothing."""
+    ended: set[str] = field(default_factory=set)
+    """Engines whose session ended before those of the others, because they have all of their tensors."""
+    slowest_end: float = 0.0
+    """Seconds that the slowest of those took to end its session."""
+    checksums: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the trainer says its weights are, by the number of an engine's ranks; empty if it says nothing."""
+    held_committed: set[str] = field(default_factory=set)
+    """Engines that held the committed version when they joined the update."""
+    held_base: set[str] = field(default_factory=set)
+    """Engines that held what ``model.path`` holds when they joined the update."""
+    blank: set[str] = field(default_factory=set)
+    """Engines of which no tensor was known when they joined: their weights had been released."""
+    model: frozenset[str] = frozenset()
+    """The tensors of the model, if an engine is blank and its pod can read the model."""
+    tensors: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
+    """Names of the tensors that came, by the engines that received them."""
+    names_unknown: bool = False
+    """True if no names are known: tensors come as handles, or all of them from a checkpoint."""
+    checkpoint: frozenset[str] | None = None
+    """The tensors of the checkpoint that is loaded, if they are known."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Engines that will not hold the version, and why. They are fenced."""
+
+    def remaining(self) -> list[str]:
+        """Return the engines that take part and may still commit."""
+        return [name for name in self.boots if name not in self.dropped]
+
+
+@dataclass
+class Transaction:
+    """The weight update: its phase, the open update if there is one, and how updates ended."""
+
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    update: Update | None = None
+    label: str | None = None
+    """Label that the trainer gave before its first tensors."""
+    joining: str | None = None
+    """Store (HOST:PORT) of the process group that engines are joining now."""
+    last: LastUpdate | None = None
+    """How the last update ended."""
+    outcomes: Counter[UpdateOutcome] = field(default_factory=Counter)
+    """Updates that ended while this coordinator led. A last update that was read from the record is not among them."""
+
+    def close(self) -> None:
+        """Close the open update, if there is one. :meth:`end` notes how it ended."""
+        self.update, self.label = None, None
+
+    def end(self, last: LastUpdate) -> None:
+        """Note how an update ended. Call this once per update; later figures of the same update are assigned to ``last``."""
+        self.last = last
+        self.outcomes[last.outcome] += 1

@@ -1,19 +1,24 @@
-"""Opening and closing weight-update process groups. No engine joins before everything that can be checked was checked."""
+"""Opening and closing weight-update process groups. No engine joins before everything that can be checked was checked.
+
+One check compares NCCL. NCCL exchanges versions when the ranks first meet and then fails, or hangs if they differ in how they share memory
+(NVIDIA-NeMo/RL#3612): minutes into the first broadcast, on every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
 
 from sglang_rollout.api.weights_spec import Transport
-from sglang_rollout.coordinator.update import nccl
 from sglang_rollout.coordinator.update.membership import absent_sentence, require_members
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, end_sessions_and_commit
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import Group
-from sglang_rollout.coordinator.update.ranks import GroupSpec, check_group
+from sglang_rollout.coordinator.update.ranks import Group, GroupSpec, check_group
 from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup, OpenGroup
-from sglang_rollout.coordinator.update.rules import apply_rule, take_turn
 from sglang_rollout.coordinator.update.steps import (
     FENCE_DEADLINE_SECONDS,
     GRACE_SECONDS,
@@ -23,11 +28,10 @@ from sglang_rollout.coordinator.update.steps import (
     results_by_engine,
     same_body,
     send,
-    turn,
 )
 from sglang_rollout.coordinator.update.trainer import probe_store
 from sglang_rollout.sglang.api import ControlCall
-from sglang_rollout.wire.agent import PreflightRequest
+from sglang_rollout.wire.agent import Nccl, PreflightRequest
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 from sglang_rollout.wire.reasons import RefusedError
 
@@ -43,30 +47,47 @@ DISK_ONLY = (
     "This fleet takes weights from disk only (weights.transport is Disk): write a checkpoint where the engines can read it, and call"
     " /update_weights_from_disk."
 )
+NCCL_FIELD = "nccl"
+"""Field of ``/init_weights_update_group`` in which our client describes its NCCL. Other trainers send none and are not compared."""
+NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE",)
+"""Settings that must agree on all ranks."""
 UNKNOWN_GROUP = "The group to be destroyed does not exist."
 
 
-async def open_group(fleet: Fleet, ask: OpenGroup) -> Answer:
-    """Check the request, ask every pod whether it reaches the trainer, then let all engines join at once."""
+@dataclass(frozen=True)
+class CheckedGroup:
+    """A request for a process group that every pod can fulfil."""
+
+    spec: GroupSpec
+    backend: str
+    boots: Mapping[str, str]
+    """The engines that will join, and their boot IDs."""
+    asked_at: float
+    """When the check began."""
+
+
+async def check_group_request(fleet: Fleet, ask: OpenGroup) -> CheckedGroup:
+    """Check the request, and ask every pod whether it reaches the trainer."""
     if fleet.policy.transport is Transport.DISK:
         raise RefusedError(DISK_ONLY)
-    started = fleet.now
-    boots = require_members(fleet)
+    asked_at, boots = fleet.now, require_members(fleet)
     spec = _check_request(fleet, ask.body)
-    limit = fleet.policy.deadlines.group_seconds
     backend = spec.backend or fleet.policy.backend.value
-    nccl.check_nccl(fleet, boots, backend, ask.body)
-    await _preflight(fleet, spec, boots, limit)
-    await turn()
-    # Preflight and closing may take minutes and run beside other calls, so the members may have changed.
+    check_nccl(fleet, boots, backend, ask.body)
+    await _preflight(fleet, spec, boots, fleet.policy.deadlines.group_seconds)
+    return CheckedGroup(spec, backend, boots, asked_at)
+
+
+async def open_group(fleet: Fleet, _ask: OpenGroup, checked: CheckedGroup) -> Answer:
+    """Let all engines join at once. The checks, and closing old groups, may take minutes, so the members may have changed after each."""
+    spec, backend, boots = checked.spec, checked.backend, checked.boots
     _refuse_changed(fleet, boots)
-    await apply_rule(fleet, ask)
     await _close_same_name(fleet, spec.name)
     await _close_dead(fleet)
     _refuse_changed(fleet, boots)
     if len(fleet.groups) >= MAX_GROUPS:
         raise RefusedError(f"{MAX_GROUPS} groups are open: close some with {ControlCall.DESTROY_GROUP.path} first.")
-    remaining = max(MIN_JOIN_SECONDS, limit - (fleet.now - started))
+    remaining = max(MIN_JOIN_SECONDS, fleet.policy.deadlines.group_seconds - (fleet.now - checked.asked_at))
     fleet.enter(Phase.OPEN)
     fleet.transaction.joining = master = f"{spec.host}:{spec.port}"
     results = await send(ControlCall.INIT_GROUP.path, _join_bodies(fleet, boots, spec, backend), remaining, grace=GRACE_SECONDS)
@@ -179,7 +200,6 @@ async def _undo_join(fleet: Fleet, spec: GroupSpec, results: Results) -> Answer:
 
 async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
     """Close a process group everywhere. Commits the update of a trainer that has no session and has not paused."""
-    await take_turn(fleet, ask)
     name = ask.name
     if name is None and len(fleet.groups) == 1:
         name = next(iter(fleet.groups))
@@ -211,3 +231,52 @@ async def _leave(fleet: Fleet, group: Group) -> Results:
     gone = set(fleet.changed(group.boots))
     names = [name for name in group.boots if name not in gone and fleet.engines[name].up]
     return await send(ControlCall.DESTROY_GROUP.path, same_body(names, {"group_name": group.name}), fleet.policy.deadlines.pause_seconds)
+
+
+# --- NCCL -----------------------------------------------------------------------------------------------------------
+
+
+def check_nccl(fleet: Fleet, names: Iterable[str], backend: str, said: Mapping[str, Any]) -> None:
+    """Raise RefusedError if the ranks of a process group would not understand each other. ``said``: fields of the trainer's call."""
+    if backend != "nccl":
+        return
+    trainer = _trainers_nccl(said)
+    sides = {"the trainer": trainer} if trainer is not None else {}
+    for name in names:
+        status = fleet.engines[name].status
+        if status is not None and status.nccl is not None:
+            sides[f"engine {name}"] = status.nccl
+    different = _nccl_difference(sides)
+    if different:
+        raise RefusedError(f"{different} No engine has joined anything.", fleet=fleet.advice())
+
+
+def _trainers_nccl(said: Mapping[str, Any]) -> Nccl | None:
+    if NCCL_FIELD not in said:
+        return None
+    try:
+        return Nccl.model_validate(said[NCCL_FIELD])
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"]) or NCCL_FIELD
+        raise RefusedError(f"{NCCL_FIELD}: {where}: {error.errors()[0]['msg']}.") from None
+
+
+def _nccl_difference(sides: Mapping[str, Nccl]) -> str:
+    """Return the first difference between two sides, as a sentence with the way out."""
+    versions = {side: nccl.version for side, nccl in sides.items() if nccl.version}
+    found = _first_different(versions)
+    if found:
+        (one, a), (other, b) = found
+        return f"{one} has NCCL {a}, {other} has NCCL {b}: all ranks need the same version. Install the same nvidia-nccl package on both."
+    for key in NCCL_SETTINGS:
+        found = _first_different({side: nccl.settings[key] for side, nccl in sides.items() if key in nccl.settings})
+        if found:
+            (one, a), (other, b) = found
+            return f"{one} runs with {key}={a}, {other} with {key}={b}: all ranks need the same. Set it in the environment of one of them."
+    return ""
+
+
+def _first_different(values: Mapping[str, str]) -> tuple[tuple[str, str], tuple[str, str]] | None:
+    """Return the first side and the first that differs from it."""
+    pairs = list(values.items())
+    return next(((pairs[0], pair) for pair in pairs if pair[1] != pairs[0][1]), None)

@@ -1,6 +1,5 @@
-"""Which engine gets which ranks in a trainer's process group. Pure.
+"""Process groups: which engine gets which ranks, the check of a trainer's request, and the group once it is open. Pure.
 
-from sglang_rollout.wire.reasons import RefusedError
 The trainer is rank 0 and hosts the store. Engine *i* takes ``tensor_size_i`` consecutive ranks after those of the engines before it,
 because SGLang computes ``rank = rank_offset + tp_rank`` and every tensor-parallel rank joins.
 """
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.record import FleetGroup, GroupRow
 
 TRAINER_RANKS = 1
 """Ranks of the trainer: it is rank 0, alone."""
@@ -151,3 +151,27 @@ def _integer(body: Mapping[str, Any], key: str) -> int:
 def _clip(value: object, limit: int = 60) -> str:
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A weight-update process group that engines have joined."""
+
+    name: str
+    epoch: int
+    world_size: int
+    master: str
+    backend: str
+    boots: Mapping[str, str]
+    """Members in rank order, and the boot ID with which each joined. A new process of the same engine is no member."""
+
+    def shown(self) -> FleetGroup:
+        """Return the process group for the discovery document."""
+        return FleetGroup(members=list(self.boots), **self._facts())
+
+    def row(self, places: Mapping[str, int]) -> GroupRow:
+        """Return the process group for the record, where its engines have these places."""
+        return GroupRow(places=[places[name] for name in self.boots], **self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        return {"name": self.name, "epoch": self.epoch, "world_size": self.world_size, "master": self.master, "backend": self.backend}

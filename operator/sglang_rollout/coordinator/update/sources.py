@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sglang_rollout.coordinator.update.completeness import announced_names, note_attempted, note_held_weights, note_received
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import require_members
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import fail_update, reply_and_fence_dropped, verify_and_commit
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
+from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk, Update
-from sglang_rollout.coordinator.update.rules import take_turn
 from sglang_rollout.coordinator.update.steps import (
     GRACE_SECONDS,
     Results,
@@ -30,6 +28,7 @@ from sglang_rollout.coordinator.update.steps import (
     send_and_mark_dirty,
 )
 from sglang_rollout.coordinator.update.transaction import find_group, open_sessions, pause_all, pause_latecomers, refuse_stale_group
+from sglang_rollout.coordinator.update.verify import announced_names, note_attempted, note_held_weights, note_received
 from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
@@ -105,7 +104,6 @@ def keep_cache_in_place(fleet: Fleet, body: Body) -> Body:
 
 async def receive_from_group(fleet: Fleet, ask: Update) -> Answer:
     """Every member of the process group receives these tensors, or the update fails as a whole."""
-    await take_turn(fleet, ask)
     group = find_group(fleet, ask.group)
     refuse_stale_group(fleet, group)
     session = {key: ask.body[key] for key in ("selector",) if key in ask.body}
@@ -129,17 +127,57 @@ async def receive_from_group(fleet: Fleet, ask: Update) -> Answer:
 # --- disk -----------------------------------------------------------------------------------------------------------
 
 
-async def load_from_disk(fleet: Fleet, ask: FromDisk) -> Answer:
-    """Check the checkpoint from every pod, then load it on every engine and commit.
+@dataclass(frozen=True)
+class CheckedFolder:
+    """What the agents found in a checkpoint."""
 
-    SGLang dies of truncated files and of wrong shapes, and loads a wrong architecture with equal shapes without an error. So every engine's
-    pod reads the checkpoint first, and no engine receives the call before all pods can read it. An engine that fails is fenced alone if
-    ``weights.minCommitted`` lets the others commit. The answer names what a pod could not compare.
+    boots: Mapping[str, str]
+    """The engines whose pods read it, and their boot IDs."""
+    by_engine: Mapping[str, Result]
+    names: frozenset[str] | None
+    """Its tensors, if they are known."""
+    digest: str | None
+    """What distinguishes its contents from others."""
+
+    @property
+    def is_compared(self) -> bool:
+        """True if it has all tensors of the engines' model."""
+        return all(result.compared for result in self.by_engine.values())
+
+
+async def check_checkpoint(fleet: Fleet, ask: FromDisk) -> CheckedFolder:
+    """Have every pod read the checkpoint; refuse it if one cannot load it, or if they see different ones.
+
+    SGLang dies of truncated files and of wrong shapes, and loads a wrong architecture with equal shapes without an error. So no engine
+    receives the call before all pods can read the checkpoint.
     """
-    boots = require_members(fleet)
-    checked = await _check(fleet, ask.path, boots)
-    names = checked.names
-    await take_turn(fleet, ask)
+    boots, limit = require_members(fleet), fleet.policy.deadlines.update_seconds
+    body = CheckpointRequest(path=ask.path, deadline=limit).model_dump(mode="json")
+    bodies, first = same_body(boots, body), next(iter(boots))
+    bodies[first] = {**body, "names": True}
+    results = await send(AGENT_CHECKPOINT, bodies, limit + CHECK_MARGIN_SECONDS, idempotent=True)
+    failed = failures(results)
+    if failed:
+        name, result = next(iter(failed.items()))
+        raise RefusedError(
+            f"engine {name} cannot load {ask.path}: {result.message.rstrip('.')}. No engine received the call.",
+            fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": results_by_engine(results)},
+        )
+    contents = {result.digest for result in results.values()}
+    if len(contents) > 1:
+        raise RefusedError(
+            f"{ask.path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine received the call.",
+            fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
+        )
+    return CheckedFolder(boots, results, results[first].names, contents.pop())
+
+
+async def load_from_disk(fleet: Fleet, ask: FromDisk, checked: CheckedFolder) -> Answer:
+    """Load a checkpoint on every engine and commit. The answer names what a pod could not compare.
+
+    An engine that fails is fenced alone if ``weights.minCommitted`` lets the others commit.
+    """
+    boots, names = checked.boots, checked.names
     if require_members(fleet) != boots:
         raise RefusedError("The engines of this fleet changed while the checkpoint was read; nothing was loaded. Try again.", status=503)
     released = [name for name in boots if fleet.engines[name].released]
@@ -194,42 +232,3 @@ def _body(ask: FromDisk) -> Body:
     ours = {"model_path": ask.path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
     kept = {key: ask.body[key] for key in ("load_format", "torch_empty_cache", "recapture_cuda_graph") if key in ask.body}
     return {**kept, **ours}
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """What the agents found in a checkpoint."""
-
-    digest: str | None
-    """What tells its contents from others."""
-    names: frozenset[str] | None
-    """Its tensors, if they are known."""
-    by_engine: Mapping[str, Result]
-
-    @property
-    def is_compared(self) -> bool:
-        """True if it has all tensors of the engines' model."""
-        return all(result.compared for result in self.by_engine.values())
-
-
-async def _check(fleet: Fleet, path: str, boots: Mapping[str, str]) -> _Checked:
-    """Have every pod look at the checkpoint; refuse it if one cannot load it, or if they see different ones."""
-    limit = fleet.policy.deadlines.update_seconds
-    body = CheckpointRequest(path=path, deadline=limit).model_dump(mode="json")
-    bodies, first = same_body(boots, body), next(iter(boots))
-    bodies[first] = {**body, "names": True}
-    results = await send(AGENT_CHECKPOINT, bodies, limit + CHECK_MARGIN_SECONDS, idempotent=True)
-    failed = failures(results)
-    if failed:
-        name, result = next(iter(failed.items()))
-        raise RefusedError(
-            f"engine {name} cannot load {path}: {result.message.rstrip('.')}. No engine received the call.",
-            fleet={**fleet.advice(), "engine": name, "phase": Phase.PREPARE.value, "engines": results_by_engine(results)},
-        )
-    contents = {result.digest for result in results.values()}
-    if len(contents) > 1:
-        raise RefusedError(
-            f"{path} holds different checkpoints on the engines' nodes: it must be one shared volume. No engine received the call.",
-            fleet={**fleet.advice(), "phase": Phase.PREPARE.value, "engines": {name: result.digest for name, result in results.items()}},
-        )
-    return _Checked(contents.pop(), results[first].names, results)

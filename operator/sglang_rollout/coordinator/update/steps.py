@@ -102,7 +102,7 @@ async def send_and_mark_dirty(
         engine.mark_dirty()
     results = await send(path, bodies, deadline, grace=grace, patience=patience)
     for engine in called:
-        engine.updated_at = fleet.now
+        engine.changed_seq = fleet.next_seq()
     return results
 
 
@@ -142,7 +142,7 @@ async def resume(fleet: Fleet, names: Iterable[str], body: Body | None = None) -
     results = dict(await send(ControlCall.CONTINUE.path, same_body(clean, body), limit, patience=PATIENCE_SECONDS))
     for name, result in results.items():
         if result.ok and name in fleet.engines:
-            fleet.engines[name].anticipate(fleet.now, paused=False)
+            fleet.engines[name].anticipate(fleet.next_seq(), paused=False)
     results |= await _fence_the_rest(fleet, [*dirty, *failures(results)])
     return results
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from sglang_rollout.coordinator.update.completeness import note_held_weights
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.membership import refuse_asleep
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.outcome import FENCED, end_sessions_and_commit, fail_update, partial_message, reply_and_fence_dropped
+from sglang_rollout.coordinator.update.outcome import (
+    FENCED,
+    end_sessions_and_commit,
+    fail_update,
+    last_reason,
+    partial_message,
+    reply_and_fence_dropped,
+)
 from sglang_rollout.coordinator.update.phases import Phase
-from sglang_rollout.coordinator.update.progress import Group
-from sglang_rollout.coordinator.update.progress import Update as OpenUpdate
+from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
+from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.requests import Answer, Begin, Body, Continue, End, Flush, NewRun, Pause, SetLabel
-from sglang_rollout.coordinator.update.rules import last_reason, take_turn
 from sglang_rollout.coordinator.update.steps import GRACE_SECONDS, failures, results_by_engine, resume, same_body, send, send_and_mark_dirty
+from sglang_rollout.coordinator.update.verify import note_held_weights
 from sglang_rollout.coordinator.update.versions import newest
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import RefusedError
@@ -23,7 +29,6 @@ from sglang_rollout.wire.states import describe_state
 
 async def pause(fleet: Fleet, ask: Pause) -> Answer:
     """Pause every engine that runs, or none."""
-    await take_turn(fleet, ask)
     failed = await pause_all(fleet, Cause.TRAINER, ask.mode, ask.body)
     return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
 
@@ -62,7 +67,7 @@ async def _pause_engines(fleet: Fleet, running: Collection[str], names: Collecti
     results = await send(ControlCall.PAUSE.path, same_body(running, body), fleet.policy.deadlines.pause_seconds)
     for name in running:
         if results[name].ok:
-            fleet.engines[name].anticipate(fleet.now, paused=True)
+            fleet.engines[name].anticipate(fleet.next_seq(), paused=True)
     failed = failures(results)
     if not failed:
         return None
@@ -79,7 +84,6 @@ async def _pause_engines(fleet: Fleet, running: Collection[str], names: Collecti
 
 async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
     """Let the fleet generate. For a trainer without a session this is the commit."""
-    await take_turn(fleet, ask)
     update, committed = fleet.update, None
     if update is not None:
         if update.trainer_session:
@@ -109,7 +113,6 @@ async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
 
 async def begin(fleet: Fleet, ask: Begin) -> Answer:
     """Open a session on every member of the open process groups. These engines are dirty until a complete update."""
-    await take_turn(fleet, ask)
     failed = await open_sessions(fleet, _members(fleet), ask.body, trainer_session=True)
     return failed or Answer(200, "Success", {**fleet.advice(), "version": str(fleet.target())})
 
@@ -142,7 +145,7 @@ async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, t
     fleet.enter(Phase.OPEN)
     if fleet.update is None:
         fleet.transaction.update = OpenUpdate({}, fleet.now, fleet.transaction.label, trainer_session=trainer_session)
-    # EngineChecksums before the call: an engine whose answer is lost takes part, too.
+    # Noted before the call: an engine whose answer is lost takes part, too.
     update = fleet.require_update()
     update.boots.update(missing)
     note_held_weights(fleet, update, missing)
@@ -159,22 +162,23 @@ async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, t
 
 async def end(fleet: Fleet, ask: End) -> Answer:
     """Commit the update of the trainer's session."""
-    await take_turn(fleet, ask)
     fleet.require_update().checksums = ask.checksums
     return await end_sessions_and_commit(fleet)
 
 
-async def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -> Answer:
-    """Flush the cache of every engine, or of ``only`` these. For a trainer that neither pauses nor opens a session this is the commit."""
-    await take_turn(fleet, ask)
+async def flush(fleet: Fleet, ask: Flush, at: str | None = None) -> Answer:
+    """Flush the cache of every engine, or only of engine ``at``.
+
+    For a trainer that neither pauses nor opens a session the flush of all engines is the commit.
+    """
     update, current = fleet.update, fleet.pause
-    if only is None and update is not None and not update.trainer_session and current is not None and current.cause is Cause.UPDATE:
+    if at is None and update is not None and not update.trainer_session and current is not None and current.cause is Cause.UPDATE:
         committed = await end_sessions_and_commit(fleet)
         if not committed.success:
             return committed
         # The commit has flushed the caches while no request ran. Requests run again now, and an engine refuses to flush while one runs.
         return Answer(200, "Cache flushed on all engines.", committed.fleet)
-    names = [name for name in fleet.up() if only is None or name in only]
+    names = [name for name in fleet.up() if at is None or name == at]
     if not names:
         raise RefusedError("No engine of this fleet is up, so there is no cache to flush. Try again.", status=503)
     path = ControlCall.FLUSH_CACHE.path if ask.timeout is None else f"{ControlCall.FLUSH_CACHE.path}?timeout={ask.timeout:g}"
@@ -186,9 +190,8 @@ async def flush(fleet: Fleet, ask: Flush, only: Collection[str] | None = None) -
     return Answer(200, "Cache flushed on all engines.", {"engines": results_by_engine(results)})
 
 
-async def set_label(fleet: Fleet, ask: SetLabel) -> Answer:
+async def set_label(fleet: Fleet, ask: SetLabel, _at: str | None = None) -> Answer:
     """Set the trainer's label for the version that its update becomes. Engines report it after the commit."""
-    await take_turn(fleet, ask)
     if fleet.update is not None:
         fleet.update.label = ask.label
     elif fleet.pause is not None:
@@ -196,9 +199,8 @@ async def set_label(fleet: Fleet, ask: SetLabel) -> Answer:
     return Answer(200, f"Weight version updated to {ask.label}")
 
 
-async def new_run(fleet: Fleet, ask: NewRun) -> Answer:
+async def new_run(fleet: Fleet, _ask: NewRun) -> Answer:
     """Let the next update begin a new run. Its step is not compared with earlier ones."""
-    await take_turn(fleet, ask)
     last = newest(fleet.committed, fleet.weights.reserved)
     fleet.weights.next_run = (last.run if last is not None else 0) + 1
     return Answer(200, f"The next update opens run {fleet.weights.next_run}.", {"next_run": fleet.weights.next_run})

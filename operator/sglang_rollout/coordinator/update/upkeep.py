@@ -1,6 +1,7 @@
-"""What the coordinator does without a request: give up what has lost its trainer or its engine, and keep engines as they should be.
+"""What the coordinator does without a request: give up what has lost its trainer or its engine, and apply ``spec.state``. Pure.
 
-Pure.
+``spec.state`` holds whatever trainers do, until the spec changes. A trainer's pause is another interruption: it has a lease, and the
+trainer's own continue ends it. Both may be in effect at a time; engines generate when neither is.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 from sglang_rollout.api.weights_spec import OnLoss
 from sglang_rollout.coordinator.update import adapters as lora
-from sglang_rollout.coordinator.update import colocated as sharing
-from sglang_rollout.coordinator.update import memory, spec_state
+from sglang_rollout.coordinator.update import memory
+from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.knowledge import Knowledge
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
@@ -21,16 +22,19 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import abandon, fence_strays
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer
-from sglang_rollout.coordinator.update.steps import Operation, resume
+from sglang_rollout.coordinator.update.steps import Operation, failures, resume, same_body, send, sync
 from sglang_rollout.coordinator.update.trainer import Trainer
 from sglang_rollout.coordinator.update.transaction import pause_all
-from sglang_rollout.wire.states import FleetState
+from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.states import FleetState, describe_state
 
 STRAY_SECONDS = 3.0
-"""An engine that says for this long that it is paused or in a session, although nothing is open, is fenced.
+"""An engine that is paused or in a session for this long, although nothing is open, is fenced.
 
-Longer than a sync may take, because an answer under way describes an earlier state.
+Longer than an agent needs between two steps of its own: it restores the memory of an engine first and resumes the engine then.
 """
+RETRY_SECONDS = 10.0
+"""When an engine that could not be paused is tried again. Its gate is closed, and trainers' calls may come in between."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Upkeep:
         self._stray_since: dict[str, float] = {}
         self.chain: tuple[Task, ...] = (
             Task("abandon an update that lost an engine", self._lost_engine, partial(abandon, fleet)),
-            Task("apply spec.state", self._changed_state, lambda _: spec_state.apply_desired_state(fleet)),
+            Task("apply spec.state", self._changed_state, lambda _: apply_desired_state(fleet)),
             Task("abandon what has no trainer", self._abandoned, lambda reason: abandon(fleet, reason, close_groups=True)),
             Task("resume for a trainer that is back", self._returned_trainer, lambda _: _resume_for_trainer(fleet)),
             Task("wait for a trainer", self._awaited_trainer, None),
@@ -62,12 +66,12 @@ class Upkeep:
             Task("fence stray engines", lambda: self._strays() or None, partial(fence_strays, fleet)),
             Task(
                 "release memory that the trainer has",
-                lambda: sharing.engines_to_release(fleet) or None,
-                partial(sharing.release_trainer_memory, fleet),
+                lambda: memory.engines_to_release(fleet) or None,
+                partial(memory.release_trainer_memory, fleet),
             ),
             Task("compare engines that woke", lambda: memory.find_woken(fleet) or None, partial(memory.compare_woken, fleet)),
             Task("load and unload adapters", lambda: lora.next_call(fleet), lambda call: lora.reconcile(fleet, *call)),
-            Task("pause as spec.state says", self._unpaused, partial(spec_state.keep_paused, fleet)),
+            Task("pause as spec.state says", self._unpaused, partial(keep_paused, fleet)),
         )
 
     def due(self) -> Operation[Answer] | None:
@@ -119,7 +123,7 @@ class Upkeep:
         return True if pauses else None
 
     def _unpaused(self) -> list[str] | None:
-        return (spec_state.engines_to_pause(self._fleet) or None) if self._fleet.update is None else None
+        return (engines_to_pause(self._fleet) or None) if self._fleet.update is None else None
 
     def _strays(self) -> list[str]:
         """Return the engines that are paused or in a session although nothing is open."""
@@ -130,7 +134,7 @@ class Upkeep:
             self._stray_since = {}
             return left
         now = fleet.now
-        stray = [name for name in self._knowledge.interrupted_engines(since=fleet.rested) if not self._as_the_spec_says(name)]
+        stray = [name for name in self._knowledge.interrupted_engines() if not self._as_the_spec_says(name)]
         self._stray_since = {name: self._stray_since.get(name, now) for name in stray}
         late = [name for name, since in self._stray_since.items() if now - since >= STRAY_SECONDS]
         for name in late:
@@ -160,3 +164,60 @@ async def _resume_for_trainer(fleet: Fleet) -> Answer:
     fleet.interruptions.end_pause()
     await resume(fleet, [name for name in names if name in fleet.engines and fleet.engines[name].up])
     return Answer(200, "A trainer called, so the fleet generates again.")
+
+
+# --- spec.state -----------------------------------------------------------------------------------------------------
+
+
+async def apply_desired_state(fleet: Fleet) -> Answer:
+    """Put into effect what the spec asks for now."""
+    before = fleet.applied_state
+    if fleet.interruptions.desired_state is FleetState.ASLEEP:
+        await _before_sleep(fleet)
+    fleet.interruptions.apply_state(fleet.interruptions.desired_state)
+    if fleet.applied_state is FleetState.PAUSED:
+        if fleet.pause is not None and fleet.pause.cause is Cause.TRAINER_LOST:
+            fleet.interruptions.end_pause()  # the spec pauses the fleet from now on
+        await sync(fleet)  # gates first: new requests get an answer and do not wait in an engine
+        return await keep_paused(fleet, _running_members(fleet))
+    if (
+        before is FleetState.PAUSED and fleet.applied_state is FleetState.ACTIVE and fleet.pause is None
+    ):  # else the trainer's own pause continues
+        fleet.enter(Phase.RESUME)
+        await resume(fleet, [name for name in fleet.up() if _is_paused(fleet.engines[name])])
+    await sync(fleet)
+    return Answer(200, f"The fleet is {fleet.applied_state.value}, as its spec says.")
+
+
+async def _before_sleep(fleet: Fleet) -> None:
+    """Do what must precede a sleep: engines fall asleep by themselves when they receive the new state."""
+    if fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST:
+        await abandon(fleet, describe_state(FleetState.ASLEEP))
+    fleet.interruptions.end_pause()
+    await memory.note_checksums(fleet)
+
+
+async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
+    """Pause these engines for the spec: they came up since, or could not be paused before."""
+    body = {"mode": fleet.policy.pause_mode.sglang.value}
+    failed = failures(await send(ControlCall.PAUSE.path, same_body(names, body), fleet.policy.deadlines.pause_seconds))
+    for name in failed:
+        fleet.engines[name].pause_at = fleet.now + RETRY_SECONDS
+    return Answer(500 if failed else 200, f"{len(names) - len(failed)} of {len(names)} engines were paused, as the spec says.")
+
+
+def engines_to_pause(fleet: Fleet) -> list[str]:
+    """Return the engines that should be paused and have said since the fleet was last at rest that they are not."""
+    if fleet.applied_state is not FleetState.PAUSED:
+        return []
+    return [name for name in _running_members(fleet) if fleet.has_news(name)]
+
+
+def _running_members(fleet: Fleet) -> list[str]:
+    """Return the members that are not paused. A draining engine ends its requests."""
+    found = {name: fleet.engines[name] for name in fleet.up()}
+    return [name for name, engine in found.items() if engine.member and not _is_paused(engine) and fleet.now >= engine.pause_at]
+
+
+def _is_paused(engine: Engine) -> bool:
+    return engine.status is not None and engine.status.paused

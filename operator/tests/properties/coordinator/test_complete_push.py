@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Answer
-from sglang_rollout.coordinator.update.tensors import TensorSet, digest_names, hash_name, pack_hashes, tensors_of_record, unpack_hashes
+from sglang_rollout.coordinator.update.versions import TensorSet, digest_names, hash_name, pack_hashes, tensors_of_record, unpack_hashes
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import BASE, Version
 from tests.properties.support.coordinator_world import World, group_body, push

@@ -12,8 +12,7 @@ from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.tensors import digest_names
-from sglang_rollout.coordinator.update.versions import order_key
+from sglang_rollout.coordinator.update.versions import digest_names, order_key
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 from sglang_rollout.wire.states import EngineState, FleetState
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body

@@ -296,6 +296,7 @@ def test_calls_that_do_not_fit_are_refused_and_reach_no_engine() -> None:
         (rq.OpenGroup(group_body(world, "g")), 400, "spec.mode: Hybrid"),
         (rq.Update("g", "2", {"names": ["w"]}), 400, "spec.mode: Hybrid"),
         (rq.Begin(), 400, "at that engine's own URL"),
+        (rq.End(), 400, "no weight update is open"),
         (AtEngine("e7", tensors("a")), 404, "its engines: e0, e1"),
         (AtEngine("e0", rq.Pause("abort")), 400, "fleet's URL"),
         (AtEngine("e0", rq.End()), 400, "no weight update is open on engine e0"),

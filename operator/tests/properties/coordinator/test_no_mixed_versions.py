@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.tensors import digest_names
-from sglang_rollout.coordinator.update.versions import order_key
+from sglang_rollout.coordinator.update.versions import digest_names, order_key
 from tests.properties.support.coordinator_world import World, group_body
 from tests.properties.support.search_depth import examples
 from tests.properties.support.simulated_agent import NAMES

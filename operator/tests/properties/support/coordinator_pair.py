@@ -180,9 +180,9 @@ class Pair:
     def sync(self, who: Coordinator, name: str) -> None:
         if not who.alive:
             return
-        body = who.machine.fleet.sync_request(name).model_dump(mode="json")
-        result = self.reach(who, name, AGENT_SYNC, body, None)
-        self.feed(who, Seen(name, result.agent, self.now, self.now))
+        sync = who.machine.fleet.sync_request(name)
+        result = self.reach(who, name, AGENT_SYNC, sync.model_dump(mode="json"), None)
+        self.feed(who, Seen(name, result.agent, sync.seq, self.now))
 
     def deliver(self, who: Coordinator, index: int, nth: int, *, works: bool = True, lost: bool = False) -> None:
         """One engine gets one call under way, or the store a record. ``lost``: the answer does not come back."""

@@ -215,11 +215,9 @@ class World:
 
     def answer_sync(self, name: str) -> None:
         """An agent hears a sync and answers."""
-        agent, fleet = self.agents[name], self.machine.fleet
-        status = None
-        if agent.answers:
-            status = agent.call(AGENT_SYNC, fleet.sync_request(name).model_dump(mode="json"), None, works=True).agent
-        self.on_its_way[name] = Seen(name, status, self.now, self.now)
+        agent, sync = self.agents[name], self.machine.fleet.sync_request(name)
+        status = agent.call(AGENT_SYNC, sync.model_dump(mode="json"), None, works=True).agent if agent.answers else None
+        self.on_its_way[name] = Seen(name, status, sync.seq, self.now)
 
     def arrive(self, name: str) -> None:
         """The answer to the sync comes back, however long after it was given."""

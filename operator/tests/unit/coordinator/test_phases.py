@@ -1,4 +1,4 @@
-"""The tables of phases and rules are complete, and an illegal transition raises."""
+"""The tables of phases and of control calls are complete, and an illegal transition raises."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
+from sglang_rollout.coordinator.update.control_calls import ANY, STANDALONE, TABLES, Handler
 from sglang_rollout.coordinator.update.phases import TRANSITIONS, IllegalTransitionError, Phase, PhaseClock
 from sglang_rollout.coordinator.update.requests import Call, Tensors
-from sglang_rollout.coordinator.update.rules import ANY, HYBRID_RULES, RULES
 
 
 def test_every_phase_is_reached_from_idle_and_leads_back() -> None:
@@ -42,9 +42,12 @@ def test_the_time_of_a_phase_adds_up_until_the_fleet_is_idle() -> None:
     assert clock.milliseconds(9.0) == {"total": 0}
 
 
-def test_every_call_has_a_rule_that_says_what_happens_where_the_call_is_not_legal() -> None:
-    assert set(RULES) == set(get_args(Call)) - {Tensors}, "without a shared GPU there are no handles"
-    assert set(HYBRID_RULES) <= set(get_args(Call))
-    for rule in [*RULES.values(), *HYBRID_RULES.values()]:
-        assert rule.legal <= ANY
-        assert rule.legal == ANY or rule.otherwise is not None
+def test_every_call_has_a_handler_that_says_what_happens_where_the_call_is_not_legal() -> None:
+    assert set(STANDALONE) == set(get_args(Call)) - {Tensors}, "without a shared GPU there are no handles"
+    for at_fleet, at_engine in TABLES.values():
+        assert set(at_fleet) >= set(STANDALONE)
+        assert set(at_engine) <= set(get_args(Call))
+        for handler in [*at_fleet.values(), *at_engine.values()]:
+            if isinstance(handler, Handler):
+                assert handler.legal <= ANY
+                assert handler.legal == ANY or handler.otherwise is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_rollout.coordinator.update.recovery import complete_cohorts, is_everyone_heard, rebuild
+from sglang_rollout.coordinator.update.knowledge import complete_cohorts, is_everyone_heard, rebuild
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import EngineRow, GroupRow, Record
 from sglang_rollout.wire.states import BASE, EngineState, Version

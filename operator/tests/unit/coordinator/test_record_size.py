@@ -8,12 +8,11 @@ from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.coordinator.agents import MAX_MESSAGE_CHARACTERS
 from sglang_rollout.coordinator.update.adapters import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
 from sglang_rollout.coordinator.update.engine import Engine
-from sglang_rollout.coordinator.update.model import Committed, Fleet
+from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import summarize_update
 from sglang_rollout.coordinator.update.process_groups import MAX_GROUPS
-from sglang_rollout.coordinator.update.progress import Group
-from sglang_rollout.coordinator.update.ranks import MAX_GROUP_NAME_CHARACTERS
-from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
+from sglang_rollout.coordinator.update.ranks import MAX_GROUP_NAME_CHARACTERS, Group
+from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS, Committed
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import Adapter, AdapterRow, EngineChecksums, EngineRow, GroupRow, LastUpdate, Record, UpdateOutcome
