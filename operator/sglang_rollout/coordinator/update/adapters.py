@@ -1,8 +1,8 @@
 """LoRA adapters of the spec and of trainers, the same on every engine. Pure.
 
-Agents know what their engine has loaded in this boot. What differs from what is wanted is loaded and unloaded, engine by engine, also on
-engines that start later. SGLang loads no name that it holds: new contents under an old name are an unload, then a load. In the spec new
-contents have another path; a trainer replaces contents by loading the name again, also from the same path.
+Agents report what their engine has loaded in this boot. The coordinator loads and unloads the difference to the wanted adapters, engine by
+engine, also on engines that start later. SGLang loads no name that it holds: new contents under an old name are an unload, then a load.
+In the spec new contents have another path. A trainer replaces contents by loading the name again, also from the same path.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def wanted_adapters(fleet: Fleet) -> dict[str, Adapter]:
 
 
 def adapter_of(row: Adapter) -> Adapter:
-    """Return the adapter of a row of the record, without what the row says about engines."""
+    """Return the adapter of a row of the record."""
     return Adapter(name=row.name, path=row.path, pinned=row.pinned)
 
 
 def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
-    """Return the adapters for the record: on how many of the engines that are up, and what is wrong.
+    """Return a row for each adapter: how many engines have loaded it, and the first failure.
 
     Args:
         fleet: The fleet.
@@ -54,7 +54,7 @@ def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
     return [
         AdapterRow(
             name=name, path=adapter.path, pinned=adapter.pinned, by_spec=name in (fleet.adapters.of_spec or {}), wanted=len(fleet.engines),
-            loaded=sum(_loaded(engine).get(name) == adapter.path for engine in engines),
+            loaded=sum(engine.adapters.get(name) == adapter.path for engine in engines),
             reason=next((engine.adapter_trouble[name] for engine in engines if name in engine.adapter_trouble), "")[:each],
         )
         for name, adapter in adapters.items()
@@ -62,7 +62,7 @@ def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
 
 
 def next_call(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
-    """Return the next call that brings engines nearer to what is wanted, and its bodies by engine. Unloading comes first."""
+    """Return the path and bodies of the next call that loads or unloads adapters; None if none is needed. Unloading comes first."""
     adapters = wanted_adapters(fleet)
     goal = {name: adapter.path for name, adapter in adapters.items()}
     fresh = {name: engine for name, engine in fleet.engines.items() if fleet.has_news(name)}
@@ -75,7 +75,7 @@ def next_call(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
     for name, engine in fresh.items():
         if not engine.member or engine.released:
             continue
-        there = _loaded(engine)
+        there = engine.adapters
         later = {other for other, at in engine.adapters_at.items() if fleet.now < at}
         # Without a list in the spec, adapters that no trainer loaded through the fleet are left alone.
         by_spec = fleet.adapters.of_spec is not None
@@ -93,7 +93,7 @@ def next_call(fleet: Fleet) -> tuple[str, Mapping[str, Body]] | None:
 
 
 async def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Answer:
-    """Make the call. A failure is reported in the row of the adapter and tried again later."""
+    """Make the call of :func:`next_call`. A failure is reported in the row of the adapter, and the call is tried again later."""
     results = await _call(fleet, path, bodies)
     for name, result in results.items():
         adapter = str(bodies[name]["lora_name"])
@@ -104,12 +104,15 @@ async def reconcile(fleet: Fleet, path: str, bodies: Mapping[str, Body]) -> Answ
 
 
 async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
-    """Load an adapter on every engine, or on none. What engines hold under the name goes first: meanwhile gates refuse requests for it."""
+    """Load an adapter on every engine, or on none.
+
+    An adapter of the same name is unloaded first. Meanwhile gates refuse requests for it.
+    """
     _refuse_name(fleet, ask.name, "loaded")
     adapter = Adapter(name=ask.name, path=ask.path, pinned=ask.pinned)
     _refuse_too_many(fleet, adapter)
     names = fleet.up()
-    held = [name for name in names if ask.name in _loaded(fleet.engines[name])]
+    held = [name for name in names if ask.name in fleet.engines[name].adapters]
     unloaded = await _call(fleet, ControlCall.UNLOAD_ADAPTER.path, same_body(held, {"lora_name": ask.name}))
     if failures(unloaded):
         return await _undo_load(fleet, ask, unloaded, unloaded, {})
@@ -125,7 +128,7 @@ async def load(fleet: Fleet, ask: LoadAdapter) -> Answer:
 
 
 async def _undo_load(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: Results, loaded: Results) -> Answer:
-    """End a load that failed on an engine with what was there before; or with nothing if that was under the same path."""
+    """Restore the earlier adapter after a failed load. If it had the same path, no engine holds the adapter afterwards."""
     before = fleet.adapters.of_trainers.get(ask.name)
     what = "load" if loaded else "unload"
     undone = await _call(fleet, ControlCall.UNLOAD_ADAPTER.path, same_body(_succeeded(loaded), {"lora_name": ask.name}))
@@ -147,9 +150,9 @@ async def _undo_load(fleet: Fleet, ask: LoadAdapter, failed: Results, unloaded: 
 
 
 async def unload(fleet: Fleet, ask: UnloadAdapter) -> Answer:
-    """Unload an adapter on every engine. An engine that fails is tried again, because the adapter is not wanted any more."""
+    """Unload an adapter on every engine. A failed unload is tried again, because no adapter of this name is wanted."""
     _refuse_name(fleet, ask.name, "unloaded")
-    names = [name for name in fleet.up() if ask.name in _loaded(fleet.engines[name])]
+    names = [name for name in fleet.up() if ask.name in fleet.engines[name].adapters]
     if not names and ask.name not in fleet.adapters.of_trainers:
         raise RefusedError(f"LoRA adapter {ask.name} is not loaded. Loaded are: {', '.join(wanted_adapters(fleet)) or 'none'}.")
     fleet.adapters.of_trainers.pop(ask.name, None)
@@ -183,7 +186,7 @@ def _refuse_too_many(fleet: Fleet, adapter: Adapter) -> None:
 
 
 def _body(adapter: Adapter) -> Body:
-    """Return what an engine receives, whether a trainer's call, a joiner or a roll-back loads the adapter."""
+    """Return the body of the call that loads an adapter."""
     return {"lora_name": adapter.name, "lora_path": adapter.path, "pinned": adapter.pinned}
 
 
@@ -207,8 +210,8 @@ def _retry_later(fleet: Fleet, name: str, adapter: str, result: Result) -> None:
 
 
 def _forget_troubles(engine: Engine, goal: Mapping[str, str]) -> None:
-    """Forget failures that are over: the answer came too late, or the adapter is not wanted any more."""
-    there = _loaded(engine)
+    """Forget failures that no longer apply: the engine has loaded or unloaded the adapter since, or the wanted adapters changed."""
+    there = engine.adapters
     for adapter in [name for name in engine.adapter_trouble if there.get(name) == goal.get(name) and not engine.has_outdated_adapter(name)]:
         del engine.adapter_trouble[adapter]
         engine.adapters_at.pop(adapter, None)
@@ -222,7 +225,3 @@ def _failed(results: Results, what: str, adapter: str, after: str) -> Answer:
     name, result = next(iter(failures(results).items()))
     sentence = f"engine {name} did not {what} {adapter}: {result.message.rstrip('.')}. {after}"
     return Answer(400, sentence, {"engine": name, "engines": results_by_engine(results)})
-
-
-def _loaded(engine: Engine) -> dict[str, str]:
-    return engine.status.adapters if engine.status is not None else {}

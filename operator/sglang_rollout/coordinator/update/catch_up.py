@@ -14,7 +14,7 @@ from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, Body
-from sglang_rollout.coordinator.update.steps import same_body, send, send_and_mark_dirty, sync, turn
+from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, same_body, send, send_and_mark_dirty, sync, turn
 from sglang_rollout.coordinator.update.verify import CHECKSUM, Checksums, checksums_of_holders
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.sglang.api import ControlCall
@@ -27,7 +27,6 @@ VERSION_PLACEHOLDER = "{version}"
 FIRST_RETRY_SECONDS = 10.0
 LONGEST_RETRY_SECONDS = 600.0
 """An engine that could not catch up tries again after 10 s, 20 s, … 10 min: the snapshot may be written by then."""
-ANSWER_MARGIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _needs_catch_up(fleet: Fleet, name: str) -> bool:
 
 
 async def catch_up(fleet: Fleet, name: str, found: Checkpoint) -> Answer:
-    """Bring one engine to the version that is committed now. The caller has marked the engine ``is_catching_up``."""
+    """Load the committed version on one engine. The caller has marked the engine ``is_catching_up``."""
     engine, version = fleet.engines[name], fleet.committed
     if version is None:
         raise RuntimeError("no engine can catch up before the committed version is proved")
@@ -108,7 +107,7 @@ async def _load(fleet: Fleet, engine: Engine, found: Checkpoint, version: Versio
     name, limit = engine.wanted.name, fleet.policy.deadlines.update_seconds
     boot = engine.boot
     request = found.request.model_copy(update={"names": True})
-    reply = await _call_one(name, AGENT_CHECKPOINT, request.model_dump(mode="json"), limit + ANSWER_MARGIN_SECONDS)
+    reply = await _call_one(name, AGENT_CHECKPOINT, request.model_dump(mode="json"), limit + CHECKPOINT_MARGIN_SECONDS)
     if not reply.ok:
         raise _FailedError(reply.message.rstrip("."))
     if found.digest is not None and reply.digest != found.digest:
@@ -128,7 +127,7 @@ async def _load(fleet: Fleet, engine: Engine, found: Checkpoint, version: Versio
 async def _compare(fleet: Fleet, joiner: Engine, version: Version) -> None:
     """Compare the engine with one of its shape that holds the version, if there is one.
 
-    A folder may hold something else than its name says.
+    A folder may hold other weights than its name says.
     """
     name, size = joiner.wanted.name, joiner.tensor_size
     peer = next((other for other, engine in fleet.engines.items() if engine.tensor_size == size and engine.holds(version)), None)
@@ -154,9 +153,9 @@ async def _ask_peer(fleet: Fleet, peer: str, size: int, version: Version) -> Che
 
 
 async def _open_gate(fleet: Fleet, engine: Engine, version: Version) -> None:
-    """Let the engine acknowledge the version and, if that is still served, open its gate.
+    """Let the engine acknowledge the version. Its gate opens if the version is still served.
 
-    In a paused fleet the engine pauses, too.
+    In a paused fleet the engine is paused first.
     """
     name = engine.wanted.name
     if fleet.engines.get(name) is not engine or engine.boot is None:

@@ -1,4 +1,4 @@
-"""What the coordinator knows about one engine. Facts only."""
+"""What the coordinator knows about one engine. Data only, no I/O."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Engine:
     adapters_at: dict[str, float] = field(default_factory=dict)
     """By adapter: when a failed load or unload may be tried again."""
     adapter_trouble: dict[str, str] = field(default_factory=dict)
-    """By adapter: what the engine answered when it failed."""
+    """By adapter: the engine's message after a failed load or unload."""
     overwritten: dict[str, str | None] = field(default_factory=dict)
-    """By adapter: the boot ID with which it was away while the other engines loaded new contents under the name."""
+    """By adapter: the boot ID in which the engine was away while the other engines loaded new contents under the name."""
     written: frozenset[str] = frozenset()
     """Tensors that it has loaded from a folder without acknowledging a version since."""
     compared: str | None = None
     """The boot ID in which its weights were compared after they had been released."""
     note: str = ""
-    """How catching up goes, as a sentence."""
+    """Progress of catching up, as a sentence."""
 
     @property
     def reachable(self) -> bool:
@@ -82,9 +82,14 @@ class Engine:
         return self.up and self.status is not None and not (self.status.draining or self.status.giving_up or self.is_catching_up)
 
     @property
-    def released(self) -> bool:
-        """True if memory of it is released."""
-        return self.status is not None and bool(self.status.released)
+    def released(self) -> list[str]:
+        """Its memory tags that are released."""
+        return self.status.released if self.status is not None else []
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Path of each loaded adapter by name."""
+        return self.status.adapters if self.status is not None else {}
 
     @property
     def blank(self) -> bool:
@@ -93,12 +98,12 @@ class Engine:
 
     @property
     def paused(self) -> bool:
-        """True if it is paused: its agent reports it, or the call was answered since."""
+        """True if it is paused: its agent reports it, or it has answered the call."""
         return self.status is not None and self.status.paused
 
     @property
     def is_comparing(self) -> bool:
-        """True if its weights are back in memory and are still to be compared. It serves again by itself if they are unchanged."""
+        """True if its weights are back in memory and are still to be compared. If they are unchanged, it serves again."""
         seen = self.status
         return seen is not None and seen.woken and seen.state is EngineState.UNKNOWN and self.compared != self.boot
 
@@ -108,15 +113,14 @@ class Engine:
         return self.reachable and self.status is not None and self.status.gate_open
 
     def holds(self, version: Version) -> bool:
-        """Return True if its agent says that all of its tensors belong to this version."""
+        """Return True if its agent reports that all of its tensors belong to this version."""
         seen = self.status
         return seen is not None and seen.state is EngineState.CLEAN and seen.version == version
 
     def note_adapter(self, adapter: str, path: str | None, seq: int) -> None:
         """Note that an adapter was loaded from a path, or unloaded."""
-        if self.status is not None:
-            others = {name: where for name, where in self.status.adapters.items() if name != adapter}
-            self.anticipate(seq, adapters=others if path is None else {**others, adapter: path})
+        others = {name: where for name, where in self.adapters.items() if name != adapter}
+        self.anticipate(seq, adapters=others if path is None else {**others, adapter: path})
 
     def anticipate(self, seq: int, **fields: object) -> None:
         """Set fields of the status before the agent confirms them, because the engine has just answered a call."""
@@ -139,7 +143,7 @@ class Engine:
             self.status, self.status_seq = status, seq
 
     def has_outdated_adapter(self, adapter: str) -> bool:
-        """Return True if it holds, under an adapter's name, contents that the other engines have replaced."""
+        """Return True if the other engines have replaced the contents of an adapter that this engine holds."""
         return self.boot is not None and self.overwritten.get(adapter) == self.boot
 
     def mark_dirty(self) -> None:
@@ -170,7 +174,7 @@ class Engine:
         return "it is being drained"
 
     def row(self, room: int | None = None) -> EngineRow:
-        """Return the engine in the record and in the discovery document.
+        """Return its row in the record and in the discovery document.
 
         Args:
             room: Characters for its reason; None: all.

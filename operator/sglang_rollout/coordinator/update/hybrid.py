@@ -12,7 +12,14 @@ from __future__ import annotations
 from sglang_rollout.coordinator.update import memory, transaction
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.outcome import FENCED, abandon, fail_update, has_enough_engines, verify_and_commit
+from sglang_rollout.coordinator.update.outcome import (
+    FENCED,
+    abandon,
+    begin_verification,
+    fail_update,
+    has_enough_engines,
+    verify_and_commit,
+)
 from sglang_rollout.coordinator.update.phases import Phase, Update
 from sglang_rollout.coordinator.update.requests import (
     Answer,
@@ -78,7 +85,10 @@ async def end(fleet: Fleet, ask: End, name: str) -> Answer:
 
 
 async def flush(fleet: Fleet, ask: Flush, name: str) -> Answer:
-    """Flush one engine's cache. For a trainer without sessions this says that the engine has all of its tensors. The commit flushes."""
+    """Flush one engine's cache. From a trainer without sessions the call means that the engine has all of its tensors.
+
+    The commit then flushes the cache.
+    """
     lost = await _refuse_lost_part(fleet, name)
     if lost is not None:
         return lost
@@ -95,7 +105,7 @@ async def flush(fleet: Fleet, ask: Flush, name: str) -> Answer:
 
 
 async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answer:
-    """Resume memory. In verl, memory for the cache comes after the tensors and is the last call about them."""
+    """Resume memory. verl resumes the memory of the cache after the tensors, as its last call of a push."""
     await memory.note_resumed(fleet, ask, at)
     if at is not None and (not ask.tags or MemoryTag.KV_CACHE in ask.tags):
         failed = await _refuse_lost_part(fleet, at)
@@ -137,7 +147,7 @@ async def _open_session(fleet: Fleet, name: str, body: Body, *, trainer_session:
 
 
 def _has_all_tensors(fleet: Fleet, name: str) -> bool:
-    """Return True if a call about something else also says that this engine has all of its tensors."""
+    """Return True if the next flush or resume of the trainer means that this engine has all of its tensors."""
     update = fleet.update
     return update is not None and not update.trainer_session and name in update.received and name not in update.ended
 
@@ -161,19 +171,17 @@ async def _end_session(fleet: Fleet, name: str) -> Answer | None:
 
 
 def _end_deadline(fleet: Fleet, update: Update) -> float:
-    """Return how long a session may take to end: once half of the engines have ended theirs, as if all had been called at once."""
+    """Return the seconds that a session may take to end. Once half of the sessions have ended, the limit follows the slowest of them."""
     limit = fleet.policy.deadlines.update_seconds
     return limit if 2 * len(update.ended) < len(fleet.engines) else min(limit, max(PATIENCE_SECONDS, SLOWEST_FACTOR * update.slowest_end))
 
 
 async def _commit_if_all(fleet: Fleet, done: str) -> Answer:
-    """Commit if all engines have their tensors. Otherwise answer which engines the version waits for."""
+    """Commit if all engines have their tensors. Otherwise the answer names the engines that are missing."""
     update = fleet.require_update()
     if engines_without_tensors(fleet):
         return Answer(200, f"{done} {_waits_message(fleet)}", {"version": str(fleet.target()), "waits_for": engines_without_tensors(fleet)})
-    fleet.enter(Phase.VERIFY)
-    for name in fleet.changed(update.boots):
-        update.dropped[name] = "was restarted or lost in the middle of the update"
+    begin_verification(fleet, update)
     committed = await verify_and_commit(fleet, update, {})
     return Answer(200, done, committed.fleet) if committed.success and FENCED not in committed.fleet else committed
 

@@ -25,7 +25,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.steps import Results
-from sglang_rollout.coordinator.update.versions import newest, order_key, tensors_of_record, unpack_hashes
+from sglang_rollout.coordinator.update.versions import TensorSet, newest, order_key, unpack_hashes
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.states import BASE, EngineState, Version
@@ -48,16 +48,16 @@ class Knowledge:
         self.give_up: list[str] = []
         """Engines that the rebuild found in an update that no coordinator leads any more."""
 
-    def learn(self, results: Results) -> None:
-        """Take in the statuses that calls returned. Addresses move between pods, so each must be of the engine that was called."""
+    def take_results(self, results: Results) -> None:
+        """Take in the statuses that calls returned. Ignore the status of another engine: addresses move between pods."""
         seq = self._fleet.next_seq()
         for name, result in results.items():
             if result.agent is not None and result.agent.name == name:
                 self._take(result.agent, seq)
                 self._fresh = True
 
-    def seen(self, event: Seen) -> bool:
-        """Take in the answer to a sync, or its absence. Returns True if anything is known now that was not known before."""
+    def take_answer(self, event: Seen) -> bool:
+        """Take in the answer to a sync, or its absence. Returns True if it is news."""
         engine = self._fleet.engines.get(event.name)
         if engine is None:
             return False
@@ -92,8 +92,8 @@ class Knowledge:
         if fleet.committed is not None:
             fleet.weights.reserve(version for version in claims if version is not None and order_key(version) > order_key(fleet.committed))
 
-    def wanted(self, event: Wanted) -> None:
-        """Take in the members and the policy."""
+    def take_intent(self, event: Wanted) -> None:
+        """Take in the wanted engines and the policy."""
         fleet, known = self._fleet, self._fleet.engines
         fleet.policy = event.intent.weights
         fleet.generation, fleet.membership.base = event.intent.generation, event.intent.base
@@ -111,8 +111,8 @@ class Knowledge:
         self._addressed = event.addressed & set(fleet.engines)
         self._fresh = True
 
-    def conclude(self) -> None:
-        """Draw the conclusions that the facts allow. Called whenever no operation holds the turn."""
+    def update(self) -> None:
+        """Update what follows from the facts: committed version, epoch, process groups. Called whenever no operation holds the turn."""
         if not self._fresh and self._fleet.committed is not None:
             return
         self._fresh = False
@@ -145,7 +145,7 @@ class Knowledge:
         return [status.name for status in self._statuses()]
 
     def _rebuild(self) -> None:
-        """Decide what is committed, once every agent that could know was heard; with a record, after a limited wait."""
+        """Decide which version is committed, once every agent that may know it was heard. With a record, wait at most REBUILD_SECONDS."""
         if self._addressed is None:
             return
         waited = self._fleet.now - self._started >= REBUILD_SECONDS
@@ -168,10 +168,7 @@ class Knowledge:
             fleet.adapters.of_trainers = {row.name: adapter_of(row) for row in self._record.adapters if not row.by_spec}
             fleet.weights.fleet_id = self._record.fleet_id or fleet.weights.fleet_id
             fleet.weights.engine_checksums = dict(self._record.engine_checksums)
-            fleet.weights.tensors, fleet.weights.attempted_before = (
-                tensors_of_record(self._record.tensors),
-                unpack_hashes(self._record.tried),
-            )
+            fleet.weights.tensors, fleet.weights.attempted_before = TensorSet(rest=self._record.tensors), unpack_hashes(self._record.tried)
             fleet.weights.groups = frozenset(self._record.sources)
             if self._record.released_to_trainer is not None:
                 fleet.interruptions.release_to_trainer(self._record.released_to_trainer)
@@ -195,7 +192,7 @@ class Knowledge:
         self._fleet.transaction.end(LastUpdate(version=version, outcome=UpdateOutcome.FAILED, reason=reason, finished=finished))
 
     def _has_recreated_engine(self, record: Record) -> bool:
-        """Return True if an engine of the record has another boot ID, and its agent knows of no commit: what it held is lost."""
+        """Return True if an engine of the record has another boot ID and its agent knows of no commit. What the engine held is lost."""
         before = {row.name: row.boot_id for row in record.engines if row.boot_id is not None}
         return any(status.committed is None and status.boot_id != before.get(status.name, status.boot_id) for status in self._statuses())
 
@@ -248,13 +245,13 @@ class Knowledge:
         """Drop process groups without any member left. Their trainer gets the same refusal without them."""
         fleet = self._fleet
         fleet.membership.groups = {
-            name: group for name, group in fleet.groups.items() if len(fleet.changed(group.boots)) < len(group.boots)
+            name: group for name, group in fleet.groups.items() if len(fleet.lost_engines(group.boots)) < len(group.boots)
         }
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What was proved."""
+    """Facts that the record and the statuses of agents prove."""
 
     committed: Version
     reserved: Version | None
@@ -265,7 +262,7 @@ class Rebuilt:
 
 
 def rebuild(record: Record | None, statuses: Sequence[AgentStatus]) -> Rebuilt:
-    """Prove what can be proved."""
+    """Return everything that the record and the statuses prove."""
     committed = prove_version(record, statuses)
     held = [status.version for status in statuses if status.version is not None]
     return Rebuilt(
@@ -287,7 +284,7 @@ def prove_version(record: Record | None, statuses: Sequence[AgentStatus]) -> Ver
 
 
 def complete_cohorts(statuses: Iterable[AgentStatus]) -> list[Version]:
-    """Return the versions that every engine of their own cohort holds, of the same cohort."""
+    """Return the versions that every engine of their cohort reports, with the same cohort."""
     holders: dict[tuple[int, int, tuple[str, ...]], set[str]] = {}
     versions: dict[tuple[int, int, tuple[str, ...]], Version] = {}
     for status in statuses:

@@ -103,12 +103,12 @@ class Machine:
             case Left():
                 self._left(event.call)
             case Answered():
-                self._knowledge.learn(event.results)
+                self._knowledge.take_results(event.results)
                 self._resume(event.effect, event.results)
             case Written():
                 self._resume(event.effect, {"record": Result(ok=event.ok)})
             case Seen():
-                if not self._knowledge.seen(event):
+                if not self._knowledge.take_answer(event):
                     # Of a large fleet hundreds a second: what follows from the time alone follows at the next tick.
                     return []
             case Wanted():
@@ -206,15 +206,15 @@ class Machine:
             self.fleet.enter(rest)
 
     def _settle(self) -> None:
-        """Do what follows from the facts after every event: the coordinator's own operations, the next in the queue, the record."""
+        """After every event, start what can start: operations of the coordinator's own, the next operation in the queue, catching up."""
         while self._turn is None:
             if self.fleet.update is None and self._postponed is not None:
                 # Members never change during an open update. Its idle deadline limits the wait.
-                self._knowledge.wanted(self._postponed)
+                self._knowledge.take_intent(self._postponed)
                 self._postponed = None
-            self._knowledge.conclude()
+            self._knowledge.update()
             self._trainer.waiting = self._client_waits()
-            own = self._upkeep.due() if self.fleet.committed is not None else None
+            own = self._upkeep.next_operation() if self.fleet.committed is not None else None
             if own is not None:
                 running = _Running(_with_turn(own), None)
             elif self._queue:
@@ -228,7 +228,7 @@ class Machine:
         self._start_joiners()
 
     def _start_joiners(self) -> None:
-        """Let engines catch up. Each does so beside other operations."""
+        """Start catching up on engines that need it, beside other operations."""
         while self._turn is None and (name := next_engine(self.fleet)) is not None:
             found = find_checkpoint(self.fleet)
             if found is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.requests import Answer, ReleaseMemory, ResumeMemory
 from sglang_rollout.coordinator.update.steps import Results, failures, results_by_engine, same_body, send, sync, write
@@ -40,7 +39,7 @@ async def release(fleet: Fleet, ask: ReleaseMemory, at: str | None = None) -> An
     results = await send(ControlCall.RELEASE_MEMORY.path, same_body(names, {"tags": list(tags)}), fleet.policy.deadlines.pause_seconds)
     for name in names:
         if results[name].ok:
-            _note_released(fleet, name, [*_released(fleet.engines[name]), *tags])
+            _note_released(fleet, name, [*fleet.engines[name].released, *tags])
     return _report(results, "release its memory", "Memory released on all engines.")
 
 
@@ -53,7 +52,7 @@ async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answ
     if at is not None and not names:
         raise RefusedError(_no_engine_message(fleet, at, "take back"), status=503)
     for name in names:
-        tags = [tag for tag in _released(fleet.engines[name]) if not ask.tags or tag in ask.tags]
+        tags = [tag for tag in fleet.engines[name].released if not ask.tags or tag in ask.tags]
         if tags:
             bodies[name] = {"tags": tags}
     if not bodies:
@@ -61,7 +60,7 @@ async def resume(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answ
     results = await send(ControlCall.RESUME_MEMORY.path, bodies, fleet.policy.deadlines.pause_seconds)
     for name, body in bodies.items():
         if results[name].ok:
-            _note_released(fleet, name, [tag for tag in _released(fleet.engines[name]) if tag not in body["tags"]])
+            _note_released(fleet, name, [tag for tag in fleet.engines[name].released if tag not in body["tags"]])
     return _report(results, "take its memory back", "Memory is back on all engines that had released it.")
 
 
@@ -73,10 +72,6 @@ def _no_engine_message(fleet: Fleet, at: str | None, what: str) -> str:
     if at is None:
         return f"No engine of this fleet is up, so there is no memory to {what}. Try again."
     return f"Engine {at} has no memory to {what} now: {fleet.engines[at].why_absent().rstrip('.')}. Try again."
-
-
-def _released(engine: Engine) -> list[str]:
-    return engine.status.released if engine.status is not None else []
 
 
 def _note_released(fleet: Fleet, name: str, released: Iterable[str]) -> None:
@@ -126,9 +121,9 @@ async def note_resumed(fleet: Fleet, ask: ResumeMemory, at: str | None) -> None:
 async def resume_for_trainer(fleet: Fleet, ask: ResumeMemory, at: str | None = None) -> Answer:
     """Resume memory. Answers only when the engines that have all of their memory serve."""
     await note_resumed(fleet, ask, at)
-    without = [name for name in fleet.up() if MemoryTag.WEIGHTS in _released(fleet.engines[name])]
+    without = [name for name in fleet.up() if MemoryTag.WEIGHTS in fleet.engines[name].released]
     answer = await resume(fleet, ask, at)
-    back = [name for name in without if MemoryTag.WEIGHTS not in _released(fleet.engines[name])]
+    back = [name for name in without if MemoryTag.WEIGHTS not in fleet.engines[name].released]
     if not back:
         await sync(fleet)
         return answer
@@ -162,13 +157,13 @@ async def release_trainer_memory(fleet: Fleet, names: list[str]) -> Answer:
     results = await send(ControlCall.RELEASE_MEMORY.path, bodies, fleet.policy.deadlines.pause_seconds)
     failed = failures(results)
     for name in bodies.keys() - failed.keys():
-        _note_released(fleet, name, [*_released(fleet.engines[name]), *bodies[name]["tags"]])
+        _note_released(fleet, name, [*fleet.engines[name].released, *bodies[name]["tags"]])
         fleet.engines[name].release_at = 0.0
     return Answer(200, f"{len(bodies) - len(failed)} of {len(names)} engines released the memory that the trainer has.")
 
 
 def _tags_to_release(fleet: Fleet, name: str) -> list[str]:
-    return [tag for tag in fleet.interruptions.trainer_memory(name) if tag not in _released(fleet.engines[name])]
+    return [tag for tag in fleet.interruptions.trainer_memory(name) if tag not in fleet.engines[name].released]
 
 
 async def _note_trainer_memory(fleet: Fleet, at: str | None, change: Callable[[Iterable[str]], set[str]]) -> None:

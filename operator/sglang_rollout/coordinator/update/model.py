@@ -1,4 +1,4 @@
-"""What the coordinator knows about its fleet. Facts only: operations and :mod:`.knowledge` change them.
+"""What the coordinator knows about its fleet. Data only: operations and :mod:`.knowledge` change it.
 
 :class:`Fleet` is composed of five parts with few mutators each. Everything else reads them; the record persists them.
 """
@@ -38,32 +38,6 @@ class Membership:
     """True once the fleet was complete or has taken weights. From then on it continues with the engines that are there."""
     base: int | None = None
     """Engines that make the fleet complete; None: all that are wanted."""
-
-    @property
-    def table(self) -> RankTable:
-        """Ranks of a process group opened now."""
-        return rank_table((name, engine.tensor_size) for name, engine in self.members().items())
-
-    def members(self) -> dict[str, Engine]:
-        """Return the engines that take part in a process group opened now, in rank order."""
-        return {name: engine for name, engine in self.engines.items() if engine.member}
-
-    def up(self) -> list[str]:
-        """Return the engines that can be called now."""
-        return [name for name, engine in self.engines.items() if engine.up and not engine.is_catching_up]
-
-    def boot(self, name: str) -> str | None:
-        """Return the boot ID of an engine that was last seen; None if the engine is gone or down."""
-        engine = self.engines.get(name)
-        return engine.boot if engine is not None else None
-
-    def changed(self, boots: Mapping[str, str]) -> list[str]:
-        """Return those engines whose boot ID is not the given one any more."""
-        return [name for name, boot in boots.items() if self.boot(name) != boot]
-
-    def is_live(self, group: Group) -> bool:
-        """Return True if every member of the process group still runs in the boot that joined."""
-        return not self.changed(group.boots)
 
 
 @dataclass
@@ -125,7 +99,7 @@ class Fleet:
     @property
     def table(self) -> RankTable:
         """Ranks of a process group opened now."""
-        return self.membership.table
+        return rank_table((name, engine.tensor_size) for name, engine in self.members().items())
 
     @property
     def update(self) -> Update | None:
@@ -177,23 +151,24 @@ class Fleet:
 
     def members(self) -> dict[str, Engine]:
         """Return the engines that take part in a process group opened now, in rank order."""
-        return self.membership.members()
+        return {name: engine for name, engine in self.engines.items() if engine.member}
 
     def up(self) -> list[str]:
         """Return the engines that can be called now."""
-        return self.membership.up()
+        return [name for name, engine in self.engines.items() if engine.up and not engine.is_catching_up]
 
     def boot(self, name: str) -> str | None:
-        """Return the boot ID of an engine that was last seen."""
-        return self.membership.boot(name)
+        """Return the boot ID of an engine that was last seen; None if the engine is gone or down."""
+        engine = self.engines.get(name)
+        return engine.boot if engine is not None else None
 
-    def changed(self, boots: Mapping[str, str]) -> list[str]:
-        """Return those engines whose boot ID is not the given one any more."""
-        return self.membership.changed(boots)
+    def lost_engines(self, boots: Mapping[str, str]) -> list[str]:
+        """Return those engines that are gone, or that have another boot ID than the given one."""
+        return [name for name, boot in boots.items() if self.boot(name) != boot]
 
     def is_live(self, group: Group) -> bool:
         """Return True if every member of the process group still runs in the boot that joined."""
-        return self.membership.is_live(group)
+        return not self.lost_engines(group.boots)
 
     def target(self) -> Version:
         """Return the version that the open update becomes if it commits."""
@@ -242,7 +217,7 @@ class Fleet:
         return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def sync_request(self, name: str | None = None) -> SyncRequest:
-        """Return what agents receive about twice a second.
+        """Return the message that agents receive about twice a second.
 
         Args:
             name: The engine that receives it. An agent that was never heard is asked first: what it received from an earlier coordinator
@@ -262,12 +237,12 @@ class Fleet:
         )
 
     def _may_hold(self) -> frozenset[str]:
-        """Return the tensors that some engine may hold otherwise than they were committed."""
+        """Return the tensors that some engine may hold in another version than the committed one."""
         wrote = [engine.written for engine in self.engines.values() if engine.written]
         return self.weights.attempted.union(*wrote) if wrote else self.weights.attempted
 
     def record(self) -> Record | None:
-        """Return what is persisted; None before the committed version is proved, because nothing unproved is ever written."""
+        """Return the record to persist; None before the committed version is proved."""
         weights, interruptions = self.weights, self.interruptions
         if weights.version is None:
             return None

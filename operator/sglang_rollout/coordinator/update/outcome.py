@@ -53,11 +53,16 @@ async def end_sessions_and_commit(fleet: Fleet, *, answer_now: bool = True) -> A
     if missing:
         reason = f"group {missing[0]} sent no tensors, although it belonged to the update before"
         return await fail_update(fleet, reason)
-    fleet.enter(Phase.VERIFY)
-    for name in fleet.changed(update.boots):
-        update.dropped[name] = "was restarted or lost in the middle of the update"
+    begin_verification(fleet, update)
     results = dict(await _end_session(fleet, update))
     return await verify_and_commit(fleet, update, results, answer_now=answer_now)
+
+
+def begin_verification(fleet: Fleet, update: Update) -> None:
+    """Enter the phase that ends the update. Engines that were restarted or lost do not commit."""
+    fleet.enter(Phase.VERIFY)
+    for name in fleet.lost_engines(update.boots):
+        update.dropped[name] = "was restarted or lost in the middle of the update"
 
 
 def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
@@ -113,7 +118,7 @@ async def _fail_for(fleet: Fleet, update: Update, results: Results) -> Answer:
 
 
 async def _flush(fleet: Fleet, update: Update, names: list[str]) -> list[str]:
-    """Drop what was computed with the old weights. Returns the engines that could not; a silent engine does not commit.
+    """Flush the caches, which were computed with the old weights. Returns the engines that failed. Drops engines that do not answer.
 
     Several trainers send ``flush_cache: false`` with every bucket. SGLang would then continue a prompt that it has seen before from
     keys and values of the old weights, under the label of the new version. In pause mode ``in_place`` an engine with running requests
@@ -139,7 +144,7 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
         return await _fail_for(fleet, update, results)
     cohort, dropped = update.remaining(), dict(update.dropped)
     outcome = UpdateOutcome.PARTIAL if dropped else UpdateOutcome.COMMITTED
-    reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
+    reason = _describe(dropped)
     commit_tensors(fleet, update, version)
     fleet.weights.groups = frozenset(update.data) or fleet.weights.groups
     fleet.transaction.close()
@@ -167,13 +172,12 @@ async def _commit(fleet: Fleet, unflushed: list[str]) -> Answer:
 
 
 def partial_message(fleet: Fleet, dropped: Mapping[str, str]) -> str:
-    """Return what became of an update that was committed without the engines in ``dropped``."""
+    """Return the message about an update that was committed without the engines in ``dropped``."""
     last = fleet.last_update
     if last is None:
         raise RuntimeError("no update was committed")
-    reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
     holding = f"{len(last.engines)} of {len(last.engines) + len(dropped)} engines hold version {last.version}"
-    return f"{holding}; the others stay closed until a complete update: {reason}"
+    return f"{holding}; the others stay closed until a complete update: {_describe(dropped)}"
 
 
 async def reply_and_fence_dropped(fleet: Fleet, answer: Answer) -> Answer:
@@ -181,8 +185,7 @@ async def reply_and_fence_dropped(fleet: Fleet, answer: Answer) -> Answer:
     dropped = answer.fleet.get(FENCED, {})
     if dropped:
         await reply(answer)
-        reason = "; ".join(f"engine {name} {why}" for name, why in dropped.items())
-        await fence(fleet, [name for name in dropped if _is_reachable(fleet, name)], reason)
+        await fence(fleet, [name for name in dropped if _is_reachable(fleet, name)], _describe(dropped))
     return answer
 
 
@@ -249,7 +252,7 @@ async def fail_update(
 
 
 async def abandon(fleet: Fleet, reason: str, *, close_groups: bool = False) -> Answer:
-    """Give up whatever is open, because its trainer is gone or starts again."""
+    """Give up the open update or pause, because its trainer is gone or starts again."""
     groups = [group for name, group in fleet.groups.items() if fleet.update is not None and name in fleet.update.data]
     answer = await fail_update(fleet, reason, answer_now=False)
     if close_groups:
@@ -270,6 +273,10 @@ async def fence_strays(fleet: Fleet, names: list[str]) -> Answer:
 def _is_reachable(fleet: Fleet, name: str) -> bool:
     engine = fleet.engines.get(name)
     return engine is not None and engine.reachable
+
+
+def _describe(dropped: Mapping[str, str]) -> str:
+    return "; ".join(f"engine {name} {why}" for name, why in dropped.items())
 
 
 def last_reason(fleet: Fleet) -> str:

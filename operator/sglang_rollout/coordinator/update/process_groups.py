@@ -22,6 +22,7 @@ from sglang_rollout.coordinator.update.requests import Answer, Body, CloseGroup,
 from sglang_rollout.coordinator.update.steps import (
     FENCE_DEADLINE_SECONDS,
     GRACE_SECONDS,
+    PREFLIGHT_MARGIN_SECONDS,
     Results,
     failures,
     reply,
@@ -35,8 +36,6 @@ from sglang_rollout.wire.agent import Nccl, PreflightRequest
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 from sglang_rollout.wire.reasons import RefusedError
 
-ANSWER_MARGIN_SECONDS = 2.0
-"""How much longer than the time it tries a preflight call may take."""
 GONE_SECONDS = 0.5
 """A store that listened before and accepts no connection for this long counts as gone."""
 MIN_JOIN_SECONDS = 5.0
@@ -79,7 +78,10 @@ async def check_group_request(fleet: Fleet, ask: OpenGroup) -> CheckedGroup:
 
 
 async def open_group(fleet: Fleet, _ask: OpenGroup, checked: CheckedGroup) -> Answer:
-    """Let all engines join at once. The checks, and closing old groups, may take minutes, so the members may have changed after each."""
+    """Let all engines join at once.
+
+    The checks and closing old groups may take minutes. So the members are compared again after each.
+    """
     spec, backend, boots = checked.spec, checked.backend, checked.boots
     _refuse_changed(fleet, boots)
     await _close_same_name(fleet, spec.name)
@@ -120,7 +122,7 @@ def _check_request(fleet: Fleet, body: Body) -> GroupSpec:
 async def _preflight(fleet: Fleet, spec: GroupSpec, names: Mapping[str, str], limit: float) -> None:
     """Let every pod connect to the trainer. Several trainers call before they listen, so agents try until the limit."""
     body = PreflightRequest(host=spec.host, port=spec.port, deadline=limit).model_dump(mode="json")
-    results = await send(AGENT_PREFLIGHT, same_body(names, body), limit + ANSWER_MARGIN_SECONDS, grace=GRACE_SECONDS, idempotent=True)
+    results = await send(AGENT_PREFLIGHT, same_body(names, body), limit + PREFLIGHT_MARGIN_SECONDS, grace=GRACE_SECONDS, idempotent=True)
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))
@@ -228,7 +230,7 @@ async def close_group(fleet: Fleet, ask: CloseGroup) -> Answer:
 
 async def _leave(fleet: Fleet, group: Group) -> Results:
     """Let the members that still run in the boot that joined leave the process group."""
-    gone = set(fleet.changed(group.boots))
+    gone = set(fleet.lost_engines(group.boots))
     names = [name for name in group.boots if name not in gone and fleet.engines[name].up]
     return await send(ControlCall.DESTROY_GROUP.path, same_body(names, {"group_name": group.name}), fleet.policy.deadlines.pause_seconds)
 
@@ -237,7 +239,7 @@ async def _leave(fleet: Fleet, group: Group) -> Results:
 
 
 def check_nccl(fleet: Fleet, names: Iterable[str], backend: str, said: Mapping[str, Any]) -> None:
-    """Raise RefusedError if the ranks of a process group would not understand each other. ``said``: fields of the trainer's call."""
+    """Raise RefusedError if the ranks would use different NCCL versions or settings. ``said``: fields of the trainer's call."""
     if backend != "nccl":
         return
     trainer = _trainers_nccl(said)
@@ -262,7 +264,7 @@ def _trainers_nccl(said: Mapping[str, Any]) -> Nccl | None:
 
 
 def _nccl_difference(sides: Mapping[str, Nccl]) -> str:
-    """Return the first difference between two sides, as a sentence with the way out."""
+    """Return the first difference between two sides, and its remedy, as a sentence; empty if there is none."""
     versions = {side: nccl.version for side, nccl in sides.items() if nccl.version}
     found = _first_different(versions)
     if found:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sglang_rollout.coordinator.update.events import Result
-from sglang_rollout.coordinator.update.interruption import Cause
 from sglang_rollout.coordinator.update.membership import require_members
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import fail_update, reply_and_fence_dropped, verify_and_commit
@@ -19,6 +18,7 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.phases import Update as OpenUpdate
 from sglang_rollout.coordinator.update.requests import Answer, Body, FromDisk, Update
 from sglang_rollout.coordinator.update.steps import (
+    CHECKPOINT_MARGIN_SECONDS,
     GRACE_SECONDS,
     Results,
     failures,
@@ -27,10 +27,10 @@ from sglang_rollout.coordinator.update.steps import (
     send,
     send_and_mark_dirty,
 )
-from sglang_rollout.coordinator.update.transaction import find_group, open_sessions, pause_all, pause_latecomers, refuse_stale_group
+from sglang_rollout.coordinator.update.transaction import find_group, open_sessions, pause_for_update, refuse_stale_group
 from sglang_rollout.coordinator.update.verify import announced_names, note_attempted, note_held_weights, note_received
 from sglang_rollout.sglang.api import ControlCall, PauseMode
-from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointRequest
+from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.record import OnDisk
@@ -38,8 +38,6 @@ from sglang_rollout.wire.record import OnDisk
 DISK_PATIENCE_SECONDS = 60.0
 """How much later than half of the engines another one may have loaded a checkpoint, at least: its node may have to read files that the
 nodes of the others have in memory."""
-CHECK_MARGIN_SECONDS = 5.0
-"""How much longer than the check of a checkpoint its answer may take."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def keep_cache_in_place(fleet: Fleet, body: Body) -> Body:
 
 
 async def receive_from_group(fleet: Fleet, ask: Update) -> Answer:
-    """Every member of the process group receives these tensors, or the update fails as a whole."""
+    """Send tensors to every member of the process group. If one member fails, the update fails."""
     group = find_group(fleet, ask.group)
     refuse_stale_group(fleet, group)
     session = {key: ask.body[key] for key in ("selector",) if key in ask.body}
@@ -155,7 +153,7 @@ async def check_checkpoint(fleet: Fleet, ask: FromDisk) -> CheckedFolder:
     body = CheckpointRequest(path=ask.path, deadline=limit).model_dump(mode="json")
     bodies, first = same_body(boots, body), next(iter(boots))
     bodies[first] = {**body, "names": True}
-    results = await send(AGENT_CHECKPOINT, bodies, limit + CHECK_MARGIN_SECONDS, idempotent=True)
+    results = await send(AGENT_CHECKPOINT, bodies, limit + CHECKPOINT_MARGIN_SECONDS, idempotent=True)
     failed = failures(results)
     if failed:
         name, result = next(iter(failed.items()))
@@ -185,11 +183,7 @@ async def load_from_disk(fleet: Fleet, ask: FromDisk, checked: CheckedFolder) ->
         raise RefusedError(
             f"engine {released[0]} has released memory: call resume_memory_occupation first.", status=409, fleet=fleet.advice()
         )
-    if fleet.pause is None:
-        mode = fleet.policy.pause_mode.sglang.value
-        failed = await pause_all(fleet, Cause.UPDATE, mode, {"mode": mode})
-    else:
-        failed = await pause_latecomers(fleet, boots)
+    failed = await pause_for_update(fleet, boots)
     if failed is not None:
         return failed
     update = fleet.transaction.update = OpenUpdate(dict(boots), fleet.now, ask.label or fleet.transaction.label)
@@ -214,13 +208,12 @@ async def load_from_disk(fleet: Fleet, ask: FromDisk, checked: CheckedFolder) ->
 
 
 def _with_unchecked(answer: Answer, by_engine: Mapping[str, Result]) -> Answer:
-    """Add what no agent could compare with the engine's model, because SGLang loads a checkpoint of another model without an error."""
+    """Name what no agent could compare with the engine's model. SGLang loads a checkpoint of another model without an error."""
     lacking = {name: result for name, result in by_engine.items() if not result.compared}
     if not lacking:
         return answer
     first = next(iter(lacking.values()))
-    # An agent of the release before this field says nothing.
-    what, why = first.unchecked or (ARCHITECTURE, *UNCHECKED), first.why_unchecked or "its agent does not say what it compared"
+    what, why = first.unchecked, first.why_unchecked
     sentence = f"Not compared with the model that engine {next(iter(lacking))} runs: {'; '.join(what)}, because {why}."
     more = f" The same on {len(lacking) - 1} more." if len(lacking) > 1 else ""
     unchecked = {"what": list(what), "why": why, "engines": list(lacking)}
@@ -228,7 +221,7 @@ def _with_unchecked(answer: Answer, by_engine: Mapping[str, Result]) -> Answer:
 
 
 def _body(ask: FromDisk) -> Body:
-    """Return what every engine receives. The fleet pauses, flushes and names the version itself."""
+    """Return the body of the call. The coordinator pauses, flushes and names the version by calls of its own."""
     ours = {"model_path": ask.path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
     kept = {key: ask.body[key] for key in ("load_format", "torch_empty_cache", "recapture_cuda_graph") if key in ask.body}
     return {**kept, **ours}

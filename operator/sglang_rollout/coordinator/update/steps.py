@@ -25,7 +25,10 @@ COLLECTIVE = frozenset({ControlCall.INIT_GROUP.path, ControlCall.UPDATE_DISTRIBU
 FENCE_DEADLINE_SECONDS = 15.0
 """An agent answers a fence as soon as its gate is closed. A scheduler that is stuck in a collective cannot be helped over HTTP."""
 SYNC_DEADLINE_SECONDS = 5.0
-NOT_FOUND = 404
+CHECKPOINT_MARGIN_SECONDS = 5.0
+"""How much longer than an agent may look at a checkpoint its answer may take."""
+PREFLIGHT_MARGIN_SECONDS = 2.0
+"""How much longer than an agent tries to connect its answer may take."""
 GRACE_SECONDS = 2.0
 """How long the other engines may still take after one engine failed, until the trainer gets its answer."""
 PATIENCE_SECONDS = 10.0
@@ -153,11 +156,8 @@ async def sync_and_resume(fleet: Fleet, names: Iterable[str]) -> Results:
     body = fleet.sync_request().model_dump(mode="json")
     results = dict(await send(AGENT_RUN, same_body(clean, body), fleet.policy.deadlines.pause_seconds, patience=PATIENCE_SECONDS))
     failed = failures(results)
-    # During an upgrade an agent may be of the release before: it knows the two calls, but not the combined one.
-    older = [name for name, result in failed.items() if result.status == NOT_FOUND]
-    results |= await sync(fleet, [name for name in fleet.engines if name not in clean or name in older])
-    await resume(fleet, older)
-    await _fence_the_rest(fleet, [*dirty, *(name for name in failed if name not in older)])
+    results |= await sync(fleet, fleet.engines.keys() - set(clean))
+    await _fence_the_rest(fleet, [*dirty, *failed])
     return results
 
 

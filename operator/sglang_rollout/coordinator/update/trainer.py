@@ -1,4 +1,4 @@
-"""Whether the trainer is still there. Pure: what is known, and the operations that ask.
+"""Is the trainer still there? What is known about it, and the operations that probe its store. Pure.
 
 Calls and heartbeats of a trainer prove that it lives. An unmodified trainer sends no heartbeats. After a silence, engine pods try to reach
 the store that it hosts. A store that accepts no connection means that the process is gone. A store that accepts one proves little (a
@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from sglang_rollout.api.weights_spec import OnLoss
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.model import Fleet
-from sglang_rollout.coordinator.update.steps import same_body, send
+from sglang_rollout.coordinator.update.steps import PREFLIGHT_MARGIN_SECONDS, same_body, send
 from sglang_rollout.wire.agent import PreflightRequest
 from sglang_rollout.wire.ports import AGENT_PREFLIGHT
 
 PROBE_SECONDS = 2.0
 """How long an engine pod tries to reach the store. A live store is reached within milliseconds."""
-ANSWER_MARGIN_SECONDS = 2.0
 WITNESSES = 2
 """How many engine pods are asked, so that one pod with a broken network does not decide alone."""
 JUST_HEARD_SECONDS = 1.0
@@ -71,19 +70,19 @@ class Trainer:
         return not self.probing and not self.gone and (self.left or silent) and bool(self.stores(fleet))
 
     def stores(self, fleet: Fleet) -> list[str]:
-        """Return the stores (HOST:PORT) that tell whether it is there."""
+        """Return the stores (HOST:PORT) whose silence means that it is gone."""
         paused = fleet.pause is self.examined_pause and fleet.update is None
         return [master for master in trainer_stores(fleet) if not (paused and master in self.others)]
 
     def should_examine_pause(self, fleet: Fleet) -> bool:
-        """Return True if it has just paused, so that the stores of other trainers should be determined now."""
+        """Return True if it has just paused: now silent stores belong to other trainers."""
         pause = fleet.pause
         begun = pause is not None and pause.cause is Cause.TRAINER and pause is not self.examined_pause and fleet.update is None
         there = not self.left and fleet.now - self.heard < JUST_HEARD_SECONDS
         return begun and there and not self.probing and bool(trainer_stores(fleet))
 
     def why_overdue(self, fleet: Fleet) -> str:
-        """Return why a pause or an update is given up whether or not a trainer is there; empty if it is not."""
+        """Return which deadline the pause or the update has exceeded, as a sentence; empty if none."""
         since = [fleet.pause.since if fleet.pause is not None else None, fleet.update.started if fleet.update is not None else None]
         started = min((moment for moment in since if moment is not None), default=fleet.now)
         limits = fleet.policy.deadlines
@@ -96,7 +95,7 @@ class Trainer:
 
 
 def trainer_stores(fleet: Fleet) -> list[str]:
-    """Return the stores (HOST:PORT) of the trainer that something depends on now."""
+    """Return the stores (HOST:PORT) of the trainers that an update, a pause or the lease depends on."""
     if fleet.transaction.joining is not None:
         return [fleet.transaction.joining]
     is_paused = fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST
@@ -119,7 +118,7 @@ async def probe_store(master: str, witnesses: Iterable[str], seconds: float) -> 
     """Let the pods of these engines probe one store. Returns why it is not reached; empty if it is, or if no pod could be asked."""
     host, _, port = master.rpartition(":")
     body = PreflightRequest(host=host, port=int(port), deadline=seconds).model_dump(mode="json")
-    results = await send(AGENT_PREFLIGHT, same_body(witnesses, body), seconds + ANSWER_MARGIN_SECONDS)
+    results = await send(AGENT_PREFLIGHT, same_body(witnesses, body), seconds + PREFLIGHT_MARGIN_SECONDS)
     asked = [result for result in results.values() if result.status]
     if not asked or any(result.ok for result in asked):
         return ""

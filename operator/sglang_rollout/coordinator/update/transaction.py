@@ -28,7 +28,7 @@ from sglang_rollout.wire.states import describe_state
 
 
 async def pause(fleet: Fleet, ask: Pause) -> Answer:
-    """Pause every engine that runs, or none."""
+    """Pause all engines for the trainer, or none of them."""
     failed = await pause_all(fleet, Cause.TRAINER, ask.mode, ask.body)
     return failed or Answer(200, "Generation paused successfully.", {"engines": list(fleet.up())})
 
@@ -46,11 +46,22 @@ async def pause_all(fleet: Fleet, cause: Cause, mode: str | None, body: Body) ->
     return failed
 
 
-async def pause_latecomers(fleet: Fleet, names: Collection[str]) -> Answer | None:
-    """Pause those of these engines that the current pause missed: they came up since, or their agents ended the pause by lease."""
+async def pause_by_policy(fleet: Fleet, cause: Cause) -> Answer | None:
+    """Pause all engines in the mode of the policy."""
+    mode = fleet.policy.pause_mode.sglang.value
+    return await pause_all(fleet, cause, mode, {"mode": mode})
+
+
+async def pause_for_update(fleet: Fleet, names: Collection[str]) -> Answer | None:
+    """Pause the fleet, unless its trainer has.
+
+    Then pause those of these engines that the trainer's pause missed: they came up since, or their agents ended the pause by lease.
+    """
     current = fleet.pause
+    if current is None:
+        return await pause_by_policy(fleet, Cause.UPDATE)
     late = [name for name in names if not fleet.engines[name].released and not fleet.engines[name].paused]
-    if current is None or not late:
+    if not late:
         return None
     paused = tuple(dict.fromkeys([*current.engines, *late]))
     failed = await _pause_engines(
@@ -83,7 +94,7 @@ async def _pause_engines(fleet: Fleet, running: Collection[str], names: Collecti
 
 
 async def continue_all(fleet: Fleet, ask: Continue) -> Answer:
-    """Let the fleet generate. For a trainer without a session this is the commit."""
+    """End the trainer's pause. For a trainer without a session this is the commit."""
     update, committed = fleet.update, None
     if update is not None:
         if update.trainer_session:
@@ -135,11 +146,7 @@ async def open_sessions(fleet: Fleet, boots: Mapping[str, str], body: Body, *, t
         if not engine.member:
             reason = f"engine {name} cannot take an update now: {engine.why_absent().rstrip('.')}."
             raise RefusedError(reason, status=503, fleet=fleet.advice())
-    if fleet.pause is None:
-        mode = fleet.policy.pause_mode.sglang.value
-        failed = await pause_all(fleet, Cause.UPDATE, mode, {"mode": mode})
-    else:
-        failed = await pause_latecomers(fleet, missing)
+    failed = await pause_for_update(fleet, missing)
     if failed is not None:
         return failed
     fleet.enter(Phase.OPEN)
@@ -226,7 +233,7 @@ def find_group(fleet: Fleet, name: str | None) -> Group:
 
 def refuse_stale_group(fleet: Fleet, group: Group) -> None:
     """Raise RefusedError if a member of the process group does not run any more in the boot that joined."""
-    changed = fleet.changed(group.boots)
+    changed = fleet.lost_engines(group.boots)
     if changed:
         raise RefusedError(
             f"group {group.name} is of epoch {group.epoch} and its member {changed[0]} was restarted or is gone."

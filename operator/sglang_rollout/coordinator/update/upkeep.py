@@ -14,7 +14,6 @@ from typing import Any
 from sglang_rollout.api.weights_spec import OnLoss
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update import memory
-from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption
 from sglang_rollout.coordinator.update.knowledge import Knowledge
 from sglang_rollout.coordinator.update.membership import engines_without_tensors, name_engines
@@ -24,7 +23,7 @@ from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.steps import Operation, failures, resume, same_body, send, sync
 from sglang_rollout.coordinator.update.trainer import Trainer
-from sglang_rollout.coordinator.update.transaction import pause_all
+from sglang_rollout.coordinator.update.transaction import pause_by_policy
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import FleetState, describe_state
 
@@ -49,7 +48,7 @@ class Task:
 
 
 class Upkeep:
-    """Chooses the next operation of the coordinator's own: the first task of an ordered chain whose condition holds."""
+    """Chooses the next operation without a request: the first task of an ordered chain whose condition holds."""
 
     def __init__(self, fleet: Fleet, knowledge: Knowledge, trainer: Trainer) -> None:
         self._fleet = fleet
@@ -74,7 +73,7 @@ class Upkeep:
             Task("pause as spec.state says", self._unpaused, partial(keep_paused, fleet)),
         )
 
-    def due(self) -> Operation[Answer] | None:
+    def next_operation(self) -> Operation[Answer] | None:
         """Return the operation to run now; None if there is nothing to do."""
         for task in self.chain:
             found = task.condition()
@@ -84,7 +83,7 @@ class Upkeep:
 
     def _lost_engine(self) -> str | None:
         update = self._fleet.update
-        lost = self._fleet.changed(update.boots) if update is not None else []
+        lost = self._fleet.lost_engines(update.boots) if update is not None else []
         return f"engine {lost[0]} was restarted or lost in the middle of the update" if lost else None
 
     def _changed_state(self) -> bool | None:
@@ -126,7 +125,7 @@ class Upkeep:
         return (engines_to_pause(self._fleet) or None) if self._fleet.update is None else None
 
     def _strays(self) -> list[str]:
-        """Return the engines that are paused or in a session although nothing is open."""
+        """Return the engines that are paused or in a session although no pause or update is open."""
         fleet = self._fleet
         left = [name for name in self._knowledge.give_up if not self._as_the_spec_says(name)]
         self._knowledge.give_up = []
@@ -152,8 +151,7 @@ class Upkeep:
 async def _pause_for_loss(fleet: Fleet) -> Answer:
     """Pause an idle fleet whose trainer is lost. Its process groups are of no use to another trainer."""
     fleet.membership.groups = {}
-    mode = fleet.policy.pause_mode.sglang.value
-    failed = await pause_all(fleet, Cause.TRAINER_LOST, mode, {"mode": mode})
+    failed = await pause_by_policy(fleet, Cause.TRAINER_LOST)
     return failed or Answer(200, "The fleet is paused until a trainer calls.")
 
 
@@ -170,7 +168,7 @@ async def _resume_for_trainer(fleet: Fleet) -> Answer:
 
 
 async def apply_desired_state(fleet: Fleet) -> Answer:
-    """Put into effect what the spec asks for now."""
+    """Apply the desired state: release, pause or resume the engines as ``spec.state`` asks."""
     before = fleet.applied_state
     if fleet.interruptions.desired_state is FleetState.ASLEEP:
         await _before_sleep(fleet)
@@ -184,13 +182,13 @@ async def apply_desired_state(fleet: Fleet) -> Answer:
         before is FleetState.PAUSED and fleet.applied_state is FleetState.ACTIVE and fleet.pause is None
     ):  # else the trainer's own pause continues
         fleet.enter(Phase.RESUME)
-        await resume(fleet, [name for name in fleet.up() if _is_paused(fleet.engines[name])])
+        await resume(fleet, [name for name in fleet.up() if fleet.engines[name].paused])
     await sync(fleet)
     return Answer(200, f"The fleet is {fleet.applied_state.value}, as its spec says.")
 
 
 async def _before_sleep(fleet: Fleet) -> None:
-    """Do what must precede a sleep: engines fall asleep by themselves when they receive the new state."""
+    """Abandon the trainer's pause and note checksums. Agents release the memory when they receive the new state."""
     if fleet.pause is not None and fleet.pause.cause is not Cause.TRAINER_LOST:
         await abandon(fleet, describe_state(FleetState.ASLEEP))
     fleet.interruptions.end_pause()
@@ -198,7 +196,7 @@ async def _before_sleep(fleet: Fleet) -> None:
 
 
 async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
-    """Pause these engines for the spec: they came up since, or could not be paused before."""
+    """Pause these engines for ``spec.state``: engines that have started since, or whose pause failed."""
     body = {"mode": fleet.policy.pause_mode.sglang.value}
     failed = failures(await send(ControlCall.PAUSE.path, same_body(names, body), fleet.policy.deadlines.pause_seconds))
     for name in failed:
@@ -207,7 +205,7 @@ async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
 
 
 def engines_to_pause(fleet: Fleet) -> list[str]:
-    """Return the engines that should be paused and have said since the fleet was last at rest that they are not."""
+    """Return the engines that ``spec.state`` pauses and that run since the last operation ended."""
     if fleet.applied_state is not FleetState.PAUSED:
         return []
     return [name for name in _running_members(fleet) if fleet.has_news(name)]
@@ -216,8 +214,4 @@ def engines_to_pause(fleet: Fleet) -> list[str]:
 def _running_members(fleet: Fleet) -> list[str]:
     """Return the members that are not paused. A draining engine ends its requests."""
     found = {name: fleet.engines[name] for name in fleet.up()}
-    return [name for name, engine in found.items() if engine.member and not _is_paused(engine) and fleet.now >= engine.pause_at]
-
-
-def _is_paused(engine: Engine) -> bool:
-    return engine.status is not None and engine.status.paused
+    return [name for name, engine in found.items() if engine.member and not engine.paused and fleet.now >= engine.pause_at]

@@ -20,15 +20,13 @@ from sglang_rollout.coordinator.update.events import Result
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Update
 from sglang_rollout.coordinator.update.requests import Body
-from sglang_rollout.coordinator.update.steps import PATIENCE_SECONDS, Results, same_body, send, sync
+from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, PATIENCE_SECONDS, Results, same_body, send, sync
 from sglang_rollout.coordinator.update.versions import TensorSet, hash_name
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
 from sglang_rollout.wire.states import BASE, EngineState, FleetMode, Version
 
-ANSWER_MARGIN_SECONDS = 5.0
-"""How much longer than the work that it was asked for the answer of an agent may take."""
 WAY_OUT = "push all of them in one update, or load a checkpoint with update_weights_from_disk"
 
 
@@ -72,7 +70,7 @@ def note_received(fleet: Fleet, update: Update, names: frozenset[str], new: froz
 
 
 def find_incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
-    """Return the engines that may still commit and would hold a mixture, and why."""
+    """Return the engines whose commit would leave a mixture of versions, and why."""
     if update.names_unknown:
         return {}
     got = {name: received_tensors(update, name) for name in update.remaining()}
@@ -93,13 +91,13 @@ def find_incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
 
 
 async def look_up_model_tensors(fleet: Fleet, update: Update) -> None:
-    """Ask for the tensors of the model if blank engines may commit: they lack tensors that a trainer never sends, too."""
+    """Read the names of the model's tensors if blank engines may commit. They also need tensors that no trainer sends."""
     blank = sorted(update.blank & set(update.remaining()))
     if blank and not update.names_unknown:
         limit = fleet.policy.deadlines.pause_seconds
         body = CheckpointRequest(path="", names=True, deadline=limit).model_dump(mode="json")
         results = await send(
-            AGENT_CHECKPOINT, same_body(blank[:1], body), limit + ANSWER_MARGIN_SECONDS, patience=PATIENCE_SECONDS, idempotent=True
+            AGENT_CHECKPOINT, same_body(blank[:1], body), limit + CHECKPOINT_MARGIN_SECONDS, patience=PATIENCE_SECONDS, idempotent=True
         )
         update.model = results[blank[0]].names or frozenset()
 
@@ -142,7 +140,7 @@ def starts_from_base(fleet: Fleet, update: Update) -> bool:
 
 
 def commit_tensors(fleet: Fleet, update: Update, version: Version) -> None:
-    """Make it the committed version, and note which tensors make it."""
+    """Commit the version, and note its tensors."""
     if update.checkpoint is not None:
         fleet.weights.tensors = TensorSet(update.checkpoint)
     elif not update.names_unknown:
@@ -194,9 +192,9 @@ async def verify(fleet: Fleet, names: list[str]) -> dict[str, str]:
 
 
 async def checksums_of_holders(fleet: Fleet, names: Iterable[str], version: Version) -> dict[str, Result]:
-    """Return what engines that hold a version say its checksums are.
+    """Return the checksums of a version, from engines that hold it.
 
-    Their agents are asked once more after that: an engine that was restarted meanwhile speaks of the weights of its start.
+    Syncs their agents afterwards: an engine that restarted meanwhile would return the checksums of its initial weights.
     """
     boots = {name: fleet.boot(name) for name in names}
     results = await send(ControlCall.CHECK_WEIGHTS.path, same_body(boots, CHECKSUM), fleet.policy.deadlines.update_seconds)
@@ -217,7 +215,7 @@ def _tensor_size(fleet: Fleet, name: str) -> int:
 
 
 def _find_unexpected(alike: Mapping[str, Checksums], right: Checksums) -> dict[str, str]:
-    """Return the engines that do not hold what the trainer says, and why."""
+    """Return the engines whose checksums differ from the trainer's, and why."""
     return {
         name: f"holds other weights than the trainer says ({_first_pair(right, sums)})" for name, sums in alike.items() if sums != right
     }

@@ -21,7 +21,7 @@ HIGHEST_STEP = 10**15
 
 
 def order_key(version: Version) -> tuple[int, int]:
-    """Return what versions are ordered by."""
+    """Return the sort key of a version."""
     return (version.run, version.step)
 
 
@@ -84,7 +84,7 @@ class TensorSet:
     """What an earlier coordinator has seen of them: a name that is not in ``names`` may be among these."""
 
     def plus(self, names: frozenset[str]) -> TensorSet:
-        """Return the set with the tensors of one more commit."""
+        """Return the set after a commit of these tensors."""
         both = self.names | names
         known = self._stands_for_rest(names) or self._stands_for_rest(both)
         return TensorSet(both, None if known else self.rest)
@@ -99,7 +99,7 @@ class TensorSet:
 
     @cached_property
     def row(self) -> Tensors | None:
-        """Return what the record holds; None if no tensors were sent."""
+        """Return the tensors as the record holds them; None if none were sent."""
         return self.rest or (digest_names(self.names) if self.names else None)
 
     def lacks(self, got: frozenset[str]) -> str:
@@ -113,7 +113,7 @@ class TensorSet:
 
 
 def digest_names(names: Iterable[str]) -> Tensors:
-    """Return what distinguishes a set of names from others."""
+    """Return the count and the SHA-256 of a set of names."""
     ordered = sorted(names)
     return Tensors(count=len(ordered), digest=hashlib.sha256("\n".join(ordered).encode()).hexdigest())
 
@@ -144,11 +144,6 @@ def unpack_hashes(text: str) -> frozenset[bytes]:
     """Return the hashes that :func:`pack_hashes` wrote."""
     raw = base64.b64decode(text)
     return frozenset(raw[at : at + _HASH_BYTES] for at in range(0, len(raw), _HASH_BYTES))
-
-
-def tensors_of_record(tensors: Tensors | None) -> TensorSet:
-    """Return the tensors that a record describes. A record of an earlier release describes none."""
-    return TensorSet(rest=tensors)
 
 
 @dataclass

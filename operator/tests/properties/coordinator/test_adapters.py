@@ -1,4 +1,4 @@
-"""Adapters over the state machine: every engine holds what the spec and trainers' calls say, and what went wrong is told."""
+"""Adapters over the state machine: every engine holds what the spec and trainers' calls say, and failures are reported."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_fleet_whose_spec_says_nothing_of_adapters_is_left_alone() -> None:
     assert held(world) == [{"mine": "/x"}]
 
 
-def test_an_adapter_that_does_not_load_is_told_and_tried_again_later() -> None:
+def test_an_adapter_that_does_not_load_is_reported_and_tried_again_later() -> None:
     world = World([1, 1])
     world.sync_all()
     world.adapters = [A, B]
@@ -164,7 +164,7 @@ def test_a_trainer_replaces_an_adapter_also_under_the_same_path(path: str) -> No
     assert read(world) == ["step 2"] * 2
     done = asked(world, ControlCall.LOAD_ADAPTER.path)
     settled(world)
-    assert (held(world), asked(world, ControlCall.LOAD_ADAPTER.path)) == ([{"t": path}] * 2, done), "nobody loads it once more"
+    assert (held(world), asked(world, ControlCall.LOAD_ADAPTER.path)) == ([{"t": path}] * 2, done), "no engine loads it again"
 
 
 def test_an_engine_that_was_away_while_an_adapter_was_overwritten_reads_it_again() -> None:
@@ -216,7 +216,7 @@ def test_an_overwritten_adapter_that_does_not_load_is_on_no_engine() -> None:
     assert read(world) == [None] * 2, "the old contents are not left on the one that failed"
 
 
-def test_an_old_adapter_that_is_gone_from_its_path_is_told_as_not_loaded() -> None:
+def test_an_old_adapter_that_is_gone_from_its_path_is_reported_as_not_loaded() -> None:
     world = make()
     assert world.do(rq.LoadAdapter("t", "/t")).success
     world.agents["e0"].folders["/t"] = ""
@@ -245,7 +245,7 @@ def test_an_answer_from_before_a_call_that_is_read_after_it_tells_nothing_of_the
     assert [row.loaded for row in rows(world.machine.fleet)] == [2] * (crossing == "load")
     settled(world)
     assert (asked(world, ControlCall.LOAD_ADAPTER.path), asked(world, ControlCall.UNLOAD_ADAPTER.path)) == done, (
-        "nobody loads or unloads it once more"
+        "no engine loads or unloads it again"
     )
     assert held(world) == [{"t": "/t"} if crossing == "load" else {}] * 2
     assert not any(engine.adapter_trouble for engine in world.machine.fleet.engines.values())
@@ -263,7 +263,7 @@ def test_a_call_right_after_a_crossing_answer_reaches_every_engine() -> None:
 
 
 def test_what_an_engine_could_not_do_is_forgotten_when_it_is_done_all_the_same() -> None:
-    """Its agent answered too late, and the engine went on with the call."""
+    """Its agent answered too late, and the engine carried out the call."""
     world = make(A)
     engine = world.machine.fleet.engines["e1"]
     world.agents["e1"].restart()
@@ -284,7 +284,7 @@ def test_an_adapter_of_which_an_agent_does_not_know_whether_it_is_loaded_is_unlo
     world = make(A) if spec else make()
     agent = world.agents["e1"]
     agent.forget(adapters={"a": ""})
-    agent.engine.read = {"a": "nobody knows"}
+    agent.engine.read = {"a": "unknown"}
     tell(world)
     assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(1, "")] * spec
     settled(world)

@@ -42,7 +42,7 @@ def restart(world: World, *names: str) -> None:
 
 
 def run_to(world: World, path: str, name: str) -> int:
-    """Let things go on until this call to this engine is under way; returns its place among the pending ones."""
+    """Carry out effects until this call to this engine is under way. Returns its index among the pending effects."""
     for _ in range(100):
         for index, effect in enumerate(world.pending):
             if isinstance(effect, ev.Send) and effect.path == path and name in effect.bodies:
@@ -148,7 +148,7 @@ def test_in_a_paused_fleet_the_joiner_pauses_too() -> None:
     assert all(agent.gate_open for agent in world.agents.values())
 
 
-def test_without_a_place_nobody_loads_anything() -> None:
+def test_without_a_folder_no_engine_loads_anything() -> None:
     world = World([1])
     world.sync_all()
     push(world, "g", "1")

@@ -151,7 +151,7 @@ def test_an_engine_that_refuses_to_sleep_is_asked_again() -> None:
     assert released(world) == [VERL]
 
 
-def test_an_engine_that_comes_back_with_other_bytes_is_named_and_serves_nobody() -> None:
+def test_an_engine_that_comes_back_with_other_bytes_is_named_and_stays_closed() -> None:
     world = awake()
     world.agents["e1"].backup = False
     assert world.do(rq.ReleaseMemory(VERL)).success
@@ -163,7 +163,7 @@ def test_an_engine_that_comes_back_with_other_bytes_is_named_and_serves_nobody()
     assert serving(world) == [True, False]
 
 
-def test_weights_that_nobody_could_recognise_later_are_not_released() -> None:
+def test_weights_without_a_checksum_to_compare_are_not_released() -> None:
     world = World([1])
     world.mode = FleetMode.COLOCATED
     world.want()

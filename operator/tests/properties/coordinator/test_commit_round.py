@@ -35,7 +35,7 @@ def second_push(world: World, **broken: str) -> Answer:
     return world.answers[call]
 
 
-def told(world: World, path: str) -> set[str]:
+def engines_called(world: World, path: str) -> set[str]:
     """Who was sent this call."""
     return {name for send in world.sent if send.path == path for name in send.bodies}
 
@@ -90,25 +90,19 @@ def test_an_engine_that_does_not_go_on_is_named_and_fenced() -> None:
     answer = second_push(world, e1=AGENT_RUN)
     engines = answer.fleet["engines"]
     assert (answer.status, engines["e0"]["success"], engines["e1"]) == (200, True, {"success": False, "message": "the engine failed."})
-    assert told(world, AGENT_FENCE) == {"e1"}
-    assert told(world, ControlCall.CONTINUE.path) == set(), "it was asked once"
+    assert engines_called(world, AGENT_FENCE) == {"e1"}
+    assert engines_called(world, ControlCall.CONTINUE.path) == set(), "it was asked once"
     assert runs(world.agents["e0"])
 
 
-def test_an_agent_of_the_release_before_gets_the_two_calls_that_it_knows() -> None:
-    world = make()
-    world.agents["e1"].older = True
-    answer = second_push(world)
-    assert answer.success
-    assert answer.fleet["engines"]["e1"]["success"]
-    assert (told(world, AGENT_SYNC), told(world, ControlCall.CONTINUE.path), told(world, AGENT_FENCE)) == ({"e1"}, {"e1"}, set())
-    assert all(runs(agent) for agent in world.agents.values())
-
-
-def test_an_engine_that_was_left_behind_hears_what_is_committed_and_does_not_go_on() -> None:
+def test_an_engine_that_was_left_behind_receives_the_committed_version_and_stays_paused() -> None:
     world = make(min_committed=1)
     assert "e1" in second_push(world, e1=ControlCall.END_UPDATE.path).fleet["fenced"]
-    assert (told(world, AGENT_RUN), told(world, AGENT_SYNC), told(world, ControlCall.CONTINUE.path)) == ({"e0"}, {"e1"}, set())
+    assert (engines_called(world, AGENT_RUN), engines_called(world, AGENT_SYNC), engines_called(world, ControlCall.CONTINUE.path)) == (
+        {"e0"},
+        {"e1"},
+        set(),
+    )
     assert (world.agents["e1"].committed, world.agents["e1"].gate_open) == (V2, False)
     assert runs(world.agents["e0"])
 
@@ -117,7 +111,7 @@ def test_a_commit_does_not_end_the_pause_of_a_trainer() -> None:
     world = make()
     assert world.do(rq.Pause("abort", {"mode": "abort"})).success
     assert second_push(world).success
-    assert told(world, AGENT_RUN) | told(world, ControlCall.CONTINUE.path) == set()
+    assert engines_called(world, AGENT_RUN) | engines_called(world, ControlCall.CONTINUE.path) == set()
     assert all(agent.paused and agent.gate_open for agent in world.agents.values())
     assert world.do(rq.Continue({})).success
     assert all(runs(agent) for agent in world.agents.values())
@@ -127,7 +121,7 @@ def test_an_engine_without_its_cache_takes_weights_and_does_not_go_on() -> None:
     world = make()
     assert world.do(rq.ReleaseMemory(("kv_cache",))).success
     assert second_push(world).success
-    assert told(world, AGENT_RUN) | told(world, ControlCall.CONTINUE.path) == set()
+    assert engines_called(world, AGENT_RUN) | engines_called(world, ControlCall.CONTINUE.path) == set()
     assert all(agent.paused and agent.version == V2 and agent.committed == V2 for agent in world.agents.values())
 
 
@@ -136,5 +130,5 @@ def test_a_fleet_that_its_spec_holds_takes_weights_and_does_not_go_on() -> None:
     world.set_state(FleetState.PAUSED)
     world.drain()
     assert second_push(world).success
-    assert told(world, AGENT_RUN) | told(world, ControlCall.CONTINUE.path) == set()
+    assert engines_called(world, AGENT_RUN) | engines_called(world, ControlCall.CONTINUE.path) == set()
     assert all(agent.paused and not agent.gate_open and agent.committed == V2 for agent in world.agents.values())

@@ -1,10 +1,10 @@
-"""An engine that held something else commits only with all tensors that make the version: nobody serves a mixture."""
+"""An engine that held something else commits only with all tensors that make the version, so that no engine serves a mixture."""
 
 from __future__ import annotations
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Answer
-from sglang_rollout.coordinator.update.versions import TensorSet, digest_names, hash_name, pack_hashes, tensors_of_record, unpack_hashes
+from sglang_rollout.coordinator.update.versions import TensorSet, digest_names, hash_name, pack_hashes, unpack_hashes
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import BASE, Version
 from tests.properties.support.coordinator_world import World, group_body, push
@@ -39,13 +39,13 @@ def open_gates(world: World) -> list[bool]:
     return [agent.gate_open for agent in world.agents.values()]
 
 
-def test_engines_that_held_the_version_may_be_brought_some_tensors() -> None:
+def test_engines_that_held_the_version_may_receive_some_tensors() -> None:
     world = served()
     assert update(world, "2", "w").success
     assert open_gates(world) == [True, True]
 
 
-def test_a_restarted_engine_that_is_brought_some_tensors_is_left_out_and_named() -> None:
+def test_a_restarted_engine_that_receives_some_tensors_is_left_out_and_named() -> None:
     world = served(min_committed=1)
     restart(world, "e1")
     answer = update(world, "2", "w")
@@ -85,7 +85,7 @@ def test_what_a_failed_update_wrote_counts_although_it_was_never_committed() -> 
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
     assert world.do(rq.Update("g", "1", {"names": ["v"]})).success
-    assert world.do(rq.Begin()).success, "the trainer begins anew"
+    assert world.do(rq.Begin()).success, "the trainer begins again"
     assert world.do(rq.Update("g", "1", {"names": ["w"]})).success
     assert "the first is v" in world.do(rq.End()).message
     assert update(world, "1", "v", "w").success
@@ -161,7 +161,7 @@ def test_a_new_coordinator_knows_the_stages_of_the_update_before_it() -> None:
     assert (world.machine.fleet.committed, open_gates(world)) == (FIRST, [False, False])
 
 
-def test_an_engine_that_was_in_one_of_two_groups_lacks_what_the_other_brought() -> None:
+def test_an_engine_that_was_in_one_of_two_groups_lacks_the_tensors_of_the_other() -> None:
     world = World([1, 1], min_committed=1)
     world.agents["e1"].up = False
     world.sync_all()
@@ -205,9 +205,9 @@ def test_a_trainer_that_trains_more_than_the_record_says_is_complete() -> None:
 def test_a_record_of_a_release_before_is_read_and_its_next_update_says_what_is_complete() -> None:
     old = Record(term=1, epoch=2, committed=FIRST).model_dump(mode="json")
     del old["tensors"]
-    assert tensors_of_record(Record.model_validate(old).tensors) == TensorSet()
+    assert TensorSet(rest=Record.model_validate(old).tensors) == TensorSet()
     kept = Record(term=1, epoch=2, committed=FIRST, tensors=digest_names(NAMES))
-    assert tensors_of_record(Record.model_validate_json(kept.model_dump_json()).tensors) == TensorSet(rest=digest_names(NAMES))
+    assert TensorSet(rest=Record.model_validate_json(kept.model_dump_json()).tensors) == TensorSet(rest=digest_names(NAMES))
     assert len(Record(term=1, epoch=2, committed=BASE, tensors=digest_names(map(str, range(50_000)))).model_dump_json()) < 1000
 
 
@@ -221,7 +221,7 @@ def test_a_checkpoint_is_complete_and_what_comes_after_must_be() -> None:
     assert list(update(world, "4", "w").fleet["fenced"]) == ["e1"]
 
 
-def test_a_new_run_on_engines_that_all_restarted_begins_anew_and_otherwise_it_does_not() -> None:
+def test_a_new_run_on_engines_that_all_restarted_forgets_earlier_tensors_and_otherwise_it_does_not() -> None:
     world = served(min_committed=1)
     restart(world, "e1")
     assert world.do(rq.NewRun()).success

@@ -37,11 +37,11 @@ def test_all_engines_load_and_serve_the_version() -> None:
     assert answer.success, answer.message
     assert world.machine.fleet.committed == Version(run=1, step=5, label="5")
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
-    told = next(send for send in world.sent if send.path == ControlCall.UPDATE_DISK.path)
-    assert told.bodies["e0"]["abort_all_requests"] is False, "the fleet pauses as its policy says"
+    sent = next(send for send in world.sent if send.path == ControlCall.UPDATE_DISK.path)
+    assert sent.bodies["e0"]["abort_all_requests"] is False, "the fleet pauses as its policy says"
 
 
-def test_a_checkpoint_that_one_pod_cannot_read_stops_everything_before_any_engine_is_told() -> None:
+def test_a_checkpoint_that_one_pod_cannot_read_is_refused_before_any_engine_receives_the_call() -> None:
     world = make()
     answer = finish(world, world.ask(ASK), AGENT_CHECKPOINT, frozenset({"e1"}))
     assert answer.status == 400

@@ -86,9 +86,12 @@ class Fence(RuleBasedStateMachine):
         self.ask(rq.Update(name, label, {"names": list(part if self.remembers() else NAMES)}))
 
     def remembers(self) -> bool:
-        """A coordinator that finds no record of what was brought takes the next update for complete: then it must be."""
-        brought = self.world.machine.fleet.weights.tensors.row
-        return not self.restarted or brought == digest_names(NAMES) or (brought is None and not self.forgot)
+        """Return True unless the record lacks the tensors of the run.
+
+        The coordinator then takes the next update for complete, so it must be.
+        """
+        recorded = self.world.machine.fleet.weights.tensors.row
+        return not self.restarted or recorded == digest_names(NAMES) or (recorded is None and not self.forgot)
 
     @rule(label=labels)
     def from_disk(self, label: str | None) -> None:
@@ -202,7 +205,7 @@ class Fence(RuleBasedStateMachine):
         if not keep_record:
             self.forgot = True
             self.world.record = None
-            # Nobody remembers the numbers of updates that were given up; none of them was ever served.
+            # No record has the numbers of updates that were given up; none of them was ever served.
             committed = {order_key(version) for version in self.world.history} | self.world.unproved
             for number in set(self.world.tensors) - committed:
                 del self.world.tensors[number]
@@ -226,7 +229,7 @@ class Fence(RuleBasedStateMachine):
         for name in ENGINES[:count]:
             if name not in self.world.agents:
                 # Another pod of that name: no process ever has the boot id of another.
-                self.world.agents[name] = SimulatedAgent(name, life=1000 * self.world.generation, backup=self.backup)
+                self.world.agents[name] = SimulatedAgent(name, starts=1000 * self.world.generation, backup=self.backup)
         for name in ENGINES[count:]:
             self.world.agents.pop(name, None)  # its pod is deleted with it
         self.world.engines = [WantedEngine(name=name) for name in ENGINES[:count]]
@@ -255,7 +258,7 @@ class Fence(RuleBasedStateMachine):
         for agent in self.world.agents.values():
             if agent.gate_open:
                 assert agent.version is not None
-                assert order_key(agent.version) in committed, "nobody committed this"
+                assert order_key(agent.version) in committed, "no coordinator committed this"
                 if order_key(agent.version) in self.world.pushed:
                     assert agent.tensors == self.world.pushed[order_key(agent.version)], "it is not what was sent"
 
@@ -275,7 +278,7 @@ class Fence(RuleBasedStateMachine):
 
     @invariant()
     def nothing_runs_without_a_bound(self) -> None:
-        """Whoever holds the turn waits for an effect, and every effect has a deadline."""
+        """The operation that holds the turn waits for an effect, and every effect has a deadline."""
         machine = self.world.machine
         assert not machine.changing or self.world.pending
         assert all(effect.deadline > 0 for effect in self.world.pending if isinstance(effect, ev.Send))
@@ -287,10 +290,10 @@ class Fence(RuleBasedStateMachine):
             assert not (agent.gate_open and agent.applied_state is not FleetState.ACTIVE)
 
     @invariant()
-    def who_was_told_of_an_update_counts_as_serving_nobody(self) -> None:
+    def no_engine_of_an_open_update_counts_as_serving(self) -> None:
         fleet = self.world.machine.fleet
-        told = fleet.update.boots if fleet.update is not None else {}
-        assert not any(fleet.engines[name].serving for name, boot in told.items() if fleet.boot(name) == boot)
+        boots = fleet.update.boots if fleet.update is not None else {}
+        assert not any(fleet.engines[name].serving for name, boot in boots.items() if fleet.boot(name) == boot)
 
     @invariant()
     def one_transaction_at_a_time(self) -> None:

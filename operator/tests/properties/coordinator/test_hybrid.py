@@ -207,7 +207,7 @@ def test_tensors_of_the_next_step_are_not_mixed_with_those_of_one_that_never_end
     assert gates(world) == [True, True]
 
 
-def test_an_engine_that_is_woken_again_after_its_tensors_begins_anew() -> None:
+def test_an_engine_that_is_woken_again_after_its_tensors_begins_again() -> None:
     world = make()
     assert feed(world, "e0", "old").success
     assert at(world, "e0", rq.ResumeMemory(WEIGHTS)).success
@@ -230,7 +230,7 @@ def test_an_engine_that_restarts_in_the_middle_ends_the_update_and_the_next_one_
     assert gates(world) == [True, True]
 
 
-def test_a_trainer_that_comes_to_one_engine_only_is_told_of_after_the_idle_deadline() -> None:
+def test_a_trainer_that_comes_to_one_engine_only_is_reported_after_the_idle_deadline() -> None:
     world = make()
     assert feed(world, "e0", "a").success
     assert at(world, "e0", rq.Flush()).success
@@ -351,7 +351,7 @@ def test_a_sleep_by_the_spec_goes_first() -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_no_gate_opens_before_every_engine_has_the_same_push(data: st.DataObject) -> None:
-    """Trainer ranks work side by side, each at its own engine; engines restart and fail at any moment; what failed is begun anew."""
+    """Trainer ranks work side by side, each at its own engine; engines restart and fail at any moment; what failed begins again."""
     engines = data.draw(st.integers(1, 3))
     world = make(engines)
     pushes: dict[tuple[int, int], str] = {}
@@ -376,14 +376,14 @@ def test_no_gate_opens_before_every_engine_has_the_same_push(data: st.DataObject
             for name in world.agents:
                 at(world, name, rq.ReleaseMemory(SLEEP))
             settle(world)
-    assert any(pushed(world, f"the last, {attempt}") for attempt in range(2)), "told that it failed, it begins anew once"
+    assert any(pushed(world, f"the last, {attempt}") for attempt in range(2)), "after a failure the trainer begins again once"
     settle(world)
     assert gates(world) == [True] * engines
     assert len({tuple(agent.handles) for agent in world.agents.values()}) == 1
 
 
 def pushed(world: World, handle: str) -> bool:
-    """Whether a trainer that stops at the first error was told that all is well."""
+    """Return True if a trainer that stops at the first error saw none."""
     steps = [rq.ResumeMemory(WEIGHTS), tensors(handle), rq.ResumeMemory(CACHE), rq.Flush()]
     return all(at(world, engine, step).success for step in steps for engine in world.agents)
 

@@ -13,7 +13,7 @@ from tests.properties.coordinator.test_hybrid import at, settle, tensors
 from tests.properties.support.coordinator_world import World, group_body, push
 
 
-@pytest.mark.parametrize("when", ["while they are told", "after the update was given up"])
+@pytest.mark.parametrize("when", ["while the call is under way", "after the update was given up"])
 def test_the_answer_to_a_sync_from_before_an_update_does_not_make_its_engines_serve(when: str) -> None:
     """A sync may cross the call that begins the update: what it brings is older than what the coordinator knows by then."""
     world = World([1, 1])
@@ -33,7 +33,7 @@ def test_the_answer_to_a_sync_from_before_an_update_does_not_make_its_engines_se
         world.arrive(name)
     assert [engine.serving for engine in world.machine.fleet.engines.values()] == [False, False]
     world.drain()
-    assert world.answers[call].success is (when == "while they are told")
+    assert world.answers[call].success is (when == "while the call is under way")
     world.sync_all()
     assert not any(engine.serving for engine in world.machine.fleet.engines.values())
     push(world, "2")
@@ -42,7 +42,7 @@ def test_the_answer_to_a_sync_from_before_an_update_does_not_make_its_engines_se
 
 @pytest.mark.parametrize("what", ["leaves", "comes"])
 def test_a_group_opens_with_the_ranks_of_those_that_are_there_when_its_engines_are_called(what: str) -> None:
-    """The trainer begins anew; while its old update is given up and its old group is closed, the first engine leaves or comes."""
+    """The trainer begins again; while its old update is given up and its old group is closed, the first engine leaves or comes."""
     world = World([1, 1], min_committed=1)
     world.agents["e0"].up = what == "leaves"
     world.sync_all()

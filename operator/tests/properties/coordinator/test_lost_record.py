@@ -12,7 +12,7 @@ from tests.properties.support.simulated_agent import NAMES, SimulatedAgent
 
 
 def without_a_record(world: World, names: tuple[str, ...], refusing: frozenset[str] = frozenset()) -> None:
-    """A push that commits while the store is away; whoever refuses does not acknowledge it. Then a new coordinator starts."""
+    """A push that commits while the store is away; engines in `refusing` do not acknowledge it. Then a new coordinator starts."""
     world.sync_all()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
@@ -31,12 +31,12 @@ def without_a_record(world: World, names: tuple[str, ...], refusing: frozenset[s
 
 
 def test_a_number_that_may_have_been_committed_never_names_other_weights() -> None:
-    """Nobody who was told of the commit answers: the fleet goes on without them, and they are not taken for holders when they come back."""
+    """No engine that received the commit answers: the fleet continues without it, and it is no holder when it comes back."""
     world = World([1, 1], min_committed=1)
     without_a_record(world, NAMES)
     lost = world.agents["e0"]
     lost.answers = False
-    world.agents["e1"] = SimulatedAgent("e1", life=2)  # a new pod: its agent never heard of the commit
+    world.agents["e1"] = SimulatedAgent("e1", starts=2)  # a new pod: its agent never heard of the commit
     world.sync_all()
     world.tick(6.0)
     assert world.machine.fleet.committed is not None
@@ -56,12 +56,12 @@ def test_a_number_that_may_have_been_committed_never_names_other_weights() -> No
     assert world.agents["e1"].gate_open
 
 
-def test_nor_does_one_that_only_pods_could_have_proved_which_were_made_anew() -> None:
+def test_nor_does_one_that_only_pods_could_have_proved_which_were_recreated() -> None:
     world = World([1])
     without_a_record(world, NAMES)
     before = world.agents["e0"].version
     assert before is not None
-    world.agents["e0"] = SimulatedAgent("e0", life=9)
+    world.agents["e0"] = SimulatedAgent("e0", starts=9)
     world.sync_all()
     assert world.machine.fleet.committed is not None
     assert world.machine.fleet.committed.is_base

@@ -1,4 +1,4 @@
-"""A trainer that dies, stops or is silent: nobody waits for it longer than its lease, and nobody who lives is cut off."""
+"""A trainer that dies, stops or is silent: the fleet waits no longer than its lease, and cuts off no trainer that lives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World
 
-EVERYBODY = frozenset({"e0", "e1"})
+ALL = frozenset({"e0", "e1"})
 TENSORS = {"names": ["w"]}
 
 
@@ -35,7 +35,7 @@ def make(**policy: Any) -> World:
 
 
 def probe(world: World) -> int:
-    """Index of the question whether the trainer's store can be reached; fails if nobody asks."""
+    """Return the index of the call that probes the trainer's store; fail if there is none."""
     return next(index for index, effect in enumerate(world.pending) if getattr(effect, "path", "") == AGENT_PREFLIGHT)
 
 
@@ -65,7 +65,7 @@ def test_a_trainer_that_died_in_a_broadcast_holds_engines_no_longer_than_its_lea
     world.tick(19)
     assert not probing(world)
     world.tick(2)
-    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=ALL)
     answer = world.answers[call]
     assert answer.status == 400
     assert "the trainer is gone: its store at 10.0.0.9:7 takes no connection" in answer.message
@@ -78,7 +78,7 @@ def test_a_trainer_that_died_in_a_broadcast_holds_engines_no_longer_than_its_lea
 def test_a_broken_connection_makes_the_coordinator_ask_at_once(transfer: tuple[World, int]) -> None:
     world, call = transfer
     world.leave(call)
-    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=ALL)
     assert world.machine.fleet.update is None
 
 
@@ -106,7 +106,7 @@ def test_a_call_during_the_question_speaks_for_the_trainer() -> None:
     world.tick(21)
     index = probe(world)
     call = world.ask(rq.Flush())
-    world.complete(index, broken=EVERYBODY)
+    world.complete(index, broken=ALL)
     world.drain()
     assert world.answers[call].success
     assert world.machine.fleet.pause is not None, "it lives: its pause is its own"
@@ -141,7 +141,7 @@ def test_heartbeats_do_not_hold_a_pause_for_ever() -> None:
     assert world.machine.fleet.pause is None
 
 
-def test_nobody_asks_for_an_idle_trainer_of_a_fleet_that_keeps_serving() -> None:
+def test_no_pod_probes_an_idle_trainer_of_a_fleet_that_keeps_serving() -> None:
     world = make()
     world.tick(1000)
     assert not probing(world)
@@ -151,7 +151,7 @@ def test_nobody_asks_for_an_idle_trainer_of_a_fleet_that_keeps_serving() -> None
 def test_on_loss_pause_ends_with_the_next_trainer() -> None:
     world = make(trainer_lease=TrainerLease(ttl_seconds=5, on_loss=OnLoss.PAUSE))
     world.tick(6)
-    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=ALL)
     world.drain()
     assert all(agent.paused for agent in world.agents.values())
     for _ in range(30):
@@ -168,7 +168,7 @@ def test_on_loss_pause_ends_with_the_next_trainer() -> None:
 def test_on_loss_pause_outlives_the_coordinator() -> None:
     world = make(trainer_lease=TrainerLease(ttl_seconds=5, on_loss=OnLoss.PAUSE))
     world.tick(6)
-    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=ALL)
     world.drain()
     world.now += 1
     world.start()
@@ -177,7 +177,7 @@ def test_on_loss_pause_outlives_the_coordinator() -> None:
         world.tick(100)
         world.drain()
         world.sync_all()
-    assert all(agent.paused for agent in world.agents.values()), "nobody has called"
+    assert all(agent.paused for agent in world.agents.values()), "no trainer has called"
     assert world.record is not None
     assert world.record.waits_for_trainer
     world.tick(1)
@@ -195,7 +195,7 @@ def test_a_trainer_that_dies_after_its_last_call_costs_nothing() -> None:
     call = world.ask(rq.End())
     world.leave(call)
     index = probe(world)
-    world.complete(index, broken=EVERYBODY)
+    world.complete(index, broken=ALL)
     world.drain()
     world.tick(1)
     world.drain()
@@ -210,7 +210,7 @@ def test_groups_of_dead_trainers_are_closed_when_the_next_one_opens_its_own() ->
     body = {"master_address": "10.0.0.9", "master_port": 8, "rank_offset": 1, "group_name": "h", "world_size": size}
     call = world.ask(rq.OpenGroup(body))
     world.complete(probe(world))  # the new trainer's store answers
-    world.complete(probe(world), broken=EVERYBODY)  # that of the one before does not
+    world.complete(probe(world), broken=ALL)  # that of the one before does not
     world.drain()
     assert world.answers[call].success
     assert list(world.machine.fleet.groups) == ["h"]
@@ -222,7 +222,7 @@ def test_a_trainer_that_pauses_and_dies_is_noticed_after_its_lease_however_long_
     world.tick(3600)
     assert world.do(rq.Pause("retract", {})).success
     world.tick(21)
-    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=ALL)
     world.drain()
     assert "the trainer is gone: its store at 10.0.0.9:7 takes no connection" in given_up(world)
 
@@ -234,7 +234,7 @@ def test_the_store_of_a_dead_trainer_ends_no_pause_of_the_next_one() -> None:
     call = world.ask(rq.Pause("retract", {}))
     world.complete()
     assert world.answers[call].success
-    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=ALL)
     for _ in range(5):
         world.tick(21)
         assert not world.pending
@@ -249,7 +249,7 @@ def test_who_is_gone_while_its_stores_are_asked_for_is_not_taken_for_another() -
     call = world.ask(rq.Pause("retract", {}))
     world.leave(call)
     world.complete()
-    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=ALL)
     world.drain()
     assert world.machine.fleet.pause is None, "its connection broke, and its store is dead"
     world = make()
@@ -257,8 +257,8 @@ def test_who_is_gone_while_its_stores_are_asked_for_is_not_taken_for_another() -
     world.complete()
     flush = world.ask(rq.Flush())
     world.leave(flush)
-    world.complete(probe(world), broken=EVERYBODY)
-    world.complete(probe(world), broken=EVERYBODY)  # asked again at once: its connection broke since it paused
+    world.complete(probe(world), broken=ALL)
+    world.complete(probe(world), broken=ALL)  # asked again at once: its connection broke since it paused
     world.drain()
     assert world.machine.fleet.pause is None
 
@@ -282,7 +282,7 @@ def test_a_trainer_whose_call_is_under_way_is_not_idle(what: str) -> None:
     call = slow(world, what)
     for _ in range(13):
         world.tick(21)
-        assert len(world.pending) == 1, "nobody asks for a store: its call speaks for the trainer"
+        assert len(world.pending) == 1, "no pod probes a store: the call proves that the trainer lives"
         assert world.machine.fleet.pause is not None
     world.drain()
     assert world.answers[call].success
@@ -295,7 +295,7 @@ def test_a_trainer_whose_call_is_refused_after_long_has_its_pause_still() -> Non
     world = make()
     call = slow(world, "a checkpoint is read")
     world.tick(150)
-    world.complete(broken=EVERYBODY)
+    world.complete(broken=ALL)
     assert not world.answers[call].success
     world.drain()
     assert world.machine.fleet.pause is not None
@@ -311,11 +311,11 @@ def test_a_call_that_is_under_way_does_not_hold_a_pause_for_ever() -> None:
     assert "deadlines.totalSeconds" in world.machine.fleet.last_update.reason
 
 
-def test_a_call_that_its_trainer_has_left_speaks_for_nobody() -> None:
+def test_a_call_that_its_trainer_has_left_proves_nothing() -> None:
     world = make()
     world.leave(slow(world, "a checkpoint is read"))
     world.tick(21)
-    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=ALL)
     world.drain()
     assert world.machine.fleet.pause is None
 
@@ -325,11 +325,11 @@ def test_a_trainer_that_opens_its_group_at_the_address_of_a_dead_one_is_noticed_
     call = world.ask(rq.Pause("retract", {}))
     world.complete()
     assert world.answers[call].success
-    world.complete(probe(world), broken=EVERYBODY)  # nobody listens there yet
+    world.complete(probe(world), broken=ALL)  # no process listens there yet
     size = world.machine.fleet.table.world_size
     body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": "h", "world_size": size}
     assert world.do(rq.OpenGroup(body)).success
     world.tick(21)
-    world.complete(probe(world), broken=EVERYBODY)
+    world.complete(probe(world), broken=ALL)
     world.drain()
     assert world.machine.fleet.pause is None

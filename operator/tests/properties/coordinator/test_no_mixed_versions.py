@@ -1,4 +1,4 @@
-"""Trainers that push some tensors, lose a bucket or begin anew, on engines that restart: every tensor that is served is of one version."""
+"""Trainers that push some tensors, lose a bucket or begin again, on engines that restart: every tensor that is served is of one version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Mixture(RuleBasedStateMachine):
         self.restarted = False
 
     def remembers(self) -> bool:
-        """A coordinator that finds no record of what was brought takes the next update for complete: then it must be."""
+        """Return True unless the record lacks the tensors of the run.
+
+        The coordinator then takes the next update for complete, so it must be.
+        """
         return not self.restarted or self.world.machine.fleet.weights.tensors.row == digest_names(NAMES)
 
     @rule(part=parts, label=labels)
@@ -37,7 +40,7 @@ class Mixture(RuleBasedStateMachine):
 
     @rule(part=parts, label=labels)
     def push_half(self, part: tuple[str, ...], label: str | None) -> None:
-        """The trainer begins anew after some of the tensors."""
+        """The trainer begins again after some of the tensors."""
         self.bring(part, label)
 
     @rule(part=parts, late=parts)

@@ -1,4 +1,4 @@
-"""What a trainer is told when only a part of the engines commits, at each call that commits."""
+"""The answer to a trainer when only a part of the engines commits, at each call that commits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_partial_commit_is_a_success_that_counts_the_engines_and_names_who_was
     assert "2 of 3 engines hold version 1/1" in answer.message
     assert "engine e1 could not end the session: the engine failed." in answer.message
     others = [world.agents[name] for name in ("e0", "e2")]
-    assert all(agent.gate_open and not agent.paused for agent in others), "what the trainer is told is true already"
+    assert all(agent.gate_open and not agent.paused for agent in others), "the answer is true already"
     world.drain()
     assert (world.agents["e1"].gate_open, world.agents["e1"].session) == (False, False)
 
@@ -86,7 +86,7 @@ def test_an_engine_that_does_not_answer_the_flush_is_left_behind() -> None:
 
 
 def test_a_number_that_was_given_up_is_not_used_again_by_the_next_coordinator() -> None:
-    """e0 acknowledged it; a later update has soiled e0, so that no engine tells of it any more."""
+    """e0 acknowledged it; a later update has made e0 dirty, so that no engine reports it any more."""
     world = World([1, 1])
     world.sync_all()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success

@@ -1,4 +1,4 @@
-"""Memory that engines give back, for a trainer or because the spec says so: what they may hold afterwards, and who says so."""
+"""Memory that engines release for a trainer or for the spec: what they may hold afterwards, and how that is reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_fleet_that_wakes_serves_when_its_checksums_are_those_of_the_record() 
     assert [agent.released for agent in world.agents.values()] == [[*MEMORY]] * 2
     assert world.record is not None
     assert world.record.checksums == {1: (f"of {sorted(world.agents['e0'].tensors.items())}",)}, "asked before anybody slept"
-    world.start()  # whoever asked is gone; the record knows
+    world.start()  # the coordinator that received the call is gone; the record has it
     tell(world)
     wake(world)
     assert all(agent.gate_open and agent.version == V1 for agent in world.agents.values())
@@ -143,7 +143,7 @@ def test_a_trainer_releases_updates_and_resumes() -> None:
     assert world.do(rq.ResumeMemory()).success, "nothing to do is no error: the engines would end"
 
 
-def test_a_release_that_one_engine_refuses_is_told_and_can_go_on() -> None:
+def test_a_release_that_one_engine_refuses_is_reported_and_can_continue() -> None:
     world = World([1, 1])
     world.sync_all()
     call = world.ask(rq.ReleaseMemory())

@@ -33,23 +33,23 @@ def tell(world: World) -> None:
     world.drain()
 
 
-def everybody(world: World) -> list[tuple[bool, bool]]:
+def paused_and_open(world: World) -> list[tuple[bool, bool]]:
     """Of each engine: whether it is paused, and whether its gate is open."""
     return [(agent.paused, agent.gate_open) for agent in world.agents.values()]
 
 
 def test_a_paused_fleet_is_paused_and_closed_until_the_spec_lets_it_go() -> None:
     world = make()
-    assert everybody(world) == [(True, False)] * 2
+    assert paused_and_open(world) == [(True, False)] * 2
     for _ in range(20):
         world.tick(200.0)  # no lease, no idle and no total deadline ends it
         tell(world)
-    assert everybody(world) == [(True, False)] * 2
+    assert paused_and_open(world) == [(True, False)] * 2
     assert world.record is not None
     assert world.record.state is FleetState.PAUSED
     world.set_state(FleetState.ACTIVE)
     world.drain()
-    assert everybody(world) == [(False, True)] * 2
+    assert paused_and_open(world) == [(False, True)] * 2
 
 
 def test_gates_close_before_engines_pause() -> None:
@@ -69,7 +69,7 @@ def test_a_continue_is_answered_as_sglang_does_and_ends_nothing() -> None:
         "Generation stays paused. The fleet is paused by its spec (spec.state: Paused): no engine generates until that is Active."
         " Weight updates are taken."
     )
-    assert everybody(world) == [(True, False)] * 2
+    assert paused_and_open(world) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize("pauses", [True, False], ids=["pauses itself", "does not pause"])
@@ -87,21 +87,21 @@ def test_weights_are_taken_while_paused_and_the_commit_opens_no_gate(pauses: boo
         assert answer.success, answer.message
     assert {agent.version for agent in world.agents.values()} == {Version(run=1, step=2, label="2")}
     tell(world)
-    assert everybody(world) == [(True, False)] * 2
+    assert paused_and_open(world) == [(True, False)] * 2
     world.set_state(FleetState.ACTIVE)
     world.drain()
-    assert everybody(world) == [(False, True)] * 2
+    assert paused_and_open(world) == [(False, True)] * 2
 
 
 def test_a_joiner_and_a_restarted_engine_come_up_paused() -> None:
     world = make()
-    world.agents["e1"] = SimulatedAgent("e1", life=2)  # a new pod
+    world.agents["e1"] = SimulatedAgent("e1", starts=2)  # a new pod
     world.agents["e2"] = SimulatedAgent("e2")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
     world.want()
     for _ in range(3):
         tell(world)
-    assert everybody(world) == [(True, False)] * 3
+    assert paused_and_open(world) == [(True, False)] * 3
 
 
 def test_an_engine_catches_up_while_the_fleet_is_paused_and_stays_paused() -> None:
@@ -114,7 +114,7 @@ def test_an_engine_catches_up_while_the_fleet_is_paused_and_stays_paused() -> No
     tell(world)
     tell(world)
     assert world.agents["e1"].version == Version(run=1, step=1, label="1")
-    assert everybody(world) == [(True, False)] * 2
+    assert paused_and_open(world) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize("keep_record", [True, False], ids=["with its record", "without"])
@@ -128,10 +128,10 @@ def test_a_new_coordinator_adopts_the_hold_and_can_end_it(keep_record: bool) -> 
     tell(world)
     paths = {effect.path for effect in world.sent[before:]}
     assert not paths & {ControlCall.CONTINUE.path, calls.AGENT_FENCE}
-    assert everybody(world) == [(True, False)] * 2
+    assert paused_and_open(world) == [(True, False)] * 2
     world.set_state(FleetState.ACTIVE)
     world.drain()
-    assert everybody(world) == [(False, True)] * 2
+    assert paused_and_open(world) == [(False, True)] * 2
 
 
 def test_a_hold_that_ended_while_no_coordinator_was_there_is_let_go() -> None:
@@ -140,7 +140,7 @@ def test_a_hold_that_ended_while_no_coordinator_was_there_is_let_go() -> None:
     world.start()
     tell(world)
     tell(world)
-    assert everybody(world) == [(False, True)] * 2
+    assert paused_and_open(world) == [(False, True)] * 2
 
 
 def test_a_trainers_own_pause_outlasts_the_hold_and_keeps_its_lease() -> None:
@@ -150,7 +150,7 @@ def test_a_trainers_own_pause_outlasts_the_hold_and_keeps_its_lease() -> None:
     world.drain()
     assert [agent.paused for agent in world.agents.values()] == [True, True]
     assert world.do(rq.Continue()).message == "Generation continued successfully."
-    assert everybody(world) == [(False, True)] * 2
+    assert paused_and_open(world) == [(False, True)] * 2
 
 
 def test_a_trainer_that_dies_in_a_held_fleet_loses_its_pause_and_the_fleet_stays_paused() -> None:
@@ -160,7 +160,7 @@ def test_a_trainer_that_dies_in_a_held_fleet_loses_its_pause_and_the_fleet_stays
     world.drain()
     assert world.machine.fleet.pause is None
     tell(world)
-    assert everybody(world) == [(True, False)] * 2
+    assert paused_and_open(world) == [(True, False)] * 2
 
 
 def test_an_engine_that_cannot_be_paused_is_tried_again_and_trainers_are_not_kept_waiting() -> None:
@@ -177,7 +177,7 @@ def test_an_engine_that_cannot_be_paused_is_tried_again_and_trainers_are_not_kep
     world.tick(10.0)
     world.sync_all()
     world.drain()
-    assert everybody(world) == [(True, False)] * 2
+    assert paused_and_open(world) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize("mode", ["retract", None], ids=["its mode", "no mode"])
@@ -213,12 +213,12 @@ def test_an_engine_that_came_up_in_a_pause_and_is_no_part_of_it_yet_is_paused_to
     tell(world)
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
-    assert everybody(world) == [(True, False)] * 2
+    assert paused_and_open(world) == [(True, False)] * 2
     assert world.machine.fleet.pause is not None
     assert world.machine.fleet.pause.engines == ("e0", "e1")
 
 
-def test_nobody_is_paused_twice() -> None:
+def test_no_engine_is_paused_twice() -> None:
     world = World([1, 1])
     world.sync_all()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
@@ -247,4 +247,4 @@ def test_an_engine_that_cannot_be_paused_late_fails_the_update_as_any_other() ->
     assert world.machine.fleet.pause is None
     assert world.machine.fleet.update is None
     tell(world)
-    assert everybody(world) == [(False, True)] * 2
+    assert paused_and_open(world) == [(False, True)] * 2

@@ -53,7 +53,7 @@ class Silence(Fence):
             world.sync_all()
             world.drain()
         fleet = world.machine.fleet
-        assert fleet.update is None, "an update is open for ever"
+        assert fleet.update is None, "an update is open forever"
         assert fleet.pause is None or fleet.pause.cause is Cause.TRAINER_LOST, "a pause lasts forever"
         assert not world.machine.changing
         if fleet.committed is not None and fleet.applied_state is FleetState.ACTIVE:

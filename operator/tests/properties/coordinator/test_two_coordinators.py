@@ -105,7 +105,7 @@ class TwoLead(RuleBasedStateMachine):
 
     @rule(name=engines)
     def restart_engine(self, name: str) -> None:
-        """Its agent lives on, and remembers what it was told."""
+        """Its agent continues, and remembers what it received."""
         if name in self.pair.agents:
             self.pair.agents[name].restart()
 
@@ -131,10 +131,10 @@ class TwoLead(RuleBasedStateMachine):
             if agent.gate_open:
                 assert agent.state is EngineState.CLEAN
                 assert agent.version is not None
-                assert order_key(agent.version) in self.pair.told[name].served
+                assert order_key(agent.version) in self.pair.received[name].served
 
     @invariant()
-    def whoever_is_refused_stops(self) -> None:
+    def a_refused_coordinator_stops(self) -> None:
         assert not any(one.refused and one.alive for one in self.pair.leading)
 
     def teardown(self) -> None:
@@ -189,7 +189,7 @@ def whole_push(pair: Pair, who: Coordinator) -> None:
         assert answer.success, answer.message
 
 
-def test_what_an_agent_was_told_is_heard_before_it_is_told_something_else() -> None:
+def test_what_an_agent_has_received_is_read_before_it_receives_anything_else() -> None:
     """The old coordinator commits without its store, and begins again; the new one has taken its record for the truth by then."""
     pair = Pair(1, None)
     old = pair.leading[0]
@@ -208,7 +208,7 @@ def test_what_an_agent_was_told_is_heard_before_it_is_told_something_else() -> N
     for _ in range(3):
         pair.sync(new, "e0")
         pair.drain(new)
-    assert order_key(new.machine.fleet.committed) == (1, 1), "a commit that trainers were told of is forgotten"
+    assert order_key(new.machine.fleet.committed) == (1, 1), "a commit that trainers were notified of is forgotten"
     pair.tick(10.0)
     whole_push(pair, new)
     assert order_key(new.machine.fleet.committed) == (1, 2)

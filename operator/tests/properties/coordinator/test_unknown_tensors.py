@@ -1,4 +1,4 @@
-"""Engines of which nobody knows what they hold, tensor by tensor: a push of some tensors makes none of them serve a mixture."""
+"""Engines that hold unknown tensors: after a push of some tensors none of them serves a mixture."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def folder(holds: tuple[str, ...], readable: bool) -> World:
     return world
 
 
-def test_a_checkpoint_that_nobody_could_compare_brings_the_tensors_that_it_has() -> None:
+def test_a_checkpoint_that_no_pod_could_compare_brings_the_tensors_that_it_has() -> None:
     world = folder(SOME, readable=False)
     assert world.do(rq.OpenGroup(group_body(world, "h"))).success
     assert world.do(rq.Begin()).success

@@ -50,7 +50,7 @@ def test_one_missing_acknowledgement_means_no_commit() -> None:
     assert answer.status == 400
     assert "engine e1 did not acknowledge version 1/2" in answer.message
     assert world.machine.fleet.committed == Version(run=1, step=1, label="1")
-    assert not any(agent.gate_open for agent in world.agents.values()), "one holds 1/2, one holds a mixture: nobody serves"
+    assert not any(agent.gate_open for agent in world.agents.values()), "one holds 1/2, one holds a mixture: no engine serves"
     again = push(world, "2")
     assert again == Version(run=2, step=2, label="2"), "1/2 is what e0 held: the name is not used for other weights"
     assert all(agent.gate_open for agent in world.agents.values())
@@ -246,7 +246,7 @@ def test_an_engine_that_drains_takes_no_new_update() -> None:
 
 
 def away_for_one_update(world: World) -> None:
-    """Version 1 reaches both engines, version 2 only e0; then e1 is back, in the same life."""
+    """Version 1 reaches both engines, version 2 only e0; then e1 is back, in the same boot."""
     world.sync_all()
     push(world, "1")
     world.agents["e1"].answers = False

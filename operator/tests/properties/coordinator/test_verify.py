@@ -84,7 +84,7 @@ def test_engines_of_different_shape_are_not_compared() -> None:
     assert world.do(rq.End()).success
 
 
-def test_without_a_majority_nobody_is_trusted() -> None:
+def test_without_a_majority_no_engine_is_trusted() -> None:
     world = begun([1, 1], min_committed=1)
     world.agents["e1"].checksum = "other"
     answer = world.do(rq.End())

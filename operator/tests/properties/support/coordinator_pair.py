@@ -1,4 +1,4 @@
-"""Coordinators of different terms over the same agents: whoever is told last does not know of the others. No I/O, no clock."""
+"""Coordinators of different terms over the same agents, which do not know of each other. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Contents = frozenset[tuple[str, object]]
 
 
 @dataclass
-class Told:
-    """What the coordinator of the highest term has told one agent."""
+class Received:
+    """What one agent has received from the coordinator of the highest term."""
 
     term: int = 0
     served: frozenset[tuple[int, int]] = frozenset()
@@ -77,11 +77,11 @@ class Pair:
         self.store: Record | None = None
         self.lease = 0
         """Counts who has led: also where the record is lost."""
-        self.told = {name: Told() for name in self.agents}
+        self.received = {name: Received() for name in self.agents}
         self.acked: dict[tuple[int, tuple[int, int]], set[str]] = {}
         """Who has acknowledged a version to the coordinator of a term."""
         self.commits: dict[tuple[int, int], set[int]] = {}
-        """Terms that have committed a version and were not stopped by the store: their trainers were told."""
+        """Terms that have committed a version and were not stopped by the store: their trainers got the answer."""
         self.refusals = 0
         self.leading: list[Coordinator] = []
         self.start()
@@ -128,7 +128,7 @@ class Pair:
                     who.answers[call] = answer
 
     def write(self, who: Coordinator) -> bool:
-        """As the store does it: nobody writes over a higher term, and whoever tries stops."""
+        """Write the record as the store does: a coordinator that would overwrite a higher term stops instead."""
         if who.record is None or who.storeless or not who.alive:
             return False
         if self.store is not None and self.store.term > who.record.term:
@@ -163,14 +163,14 @@ class Pair:
         agent.term = who.term
         if path in (AGENT_SYNC, AGENT_RUN) and body["committed"] is not None:
             served = [Version.model_validate(version) for version in [body["committed"], *body["tolerated"]]]  # type: ignore[misc]
-            self.told[name] = Told(who.term, frozenset(map(order_key, served)))
+            self.received[name] = Received(who.term, frozenset(map(order_key, served)))
         result = agent.call(path, dict(body), contents(agent) if path == AGENT_ACK else token, works)
         if path == AGENT_ACK and result.ok:
             self.acked.setdefault((who.term, order_key(Version.model_validate(body["version"]))), set()).add(name)
         return result
 
     def rise(self, who: Coordinator, term: int) -> None:
-        """As the Lease does it: only who leads gets a higher term, and whoever comes next one above that."""
+        """Raise the term as the Lease does: only the leader gets a higher term, and the next leader one above that."""
         if who is not self.leading[-1]:
             who.alive = False
             return

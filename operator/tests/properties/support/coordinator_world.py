@@ -43,7 +43,7 @@ SNAPSHOTS = "/snapshots"
 
 
 class World:
-    """Agents, a store and a machine. Sends are answered when the test says so, in any order."""
+    """Agents, a store and a machine. The test decides when a Send is answered, in any order."""
 
     def __init__(self, sizes: list[int], min_committed: int | str | None = None) -> None:
         self.policy = Weights(min_committed=min_committed)
@@ -74,7 +74,7 @@ class World:
         self.sent: list[Send] = []
         self.history: list[Version] = []
         self.unproved: set[tuple[int, int]] = set()
-        """Committed, but so that the next coordinator could not know: the store was away, and nobody who was told answered."""
+        """Versions that were committed while the store was away, and that no engine which received them could prove later."""
         self.generation = 1
         self.state = FleetState.ACTIVE
         self.adapters: list[Adapter] | None = None
@@ -144,7 +144,7 @@ class World:
                 self.pushed[order_key(committed)] = dict.fromkeys(NAMES, "base")
 
     def _forget(self, committed: Version) -> None:
-        """The record is gone, or was not written yet, and no agent that was told answers: nothing could prove what followed."""
+        """Forget what nothing can prove: the record is gone or was not written, and no agent that received the commit answers."""
         witnesses = self._witnesses(self.history[-1])
         if not witnesses:
             self.history.clear()
@@ -156,17 +156,17 @@ class World:
             self.history = [version for version in self.history if order_key(version) <= order_key(committed)]
 
     def check_hold(self, effect: Send) -> None:
-        """While the spec holds the fleet nobody is told to generate, and nobody that it does not; a dirty engine never by a commit."""
+        """Check that no engine resumes while the spec pauses the fleet, and that no commit resumes a dirty engine."""
         if effect.path == AGENT_RUN:
-            told = [self.agents[name] for name in effect.bodies if name in self.agents]
-            assert not any(agent.state is EngineState.DIRTY for agent in told), "a dirty engine was told to go on"
+            called = [self.agents[name] for name in effect.bodies if name in self.agents]
+            assert not any(agent.state is EngineState.DIRTY for agent in called), "a commit resumed a dirty engine"
         kept = self.machine.fleet.applied_state
         if kept is not FleetState.ACTIVE:
-            assert effect.path not in (ControlCall.CONTINUE.path, AGENT_RUN), "a held fleet was told to generate"
+            assert effect.path not in (ControlCall.CONTINUE.path, AGENT_RUN), "an engine of a paused fleet was resumed"
             assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
 
     def note_least(self, effect: Send) -> None:
-        """How many acknowledgements the policy asks for, at most all who were told. None: one of everybody who took part.
+        """Note how many acknowledgements the policy asks for, at most one of each engine that took part. None: all of these.
 
         Members do not change under an update.
         """
@@ -175,11 +175,11 @@ class World:
         for body in effect.bodies.values() if effect.path == AGENT_ACK else ():
             cohort = tuple(body["cohort"])
             share = math.ceil(int(least.rstrip("%")) * wanted / 100) if isinstance(least, str) else min(least or len(cohort), wanted)
-            told = len(fleet.update.boots) if fleet.update is not None else len(cohort)
-            self.least.setdefault((order_key(Version.model_validate(body["version"])), cohort), max(1, min(share, told)))
+            taking_part = len(fleet.update.boots) if fleet.update is not None else len(cohort)
+            self.least.setdefault((order_key(Version.model_validate(body["version"])), cohort), max(1, min(share, taking_part)))
 
     def note_sent(self, path: str, body: Mapping[str, Any], token: object) -> None:
-        """What the trainer of the open update has brought: each tensor as it came last."""
+        """Note what the trainer of the open update has sent: each tensor as it came last."""
         update = self.machine.fleet.update
         if update is not None and path in (ControlCall.UPDATE_DISTRIBUTED.path, ControlCall.UPDATE_DISK.path):
             if self.opened[0] is not update:
@@ -191,15 +191,15 @@ class World:
 
     def _under(self, version: Version, before: dict[str, object]) -> dict[str, object]:
         """What a commit leaves of what was there: nothing, where a new run begins on engines that all hold what they were started with."""
-        told = [self.agents[engine.name] for engine in self.engines if engine.name in self.agents]
+        present = [self.agents[engine.name] for engine in self.engines if engine.name in self.agents]
         rest = [name for name in NAMES if name not in self.opened[1]]
-        anew = version.run > self.history[-1].run and all(agent.tensors[name] == "base" for agent in told for name in rest)
-        return dict.fromkeys(NAMES, "base") if anew else before
+        starts_again = version.run > self.history[-1].run and all(agent.tensors[name] == "base" for agent in present for name in rest)
+        return dict.fromkeys(NAMES, "base") if starts_again else before
 
     def _witnesses(self, version: Version) -> list[str]:
         wanted = {engine.name for engine in self.engines}
-        told = [agent for agent in self.agents.values() if agent.name in wanted]
-        return [agent.name for agent in told if agent.committed and order_key(agent.committed) >= order_key(version)]
+        present = [agent for agent in self.agents.values() if agent.name in wanted]
+        return [agent.name for agent in present if agent.committed and order_key(agent.committed) >= order_key(version)]
 
     def ask(self, request: Request) -> int:
         self.calls += 1
@@ -275,7 +275,7 @@ class World:
         return self.contents.get(order_key(version), held[0] if held else self.committed_contents.get(order_key(version), otherwise))
 
     def cut(self, effect: Cut) -> None:
-        """The driver waits no longer: whoever has not answered counts as failed."""
+        """End a Send as the driver does: engines that have not answered count as failed."""
         send = next(pending for pending in self.pending if pending.id == effect.effect)
         assert isinstance(send, Send)
         self.pending.remove(send)

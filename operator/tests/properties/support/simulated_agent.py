@@ -43,7 +43,7 @@ class Engine:
     groups: list[str] = field(default_factory=list)
     released: set[str] = field(default_factory=set)
     handles: list[str] = field(default_factory=list)
-    """What `/update_weights_from_tensor` brought since its session was opened."""
+    """Handles that `/update_weights_from_tensor` received since the session was opened."""
     read: dict[str, str] = field(default_factory=dict)
     """The contents of each loaded adapter."""
     pinned: set[str] = field(default_factory=set)
@@ -56,7 +56,8 @@ class SimulatedAgent:
     """One engine and its agent, as the coordinator reaches them."""
 
     name: str
-    life: int = 1
+    starts: int = 1
+    """How many times the engine process has started."""
     answers: bool = True
     snapshots: dict[tuple[int, int], dict[str, object]] = field(default_factory=dict)
     """The tensors of committed versions, as a shared volume has them."""
@@ -75,8 +76,6 @@ class SimulatedAgent:
     digest: str = "same"
     stocked: bool = False
     """Snapshots of all committed versions lie on the shared volume."""
-    older: bool = False
-    """The agent is of the release before `/agent/run`."""
     engine: Engine = field(default_factory=Engine)
     core: s.State = field(default_factory=s.State)
 
@@ -87,7 +86,7 @@ class SimulatedAgent:
 
     @property
     def boot(self) -> str:
-        return f"{self.name}#{self.life}"
+        return f"{self.name}#{self.starts}"
 
     @property
     def record(self) -> s.EngineRecord:
@@ -200,7 +199,7 @@ class SimulatedAgent:
 
     def restart(self) -> None:
         """Restart the engine. Its agent lives on and remembers what the coordinator said."""
-        self.life += 1
+        self.starts += 1
         self.engine = Engine()
         self.apply(ev.EngineDown("it restarts"))
         self._identify()
@@ -229,8 +228,6 @@ class SimulatedAgent:
         path = path.partition("?")[0]
         if not self.answers:
             return Result(ok=False, message="no answer within 60 s.")
-        if path == AGENT_RUN and self.older:
-            return Result(ok=False, status=404, message="An engine's agent offers no /agent/run.")
         if path in (AGENT_SYNC, AGENT_RUN):
             self._take_over(SyncRequest.model_validate(body))
             continued = self._control(ControlCall.CONTINUE, {}, token, works) if path == AGENT_RUN else DONE
@@ -250,8 +247,8 @@ class SimulatedAgent:
     def _report(self) -> Result:
         return Result(ok=True, status=200, agent=self.status())
 
-    def _take_over(self, told: SyncRequest) -> None:
-        self.apply(ev.CoordinatorCalled(self.term, told.committed, tuple(told.tolerated), told.hold, told.sender, told.seq))
+    def _take_over(self, sync: SyncRequest) -> None:
+        self.apply(ev.CoordinatorCalled(self.term, sync.committed, tuple(sync.tolerated), sync.hold, sync.sender, sync.seq))
         self._follow_the_spec()
 
     def _follow_the_spec(self) -> None:
@@ -399,5 +396,5 @@ class SimulatedAgent:
         if self.checksum is None:
             return Result(ok=False, status=404, message="Not Found")
         honest = f"of {sorted(self.tensors.items())}" if self.checksum == "same" else self.checksum
-        told = honest if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
-        return Result(ok=True, status=200, checksums=("".join([told, *self.handles]),))
+        found = honest if self.backup or self.state is not EngineState.UNKNOWN else "whatever was there"
+        return Result(ok=True, status=200, checksums=("".join([found, *self.handles]),))

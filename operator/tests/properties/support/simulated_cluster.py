@@ -82,7 +82,7 @@ class Cluster:
         made = _stored(obj)
         spec_changed = live is None or live.get("spec") != made.get("spec")
         made["metadata"] |= {"uid": metadata["uid"], "generation": metadata["generation"] + spec_changed}
-        # The API server fills in fields that nobody rendered, and keeps those that others own.
+        # The API server fills in fields that were not rendered, and keeps those that others own.
         made["status"] = (live or {}).get("status", {})
         if obj["kind"] == "ConfigMap" and "data" not in obj and live and "data" in live:
             made["data"] = live["data"]

@@ -57,7 +57,7 @@ def test_engines_of_different_cohorts_prove_nothing() -> None:
     assert complete_cohorts([clean("a", NEW, ["a", "b"]), clean("b", NEW, ["b", "c"])]) == []
 
 
-def test_an_agent_that_was_told_proves() -> None:
+def test_an_agent_that_received_the_commit_proves_it() -> None:
     assert rebuild(None, [clean("a", NEW, BOTH, committed=NEW), dirty("b")]).committed == NEW
 
 
@@ -67,7 +67,7 @@ def test_an_open_update_is_given_up() -> None:
     assert (found.committed, found.give_up) == (OLD, ("a", "b"))
 
 
-def test_groups_survive_only_with_all_members_in_the_life_in_which_they_joined() -> None:
+def test_groups_survive_only_with_all_members_in_the_boot_in_which_they_joined() -> None:
     rows = [EngineRow(name=name, state=EngineState.CLEAN, version=OLD, boot_id=f"{name}1", gate_open=True) for name in BOTH]
     group = GroupRow(name="g", epoch=2, world_size=3, master="h:1", backend="gloo", places=[0, 1])
     kept = record(OLD, engines=rows, joined=[group])
@@ -79,6 +79,6 @@ def test_groups_survive_only_with_all_members_in_the_life_in_which_they_joined()
     assert rebuild(kept, [both[0], restarted]).groups == {}
 
 
-def test_everybody_with_an_address_must_have_been_heard() -> None:
+def test_every_engine_with_an_address_must_have_been_heard() -> None:
     assert is_everyone_heard(["a"], ["a", "b"])
     assert not is_everyone_heard(["a", "b"], ["a"])
