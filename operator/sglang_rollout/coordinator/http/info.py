@@ -180,7 +180,7 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Data health: at least one engine serves."""
+    """Report the health of the data path: at least one engine serves."""
     fleet = request.app[PARTS].machine.fleet
     if fleet.why_not_generating:
         return refuse(503, fleet.why_not_generating)

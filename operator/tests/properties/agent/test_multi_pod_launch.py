@@ -24,7 +24,7 @@ def message_of(why: Refusal | None) -> str:
 
 @dataclass
 class Pod:
-    """One pod: its container's life, and what its agent remembers of the way to pod 0."""
+    """One pod: the boot ID of its container, and what its agent knows about the link to pod 0."""
 
     boot: str | None
     released: bool = False
@@ -33,7 +33,7 @@ class Pod:
     """Nothing gets from here to pod 0 or back."""
     link: g.Link = field(default_factory=g.Link)
     doomed: str | None = None
-    """The life that was told to end."""
+    """The boot ID of the process that must end."""
 
 
 class Engine:
@@ -42,7 +42,7 @@ class Engine:
     def __init__(self, size: int) -> None:
         self.serial = itertools.count()
         self.now = 1000.0
-        self.pods = [Pod(self.life()) for _ in range(size)]
+        self.pods = [Pod(self.new_boot()) for _ in range(size)]
         self.group = g.Group("e", size)
         self.harm = 0
         """Failures so far that an engine cannot survive."""
@@ -50,21 +50,21 @@ class Engine:
         """At each generation's end: the harm done until then."""
         self.died: dict[str, float] = {}
 
-    def life(self) -> str:
-        return f"life-{next(self.serial)}"
+    def new_boot(self) -> str:
+        return f"boot-{next(self.serial)}"
 
-    def end(self, rank: int, *, anew: bool) -> None:
+    def end(self, rank: int, *, restart: bool) -> None:
         pod = self.pods[rank]
         if pod.boot is not None:
             self.died[pod.boot] = self.now
-        pod.boot, pod.released = self.life() if anew else None, False
+        pod.boot, pod.released = self.new_boot() if restart else None, False
 
     def tick(self, times: int = 1) -> None:
         for _ in range(times):
             self.now += TICK
             for rank, pod in enumerate(self.pods):  # the kubelet
                 if pod.boot is None or pod.doomed == pod.boot:
-                    self.end(rank, anew=True)
+                    self.end(rank, restart=True)
             for rank in range(1, len(self.pods)):
                 self._follow(rank)
             if self.pods[0].agent:
@@ -98,7 +98,7 @@ class Engine:
         record = self.group.record
         if record.number > before.number:
             assert len(set(record.boots)) == len(self.pods)
-            # A life that ended since its agent spoke last may be among them: that is noticed next.
+            # A process that ended since its agent's last message may be among them: that is noticed next.
             assert all(self.died.get(boot, self.now) >= self.now - g.FRESH_SECONDS for boot in record.boots), "go for the dead"
             assert not any(p.released and p.boot in record.boots for p in self.pods)
         if record.lost and not before.lost:
@@ -129,12 +129,12 @@ class Failures(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 3))
     def a_rank_dies(self, rank: int) -> None:
-        self.engine.end(rank % len(self.engine.pods), anew=False)
+        self.engine.end(rank % len(self.engine.pods), restart=False)
         self.engine.harm += 1
 
     @rule(rank=st.integers(0, 3))
     def a_rank_is_replaced_at_once(self, rank: int) -> None:
-        self.engine.end(rank % len(self.engine.pods), anew=True)
+        self.engine.end(rank % len(self.engine.pods), restart=True)
         self.engine.harm += 1
 
     @rule(rank=st.integers(1, 3))
@@ -155,10 +155,10 @@ class Failures(RuleBasedStateMachine):
             self.engine.group = g.Group("e", len(self.engine.pods), self.engine.group.record)
 
     @rule()
-    def pod_0_is_made_anew(self) -> None:
+    def pod_0_is_recreated(self) -> None:
         engine = self.engine
-        engine.end(0, anew=False)
-        engine.pods[0] = Pod(engine.life())
+        engine.end(0, restart=False)
+        engine.pods[0] = Pod(engine.new_boot())
         engine.group = g.Group("e", len(engine.pods))
         engine.harm += 1
 
@@ -224,7 +224,7 @@ def test_an_engine_that_has_run_for_long_starts_again_at_once() -> None:
         assert engine.runs()
 
 
-def test_an_absent_agent_ends_nobody() -> None:
+def test_an_absent_agent_ends_no_process() -> None:
     engine = running(3)
     boots = [pod.boot for pod in engine.pods]
     for away in (engine.pods[1:], engine.pods[:1], engine.pods):
@@ -319,15 +319,15 @@ def test_failures_are_forgotten_only_when_a_generation_has_come_up() -> None:
 @pytest.mark.parametrize(
     "late",
     [
-        g.Member("b0", 10.0),  # the life of another rank
+        g.Member("b0", 10.0),  # the boot ID of another rank
         g.Member(None, 10.0),
         g.Member("b1", 10.0, draining=True),
         g.Member("b1", 10.0, released=True),
         g.Member("b1", 10.0 - g.FRESH_SECONDS - 1),
     ],
-    ids=["same life", "no life", "going away", "of another generation", "silent"],
+    ids=["same boot ID", "no boot ID", "going away", "of another generation", "silent"],
 )
-def test_nothing_starts_before_every_rank_waits_in_a_life_of_its_own(late: g.Member) -> None:
+def test_nothing_starts_before_every_rank_waits_with_a_boot_id_of_its_own(late: g.Member) -> None:
     group = g.heard(g.heard(g.Group("e", 2), 0, g.Member("b0", 10.0)), 1, late)
     assert not g.step(group, 10.0).lives
     assert "e-1" in message_of(g.why_down(group, 10.0))

@@ -23,7 +23,7 @@ STATUS = AgentStatus(name="e0", boot_id="b", state=EngineState.CLEAN, version=V1
 
 
 class SlowAgent:
-    """Notes what it hears, and answers when the test says so."""
+    """Notes the calls that it receives. The test decides when it answers."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []
@@ -80,7 +80,7 @@ async def test_a_commit_waits_for_a_sync_under_way_with_the_version_before(agent
     await agent.until_heard(1)
     commit = asyncio.create_task(agents.call("e0", path, body(V1), 60))
     other = asyncio.create_task(agents.call("e1", path, body(V1), 60))
-    await agent.until_heard(2)  # of the other engine: nobody waits for this one
+    await agent.until_heard(2)  # of the other engine: no call waits for this one
     assert agent.heard == [(AGENT_SYNC, 0), (path, 1)]
     for event in agent.answers.values():
         event.set()

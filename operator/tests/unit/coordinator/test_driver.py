@@ -102,7 +102,7 @@ async def test_a_coordinator_raises_its_term_only_after_the_lease_has_it() -> No
     for _ in range(3):
         driver._outranked(7)
     await asyncio.sleep(0)
-    assert machine.fleet.term == 1, "not before the Lease says so"
+    assert machine.fleet.term == 1, "not before the Lease has the higher term"
     let.set()
     await asyncio.sleep(0.01)
     assert (claims, machine.fleet.term) == ([8], 8)

@@ -63,7 +63,7 @@ def wanted(*ports: int | None) -> list[WantedEngine]:
     return [WantedEngine(name=f"d-engine-{index}", port=port) for index, port in enumerate(ports)]
 
 
-async def test_two_engines_at_one_address_are_told_apart_by_their_ports() -> None:
+async def test_two_engines_at_one_address_are_distinguished_by_their_ports() -> None:
     node = Slices(d_engine_0_0="10.0.0.5", d_engine_1_0="10.0.0.5")
     before, after = await urls(node, wanted(20000, 20020), wanted(20000, 24020))
     assert before == {"d-engine-0": "http://10.0.0.5:20000", "d-engine-1": "http://10.0.0.5:20020"}
