@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.schema import ApiModel, map_list, rule, rules
+from sglang_rollout.api.schema import ApiModel, map_list, rule, rules, sets_flag
 
 _NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
@@ -37,11 +37,11 @@ class EngineFlags(ApiModel):
     mem_fraction_static_percent: int | None = Field(default=None, ge=1, le=99)
     """Share of the GPU's memory for weights and KV cache, in percent (`--mem-fraction-static`, there a fraction)."""
     max_running_requests: int | None = Field(default=None, ge=1, le=1000000)
-    """Most requests that run at once; further requests wait (`--max-running-requests`)."""
+    """Maximum number of requests that run at once; further requests wait (`--max-running-requests`)."""
     context_length: int | None = Field(default=None, ge=1, le=100000000)
-    """Most tokens of prompt and completion together (`--context-length`). Default: from the model's config."""
+    """Maximum number of tokens of prompt and completion together (`--context-length`). Default: from the model's config."""
     max_prefill_tokens: int | None = Field(default=None, ge=1, le=100000000)
-    """Most tokens of one prefill batch (`--max-prefill-tokens`)."""
+    """Maximum number of tokens of one prefill batch (`--max-prefill-tokens`)."""
     chunked_prefill_size: int | None = Field(default=None, ge=-1, le=100000000)
     """Tokens of one chunk when a longer prompt is prefilled; -1: no chunks (`--chunked-prefill-size`)."""
     attention_backend: str | None = Field(default=None, max_length=64, pattern=_NAME)
@@ -110,16 +110,14 @@ def rules_against_repeated_flags() -> list[dict[str, str]]:
     for field, flag in FLAGS.items():
         info = EngineFlags.model_fields[field]
         name = str(info.alias)
-        # argparse accepts abbreviations.
-        in_args = f"has(self.args) && self.args.exists(a, a.size() > 2 && a.startsWith('--') && '{flag}'.startsWith(a.split('=')[0]))"
         if info.default is True:
             # An argument that repeats the field's default is accepted.
             message = f"engine.{name} is false, but {flag} in engine.args says the opposite: leave one of them out."
-            made.append(rule(f"self.{name} || !({in_args})", message, field=f".{name}"))
+            made.append(rule(f"self.{name} || !({sets_flag(flag)})", message, field=f".{name}"))
             continue
         given = f"self.{name}" if info.annotation is bool else f"has(self.{name})"
         message = f"engine.{name} and {flag} in engine.args say the same: leave one of them out."
-        made.append(rule(f"!{given} || !({in_args})", message, field=f".{name}"))
+        made.append(rule(f"!{given} || !({sets_flag(flag)})", message, field=f".{name}"))
     return made
 
 
@@ -145,8 +143,8 @@ class Lora(ApiModel):
         json_schema_extra=rules(
             rule(
                 "!('all' in self.targetModules) || self.targetModules.size() == 1",
-                "engine.lora.targetModules: all stands for every module, and SGLang ends when others are named beside it. Leave the"
-                " others out, or all.",
+                "engine.lora.targetModules: all stands for every module, and SGLang ends when others are named beside it. Remove the"
+                " others, or all.",
                 field=".targetModules",
             )
         )
@@ -159,7 +157,7 @@ class Lora(ApiModel):
     target_modules: list[Module] = Field(min_length=1, max_length=32)
     """Modules that adapters may change (`--lora-target-modules`), for example `q_proj`, `v_proj`, or `all`."""
     max_per_batch: int | None = Field(default=None, ge=1, le=1024)
-    """Most adapters that run at once (`--max-loras-per-batch`)."""
+    """Maximum number of adapters that run at once (`--max-loras-per-batch`)."""
     backend: str | None = Field(default=None, max_length=64, pattern=_NAME)
     """Adapter kernels, for example `csgmv`, `triton` (`--lora-backend`)."""
     adapters: list[Adapter] = Field(default_factory=list, max_length=64, json_schema_extra=map_list())
@@ -198,7 +196,6 @@ def rule_of_data_parallelism() -> dict[str, str]:
 
 
 def rule_against_lora_flags() -> dict[str, str]:
-    """Return the rule that no argument repeats ``lora``. argparse accepts abbreviations, too."""
-    in_args = f"self.args.exists(a, a.size() > 2 && a.startsWith('--') && {list(LORA_FLAGS)}.exists(f, f.startsWith(a.split('=')[0])))"
+    """Return the rule that no argument repeats ``lora``."""
     message = "engine.lora and flags of LoRA in engine.args say the same: leave one of them out."
-    return rule(f"!has(self.lora) || !(has(self.args) && {in_args})", message, field=".lora")
+    return rule(f"!has(self.lora) || !({sets_flag(*LORA_FLAGS)})", message, field=".lora")

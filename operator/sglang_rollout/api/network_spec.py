@@ -8,7 +8,7 @@ from enum import StrEnum
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.pod_template import overlay_sets
-from sglang_rollout.api.schema import ApiModel, rule, rules
+from sglang_rollout.api.schema import ApiModel, rule, rules, sets_flag
 
 BLOCK = 20
 """Ports of one engine in the network of its node (:func:`sglang_rollout.controller.render.names.engine_ports`)."""
@@ -44,8 +44,8 @@ class Network(ApiModel):
             ),
             rule(
                 f"!has(self.basePort) || self.basePort % {BLOCK} == 0",
-                f"engine.network.basePort must be a multiple of {BLOCK}, the ports of one engine: then the scheduler can tell fleets on one"
-                " node from each other.",
+                f"engine.network.basePort must be a multiple of {BLOCK}, the ports of one engine, so that the scheduler can"
+                " distinguish fleets on one node.",
                 field=".basePort",
             ),
         )
@@ -180,7 +180,6 @@ def _on_node(engine: str) -> str:
 
 def rules_of_engine_ports() -> list[dict[str, str]]:
     """Return the rules of ``engine`` that SGLang listens only in its block with ``hostNetwork``."""
-    named = f"self.args.exists(a, a.size() > 2 && a.startsWith('--') && {list(PORT_FLAGS)}.exists(f, f.startsWith(a.split('=')[0])))"
     return [
         rule(
             f"!{_on_node('self')} || self.parallelism.data == 1",
@@ -189,7 +188,7 @@ def rules_of_engine_ports() -> list[dict[str, str]]:
             field=".network",
         ),
         rule(
-            f"!{_on_node('self')} || !(has(self.args) && {named})",
+            f"!{_on_node('self')} || !({sets_flag(*PORT_FLAGS)})",
             f"With engine.network.hostNetwork leave {', '.join(PORT_FLAGS)} out of engine.args: all engines of a node would get the same"
             " port.",
             field=".args",
@@ -204,7 +203,7 @@ def rules_of_fleet_ports() -> list[dict[str, str]]:
         rule(
             f"!{_on_node('self.engine')} || {now} + {BLOCK} * self.replicas <= {NODE_PORTS}",
             f"engine.network.basePort + {BLOCK} * replicas must not exceed {NODE_PORTS}: Kubernetes and Linux give the ports above to"
-            " others. Use a lower basePort, or fewer engines.",
+            " other programs. Use a lower basePort, or fewer engines.",
             field=".engine",
         ),
         rule(

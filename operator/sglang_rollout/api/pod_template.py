@@ -88,7 +88,7 @@ class OverlayContainer(Open):
     """A container to add, or to merge into the one of the same name."""
 
     name: str = Field(min_length=1, max_length=63)
-    """Name of the container. `engine` is the one that runs SGLang."""
+    """Name of the container."""
     image: str | None = Field(default=None, max_length=1024)
     """Image of an added container."""
     command: list[Annotated[str, Field(max_length=65536)]] | None = Field(default=None, max_length=256)
@@ -96,7 +96,7 @@ class OverlayContainer(Open):
     args: list[Annotated[str, Field(max_length=65536)]] | None = Field(default=None, max_length=256)
     """Arguments of an added container."""
     env: list[OverlayVariable] | None = Field(default=None, max_length=128, json_schema_extra=map_list())
-    """Environment variables to add. For the container `engine` the rules of `engine.env` apply."""
+    """Environment variables to add."""
 
 
 class OverlayVolume(Open):
@@ -124,8 +124,8 @@ class OverlayPodSpec(Open):
     containers: list[OverlayContainer] | None = _containers(
         _NO_SIDECARS, _no_command("podTemplate", ENGINE_CONTAINER, "spec.engine.image and spec.engine.args")
     )
-    """Containers to add or to merge by name. Lists in a container are merged, too: `env` by name, `ports` by number, `volumeMounts` by
-    path."""
+    """Containers to add, or to merge by name. `engine` runs SGLang, and its variables must meet the rules of `engine.env`. Lists in a
+    container are merged, too: `env` by name, `ports` by number, `volumeMounts` by path."""
     init_containers: list[OverlayContainer] | None = _containers(
         _NO_SIDECARS,
         _no_container(
@@ -167,15 +167,6 @@ class PodTemplate(ApiModel):
     """Fields of the pods' spec."""
 
 
-class RouterOverlayContainer(OverlayContainer):
-    """A container to add, or `smg` to merge into."""
-
-    name: str = Field(min_length=1, max_length=63)
-    """Name of the container. `smg` is the SGLang router."""
-    env: list[OverlayVariable] | None = Field(default=None, max_length=128, json_schema_extra=map_list())
-    """Environment variables to add."""
-
-
 class RouterOverlayPodSpec(Open):
     """Fields of the router pod's spec."""
 
@@ -203,7 +194,7 @@ class RouterOverlayPodSpec(Open):
         )
     )
 
-    containers: list[RouterOverlayContainer] | None = _containers(
+    containers: list[OverlayContainer] | None = _containers(
         _no_container(
             [name for name in ROUTER_CONTAINERS if name != SMG_CONTAINER],
             "router.podTemplate must not change or remove the containers front and coordinator: they serve the fleet's URL and lead weight"
@@ -211,9 +202,9 @@ class RouterOverlayPodSpec(Open):
         ),
         _no_command("router.podTemplate", SMG_CONTAINER, "router.args"),
     )
-    """Containers to add, or `smg` to merge into. Lists in a container are merged, too: `env` by name, `ports` by number, `volumeMounts`
-    by path."""
-    init_containers: list[RouterOverlayContainer] | None = _containers(
+    """Containers to add, or `smg`, the SGLang router, to merge into. Lists in a container are merged, too: `env` by name, `ports` by
+    number, `volumeMounts` by path."""
+    init_containers: list[OverlayContainer] | None = _containers(
         _no_container(
             ROUTER_CONTAINERS,
             f"router.podTemplate must not add an init container named {', '.join(ROUTER_CONTAINERS)}: the router's own containers have"

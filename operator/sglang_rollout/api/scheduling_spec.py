@@ -73,14 +73,14 @@ class AvoidNodes(ApiModel):
         json_schema_extra=rules(
             rule(
                 "self.forSeconds >= self.withinSeconds",
-                "scheduling.avoidNodes.forSeconds must be at least withinSeconds: else the failures for which a node was avoided would"
-                " have it avoided again at once.",
+                "scheduling.avoidNodes.forSeconds must be at least withinSeconds: otherwise the same failures would cause the node to be"
+                " avoided again at once.",
                 field=".forSeconds",
             ),
             rule(
                 f"self.withinSeconds > (self.failures - 1) * {AT_ONCE_SECONDS}",
-                f"scheduling.avoidNodes.withinSeconds must be more than {AT_ONCE_SECONDS} for each failure after the first: what fails on a"
-                " node within a minute counts once, and no node would ever be avoided. Use a longer time, or fewer failures.",
+                f"scheduling.avoidNodes.withinSeconds must be more than {AT_ONCE_SECONDS} for each failure after the first: failures within"
+                " a minute count once, so no node would ever be avoided. Use a longer time, or fewer failures.",
                 field=".withinSeconds",
             ),
         )
@@ -126,14 +126,14 @@ class Scheduling(Placement):
         json_schema_extra=rules(
             rule(
                 "!has(self.gang) || self.gang.scope != 'Base' || !has(self.queueName)",
-                "scheduling.gang.scope Base cannot be used with queueName: Kueue admits each engine by itself, and those that it has"
-                " admitted would hold their quota while they wait for the rest of the base. Leave gang out (in a queue each engine starts"
+                "scheduling.gang.scope Base cannot be used with queueName: Kueue admits each engine by itself, and admitted engines would"
+                " hold their quota while they wait for the rest of the base. Leave gang out (in a queue each engine starts"
                 " whole or not at all without it), or leave queueName out.",
                 field=".gang",
             ),
             rule(
                 "!has(self.avoidNodes) || !has(self.queueName)",
-                "scheduling.avoidNodes cannot be used with queueName: Kueue does not let the affinity of an engine change that it has"
+                "scheduling.avoidNodes cannot be used with queueName: Kueue allows no change of the affinity of an engine that it has"
                 " admitted. Leave one of them out.",
                 field=".avoidNodes",
             ),

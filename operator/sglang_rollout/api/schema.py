@@ -66,6 +66,13 @@ def refuse_flags(flags: tuple[str, ...], message: str) -> dict[str, str]:
     return rule(f"self.size() < 3 || !self.startsWith('--') || !{list(flags)}.exists(f, f.startsWith(self.split('=')[0]))", message)
 
 
+def sets_flag(*flags: str) -> str:
+    """Return the CEL expression about ``engine`` that ``args`` has one of ``flags``, or an abbreviation, which argparse accepts."""
+    word = "a.split('=')[0]"
+    matches = f"'{flags[0]}'.startsWith({word})" if len(flags) == 1 else f"{list(flags)}.exists(f, f.startsWith({word}))"
+    return f"has(self.args) && self.args.exists(a, a.size() > 2 && a.startsWith('--') && {matches})"
+
+
 def refuse_flags_like(*beginnings: str, message: str) -> dict[str, str]:
     """Return the rule that an argument begins with none of ``beginnings``."""
     return rule(" && ".join(f"!self.startsWith('{beginning}')" for beginning in beginnings), message)

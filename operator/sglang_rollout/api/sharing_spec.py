@@ -87,13 +87,13 @@ def _rules_of_shared_gpus() -> list[dict[str, str]]:
         rule(
             "self.mode == 'Standalone' || self.engine.gpuResource == ''",
             'modes Hybrid and Colocated need engine.gpuResource "": the GPUs are the trainer\'s, and an extended resource would take'
-            " others. Name them by sharing.resourceClaimName.",
+            " other GPUs. Name them by sharing.resourceClaimName.",
             field=".engine",
         ),
         rule(
             "self.mode == 'Standalone' || !self.engine.eplb",
             "modes Hybrid and Colocated cannot have engine.eplb: it moves experts between ranks, and engines are compared by checksum after"
-            " they slept. Set eplb to false, or use mode Standalone.",
+            " they wake. Set eplb to false, or use mode Standalone.",
             field=".engine",
         ),
         rule(
@@ -104,7 +104,7 @@ def _rules_of_shared_gpus() -> list[dict[str, str]]:
         rule(
             "self.replicas <= 1 || !has(self.sharing) || !has(self.sharing.resourceClaimName)"
             f" || self.sharing.resourceClaimName.contains('{ENGINE_INDEX}')",
-            "sharing.resourceClaimName must contain {engine} when there are several engines: else all of them would use the same GPUs.",
+            "sharing.resourceClaimName must contain {engine} when there are several engines: otherwise all would use the same GPUs.",
             field=".sharing",
         ),
     ]
@@ -115,7 +115,7 @@ def _rules_of_pushes_to_each() -> list[dict[str, str]]:
     return [
         rule(
             f"self.mode != 'Hybrid' || !has(self.weights) || {_NO_TRANSPORT}",
-            "mode Hybrid takes tensors at the engines' own URLs: leave weights.transport out. update_weights_from_disk works all the same.",
+            "mode Hybrid takes tensors at the engines' own URLs: leave weights.transport out. update_weights_from_disk works, too.",
             field=".weights",
         ),
         rule(
@@ -132,7 +132,7 @@ def _rules_of_pushes_to_each() -> list[dict[str, str]]:
         ),
         rule(
             "self.mode != 'Hybrid' || !has(self.elastic) || self.elastic.base >= self.replicas",
-            "mode Hybrid needs all of its engines, because the trainer sends tensors to each by itself: leave elastic out, or set"
+            "mode Hybrid needs all of its engines, because the trainer sends tensors to each engine: leave elastic out, or set"
             " elastic.base to replicas.",
             field=".elastic",
         ),

@@ -82,7 +82,7 @@ class CatchUp(ApiModel):
     """Path in the engine pods: the folder of snapshots that the client library writes, or the path of the trainer's own checkpoints with
     `{version}` for the version's name, for example `/ckpt/step_{version}/hf`. `podTemplate` mounts the volume."""
     parallel: int = Field(default=4, ge=1, le=1000)
-    """Most engines that load at a time."""
+    """Maximum number of engines that load at a time."""
 
 
 class Verify(StrEnum):

@@ -132,12 +132,7 @@ def command(
     """
     _configure_logging(log_format, verbose=verbose)
     settings = OperatorSettings(
-        render=Settings(
-            coordinator_image=coordinator_image,
-            router_image=router_image,
-            image_pull_policy=image_pull_policy,
-            version=__version__,
-        ),
+        render=Settings(coordinator_image=coordinator_image, router_image=router_image, image_pull_policy=image_pull_policy),
         namespaces=namespaces,
         kubeconfig=kubeconfig,
         metrics_port=metrics_port,
@@ -212,7 +207,7 @@ def _describe_missing_crd(kube: Kube) -> str:
 
 async def run(settings: OperatorSettings) -> None:
     """Run the operator until SIGTERM or SIGINT."""
-    metrics = Metrics(settings.render.version)
+    metrics = Metrics(__version__)
     async with AsyncExitStack() as stack:
         kube = await stack.enter_async_context(
             await Kube.connect(field_manager=FIELD_MANAGER, kubeconfig=settings.kubeconfig, on_call=metrics.count_request)

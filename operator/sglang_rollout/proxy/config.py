@@ -53,33 +53,33 @@ _METRICS_CONNECTIONS = 16
 _SENTENCES = {
     "closed": (
         "engine_closed",
-        "The gate of this engine is closed: the engine is not up or does not hold the weights that the fleet has committed. "
-        "Ask another engine, or this one later.",
+        "The gate of this engine is closed: the engine is not up, or does not hold the weights that the fleet has committed. "
+        "Use another engine, or try again.",
     ),
-    "full": ("too_many_requests_open", "As many requests are open here as fit. Ask again when some have ended."),
-    "broken": ("engine_broke_off", "The server that worked on this request broke the connection before it had answered."),
+    "full": ("too_many_requests_open", "The limit of open requests is reached. Try again when some have ended."),
+    "broken": ("engine_broke_off", "The server of this request closed the connection before it answered."),
     "agent_away": (
         "agent_unavailable",
-        "The agent of this engine does not answer, so control calls cannot be taken. It is restarted by itself: try again.",
+        "The agent of this engine does not answer, so control calls fail. It restarts automatically: try again.",
     ),
     "no_engine": (
         "no_engine_serves",
-        "No engine can take this request now: none holds the weights that the fleet has committed, or the router is restarting. "
-        "GET /fleet tells the state of each engine. Try again.",
+        "No engine serves this request now: none holds the weights that the fleet has committed, or the router is restarting. "
+        "GET /fleet shows the state of each engine. Try again.",
     ),
     "batches_away": (
         "coordinator_unavailable",
-        "The coordinator, which takes batches apart, does not answer. It is restarted by itself: try again. "
+        "The coordinator, which splits batches, does not answer. It restarts automatically: try again. "
         "Requests with one prompt are served meanwhile.",
     ),
     "coordinator_broke": (
         "coordinator_broke_off",
-        "The coordinator broke the connection before it had answered. GET /fleet tells what came of the call.",
+        "The coordinator closed the connection before it answered. GET /fleet shows the result of the call.",
     ),
     "coordinator_away": (
         "coordinator_unavailable",
-        "The coordinator does not answer, so control calls cannot be taken; requests for tokens are served meanwhile. "
-        "It is restarted by itself: try again.",
+        "The coordinator does not answer, so control calls fail; requests for tokens are served meanwhile. "
+        "It restarts automatically: try again.",
     ),
 }
 

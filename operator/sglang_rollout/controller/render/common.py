@@ -25,8 +25,6 @@ class Settings:
     """Image of gate, front and smg."""
     image_pull_policy: str = "IfNotPresent"
     """Pull policy of both images."""
-    version: str = "dev"
-    """Release of the operator, for logs. It never enters a revision."""
 
 
 SIDECAR_UID = 65532

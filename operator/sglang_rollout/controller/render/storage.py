@@ -22,6 +22,13 @@ from sglang_rollout.controller.render.start import FETCH_SCRIPT
 
 CACHE_DIR = "/var/cache/sglang-rollout"
 """Path of the cache in the engine's container."""
+_NOT_SHARED = frozenset(RESERVED_VOLUMES) - {MODEL_VOLUME}
+
+HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
+"""Variables by which huggingface_hub finds its cache."""
+
+_MOUNT_FIELDS = ("name", "mountPath", "subPath")
+"""Fields of a mount that the agent copies: not ``mountPropagation``, which is for writers."""
 
 
 def volumes(rollout: SGLangRollout) -> list[Object]:
@@ -82,21 +89,12 @@ def _source(claim: str | None, host_path: str | None, kind: str) -> Object:
     return {"hostPath": {"path": host_path, "type": kind}}
 
 
-_NOT_SHARED = frozenset(RESERVED_VOLUMES) - {MODEL_VOLUME}
-
-HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
-"""Variables by which huggingface_hub finds its cache."""
-
-_KEPT = ("name", "mountPath", "subPath")
-"""Fields of a mount that the agent copies: not ``mountPropagation``, which is for writers."""
-
-
 def with_shared_mounts(template: Object) -> Object:
     """Return the pod template with the engine's mounts of user volumes in the agent's container as well."""
     spec = template["spec"]
     engine = next(container for container in spec["containers"] if container["name"] == ENGINE_CONTAINER)
     shared = [
-        {**{key: mount[key] for key in _KEPT if key in mount}, "readOnly": True}
+        {**{key: mount[key] for key in _MOUNT_FIELDS if key in mount}, "readOnly": True}
         for mount in engine.get("volumeMounts") or []
         if _is_shared(mount)
     ]
@@ -104,13 +102,13 @@ def with_shared_mounts(template: Object) -> Object:
         return template
     caches = [variable for variable in engine.get("env") or [] if _is_cache(variable)]
     made = [
-        _mounting(container, shared, caches) if container["name"] == AGENT_CONTAINER else container
+        _add_mounts(container, shared, caches) if container["name"] == AGENT_CONTAINER else container
         for container in spec.get("initContainers") or []
     ]
     return {**template, "spec": {**spec, "initContainers": made}}
 
 
-def _mounting(agent: Object, shared: list[Object], caches: list[Object]) -> Object:
+def _add_mounts(agent: Object, shared: list[Object], caches: list[Object]) -> Object:
     named = {variable["name"] for variable in caches}
     env = [*(variable for variable in agent.get("env") or [] if variable["name"] not in named), *caches]
     return {**agent, "env": env, "volumeMounts": [*agent["volumeMounts"], *shared]}

@@ -38,8 +38,8 @@ _RETRY_SECONDS = 0.25
 NO_WORKERS_SECONDS = 10.0
 """Longest wait for smg's first worker after its restart, which takes 0.1 s; its list is compared twice a second."""
 NO_ENGINE = (
-    "No engine can take this request now: none holds the weights that the fleet has committed, or the router is restarting. "
-    "GET /fleet tells the state of each engine. Try again."
+    "No engine serves this request now: none holds the weights that the fleet has committed, or the router is restarting. "
+    "GET /fleet shows the state of each engine. Try again."
 )
 
 _WAITING_EVENTS = 256

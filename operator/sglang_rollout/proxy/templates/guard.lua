@@ -1,21 +1,21 @@
--- Requests that would end the engine's process, or name an adapter that is not loaded, are made unreadable on their way to it, and
--- answered with a sentence by the gate.
+-- Refuse requests that would end the engine's process, or that name an adapter that is not loaded. The filter makes such a body
+-- unreadable on its way to the engine, and the gate answers with a sentence.
 --
--- SGLang takes token ids outside the vocabulary, empty prompts and a few numbers out of range without a look, and its scheduler dies
--- of them with all that it runs; of an adapter that was unloaded it continues to give answers. This filter reads bodies as they pass,
--- piece by piece and without keeping them. It looks for keys only: a quote inside a JSON string has a backslash before it, so what
--- looks like a key is one, at whatever depth.
+-- SGLang does not check token ids outside the vocabulary, empty prompts and some numbers out of range. They end its scheduler, with all
+-- running requests. For an unloaded adapter SGLang continues to give answers. The filter reads bodies as they pass, piece by piece,
+-- without keeping them. It looks for keys only: a quote inside a JSON string follows a backslash, so what looks like a key is a key, at
+-- any depth.
 
 -- Sampling is done in 32 bits.
 local LARGEST_K = 2147483647
 
--- A list of adapters may be long: so much of it is read.
+-- Length of a list of adapters that is read.
 local ADAPTERS_WINDOW = 4096
 
 local Guard = { id = "guard", flags = filter.FLT_CFG_FL_HTX }
 Guard.__index = Guard
 
--- What may follow a key. Each returns a sentence if the value must not pass; `word` is the value's beginning.
+-- Checks of a key's value. Each returns a sentence if the value must not pass; `word` is the start of the value.
 
 local function empty_list(_, key, word)
   if word:find("^%[%s*%[?%s*%]") then
@@ -157,7 +157,7 @@ local function has_empty(span)
   return span:find("[]", 1, true) or (span:find("[ ", 1, true) and span:find("%[%s+%]"))
 end
 
--- Whether what has come of a value tells too little.
+-- Return true if the part of a value that has arrived does not decide yet.
 local function goes_on(word, check)
   if check == adapter and word:find('^["[]') then
     return not (word:find("^%b[]") or word:find('^"[^"]*"'))
