@@ -60,7 +60,7 @@ lock: venv ## Resolve requirements/*.lock again
 	@requirements/lock.sh
 
 test-fast: venv ## Unit, property and golden tests: no root, no cluster, no engine
-	@$(BIN)/pytest -q -n auto operator/tests/unit operator/tests/golden operator/tests/properties e2e/tests -m "not engine and not router and not controlplane and not cluster"
+	@$(BIN)/pytest -q -n auto --dist worksteal operator/tests/properties e2e/tests operator/tests/unit operator/tests/golden -m "not engine and not router and not controlplane and not cluster"
 
 test: ## All tests on a cluster made for them (CLUSTER=current: on yours)
 	@e2e/test.sh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             names = getattr(item, "fixturenames", ())
             group = next((part for fixture, part in SHARED_PARTS.items() if fixture in names), item.nodeid.split("::")[0])
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(optionalhook=True)  # a hook of xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of workers of `-n auto`: three for two cores, because many tests wait for processes and timers."""
+    return max(1, (os.cpu_count() or 1) * 3 // 2)
 
 
 def is_allowed(reason: str) -> bool:

@@ -1,5 +1,6 @@
 """`make test` fails if a test is skipped for a reason that is not on the list."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ def run(folder: Path, reason: str, *options: str) -> subprocess.CompletedProcess
     """Run pytest with our conftest.py on two tests, of which one is skipped."""
     (folder / "conftest.py").write_text((REPOSITORY / "conftest.py").read_text())
     (folder / "test_x.py").write_text(f"import pytest\ndef test_a():\n    pytest.skip({reason!r})\ndef test_b():\n    pass\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), *options, str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), "-p", "xdist", *options, str(folder)]
+    variables = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # xdist is the only plugin that these tests need
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

@@ -1,6 +1,6 @@
 """A stand-in for SGLang servers, for your own tests.
 
-It speaks SGLang's HTTP API, joins weight-update groups, dies where SGLang dies, and fails on demand.
+It answers SGLang's HTTP API, joins process groups, ends where SGLang ends, and injects faults on demand.
 
     from sglang_rollout.testing import StandInFleet, expected_tokens
 
@@ -9,8 +9,8 @@ It speaks SGLang's HTTP API, joins weight-update groups, dies where SGLang dies,
         fleet[2].faults.add("die", "received")                    # the third engine dies at the next update
         fleet[2].restart()
 
-It generates no language. The next token is a hash of the held tensors and the tokens before, so ``expected_tokens`` tells which weights
-answered. Only process groups need torch.
+It generates no language. The next token is a hash of the engine's tensors and of the previous tokens, so ``expected_tokens`` shows which
+weights answered. Only process groups need torch.
 """
 
 from sglang_rollout.testing.engine import StandIn, StandInFleet

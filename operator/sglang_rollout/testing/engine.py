@@ -1,4 +1,4 @@
-"""Stand-in engines for tests: ``StandIn`` is one, ``StandInFleet`` several in one process."""
+"""Stand-in engines for tests: ``StandIn`` is one engine, ``StandInFleet`` several engines in one process."""
 
 from __future__ import annotations
 
@@ -26,18 +26,28 @@ _START_SECONDS = 30.0
 
 
 class StandIn:
-    """One engine: a port, faults, and one boot after the other.
-
-    ``state``: the base weights (state dict of torch tensors or numpy arrays); ``model``: a folder with safetensors files instead;
-    neither: a tiny model of five tensors. ``port``: 0 takes a free one and keeps it over restarts.
-    ``sessions=False`` speaks as SGLang <= 0.5.20.
-    ``tensor``: tensor-parallel ranks. ``token_seconds``: time per generated token. ``weight_version``: what a fresh boot reports.
-    ``context_length``: tokens of prompt and completion together. ``health_seconds``: when /health_generate gives up.
-    ``lora``: adapters can be loaded. ``memory_saver``: released weights are lost, unless ``weights_backup``.
-    ``on_death``: called with the reason when the engine dies where SGLang would. It runs in the engine's event loop, so it must not call
-    the engine.
+    """One engine: a port, faults, and the state of its current boot.
 
     Use it in a ``with`` block, or call ``start`` and ``close``. Any thread may call it.
+
+    Args:
+        port: Port to listen on; 0 takes a free port and keeps it over restarts.
+        host: Address to listen on.
+        state: Base weights: a state dict of torch tensors or numpy arrays. Without ``state`` and ``model``: a tiny model with 5 tensors.
+        model: Folder with safetensors files that have the base weights.
+        sessions: False behaves as SGLang 0.5.20 and older, without begin_weight_update and end_weight_update.
+        tensor: Number of tensor-parallel ranks.
+        token_seconds: Seconds per generated token.
+        weight_version: Version that each new boot reports.
+        context_length: Maximum tokens of prompt and completion together.
+        health_seconds: Timeout of /health_generate.
+        vocabulary: Token IDs are below this number.
+        lora: True to accept adapters.
+        memory_saver: True to lose released weights, unless ``weights_backup`` is true.
+        weights_backup: True to restore released weights.
+        on_death: Called with the reason when the engine dies where SGLang would. It runs in the engine's event loop, so it must not call
+            the engine.
+        loop: Event loop that several engines share.
     """
 
     def __init__(
@@ -119,7 +129,7 @@ class StandIn:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors that the engine holds, as torch tensors."""
-        from sglang_rollout.testing.process_groups import tensor  # noqa: PLC0415 - the one thing here that needs torch
+        from sglang_rollout.testing.process_groups import tensor  # noqa: PLC0415 - needs torch
 
         return {name: tensor(held.data, held.dtype, held.shape) for name, held in self.tensors().items()}
 
@@ -203,9 +213,12 @@ class StandIn:
 
 
 class StandInFleet(Sequence[StandIn]):
-    """Several engines in one process and one event loop; a sequence of ``StandIn``.
+    """Several engines in one process and one event loop, as a sequence of ``StandIn``.
 
-    ``ports``: where they listen (default: free ones); the other arguments are those of ``StandIn`` and the same for all.
+    Args:
+        engines: Number of engines.
+        ports: Port of each engine; by default free ports.
+        **options: Arguments of each ``StandIn``.
     """
 
     def __init__(self, engines: int, *, ports: Sequence[int] | None = None, **options: Any) -> None:
@@ -257,7 +270,7 @@ class StandInFleet(Sequence[StandIn]):
 
 
 class Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -279,7 +292,7 @@ class Loop:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Stop the loop; calling it twice is fine."""
+        """Stop the loop. Does nothing if the loop is closed."""
         if self._loop.is_closed():
             return
         self.run(self._end_tasks())

@@ -15,7 +15,15 @@ import pytest
 from sglang_rollout.agent.run_files import RunFiles
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.controller.render import names
-from sglang_rollout.controller.render.start import DRAIN_SCRIPT, ENDED_BY_ITSELF, FETCH_SCRIPT, GROUP_START_SCRIPT, HANDLER, START_SCRIPT
+from sglang_rollout.controller.render.start import (
+    DRAIN_SCRIPT,
+    ENDED_BY_ITSELF,
+    FETCH_SCRIPT,
+    FOLLOWER_SECONDS,
+    GROUP_START_SCRIPT,
+    HANDLER,
+    START_SCRIPT,
+)
 
 
 def start(folder: Path, *command: str, env: dict[str, str] | None = None) -> int:
@@ -53,6 +61,7 @@ class Member:
     def __init__(self, folder: Path, rank: int | None, *command: str) -> None:
         self.folder = folder
         script = (HANDLER + (START_SCRIPT if rank is None else GROUP_START_SCRIPT)).replace(names.RUN_DIR, str(folder))
+        script = script.replace(f"sleep {FOLLOWER_SECONDS};", "sleep 1;")
         environment = {"PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin", NODE_RANK_ENV: str(rank)}
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(

@@ -20,7 +20,7 @@ import pytest
 import requests
 
 from sglang_rollout.agent.engine import Engine
-from sglang_rollout.testing import Fault, Kind, Phase, StandIn, StandInFleet, decode, encode, expected_tokens
+from sglang_rollout.testing import Fault, Kind, Phase, StandIn, StandInFleet, app, decode, encode, expected_tokens
 from tests.support.paths import DOCS
 from tests.support.ports import free_port
 
@@ -127,8 +127,9 @@ def test_old_release_has_no_sessions() -> None:
         assert "not in []" in post(engine, "/update_weights_from_distributed", body).json()["message"]
 
 
-def test_engine_is_unready_after_a_failed_health_check_until_one_succeeds() -> None:
-    with StandIn(health_seconds=1.5) as engine:
+def test_engine_is_unready_after_a_failed_health_check_until_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_HEALTH_STEP_SECONDS", 0.1)
+    with StandIn(health_seconds=0.15) as engine:
         post(engine, "/pause_generation", {"mode": "retract"})
         assert requests.get(f"{engine.url}/health_generate", timeout=PATIENCE).status_code == 503
         post(engine, "/continue_generation")
@@ -186,11 +187,7 @@ def test_hang_blocks_the_scheduler_until_the_engine_is_killed(engine: StandIn, p
         post(engine, CALLS[phase], timeout=0.3)
     for path in ("/model_info", "/v1/models", "/ping", "/ready"):
         assert requests.get(engine.url + path, timeout=PATIENCE).status_code == 200, path
-    for path in ("/destroy_weights_update_group", "/generate"):
-        with pytest.raises(requests.Timeout):
-            post(engine, path, ASK, timeout=0.3)
-    with pytest.raises(requests.Timeout):
-        requests.get(f"{engine.url}/server_info", timeout=0.3)
+    assert_hanging(engine, ("POST", "/destroy_weights_update_group"), ("POST", "/generate"), ("GET", "/server_info"))
     engine.restart()
     assert post(engine, CALLS[phase]).status_code == 200
     assert tokens(engine)
@@ -200,9 +197,14 @@ def test_hanging_pause_blocks_requests_and_updates(engine: StandIn) -> None:
     engine.faults.add("hang", "pause")
     with pytest.raises(requests.Timeout):
         post(engine, "/pause_generation", timeout=0.3)
-    for path in ("/begin_weight_update", "/continue_generation", "/generate"):
-        with pytest.raises(requests.Timeout):
-            post(engine, path, ASK, timeout=0.3)
+    assert_hanging(engine, *(("POST", path) for path in ("/begin_weight_update", "/continue_generation", "/generate")))
+
+
+def assert_hanging(engine: StandIn, *calls: tuple[str, str]) -> None:
+    """Assert that none of these calls is answered."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        asked = [pool.submit(requests.request, method, engine.url + path, json=ASK, timeout=0.3) for method, path in calls]
+    assert [type(future.exception()) for future in asked] == [requests.ReadTimeout] * len(calls)
 
 
 def test_slow_call_succeeds_after_its_delay(engine: StandIn) -> None:
