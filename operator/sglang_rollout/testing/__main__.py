@@ -7,6 +7,7 @@ import signal
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -29,22 +30,7 @@ from sglang_rollout.testing.updates import load_groups
 @click.option("--weights-backup", is_flag=True, help="With --memory-saver: restore released weights, as with --enable-weights-cpu-backup.")
 @click.option("--fault", "faults", multiple=True, metavar="KIND:PHASE[:TIMES]", help="Fault that every engine starts with; repeatable.")
 @click.option("--hits", type=click.Path(path_type=Path), help="File that gets a line of JSON for each fault that hits.")
-def command(
-    *,
-    port: int,
-    host: str,
-    engines: int,
-    tensor: int,
-    model: Path | None,
-    old: bool,
-    weight_version: str,
-    token_ms: float,
-    lora: bool,
-    memory_saver: bool,
-    weights_backup: bool,
-    faults: tuple[str, ...],
-    hits: Path | None,
-) -> None:
+def command(*, port: int, engines: int, old: bool, token_ms: float, faults: tuple[str, ...], hits: Path | None, **options: Any) -> None:
     """Run stand-in engines until SIGTERM. With a single engine, the process kills itself with SIGKILL where SGLang would die."""
     # Copying a few tensors needs no pool of threads per process; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,16 +41,10 @@ def command(
         fleet = StandInFleet(
             engines,
             ports=range(port, port + engines),
-            host=host,
-            tensor=tensor,
-            model=model,
             sessions=not old,
-            weight_version=weight_version,
             token_seconds=token_ms / 1000,
-            lora=lora,
-            memory_saver=memory_saver,
-            weights_backup=weights_backup,
             on_death=_kill_myself if engines == 1 else None,
+            **options,
         )
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from None
@@ -76,7 +56,7 @@ def command(
     try:
         fleet.start()
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}, port {port} and following: {error.strerror or error}") from None
+        raise click.ClickException(f"cannot listen on {options['host']}, port {port} and following: {error.strerror or error}") from None
     click.echo(f"{engines} stand-in engine{'s' if engines > 1 else ''} at {', '.join(fleet.urls)}")
     ended.wait()
     fleet.close()
