@@ -41,9 +41,9 @@ async def test_a_push_commits_on_every_engine_and_gates_are_open_when_end_answer
     assert (await lab.get("/model_info"))[2]["weight_version"] == "5"
     record = Record.model_validate_json(lab.record.read_text())
     assert record.committed.step == 5
-    sent = lab.agents[1].heard("/init_weights_update_group")[0]
+    sent = lab.agents[1].bodies_of("/init_weights_update_group")[0]
     assert (sent["rank_offset"], sent["master_port"], sent["backend"]) == (2, 29500, "gloo")
-    assert lab.agents[0].heard("/update_weights_from_distributed")[0]["dtypes"] == ["float32"]
+    assert lab.agents[0].bodies_of("/update_weights_from_distributed")[0]["dtypes"] == ["float32"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ async def test_an_unreachable_trainer_is_refused_and_nobody_joins(lab: Lab) -> N
     status, reason, _ = await lab.open_group()
     assert status == 400
     assert "engine e1 cannot reach the trainer at 127.0.0.1:29500: connection refused." in reason
-    assert all(not agent.heard("/init_weights_update_group") for agent in lab.agents)
+    assert all(not agent.bodies_of("/init_weights_update_group") for agent in lab.agents)
 
 
 async def test_an_engine_that_cannot_join_is_named_and_the_others_leave(lab: Lab) -> None:
@@ -80,14 +80,14 @@ async def test_an_engine_that_cannot_join_is_named_and_the_others_leave(lab: Lab
     assert (status, body["fleet"]["phase"]) == (400, "open")
     assert "engine e1 could not join group g: out of memory." in reason
     await asyncio.sleep(0.3)
-    assert all(agent.heard("/destroy_weights_update_group") for agent in lab.agents)
+    assert all(agent.bodies_of("/destroy_weights_update_group") for agent in lab.agents)
     assert (await lab.document())["groups"] == []
 
 
 async def test_trainers_without_a_session_commit_when_they_continue(lab: Lab) -> None:
     assert (await lab.open_group())[0] == 200
     assert (await lab.post("/pause_generation"))[0] == 200
-    assert lab.agents[0].heard("/pause_generation") == [{"mode": "abort"}]
+    assert lab.agents[0].bodies_of("/pause_generation") == [{"mode": "abort"}]
     assert (await lab.call("GET", "/flush_cache"))[0] == 200
     single = {"name": "w", "dtype": "float32", "shape": [2]}
     assert (await lab.post("/update_weights_from_distributed", single))[0] == 200
@@ -118,7 +118,7 @@ async def test_one_failing_engine_fails_the_update_and_fences_all(lab: Lab) -> N
     assert status == 400
     assert reason.startswith("engine e1 did not take the tensors: Failed to receive weights (phase transfer)")
     assert body["fleet"]["world_size"] == 3
-    await lab.until("fenced", lambda: _all(agent.heard("/agent/fence") for agent in lab.agents))
+    await lab.until("fenced", lambda: _all(agent.bodies_of("/agent/fence") for agent in lab.agents))
     found = await lab.document()
     assert (found["committed"]["step"], found["serving"], found["last_update"]["outcome"]) == (1, 0, "Failed")
     assert (await lab.get("/health"))[0] == 200, "weights can be taken although nobody serves"
@@ -137,7 +137,7 @@ async def test_a_restarted_coordinator_gives_an_open_update_up_and_remembers(lab
     await lab.kill()
     lab.agents[0].agent.restart()
     lab.start()
-    await lab.until("fenced", lambda: _all([lab.agents[1].heard("/agent/fence")]))
+    await lab.until("fenced", lambda: _all([lab.agents[1].bodies_of("/agent/fence")]))
     found = await lab.document()
     assert (found["committed"]["step"], found["term"], found["serving"]) == (3, 2, 0)
     assert not lab.agents[1].agent.session

@@ -50,7 +50,7 @@ async def test_who_has_enough_engines_commits_without_the_silent_one(tmp_path: P
         await lab.serving(2)
 
         async def fenced() -> bool:
-            return bool(lab.agents[1].heard(AGENT_FENCE))
+            return bool(lab.agents[1].bodies_of(AGENT_FENCE))
 
         await lab.until("e1 is fenced", fenced)
 
@@ -72,7 +72,7 @@ async def test_an_engine_that_does_not_go_on_after_a_commit_is_named_and_the_oth
         assert (status, body["fleet"]["outcome"]) == (200, "Committed")
         assert [found["success"] for found in body["fleet"]["engines"].values()] == [True, False, True]
         assert "no answer for 0.5 s after 2 of 3 engines had answered" in body["fleet"]["engines"]["e1"]["message"]
-        assert lab.agents[1].heard(AGENT_FENCE), "which lets an engine run that is clean"
+        assert lab.agents[1].bodies_of(AGENT_FENCE), "which lets an engine run that is clean"
         await lab.serving(3)
 
 

@@ -83,4 +83,6 @@ async def test_a_coordinator_that_starts_anew_keeps_the_hold(lab: Lab) -> None:
 
     await lab.until("the new one says it", adopted)
     assert await all_paused(lab)
-    assert not any(agent.heard("/continue_generation") or agent.heard("/agent/run") or agent.heard("/agent/fence") for agent in lab.agents)
+    assert not any(
+        agent.bodies_of("/continue_generation") or agent.bodies_of("/agent/run") or agent.bodies_of("/agent/fence") for agent in lab.agents
+    )

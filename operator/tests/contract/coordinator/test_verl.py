@@ -41,7 +41,7 @@ async def test_handles_of_gpu_memory_are_refused_by_a_fleet_with_the_way_out(own
     status, reason, answer = await own_gpus.post("/update_weights_from_tensor", body)
     assert (status, "init_weights_update_group" in answer["message"]) == (501, True)
     assert "does not work for a fleet" in reason
-    assert not any(agent.heard("/update_weights_from_tensor") for agent in own_gpus.agents)
+    assert not any(agent.bodies_of("/update_weights_from_tensor") for agent in own_gpus.agents)
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ async def test_a_judge_refuses_every_weight(colocated: Lab, path: str) -> None:
     status, reason, answer = await colocated.post(path, body)
     assert (status, answer["message"]) == (400, KEEPS_WEIGHTS)
     assert "spec.mode: Colocated" in reason
-    assert not any(agent.heard(path) for agent in colocated.agents)
+    assert not any(agent.bodies_of(path) for agent in colocated.agents)

@@ -46,7 +46,7 @@ def test_calls_that_end_the_server(engine: Server, path: str, make: Any, tmp_pat
     engine.post("/update_weight_version", {"new_version": "lost"})
     with pytest.raises(requests.ConnectionError):
         engine.ask("POST", path, make(tmp_path), timeout=60)
-    assert engine.gone()
+    assert engine.has_ended()
     engine.restart()
     after = engine.get("/server_info")[1]
     assert engine.label() == "base"

@@ -38,8 +38,8 @@ def test_groups(engine: Server, trainer: Peer) -> None:
     assert trainer.open([engine])[0][0] == 200
     with peer() as other:
         other.group = trainer.group
-        other.tell("open", group=other.group, world=2)
-        status, body = engine.post("/init_weights_update_group", other.at(other.hear()["port"], 0, 2))
+        other.send_command("open", group=other.group, world=2)
+        status, body = engine.post("/init_weights_update_group", other.at(other.read_answer()["port"], 0, 2))
     taken = "The specified group name has already been created, please use a different group name"
     assert (status, body["success"], taken in body["message"]) == (400, False, True)
     assert body["message"].startswith("Failed to initialize custom process group: ")

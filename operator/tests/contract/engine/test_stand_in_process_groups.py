@@ -154,8 +154,8 @@ def test_engine_that_dies_in_an_update_breaks_its_connections(pair: Pair, joined
 def test_engine_can_be_killed_while_it_joins_and_while_it_receives(pair: Pair, trainer: Peer) -> None:
     """gloo offers no way to end these waits."""
     trainer.group = "g"
-    trainer.tell("open", group="g", world=3)
-    port = trainer.hear()["port"]
+    trainer.send_command("open", group="g", world=3)
+    port = trainer.read_answer()["port"]
     joining = pair.process.pool.submit(pair.post, 0, "/init_weights_update_group", trainer.at(port, 0, 3))
     time.sleep(0.5)
     assert not joining.done()
@@ -177,10 +177,10 @@ def test_nccl_semantics(pair: Pair, trainer: Peer) -> None:
     """The join returns before the ranks are connected. If the trainer dies, the update call never returns, and only a kill helps."""
     pair.fault(0, kind="nccl", phase="init")
     trainer.group = "n"
-    trainer.tell("open", group="n", world=2)
-    port = trainer.hear()["port"]
+    trainer.send_command("open", group="n", world=2)
+    port = trainer.read_answer()["port"]
     assert pair.post(0, "/init_weights_update_group", trainer.at(port, 0, 2))[0] == 200
-    assert trainer.hear() == {"joined": True}
+    assert trainer.read_answer() == {"joined": True}
     pair.post(0, "/begin_weight_update")
     body = trainer.describe(SCALE, flat=True)
     asked = pair.process.pool.submit(pair.post, 0, "/update_weights_from_distributed", body)
@@ -205,11 +205,11 @@ def test_nccl_semantics(pair: Pair, trainer: Peer) -> None:
 def test_nccl_join_returns_before_all_ranks_have_joined(pair: Pair, trainer: Peer) -> None:
     pair.fault(0, kind="nccl", phase="init")
     trainer.group = "early"
-    trainer.tell("open", group="early", world=3)
-    port = trainer.hear()["port"]
+    trainer.send_command("open", group="early", world=3)
+    port = trainer.read_answer()["port"]
     assert pair.post(0, "/init_weights_update_group", trainer.at(port, 0, 3), timeout=5)[0] == 200
     assert pair.post(1, "/init_weights_update_group", trainer.at(port, 1, 3))[0] == 200
-    assert trainer.hear() == {"joined": True}
+    assert trainer.read_answer() == {"joined": True}
 
 
 def test_each_tensor_parallel_rank_joins(trainer: Peer, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_failed_flush_ends_the_server(old: Server, trainer: Peer, mode: str) -> 
     assert old.get("/flush_cache")[0] == 400
     with pytest.raises(requests.ConnectionError):
         trainer.push(old, SCALE, {"flush_cache": True})
-    assert old.gone(30)
+    assert old.has_ended(30)
     old.engine.kill()
     old.engine.start()
     old.engine.wait()

@@ -11,7 +11,7 @@ import pytest
 from e2e.engine import environment
 
 from tests.contract.support.agent_pod import Answer, until
-from tests.contract.support.whole_fleet import Whole, whole_fleet
+from tests.contract.support.complete_fleet import CompleteFleet, complete_fleet
 from tests.support.paths import CONTRACT_SUPPORT
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
@@ -21,8 +21,8 @@ NAMES = ("math", "code")
 
 
 @pytest.fixture
-async def fleet(sglang_pair: list[str], tmp_path: Path) -> AsyncIterator[Whole]:
-    async with whole_fleet(tmp_path, sglang_pair) as made:
+async def fleet(sglang_pair: list[str], tmp_path: Path) -> AsyncIterator[CompleteFleet]:
+    async with complete_fleet(tmp_path, sglang_pair) as made:
         await made.serving(2)
         yield made
         for name in NAMES:
@@ -37,13 +37,13 @@ def adapter(folder: Path, seed: int) -> str:
     return str(folder)
 
 
-async def load(fleet: Whole, name: str, path: str | None, **more: Any) -> Answer:
+async def load(fleet: CompleteFleet, name: str, path: str | None, **more: Any) -> Answer:
     """One call for the whole fleet. ``path`` None: unload."""
     body = {"lora_name": name} | ({"lora_path": path} if path else {}) | more
     return await fleet.ask("POST", "/load_lora_adapter" if path else "/unload_lora_adapter", body)
 
 
-async def tokens(fleet: Whole, name: str | None) -> list[int]:
+async def tokens(fleet: CompleteFleet, name: str | None) -> list[int]:
     """What every engine and the fleet answer with an adapter: the same."""
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "lora_path": name}
     said = [(await fleet.generate(body, at))["output_ids"] for at in (*(pod.url for pod in fleet.pods), None)]
@@ -51,19 +51,19 @@ async def tokens(fleet: Whole, name: str | None) -> list[int]:
     return list(said[0])
 
 
-async def chat(fleet: Whole, **more: Any) -> Answer:
+async def chat(fleet: CompleteFleet, **more: Any) -> Answer:
     body = {"messages": [{"role": "user", "content": "alpha beta"}], "max_tokens": 12, "temperature": 0}
     return await fleet.ask("POST", "/v1/chat/completions", body | more)
 
 
-async def said(fleet: Whole, **more: Any) -> str:
+async def said(fleet: CompleteFleet, **more: Any) -> str:
     answers = [await chat(fleet, **more) for _ in fleet.pods]  # the router takes them in turn
     assert {answer.status for answer in answers} == {200}, answers
     (text,) = {answer.body["choices"][0]["message"]["content"] for answer in answers}
     return str(text)
 
 
-async def refused(fleet: Whole, name: str) -> None:
+async def refused(fleet: CompleteFleet, name: str) -> None:
     """By us, at every URL, whatever SGLang would answer."""
     for at in (None, *(pod.url for pod in fleet.pods)):
         answer = await fleet.ask("POST", "/generate", {"input_ids": [5], "sampling_params": GREEDY, "lora_path": name}, at)
@@ -71,7 +71,7 @@ async def refused(fleet: Whole, name: str) -> None:
         assert (answer.status, answer.body["error"]) == (400, answer.body["error"] | {"code": "adapter_not_loaded", "message": message})
 
 
-async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_after(fleet: Whole, tmp_path: Path) -> None:
+async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_after(fleet: CompleteFleet, tmp_path: Path) -> None:
     absent = await load(fleet, "math", str(tmp_path / "absent"))
     assert (absent.status, "absent" in str(absent.body)) == (400, True), absent
     unknown = await load(fleet, "math", None)
@@ -105,7 +105,7 @@ async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_a
     assert await tokens(fleet, "code") == found["code"]
 
 
-async def test_a_pinned_adapter_is_pinned_again_on_an_engine_that_lost_it(fleet: Whole, tmp_path: Path) -> None:
+async def test_a_pinned_adapter_is_pinned_again_on_an_engine_that_lost_it(fleet: CompleteFleet, tmp_path: Path) -> None:
     """With two slots SGLang pins one adapter and refuses a second one: that tells whether the first is pinned."""
     unknown = await load(fleet, "math", str(tmp_path / "math"), added_tokens_config={})
     assert (unknown.status, "has no field 'added_tokens_config'" in unknown.body["message"]) == (400, True), unknown

@@ -51,7 +51,7 @@ def update(t: Trainer, names: list[str], change: dict[str, Any], **how: Any) -> 
     """One update call that announces something else than is broadcast."""
     body = t.peers[0].describe(SCALE, names=names, **how) | change
     asked = t.pool.submit(t.call, "POST", "/update_weights_from_distributed", body)
-    t.peers[0].tell("go")
+    t.peers[0].send_command("go")
     return asked.result(60)
 
 
@@ -113,7 +113,7 @@ def test_what_no_engine_can_see_the_trainers_checksums_tell(
     before = t.fleet.committed()
     begin(t)
     assert update(t, names, change, **how).ok, "every engine has taken it, each the same"
-    assert t.peers[0].hear() == {"sent": True}
+    assert t.peers[0].read_answer() == {"sent": True}
     reply = end(t, right)
     assert (reply.status_code, "holds other weights than the trainer says" in reply.reason) == (400, True), reply.text
     assert (t.fleet.committed(), t.fleet.document()["serving"]) == (before, 0)
@@ -133,7 +133,7 @@ def test_a_bucket_that_is_broadcast_twice_and_announced_once_shifts_what_follows
     begin(t)
     assert update(t, [GATE], {}, times=2).ok
     assert announce(t, UP).ok, "it gets what was sent for the one before"
-    assert t.peers[0].hear() == {"sent": True}
+    assert t.peers[0].read_answer() == {"sent": True}
     reply = end(t, right)
     assert (reply.status_code, "holds other weights than the trainer says" in reply.reason) == (400, True), reply.text
     assert (t.fleet.committed(), t.fleet.document()["serving"]) == (before, 0)
@@ -144,7 +144,7 @@ def test_a_shape_that_does_not_fit_is_refused_by_name(t: Trainer) -> None:
     before = t.fleet.committed()
     begin(t)
     reply = update(t, [UP], {"shapes": [[128, 256]]})
-    assert t.peers[0].hear() == {"sent": True}
+    assert t.peers[0].read_answer() == {"sent": True}
     assert (reply.status_code, reply.json()["fleet"]["phase"]) == (400, "transfer")
     assert "did not take the tensors: Failed to update parameter online: Attempted to load weight" in reply.json()["message"]
     assert (t.fleet.committed(), t.fleet.document()["serving"]) == (before, 0)
@@ -192,7 +192,7 @@ def test_an_engine_that_ends_or_hangs_in_a_broadcast_is_named_within_the_limit(l
     with trainer(lab) as t:
         begin(t)
         assert update(t, [GATE], {}).ok
-        assert t.peers[0].hear() == {"sent": True}
+        assert t.peers[0].read_answer() == {"sent": True}
         reply = announce(t, UP) if how == "never sent" else update(t, [UP], {"dtypes": ["float16"]})
         assert reply.status_code == 400
         said = "the engine has not answered within" if how == "never sent" else "the connection broke during"

@@ -20,7 +20,7 @@ from e2e.kube import ROOT
 
 from sglang_rollout.wire.states import FleetMode
 from tests.contract.support.agent_pod import until
-from tests.contract.support.whole_fleet import Whole, whole_fleet
+from tests.contract.support.complete_fleet import CompleteFleet, complete_fleet
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -30,7 +30,7 @@ PROMPT = [11, 22, 33]
 GREEDY = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
 
 
-async def step(fleet: Whole, seed: int, version: str) -> dict[str, Any]:
+async def step(fleet: CompleteFleet, seed: int, version: str) -> dict[str, Any]:
     """One step of the trainer; what it saw."""
     command = [str(environment.python(make=False)), str(TRAINER), str(environment.model()), str(seed), version]
     command += [json.dumps(PROMPT), "8", fleet.url, *(made.url for made in fleet.pods)]
@@ -42,7 +42,7 @@ async def step(fleet: Whole, seed: int, version: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Whole]:
+async def fleet(tmp_path: Path) -> AsyncIterator[CompleteFleet]:
     try:
         environment.python(make=False)
     except LabError as error:
@@ -53,11 +53,11 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Whole]:
         engines = [stack.enter_context(start_engine(free_port(), args=saver, wait=False, log=log)) for log in logs]
         for engine in engines:
             await asyncio.to_thread(engine.wait)
-        async with whole_fleet(tmp_path, [engine.url for engine in engines], FleetMode.HYBRID) as made:
+        async with complete_fleet(tmp_path, [engine.url for engine in engines], FleetMode.HYBRID) as made:
             yield made
 
 
-async def test_step_after_step_of_a_trainer_on_the_engines_machine(fleet: Whole) -> None:
+async def test_step_after_step_of_a_trainer_on_the_engines_machine(fleet: CompleteFleet) -> None:
     async def asleep() -> bool:
         return await fleet.released() == [{"kv_cache", "weights"}] * 2
 

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.testing import StandIn
-from tests.contract.support.whole_fleet import Whole, whole_fleet
+from tests.contract.support.complete_fleet import CompleteFleet, complete_fleet
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.router
@@ -77,7 +77,7 @@ class Recorder:
 
 
 @pytest.fixture
-async def recorded(tmp_path: Path) -> AsyncIterator[tuple[Whole, Recorder]]:
+async def recorded(tmp_path: Path) -> AsyncIterator[tuple[CompleteFleet, Recorder]]:
     with StandIn(weight_version="base") as engine:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
             recorder, port = Recorder(engine.url, http), free_port()
@@ -86,14 +86,14 @@ async def recorded(tmp_path: Path) -> AsyncIterator[tuple[Whole, Recorder]]:
             runner = web.AppRunner(app, shutdown_timeout=0.1)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", port).start()
-            async with whole_fleet(tmp_path, [f"http://127.0.0.1:{port}"]) as fleet:
+            async with complete_fleet(tmp_path, [f"http://127.0.0.1:{port}"]) as fleet:
                 await fleet.serving(1)
                 await fleet.generate({"input_ids": [5], "sampling_params": FEW})
                 yield fleet, recorder
             await runner.cleanup()
 
 
-async def test_what_the_engine_gets_is_what_was_sent(recorded: tuple[Whole, Recorder]) -> None:
+async def test_what_the_engine_gets_is_what_was_sent(recorded: tuple[CompleteFleet, Recorder]) -> None:
     fleet, recorder = recorded
     model = (await fleet.ask("GET", "/v1/models")).body["data"][0]["id"]
     for path, sent in BODIES:

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_rollout.testing import StandInFleet
 from tests.contract.support.agent_pod import Pod, until
-from tests.contract.support.whole_fleet import Whole, whole_fleet
+from tests.contract.support.complete_fleet import CompleteFleet, complete_fleet
 
 pytestmark = [pytest.mark.router, pytest.mark.timeout(120)]
 
@@ -21,7 +21,7 @@ SESSIONS = [f"game-{number}" for number in range(12)]
 @pytest.mark.parametrize("policy", ["CacheAware", "ConsistentHash"])
 async def test_sessions_of_a_drained_engine_move_once_and_no_request_fails(policy: str, tmp_path: Path) -> None:
     with StandInFleet(engines=3, weight_version="base", token_seconds=0.003) as engines:
-        async with whole_fleet(tmp_path, engines.urls, policy=policy) as fleet:
+        async with complete_fleet(tmp_path, engines.urls, policy=policy) as fleet:
             await fleet.serving(3)
             await all_routed(fleet)
             answered: dict[str, list[str]] = defaultdict(list)
@@ -45,7 +45,7 @@ async def test_sessions_of_a_drained_engine_move_once_and_no_request_fails(polic
         assert len(path) == (2 if before[name] == left else 1), f"{name} went {path}"
 
 
-async def ask(fleet: Whole, session: str) -> str:
+async def ask(fleet: CompleteFleet, session: str) -> str:
     """The gate that answered."""
     body = {"input_ids": [5, 6], "session_id": session, "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}}
     answer = await fleet.ask("POST", "/generate", body)
@@ -53,7 +53,7 @@ async def ask(fleet: Whole, session: str) -> str:
     return answer.headers["x-smg-routed-worker-id"]
 
 
-async def client(fleet: Whole, session: str, gates: list[str], stop: asyncio.Event) -> None:
+async def client(fleet: CompleteFleet, session: str, gates: list[str], stop: asyncio.Event) -> None:
     while not stop.is_set():
         gates.append(await ask(fleet, session))
 
@@ -72,7 +72,7 @@ async def drained(left: Pod) -> bool:
     return (left.boot_file.parent / "drained").exists()
 
 
-async def all_routed(fleet: Whole) -> None:
+async def all_routed(fleet: CompleteFleet) -> None:
     """smg chooses all engines for new sessions."""
     unused = iter(range(10_000))
 

@@ -1,6 +1,6 @@
 """What verl's HTTP server adapter (``AsyncHttpServerAdapter``, 0.9.1) says to a server, said to a fleet and to each of its engines.
 
-Whole fleets, of stand-ins and of real engines. With weights (``spec.mode: Hybrid``): test_hybrid.py.
+Complete fleets, of stand-ins and of real engines. With weights (``spec.mode: Hybrid``): test_hybrid.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from sglang_rollout.wire.states import RELEASED_TO_TRAINER, FleetMode
 from tests.contract.support.agent_pod import until
-from tests.contract.support.whole_fleet import Whole, whole_fleet
+from tests.contract.support.complete_fleet import CompleteFleet, complete_fleet
 
 pytestmark = [pytest.mark.router, pytest.mark.timeout(420)]
 
@@ -36,18 +36,18 @@ def servers(request: pytest.FixtureRequest) -> list[str]:
     return list(request.getfixturevalue(request.param))
 
 
-async def call(fleet: Whole, method: str, path: str, body: Any = None, at: str | None = None) -> Any:
+async def call(fleet: CompleteFleet, method: str, path: str, body: Any = None, at: str | None = None) -> Any:
     """As the adapter does: anything but a 2xx is an error, and the body is JSON or nothing."""
     answer = await fleet.ask(method, path, body, at)
     assert 200 <= answer.status < 300, f"{path}: {answer}"
     return answer.body
 
 
-async def tokens(fleet: Whole, at: str | None = None) -> list[int]:
+async def tokens(fleet: CompleteFleet, at: str | None = None) -> list[int]:
     return list((await fleet.generate(PROMPT, at))["output_ids"])
 
 
-async def abort_all_ends_a_long_request(fleet: Whole, at: str | None = None) -> None:
+async def abort_all_ends_a_long_request(fleet: CompleteFleet, at: str | None = None) -> None:
     asked = asyncio.create_task(fleet.generate(LONG, at))
     await asyncio.sleep(0.5)
     assert not asked.done(), "it was to run for seconds"
@@ -57,7 +57,7 @@ async def abort_all_ends_a_long_request(fleet: Whole, at: str | None = None) -> 
 
 
 async def test_a_fleet_with_gpus_of_its_own_is_one_server_to_the_adapter(servers: list[str], tmp_path: Path) -> None:
-    async with whole_fleet(tmp_path, servers) as fleet:
+    async with complete_fleet(tmp_path, servers) as fleet:
         await fleet.serving(2)
         assert len((await call(fleet, "GET", "/v1/models"))["data"]) == 1
         own = await tokens(fleet, servers[0])
@@ -76,7 +76,7 @@ async def test_a_fleet_with_gpus_of_its_own_is_one_server_to_the_adapter(servers
         assert await tokens(fleet) == own
 
 
-async def refused_with(fleet: Whole, reason: str) -> bool:
+async def refused_with(fleet: CompleteFleet, reason: str) -> bool:
     """The front looks every second whether the coordinator has a reason."""
     answer = await fleet.ask("POST", "/generate", PROMPT)
     assert answer.status == 503, answer
@@ -84,8 +84,8 @@ async def refused_with(fleet: Whole, reason: str) -> bool:
 
 
 @pytest.fixture
-async def judge(servers: list[str], tmp_path: Path) -> AsyncIterator[Whole]:
-    async with whole_fleet(tmp_path, servers, FleetMode.COLOCATED) as fleet:
+async def judge(servers: list[str], tmp_path: Path) -> AsyncIterator[CompleteFleet]:
+    async with complete_fleet(tmp_path, servers, FleetMode.COLOCATED) as fleet:
 
         async def asleep() -> bool:
             return await fleet.released() == [set(TAGS["tags"])] * 2
@@ -97,7 +97,7 @@ async def judge(servers: list[str], tmp_path: Path) -> AsyncIterator[Whole]:
             await call(fleet, "POST", "/resume_memory_occupation", TAGS)
 
 
-async def test_a_judge_on_the_trainers_gpus_wakes_judges_and_sleeps(judge: Whole) -> None:
+async def test_a_judge_on_the_trainers_gpus_wakes_judges_and_sleeps(judge: CompleteFleet) -> None:
     said = []
     for _ in range(2):
         await until(lambda: refused_with(judge, RELEASED_TO_TRAINER), 10, "who asks for tokens is told who has the memory")
@@ -112,7 +112,7 @@ async def test_a_judge_on_the_trainers_gpus_wakes_judges_and_sleeps(judge: Whole
     assert said == [said[0]] * 6, "the weights are the same after every sleep"
 
 
-async def test_an_engine_wakes_and_sleeps_by_calls_at_its_own_url(judge: Whole) -> None:
+async def test_an_engine_wakes_and_sleeps_by_calls_at_its_own_url(judge: CompleteFleet) -> None:
     one, other = (pod.url for pod in judge.pods)
     await call(judge, "POST", "/resume_memory_occupation", TAGS, one)
     assert await judge.released() == [set(), set(TAGS["tags"])]

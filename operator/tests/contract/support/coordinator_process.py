@@ -44,7 +44,7 @@ class HttpAgent:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def heard(self, path: str) -> list[dict[str, Any]]:
+    def bodies_of(self, path: str) -> list[dict[str, Any]]:
         return [body for called, body in self.calls if called == path]
 
     async def handle(self, request: web.Request) -> web.StreamResponse:

@@ -101,7 +101,7 @@ class Server:
         self.post("/abort_request", {"abort_all": True})
         self.post("/end_weight_update", {})
 
-    def gone(self, seconds: float = 20) -> bool:
+    def has_ended(self, seconds: float = 20) -> bool:
         """Return whether the process ends within the time."""
         assert self.engine.process is not None
         try:
@@ -127,12 +127,12 @@ class Peer:
     process: subprocess.Popen[str]
     group: str = ""
 
-    def tell(self, what: str, **fields: Any) -> None:
+    def send_command(self, what: str, **fields: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
         self.process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def read_answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the peer ended"
@@ -141,15 +141,15 @@ class Peer:
     def open(self, servers: Sequence[Server | str], *, group: str | None = None, world: int | None = None) -> list[tuple[int, Any]]:
         """Open a process group with servers of one rank each, and return their answers."""
         self.group = group or f"group-{time.monotonic_ns()}"
-        self.tell("open", group=self.group, world=world or 1 + len(servers))
-        port = self.hear()["port"]
+        self.send_command("open", group=self.group, world=world or 1 + len(servers))
+        port = self.read_answer()["port"]
         urls = [server if isinstance(server, str) else server.url for server in servers]
         with ThreadPoolExecutor(len(urls)) as pool:
             asked = [
                 pool.submit(requests.post, f"{url}/init_weights_update_group", json=self.at(port, rank, world or 1 + len(urls)))
                 for rank, url in enumerate(urls)
             ]
-            assert self.hear() == {"joined": True}
+            assert self.read_answer() == {"joined": True}
             return [(future.result().status_code, future.result().json()) for future in asked]
 
     def at(self, port: int, rank: int, world: int) -> dict[str, Any]:
@@ -160,13 +160,13 @@ class Peer:
 
     def describe(self, scale: float = 1.0, **how: Any) -> dict[str, Any]:
         """Prepare tensors, and return the part of the update's body that describes them."""
-        self.tell("send", model=str(environment.model()), scale=scale, **how)
+        self.send_command("send", model=str(environment.model()), scale=scale, **how)
         form = {"load_format": "flattened_bucket"} if how.get("flat") else {}
-        return {**self.hear(), "group_name": self.group, **form}
+        return {**self.read_answer(), "group_name": self.group, **form}
 
     def send(self) -> dict[str, Any]:
-        self.tell("go")
-        return self.hear()
+        self.send_command("go")
+        return self.read_answer()
 
     def push(self, server: Server, scale: float, fields: dict[str, Any] | None = None, **how: Any) -> tuple[int, Any]:
         """Send tensors with one update call and return its answer. Needs an open session."""
@@ -176,12 +176,12 @@ class Peer:
         return asked.result(60)
 
     def save(self, scale: float, folder: Path) -> None:
-        self.tell("save", model=str(environment.model()), scale=scale, to=str(folder))
-        assert self.hear() == {"saved": True}
+        self.send_command("save", model=str(environment.model()), scale=scale, to=str(folder))
+        assert self.read_answer() == {"saved": True}
 
     def close(self) -> None:
-        self.tell("close")
-        self.hear()
+        self.send_command("close")
+        self.read_answer()
 
     def kill(self) -> None:
         self.process.kill()

@@ -176,11 +176,11 @@ class Trainer:
         """Open a process group: rank 0 listens and joins while the call is sent, as in every trainer."""
         mine = self.peers[who]
         mine.group = group
-        mine.tell("open", group=group, world=world)
-        port = mine.hear()["port"]
+        mine.send_command("open", group=group, world=world)
+        port = mine.read_answer()["port"]
         body = {"master_address": "127.0.0.1", "master_port": str(port) if text_port else port, "rank_offset": 1, "world_size": world}
         asked = self.pool.submit(self.post, "/init_weights_update_group", body | fields)
-        assert mine.hear() == {"joined": True}
+        assert mine.read_answer() == {"joined": True}
         assert asked.result(60)["success"] is True
 
     def send(self, scale: float, names: list[str], *, who: int = 0, single: bool = False, flat: bool = False, **fields: Any) -> Any:

@@ -21,7 +21,7 @@ from tests.support.ports import free_port
 
 
 @dataclass
-class Whole:
+class CompleteFleet:
     """A fleet's URL, and its engines behind their gates."""
 
     url: str
@@ -66,9 +66,9 @@ class Whole:
 
 
 @asynccontextmanager
-async def whole_fleet(
+async def complete_fleet(
     folder: Path, servers: Sequence[str], mode: FleetMode | None = None, policy: str = "RoundRobin"
-) -> AsyncIterator[Whole]:
+) -> AsyncIterator[CompleteFleet]:
     """Run all parts except the servers for the length of the block. The coordinator knows its engines when the block begins."""
     smg, metrics, listen, own = (f"127.0.0.1:{free_port()}" for _ in range(4))
     url = f"http://{listen}"
@@ -99,7 +99,7 @@ async def whole_fleet(
         )  # fmt: skip
         coordinator = asyncio.create_task(serve(options, TOKEN))
         stack.push_async_callback(_ended, coordinator)
-        made = Whole(url, pods, pods[0].http)
+        made = CompleteFleet(url, pods, pods[0].http)
 
         async def known() -> bool:
             return len((await made.document()).get("members", [])) == len(pods)
