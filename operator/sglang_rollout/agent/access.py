@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.wire.ports import DEADLINE_HEADER, SEQ_HEADER, TERM_HEADER
+from sglang_rollout.wire.ports import DEADLINE_HEADER, TERM_HEADER
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.trainer import ControlReply
 
@@ -53,10 +53,7 @@ class Access:
             check_token(request, self._token, self._hint)
             self._check_term(request)
             self._agent.heard_at = time.monotonic()
-            response = await handler(request)
-            if not response.prepared:
-                response.headers[SEQ_HEADER] = str(self._agent.next_seq())
-            return response
+            return await handler(request)
 
         return checked
 

@@ -5,7 +5,6 @@ It carries out what the pure modules :mod:`.state`, :mod:`.events` and :mod:`.gu
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -87,8 +86,6 @@ class Agent:
         """Called after each control call with its name, answer and duration in seconds."""
         self.why_down: Callable[[], Refusal | None] = lambda: None
         """Return what else is known about an engine of several pods that is not up."""
-        # Microseconds of the machine's uptime: a restarted agent continues above every number that it has used before.
-        self._seq = itertools.count(time.monotonic_ns() // 1000)
         self._silences = 0
         self._named: _GateEntries | None = None
         """Entries that the gate holds; None if some of them may be missing."""
@@ -123,13 +120,9 @@ class Agent:
         self._notice_restart()
         return s.gate_may_open(self.state)
 
-    def next_seq(self) -> int:
-        """Return the next sequence number. Every message to the coordinator carries its own."""
-        return next(self._seq)
-
     def status(self) -> AgentStatus:
-        """Return the status message of this moment, with the next sequence number."""
-        told = s.status(self.state, name=self.name, gate_open=self.view is not None and self.view.up, seq=self.next_seq())
+        """Return the status message of this moment."""
+        told = s.status(self.state, name=self.name, gate_open=self.view is not None and self.view.up)
         if self.release_failure is not None:
             told = told.model_copy(update={"reason": self.release_failure.code, "message": self.release_failure.message})
         if self.fencing_since is None:

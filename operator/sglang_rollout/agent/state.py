@@ -179,7 +179,7 @@ def _why_not_acknowledged(  # noqa: PLR0911 - one line per case
     return None
 
 
-def status(state: State, *, name: str, gate_open: bool, seq: int = 0) -> AgentStatus:
+def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
     """Return the status message. ``gate_open`` is what the gate itself reports."""
     record, facts = state.record, state.facts
     clean = state.up and record.state is EngineState.CLEAN
@@ -188,7 +188,6 @@ def status(state: State, *, name: str, gate_open: bool, seq: int = 0) -> AgentSt
         closed = Refusal(GateReason.GATE_NOT_READY, "The gate (haproxy) does not answer its agent, or has not opened yet.")
     return AgentStatus(
         name=name,
-        seq=seq,
         boot_id=record.boot_id if state.up else None,
         state=record.state if state.up else EngineState.UNKNOWN,
         version=record.version if clean else None,

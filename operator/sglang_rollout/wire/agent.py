@@ -28,8 +28,6 @@ class AgentStatus(Message):
     name: str
     boot_id: str | None
     """Identifies one run of the engine process; None while it is not up."""
-    seq: int = 0
-    """Grows with every status that the agent reports, also across restarts of the agent. 0: the agent sends no sequence numbers."""
     state: EngineState
     version: Version | None
     """Version that all tensors belong to; set exactly while ``state`` is clean."""

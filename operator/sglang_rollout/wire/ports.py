@@ -42,9 +42,6 @@ TERM_HEADER = "X-Rollout-Term"
 DEADLINE_HEADER = "X-Rollout-Deadline"
 """Optional request header of coordinator → agent control calls: seconds after which the agent answers 504. The engine goes on with the
 call all the same (SGLang's calls cannot be taken back), and until it has answered the agent refuses further ones with 409."""
-SEQ_HEADER = "X-Rollout-Seq"
-"""Reply header of coordinator → agent calls: a sequence number of the agent, from the same counter as ``AgentStatus.seq``. A status
-with a lower number was made before the call had ended."""
 VERSION_HEADER = "X-Weight-Version"
 """Reply header: label of the committed weight version."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_METRICS, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, SEQ_HEADER, TERM_HEADER
+from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_METRICS, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.contract.support.agent_pod import BASE_WIRE, TOKEN, Pod, pod, until
@@ -67,17 +67,6 @@ async def test_who_may_call(lab: Pod, engine: StubEngine) -> None:
     assert engine.calls == []
     for path in ("/health", "/model_info", "/server_info", "/v1/loads", AGENT_ENGINE, AGENT_METRICS):
         assert (await lab.ask("GET", path)).status == 200, path
-
-
-async def test_every_message_of_the_agent_has_a_higher_sequence_number_also_after_its_restart(lab: Pod) -> None:
-    first = (await lab.status()).seq
-    paused = int((await lab.control("/pause_generation")).headers[SEQ_HEADER.lower()])
-    second = (await lab.status()).seq
-    assert 0 < first < paused < second
-    await lab.agent.end()
-    await lab.agent.start()
-    await until(lab.agent_answers, 40, "the agent is back")
-    assert (await lab.status()).seq > second
 
 
 async def test_an_overtaken_sync_does_not_reopen_the_gate(lab: Pod) -> None:
