@@ -73,7 +73,7 @@ def test_a_joiner_and_a_restarted_engine_get_them_also_after_a_push() -> None:
     assert held(world) == [{"a": "/lora/a"}] * 3
 
 
-def test_a_fleet_whose_spec_says_nothing_of_adapters_is_left_alone() -> None:
+def test_a_fleet_whose_spec_lists_no_adapters_is_left_alone() -> None:
     world = World([1])
     world.agents["e0"].forget(adapters={"mine": "/x"})
     settled(world)
@@ -96,7 +96,7 @@ def test_an_adapter_that_does_not_load_is_reported_and_tried_again_later() -> No
         tell(world)
     first, second = rows(world.machine.fleet)
     assert (first.loaded, first.wanted, first.reason) == (1, 2, "engine e1: the engine failed.")
-    assert (second.loaded, second.reason) == (2, ""), "one that does not load holds up no other"
+    assert (second.loaded, second.reason) == (2, ""), "an adapter that does not load delays no other"
     world.tick(31)
     settled(world)
     assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(2, ""), (2, "")]
@@ -231,12 +231,12 @@ def test_an_old_adapter_that_is_gone_from_its_path_is_reported_as_not_loaded() -
 
 
 @pytest.mark.parametrize("crossing", ["load", "unload"])
-def test_an_answer_from_before_a_call_that_is_read_after_it_tells_nothing_of_the_adapter(crossing: str) -> None:
+def test_an_answer_to_a_sync_before_a_call_does_not_revert_the_call(crossing: str) -> None:
     world = make()
     if crossing == "unload":
         assert world.do(rq.LoadAdapter("t", "/t")).success
         settled(world)
-    world.answer_sync("e1")  # what it says here is on its way while the call is made
+    world.answer_sync("e1")  # this answer arrives after the call
     world.now += 0.1
     assert world.do(rq.LoadAdapter("t", "/t") if crossing == "load" else rq.UnloadAdapter("t")).success
     done = asked(world, ControlCall.LOAD_ADAPTER.path), asked(world, ControlCall.UNLOAD_ADAPTER.path)
@@ -262,7 +262,7 @@ def test_a_call_right_after_a_crossing_answer_reaches_every_engine() -> None:
     assert held(world) == [{}] * 2
 
 
-def test_what_an_engine_could_not_do_is_forgotten_when_it_is_done_all_the_same() -> None:
+def test_a_failure_is_forgotten_when_the_engine_has_carried_out_the_call() -> None:
     """Its agent answered too late, and the engine carried out the call."""
     world = make(A)
     engine = world.machine.fleet.engines["e1"]
@@ -279,7 +279,7 @@ def test_what_an_engine_could_not_do_is_forgotten_when_it_is_done_all_the_same()
 
 
 @pytest.mark.parametrize("spec", [True, False], ids=["wanted", "not wanted"])
-def test_an_adapter_of_which_an_agent_does_not_know_whether_it_is_loaded_is_unloaded_first(spec: bool) -> None:
+def test_an_adapter_that_may_be_loaded_is_unloaded_first(spec: bool) -> None:
     """The agent was restarted during the call."""
     world = make(A) if spec else make()
     agent = world.agents["e1"]

@@ -68,7 +68,7 @@ def test_a_whole_fleet_that_restarted_comes_back() -> None:
     assert all(agent.gate_open for agent in world.agents.values())
 
 
-def test_so_many_at_a_time() -> None:
+def test_as_many_engines_catch_up_at_a_time_as_the_policy_allows() -> None:
     world = make(4, parallel=2)
     restart(world, "e0", "e1", "e2", "e3")
     loading = [effect for effect in world.pending if isinstance(effect, ev.Send) and effect.path == AGENT_CHECKPOINT]
@@ -77,11 +77,11 @@ def test_so_many_at_a_time() -> None:
     assert all(agent.gate_open for agent in world.agents.values())
 
 
-def test_a_trainer_pushes_on_while_an_engine_loads_and_the_engine_follows() -> None:
+def test_a_trainer_pushes_while_an_engine_loads_and_the_engine_follows() -> None:
     world = make(3)
     restart(world, "e2")
     held = world.pending.pop(run_to(world, ControlCall.UPDATE_DISK.path, "e2"))
-    assert world.machine.fleet.table.world_size == 3, "who loads is no member"
+    assert world.machine.fleet.table.world_size == 3, "an engine that loads is no member"
     push(world, "h", "2")
     assert [agent.gate_open for agent in world.agents.values()] == [True, True, False]
     world.pending.append(held)
@@ -90,7 +90,7 @@ def test_a_trainer_pushes_on_while_an_engine_loads_and_the_engine_follows() -> N
     assert world.agents["e2"].gate_open
 
 
-def test_a_missing_snapshot_is_said_and_tried_again_later_and_less_often() -> None:
+def test_a_missing_snapshot_is_reported_and_tried_again_less_and_less_often() -> None:
     world = make()
     world.agents["e1"].stocked = False
     restart(world, "e1")
@@ -120,7 +120,7 @@ def test_a_folder_that_holds_something_else_is_not_served() -> None:
     assert world.machine.fleet.table.world_size == 3, "it takes part in the next push"
 
 
-def test_an_engine_that_dies_while_it_loads_costs_only_itself() -> None:
+def test_an_engine_that_dies_while_it_loads_stops_no_other_engine() -> None:
     world = make()
     restart(world, "e1")
     index = run_to(world, ControlCall.UPDATE_DISK.path, "e1")
@@ -135,7 +135,7 @@ def test_an_engine_that_dies_while_it_loads_costs_only_itself() -> None:
     assert world.agents["e1"].gate_open
 
 
-def test_in_a_paused_fleet_the_joiner_pauses_too() -> None:
+def test_in_a_paused_fleet_a_joiner_is_paused() -> None:
     world = make()
     restart(world, "e1")
     held = world.pending.pop(run_to(world, ControlCall.UPDATE_DISK.path, "e1"))
@@ -201,7 +201,7 @@ def test_joiners_are_compared_with_a_peer_that_is_asked_once() -> None:
     assert all(agent.gate_open for agent in world.agents.values())
 
 
-def test_a_joiner_that_cannot_be_compared_stays_closed_and_says_why() -> None:
+def test_a_joiner_that_cannot_be_compared_stays_closed_and_reports_why() -> None:
     world = make(2)
     restart(world, "e1")
     world.complete(run_to(world, ControlCall.CHECK_WEIGHTS.path, "e0"), broken=frozenset({"e0"}))

@@ -111,7 +111,7 @@ def test_an_engine_that_restarts_while_the_fleet_is_awake_serves() -> None:
 
 
 @pytest.mark.parametrize("asleep", [True, False])
-def test_a_new_coordinator_knows_who_has_the_memory(asleep: bool) -> None:
+def test_a_new_coordinator_knows_whether_the_trainer_has_the_memory(asleep: bool) -> None:
     world = awake()
     if asleep:
         assert world.do(rq.ReleaseMemory(VERL)).success
@@ -123,14 +123,14 @@ def test_a_new_coordinator_knows_who_has_the_memory(asleep: bool) -> None:
         assert serving(world) == [True] * 2, "the record has the checksums"
 
 
-def test_a_coordinator_that_dies_before_any_engine_heard_does_what_it_had_written() -> None:
+def test_a_coordinator_that_dies_before_any_call_is_followed_by_one_that_makes_the_call() -> None:
     world = awake()
     world.ask(rq.ReleaseMemory(VERL))
     written = False
     while not any(isinstance(effect, ev.Send) and effect.path == ControlCall.RELEASE_MEMORY.path for effect in world.pending):
         written = written or isinstance(world.pending[0], ev.Write)
         world.complete()
-    assert written, "before any engine hears of it"
+    assert written, "before any engine receives it"
     world.start()
     settle(world)
     assert released(world) == [VERL] * 2
@@ -190,7 +190,7 @@ def test_an_engine_that_comes_back_from_another_image_is_compared_with_itself() 
 
 
 def settle_with(world: World, *, broken: str) -> None:
-    """Everything ends well but calls of this path."""
+    """Let every call succeed but those of this path."""
     while world.pending:
         effect = world.pending[0]
         fails = isinstance(effect, ev.Send) and effect.path == broken
@@ -220,7 +220,7 @@ def test_a_call_about_weights_is_refused_with_the_reason_and_reaches_no_engine(r
     assert len(world.sent) == before
 
 
-def test_a_trainer_may_pause_and_go_on() -> None:
+def test_a_trainer_may_pause_and_continue() -> None:
     world = awake()
     assert world.do(rq.Pause("abort", {"mode": "abort"})).success
     assert world.do(rq.Continue()).success
@@ -228,7 +228,7 @@ def test_a_trainer_may_pause_and_go_on() -> None:
     assert serving(world) == [True] * 2
 
 
-def test_a_sleep_by_the_spec_ends_in_what_the_trainer_wants() -> None:
+def test_a_sleep_by_the_spec_ends_in_the_state_of_the_trainer() -> None:
     world = awake()
     for last, wanted in ((None, True), (rq.ReleaseMemory(VERL), False)):
         world.set_state(FleetState.ASLEEP)

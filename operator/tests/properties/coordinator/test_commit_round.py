@@ -1,4 +1,4 @@
-"""The last round of an update: one call tells an engine what is committed and lets it generate again."""
+"""The last round of an update: one call sends an engine the committed version and resumes it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def second_push(world: World, **broken: str) -> Answer:
 
 
 def engines_called(world: World, path: str) -> set[str]:
-    """Who was sent this call."""
+    """Return the engines that received this call."""
     return {name for send in world.sent if send.path == path for name in send.bodies}
 
 
 def runs(agent: SimulatedAgent) -> bool:
-    """Whether it generates what is committed now."""
+    """Return True if the engine generates from the committed version."""
     return agent.gate_open and not agent.paused and agent.version == V2
 
 
@@ -85,7 +85,7 @@ def test_checksums_cost_nothing_between_the_pushes_that_compare_them() -> None:
     assert compared == [1, every + 1]
 
 
-def test_an_engine_that_does_not_go_on_is_named_and_fenced() -> None:
+def test_an_engine_that_does_not_resume_is_named_and_fenced() -> None:
     world = make()
     answer = second_push(world, e1=AGENT_RUN)
     engines = answer.fleet["engines"]
@@ -117,7 +117,7 @@ def test_a_commit_does_not_end_the_pause_of_a_trainer() -> None:
     assert all(runs(agent) for agent in world.agents.values())
 
 
-def test_an_engine_without_its_cache_takes_weights_and_does_not_go_on() -> None:
+def test_an_engine_without_its_cache_takes_weights_and_stays_paused() -> None:
     world = make()
     assert world.do(rq.ReleaseMemory(("kv_cache",))).success
     assert second_push(world).success
@@ -125,7 +125,7 @@ def test_an_engine_without_its_cache_takes_weights_and_does_not_go_on() -> None:
     assert all(agent.paused and agent.version == V2 and agent.committed == V2 for agent in world.agents.values())
 
 
-def test_a_fleet_that_its_spec_holds_takes_weights_and_does_not_go_on() -> None:
+def test_a_fleet_that_its_spec_pauses_takes_weights_and_stays_paused() -> None:
     world = make()
     world.set_state(FleetState.PAUSED)
     world.drain()

@@ -22,7 +22,7 @@ def served(min_committed: int | None = None, engines: int = 2) -> World:
 
 
 def update(world: World, label: str, *names: str) -> Answer:
-    """A whole update of these tensors; returns what the end of it answers."""
+    """Make an update of these tensors. Returns the answer to its end."""
     assert world.do(rq.OpenGroup(group_body(world, f"g-{world.calls}"))).success
     assert world.do(rq.Begin()).success
     assert world.do(rq.Update(list(world.machine.fleet.groups)[-1], label, {"names": list(names)})).success

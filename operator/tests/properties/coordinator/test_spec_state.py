@@ -1,4 +1,4 @@
-"""`spec.state` over the state machine: what a trainer sees of a fleet that its spec holds, and what ends it."""
+"""`spec.state` over the state machine: what a trainer sees of a fleet that its spec pauses, and what ends the pause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TENSORS = {"names": ["w"]}
 
 
 def make(state: FleetState = FleetState.PAUSED, *, engines: int = 2) -> World:
-    """A fleet that serves version 1 and is then held."""
+    """Return a fleet that serves version 1 and is then paused or put to sleep."""
     world = World([1] * engines)
     world.sync_all()
     push(world, "1")
@@ -27,18 +27,18 @@ def make(state: FleetState = FleetState.PAUSED, *, engines: int = 2) -> World:
 
 
 def tell(world: World) -> None:
-    """Every agent speaks, and what follows from it is carried out."""
+    """Sync every agent, and let every call that follows succeed."""
     world.tick(0.5)
     world.sync_all()
     world.drain()
 
 
 def paused_and_open(world: World) -> list[tuple[bool, bool]]:
-    """Of each engine: whether it is paused, and whether its gate is open."""
+    """Return for each engine whether it is paused and whether its gate is open."""
     return [(agent.paused, agent.gate_open) for agent in world.agents.values()]
 
 
-def test_a_paused_fleet_is_paused_and_closed_until_the_spec_lets_it_go() -> None:
+def test_a_paused_fleet_is_paused_and_closed_until_the_spec_changes() -> None:
     world = make()
     assert paused_and_open(world) == [(True, False)] * 2
     for _ in range(20):
@@ -118,7 +118,7 @@ def test_an_engine_catches_up_while_the_fleet_is_paused_and_stays_paused() -> No
 
 
 @pytest.mark.parametrize("keep_record", [True, False], ids=["with its record", "without"])
-def test_a_new_coordinator_adopts_the_hold_and_can_end_it(keep_record: bool) -> None:
+def test_a_new_coordinator_adopts_the_applied_state_and_can_end_it(keep_record: bool) -> None:
     world = make()
     if not keep_record:
         world.record = None
@@ -134,7 +134,7 @@ def test_a_new_coordinator_adopts_the_hold_and_can_end_it(keep_record: bool) -> 
     assert paused_and_open(world) == [(False, True)] * 2
 
 
-def test_a_hold_that_ended_while_no_coordinator_was_there_is_let_go() -> None:
+def test_a_pause_that_the_spec_ended_without_a_coordinator_ends() -> None:
     world = make()
     world.state = FleetState.ACTIVE
     world.start()
@@ -143,7 +143,7 @@ def test_a_hold_that_ended_while_no_coordinator_was_there_is_let_go() -> None:
     assert paused_and_open(world) == [(False, True)] * 2
 
 
-def test_a_trainers_own_pause_outlasts_the_hold_and_keeps_its_lease() -> None:
+def test_a_trainers_own_pause_outlasts_that_of_the_spec_and_keeps_its_lease() -> None:
     world = make()
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.set_state(FleetState.ACTIVE)
@@ -153,7 +153,7 @@ def test_a_trainers_own_pause_outlasts_the_hold_and_keeps_its_lease() -> None:
     assert paused_and_open(world) == [(False, True)] * 2
 
 
-def test_a_trainer_that_dies_in_a_held_fleet_loses_its_pause_and_the_fleet_stays_paused() -> None:
+def test_a_trainer_that_dies_in_a_paused_fleet_loses_its_pause_and_the_fleet_stays_paused() -> None:
     world = make()
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.tick(world.policy.deadlines.idle_seconds + 1)
@@ -173,7 +173,7 @@ def test_an_engine_that_cannot_be_paused_is_tried_again_and_trainers_are_not_kep
     for _ in range(3):
         world.tick(0.5)
         world.sync_all()
-        assert not world.pending, "it would hold the turn all the time"
+        assert not world.pending, "the operation would keep the turn"
     world.tick(10.0)
     world.sync_all()
     world.drain()
@@ -222,7 +222,7 @@ def test_no_engine_is_paused_twice() -> None:
     world = World([1, 1])
     world.sync_all()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
-    world.answer_sync("e0")  # it says here that it is not paused, and is read when it is
+    world.answer_sync("e0")  # this answer arrives when the engine is paused
     world.now += 0.1
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.now += 0.1

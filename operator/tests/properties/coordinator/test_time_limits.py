@@ -1,4 +1,4 @@
-"""From wherever a fleet is, it comes to rest by itself when its trainer says nothing any more, within the limits of its policy."""
+"""From any state a fleet comes to rest within the limits of its policy when its trainer is silent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.properties.support.search_depth import examples
 from tests.properties.support.simulated_agent import NAMES
 
 UPKEEP = 30.0
-"""What ends a pause takes some calls of its own after the limit, and strays are looked for a moment longer."""
+"""Ending a pause takes some calls after the limit, and stray engines are fenced a moment later."""
 
 
 class Silence(Fence):

@@ -21,7 +21,7 @@ def settle(world: World) -> None:
 
 
 def update(world: World, *names: str) -> Answer:
-    """A whole update of these tensors; returns what the end of it answers."""
+    """Make an update of these tensors. Returns the answer to its end."""
     assert world.do(rq.OpenGroup(group_body(world, f"g-{world.calls}"))).success
     assert world.do(rq.Begin()).success
     assert world.do(rq.Update(list(world.machine.fleet.groups)[-1], None, {"names": list(names)})).success
@@ -31,7 +31,7 @@ def update(world: World, *names: str) -> Answer:
 
 
 def served(world: World) -> list[bool]:
-    """Whose gate is open, after a look at what they hold: each tensor is the same wherever one is."""
+    """Return whether each gate is open. Fails if open engines hold different tensors."""
     settle(world)
     held = [agent.tensors for agent in world.agents.values() if agent.gate_open]
     assert all(one == held[0] for one in held), held
@@ -40,7 +40,7 @@ def served(world: World) -> list[bool]:
 
 
 def released(how: str, pushed: tuple[str, ...] = ()) -> World:
-    """Two engines without a backup of their weights, whose memory was given back and taken again."""
+    """Two engines without a backup of their weights, whose memory was released and restored."""
     world = World([1, 1])
     for agent in world.agents.values():
         agent.backup = False
@@ -66,7 +66,7 @@ def test_weights_that_were_released_come_back_with_all_tensors_of_the_model(how:
     assert not answer.success
     assert "lacks 2 of 3 tensors" in answer.message
     assert served(world) == [False, False]
-    assert not update(world, *SOME).success, "an update that failed tells no more of the others"
+    assert not update(world, *SOME).success, "a failed update does not reduce the tensors that are required"
     assert update(world, *NAMES).success
     assert served(world) == [True, True]
 

@@ -1,4 +1,4 @@
-"""Single stories of updates: partial commits, engines that are away, drain or come late, staleness, new runs."""
+"""Examples of updates: partial commits, engines that are away, drain or come late, staleness, new runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_missing_acknowledgement_means_no_commit() -> None:
     assert world.machine.fleet.committed == Version(run=1, step=1, label="1")
     assert not any(agent.gate_open for agent in world.agents.values()), "one holds 1/2, one holds a mixture: no engine serves"
     again = push(world, "2")
-    assert again == Version(run=2, step=2, label="2"), "1/2 is what e0 held: the name is not used for other weights"
+    assert again == Version(run=2, step=2, label="2"), "1/2 is what e0 held: the number is not used for other weights"
     assert all(agent.gate_open for agent in world.agents.values())
 
 
@@ -68,8 +68,8 @@ def test_a_second_coordinator_proves_a_commit_that_the_first_could_not_write() -
     assert world.machine.fleet.committed == Version(run=1, step=2, label="2")
 
 
-def test_engines_that_say_the_same_again_make_no_work_and_what_changed_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 64 engines answers twice a second; to draw up the whole fleet's record every time took more than a push."""
+def test_equal_statuses_make_no_work_and_changes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 64 engines answers twice a second; making the fleet's record each time took longer than a push."""
     world = World([1] * 64)
     world.sync_all()
     world.sync_all()
@@ -85,7 +85,7 @@ def test_engines_that_say_the_same_again_make_no_work_and_what_changed_is_record
     assert [row.boot_id for row in world.record.engines if row.name == "e63"] == ["e63#2"]
 
 
-def test_what_an_engine_says_in_the_middle_of_a_call_is_recorded_within_a_tick() -> None:
+def test_a_status_in_the_middle_of_a_call_is_recorded_within_a_tick() -> None:
     world = World([1, 1])
     world.sync_all()
     world.ask(rq.Pause("abort", {"mode": "abort"}))
@@ -185,7 +185,7 @@ def test_a_fleet_that_never_took_weights_waits_for_as_many_as_its_base(base: int
     assert set(world.machine.fleet.members()) == {"e0", "e1", "e2"}, "one that comes later takes part in the next group"
 
 
-def test_a_base_that_was_complete_once_goes_on_with_the_engines_that_are_there() -> None:
+def test_a_base_that_was_complete_once_continues_with_the_engines_that_are_there() -> None:
     world = World([1, 1, 1])
     world.base = 2
     world.want()
@@ -199,7 +199,7 @@ def test_a_base_that_was_complete_once_goes_on_with_the_engines_that_are_there()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
 
 
-def test_an_engine_that_is_away_does_not_hold_up_a_fleet_that_has_weights() -> None:
+def test_an_engine_that_is_away_does_not_delay_a_fleet_that_has_weights() -> None:
     world = World([1, 2])
     world.sync_all()
     push(world, "1")
@@ -217,7 +217,7 @@ def test_an_engine_that_is_away_does_not_hold_up_a_fleet_that_has_weights() -> N
     assert all(agent.gate_open for agent in world.agents.values())
 
 
-def test_an_engine_that_is_silent_for_a_moment_is_not_counted_out() -> None:
+def test_an_engine_that_is_silent_for_a_moment_is_still_waited_for() -> None:
     world = World([1, 1])
     world.sync_all()
     push(world, "1")
@@ -272,7 +272,7 @@ def test_max_staleness_lets_an_engine_serve_that_is_not_further_behind() -> None
     assert [agent.gate_open for agent in world.agents.values()] == [True, True]
     world.start()
     world.sync_all()
-    assert world.agents["e1"].gate_open, "the record remembers what is tolerated"
+    assert world.agents["e1"].gate_open, "the record has the tolerated versions"
     world.agents["e1"].answers = False
     for _ in range(4):
         world.sync_all()

@@ -51,7 +51,7 @@ def test_with_min_committed_it_is_fenced_alone() -> None:
 
 
 @pytest.mark.parametrize(("verify", "opened"), [(Verify.ALWAYS, [True, False]), (Verify.OFF, [True, True])])
-def test_an_engine_that_cannot_tell_what_it_holds_is_not_taken_on_trust_but_by_policy(verify: Verify, opened: list[bool]) -> None:
+def test_an_engine_without_a_checksum_commits_only_if_the_policy_allows_it(verify: Verify, opened: list[bool]) -> None:
     world = begun([1, 1], min_committed=1, verify=verify)
     world.agents["e1"].checksum = None
     answer = world.do(rq.End())
@@ -62,7 +62,7 @@ def test_an_engine_that_cannot_tell_what_it_holds_is_not_taken_on_trust_but_by_p
     )
 
 
-def test_what_the_trainer_says_counts_whatever_most_engines_hold_and_whatever_the_policy() -> None:
+def test_the_checksums_of_the_trainer_win_over_the_majority_and_the_policy() -> None:
     world = begun([1, 1, 1], min_committed=1, verify=Verify.OFF)
     for name, checksum in {"e0": "wrong", "e1": "right", "e2": "wrong"}.items():
         world.agents[name].checksum = checksum
@@ -72,7 +72,7 @@ def test_what_the_trainer_says_counts_whatever_most_engines_hold_and_whatever_th
     assert [agent.gate_open for agent in world.agents.values()] == [False, True, False]
 
 
-def test_engines_of_a_shape_of_which_the_trainer_says_nothing_are_compared_with_each_other() -> None:
+def test_engines_of_a_shape_without_a_checksum_of_the_trainer_are_compared_with_each_other() -> None:
     world = begun([2, 1], verify=Verify.OFF)
     world.agents["e1"].checksum = "right"
     assert world.do(rq.End({1: ("right",)})).success

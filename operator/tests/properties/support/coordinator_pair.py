@@ -44,14 +44,14 @@ class Received:
 
 @dataclass(eq=False)
 class Coordinator:
-    """One process: a machine, what it has sent and not heard of yet, and what it can reach."""
+    """One coordinator process: its machine, its calls under way, and what it can reach."""
 
     machine: Machine
     record: Record | None
-    """The newest that is to be written."""
+    """The newest record to write."""
     alive: bool = True
     refused: bool = False
-    """An agent has said that another one leads, when this one had proved what is committed."""
+    """True if an agent has refused the term after this coordinator had proved the committed version."""
     pending: list[Send | Write] = field(default_factory=list)
     results: dict[int, dict[str, Result]] = field(default_factory=dict)
     """Answers of a Send under way, by its id."""
@@ -76,10 +76,10 @@ class Pair:
         self.now = 100.0
         self.store: Record | None = None
         self.lease = 0
-        """Counts who has led: also where the record is lost."""
+        """Number of coordinators that have led, also where the record is lost."""
         self.received = {name: Received() for name in self.agents}
         self.acked: dict[tuple[int, tuple[int, int]], set[str]] = {}
-        """Who has acknowledged a version to the coordinator of a term."""
+        """Engines that have acknowledged a version to the coordinator of a term."""
         self.commits: dict[tuple[int, int], set[int]] = {}
         """Terms that have committed a version and were not stopped by the store: their trainers got the answer."""
         self.refusals = 0
@@ -87,7 +87,7 @@ class Pair:
         self.start()
 
     def start(self, *, keep_record: bool = True) -> Coordinator:
-        """Another coordinator. It reads the record and puts its term into it; those before it live on."""
+        """Start another coordinator, which reads the record and writes its term into it. Earlier coordinators continue."""
         found = self.store if keep_record else None
         self.lease += 1
         term = max(self.lease, (found.term if found else 0) + 1)
@@ -148,7 +148,7 @@ class Pair:
             self.feed(who, Tick(self.now))
 
     def reach(self, who: Coordinator, name: str, path: str, body: dict[str, object], token: object, *, works: bool = True) -> Result:
-        """One call of one coordinator to one agent, which looks at the term first."""
+        """Make one call of one coordinator to one agent, which checks the term first."""
         agent = self.agents[name]
         if name in who.cut_off or not agent.answers:
             return Result(ok=False, message=SILENCE)
@@ -185,7 +185,7 @@ class Pair:
         self.feed(who, Seen(name, result.agent, sync.seq, self.now))
 
     def deliver(self, who: Coordinator, index: int, nth: int, *, works: bool = True, lost: bool = False) -> None:
-        """One engine gets one call under way, or the store a record. ``lost``: the answer does not come back."""
+        """Deliver one call to one engine, or one record to the store. ``lost``: the answer does not come back."""
         self.now += 0.01
         effect = who.pending[index % len(who.pending)]
         if isinstance(effect, Write):
@@ -210,17 +210,17 @@ class Pair:
         self.feed(who, Answered(effect.id, results, self.now))
 
     def drain(self, who: Coordinator) -> None:
-        """Everything under way arrives; of a coordinator that has stopped, too."""
+        """Deliver everything under way, also of a coordinator that has stopped."""
         while who.pending:
             self.deliver(who, 0, 0)
 
     def do(self, who: Coordinator, request: Request) -> Answer | None:
-        """Ask and let everything end well; None: the coordinator has stopped meanwhile."""
+        """Make a request and let every call succeed. Returns the answer; None: the coordinator has stopped meanwhile."""
         call = self.ask(who, request)
         self.drain(who)
         return who.answers.get(call)
 
 
 def contents(agent: SimulatedAgent) -> Contents:
-    """What the engine's tensors really are."""
+    """Return the contents of the engine's tensors."""
     return frozenset(agent.tensors.items())

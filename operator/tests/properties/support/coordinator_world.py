@@ -1,4 +1,4 @@
-"""A world around the state machine: agents as the contract describes them, a store, and a trainer. No I/O, no clock."""
+"""A world around the state machine: simulated agents, a store, and a trainer. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ class World:
         self.answers: dict[int, Answer] = {}
         self.calls = 0
         self.acked: dict[tuple[tuple[int, int], tuple[str, ...]], set[str]] = {}
-        """Who acknowledged which version of which cohort."""
+        """Engines that acknowledged a version, by version and cohort."""
         self.least: dict[tuple[tuple[int, int], tuple[str, ...]], int] = {}
-        """How many of that cohort had to, when they were asked."""
+        """Acknowledgements that the policy asks for, by version and cohort."""
         self.opened: tuple[object, dict[str, object]] = (None, {})
         """The open update, and what its trainer has sent, tensor by tensor."""
         self.pushed: dict[tuple[int, int], dict[str, object]] = {}
-        """What each committed version must hold, of all that trainers have sent."""
+        """Tensors that each committed version must hold, as trainers have sent them."""
         self.attempts = 0
         self.committed_contents: dict[tuple[int, int], object] = {}
         self.contents: dict[tuple[int, int], object] = {}
-        """What was served under each version."""
+        """Contents that were served under each version."""
         self.tensors: dict[tuple[int, int], dict[str, object]] = {}
-        """What the first engine held that acknowledged a version, tensor by tensor."""
+        """Tensors of the first engine that acknowledged a version."""
         self.sent: list[Send] = []
         self.history: list[Version] = []
         self.unproved: set[tuple[int, int]] = set()
@@ -83,7 +83,7 @@ class World:
         self.start()
 
     def start(self) -> None:
-        """A new coordinator."""
+        """Start a new coordinator."""
         self.pending, self.on_its_way = [], {}
         self.lossy = self.record is None or (bool(self.history) and order_key(self.record.committed) < order_key(self.history[-1]))
         term = (self.record.term if self.record else 0) + 1
@@ -107,7 +107,7 @@ class World:
         self.feed(Wanted(intent, frozenset(engine.name for engine in self.engines), self.now))
 
     def set_state(self, state: FleetState) -> None:
-        """The user writes ``spec.state``."""
+        """Set ``spec.state``, as a user does."""
         self.state = state
         self.generation += 1
         self.want()
@@ -190,7 +190,7 @@ class World:
             )
 
     def _under(self, version: Version, before: dict[str, object]) -> dict[str, object]:
-        """What a commit leaves of what was there: nothing, where a new run begins on engines that all hold what they were started with."""
+        """Return the tensors that a commit keeps: none if a new run begins on engines that all hold the weights of their start."""
         present = [self.agents[engine.name] for engine in self.engines if engine.name in self.agents]
         rest = [name for name in NAMES if name not in self.opened[1]]
         starts_again = version.run > self.history[-1].run and all(agent.tensors[name] == "base" for agent in present for name in rest)
@@ -214,13 +214,13 @@ class World:
         self.feed(Tick(self.now))
 
     def answer_sync(self, name: str) -> None:
-        """An agent hears a sync and answers."""
+        """Let an agent receive a sync and answer. :meth:`arrive` delivers the answer."""
         agent, sync = self.agents[name], self.machine.fleet.sync_request(name)
         status = agent.call(AGENT_SYNC, sync.model_dump(mode="json"), None, works=True).agent if agent.answers else None
         self.on_its_way[name] = Seen(name, status, sync.seq, self.now)
 
     def arrive(self, name: str) -> None:
-        """The answer to the sync comes back, however long after it was given."""
+        """Deliver the answer to a sync, at any time after it was given."""
         if (seen := self.on_its_way.pop(name, None)) is not None:
             self.feed(replace(seen, at=self.now))
 
@@ -233,7 +233,7 @@ class World:
             self.sync(name)
 
     def complete(self, index: int = 0, broken: frozenset[str] = frozenset(), lost: frozenset[str] = frozenset()) -> None:
-        """One pending effect ends. ``broken`` engines fail; the answers of ``lost`` ones do not come back."""
+        """End one pending effect. ``broken`` engines fail; the answers of ``lost`` engines do not come back."""
         effect = self.pending.pop(index % len(self.pending))
         self.now += 0.01
         if isinstance(effect, Write):
@@ -258,7 +258,7 @@ class World:
                 version = Version.model_validate(body["version"])
                 self.acked.setdefault((order_key(version), tuple(body["cohort"])), set()).add(name)
                 self.tensors.setdefault(order_key(version), dict(agent.tensors))
-                if agent.content == "mixture":  # fenced as it was, and now its checksum has proved that it has every tensor all the same
+                if agent.content == "mixture":  # it was fenced, and its checksum has proved that it has every tensor
                     assert agent.tensors == self.tensors[order_key(version)]
                     agent.content = self.committed_contents.get(order_key(version), "base")
             if effect.path == AGENT_ACK and result.ok and not agent.loaded:
@@ -267,7 +267,7 @@ class World:
         self.feed(Answered(effect.id, results, self.now))
 
     def _content(self, folder: str, raw: dict[str, Any], otherwise: object) -> object:
-        """What is in a folder; in a snapshot of this version: what the engines held that committed it."""
+        """Return the contents of a folder. A snapshot of a version holds what the engines held that committed the version."""
         if folder != SNAPSHOTS:
             return ("disk", folder)
         version = Version.model_validate(raw)
@@ -282,12 +282,12 @@ class World:
         self.feed(Answered(send.id, {name: Result(ok=False, message=effect.reason) for name in send.bodies}, self.now))
 
     def drain(self) -> None:
-        """Everything pending ends well."""
+        """Let every pending effect succeed."""
         while self.pending:
             self.complete()
 
     def do(self, request: Request) -> Answer:
-        """Ask and let everything end well."""
+        """Make a request and let every call succeed."""
         call = self.ask(request)
         self.drain()
         return self.answers[call]

@@ -1,4 +1,4 @@
-"""A real agent core over an engine that exists only as a record of what its memory holds. No I/O, no clock.
+"""A real agent core over a simulated engine, which is a record of what its memory holds. No I/O, no clock.
 
 The agent's state, decisions and refusals are the product's own (`agent.state`, `agent.events`, `agent.guards`). This module repeats only
 the order in which the agent's I/O code applies them.
@@ -29,13 +29,13 @@ DONE = Result(ok=True, status=200, message="Success")
 
 @dataclass
 class Engine:
-    """What one run of an engine process holds.
+    """State of one run of an engine process.
 
     A failing engine does nothing. Its agent refuses to release memory then, because it cannot tell whether the engine is idle.
     """
 
     content: object = "base"
-    """What the weights really are: one token per completed update, or a mixture."""
+    """Contents of the weights: one token per completed update, or a mixture."""
     tensors: dict[str, object] = field(default_factory=lambda: dict.fromkeys(NAMES, "base"))
     """What was written to each tensor last."""
     label: str = "default"
@@ -198,7 +198,7 @@ class SimulatedAgent:
         self.core = replace(self.core, record=self.record.model_copy(update=changes))
 
     def restart(self) -> None:
-        """Restart the engine. Its agent lives on and remembers what the coordinator said."""
+        """Restart the engine. Its agent continues and keeps what it has received."""
         self.starts += 1
         self.engine = Engine()
         self.apply(ev.EngineDown("it restarts"))
