@@ -60,7 +60,7 @@ def test_a_restarted_engine_that_receives_some_tensors_is_left_out_and_named() -
     assert open_gates(world) == [True, True]
 
 
-def test_if_all_must_commit_the_update_fails_with_that_sentence_and_a_complete_one_heals() -> None:
+def test_if_all_must_commit_the_update_fails_with_that_message_and_a_complete_one_succeeds() -> None:
     world = served()
     restart(world, "e1")
     answer = update(world, "2", "w")
@@ -79,7 +79,7 @@ def test_a_fleet_of_one_that_restarted_is_not_complete_with_a_part() -> None:
     assert update(world, "2", *NAMES).success
 
 
-def test_what_a_failed_update_wrote_counts_although_it_was_never_committed() -> None:
+def test_tensors_of_a_failed_update_are_required() -> None:
     world = World([1, 1])
     world.sync_all()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
@@ -91,7 +91,7 @@ def test_what_a_failed_update_wrote_counts_although_it_was_never_committed() -> 
     assert update(world, "1", "v", "w").success
 
 
-def test_what_a_failed_update_wrote_counts_for_the_next_coordinator_too() -> None:
+def test_tensors_of_a_failed_update_are_required_by_the_next_coordinator() -> None:
     world = World([1, 1])
     world.sync_all()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
@@ -115,7 +115,7 @@ def test_a_record_has_room_for_the_names_of_a_failed_update() -> None:
     assert unpack_hashes(text) == set(map(hash_name, names))
 
 
-def test_a_tensor_that_every_engine_refused_is_not_asked_for_later() -> None:
+def test_a_tensor_that_every_engine_refused_is_not_required_later() -> None:
     world = served()
     assert world.do(rq.Begin()).success
     call = world.ask(rq.Update("g", "2", {"names": ["typo"]}))
@@ -176,7 +176,7 @@ def test_an_engine_that_was_in_one_of_two_groups_lacks_the_tensors_of_the_other(
     assert "lacks 1 of 3 tensors that other engines got in this update, the first is u" in answer.fleet["fenced"]["e1"]
 
 
-def test_after_a_restart_of_the_coordinator_equal_names_prove_it_and_others_do_not() -> None:
+def test_after_a_restart_of_the_coordinator_equal_names_are_complete_and_others_are_not() -> None:
     for names, outcome in ((("w",), "Partial"), (NAMES, "Committed")):
         world = served(min_committed=1)
         world.start()
@@ -197,12 +197,12 @@ def test_a_part_after_a_restart_of_the_coordinator_forgets_nothing() -> None:
     assert known.row == digest_names(NAMES)
 
 
-def test_a_trainer_that_trains_more_than_the_record_says_is_complete() -> None:
+def test_a_push_of_more_tensors_than_the_record_counts_is_complete() -> None:
     assert not TensorSet(rest=digest_names("uv")).lacks(frozenset(NAMES))
     assert TensorSet(rest=digest_names("uv")).plus(frozenset(NAMES)) == TensorSet(frozenset(NAMES))
 
 
-def test_a_record_of_a_release_before_is_read_and_its_next_update_says_what_is_complete() -> None:
+def test_a_record_without_tensors_is_read() -> None:
     old = Record(term=1, epoch=2, committed=FIRST).model_dump(mode="json")
     del old["tensors"]
     assert TensorSet(rest=Record.model_validate(old).tensors) == TensorSet()
@@ -211,7 +211,7 @@ def test_a_record_of_a_release_before_is_read_and_its_next_update_says_what_is_c
     assert len(Record(term=1, epoch=2, committed=BASE, tensors=digest_names(map(str, range(50_000)))).model_dump_json()) < 1000
 
 
-def test_a_checkpoint_is_complete_and_what_comes_after_must_be() -> None:
+def test_a_checkpoint_is_complete_and_later_pushes_must_be() -> None:
     world = served(min_committed=1)
     restart(world, "e1")
     assert world.do(rq.FromDisk("/snapshots/9", "2", {})).message == "Success"

@@ -1,4 +1,4 @@
-"""Weights from a shared volume: checked on every pod before any engine hears of them, committed by the whole fleet."""
+"""Weights from a shared volume: checked on every pod before any engine receives the call, and committed by all engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(**policy: object) -> World:
 
 
 def finish(world: World, call: int, path: str, broken: frozenset[str]) -> rq.Answer:
-    """Let everything end well but one call on some engines."""
+    """Let every call succeed but one call on some engines."""
     while world.pending:
         at = getattr(world.pending[0], "path", "")
         world.complete(broken=broken if at == path else frozenset())
@@ -79,7 +79,7 @@ def test_with_min_committed_it_is_fenced_alone() -> None:
 
 
 @pytest.mark.parametrize("fenced", [frozenset(), frozenset({"e2"})], ids=["all commit", "one is fenced"])
-def test_what_no_pod_could_compare_is_said_in_the_answer(fenced: frozenset[str]) -> None:
+def test_the_answer_names_what_no_pod_could_compare(fenced: frozenset[str]) -> None:
     world = make(min_committed=2)
     world.agents["e1"].readable = False
     answer = finish(world, world.ask(ASK), ControlCall.UPDATE_DISK.path, fenced)

@@ -28,7 +28,7 @@ parts = st.sampled_from([("w",), ("v",), ("u", "v"), NAMES])
 
 
 class Fence(RuleBasedStateMachine):
-    """One fleet under everything at once."""
+    """One fleet under calls, failures, restarts and time in any order."""
 
     @initialize(
         sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
@@ -263,12 +263,12 @@ class Fence(RuleBasedStateMachine):
                     assert agent.tensors == self.world.pushed[order_key(agent.version)], "it is not what was sent"
 
     @invariant()
-    def versions_never_go_back(self) -> None:
+    def committed_versions_only_grow(self) -> None:
         history = self.world.history
         assert all(order_key(before) < order_key(after) for before, after in pairwise(history))
 
     @invariant()
-    def every_commit_was_acknowledged_by_as_many_as_the_policy_wants(self) -> None:
+    def every_commit_was_acknowledged_by_as_many_as_the_policy_asks_for(self) -> None:
         complete = {
             version
             for (version, cohort), acked in self.world.acked.items()
@@ -284,7 +284,7 @@ class Fence(RuleBasedStateMachine):
         assert all(effect.deadline > 0 for effect in self.world.pending if isinstance(effect, ev.Send))
 
     @invariant()
-    def nothing_is_open_while_the_spec_holds_the_fleet(self) -> None:
+    def no_gate_is_open_while_the_spec_pauses_the_fleet(self) -> None:
         """As soon as an agent has heard of it; one that came up since has its hold from the first sync on."""
         for agent in self.world.agents.values():
             assert not (agent.gate_open and agent.applied_state is not FleetState.ACTIVE)
@@ -314,7 +314,7 @@ class Fence(RuleBasedStateMachine):
         assert self.world.machine.fleet.pause is None
         assert self.world.machine.fleet.update is None
 
-    def held_to_the_end(self, members: list[SimulatedAgent]) -> None:
+    def stays_as_the_spec_says(self, members: list[SimulatedAgent]) -> None:
         """No lease has ended the hold, all are paused, and a whole push commits and opens nothing."""
         world = self.world
         assert all(agent.paused and not agent.session and not agent.gate_open for agent in members)
@@ -347,7 +347,7 @@ class Fence(RuleBasedStateMachine):
         self.settle()
         assert not any(agent.released for agent in members)
         if world.state is not FleetState.ACTIVE:
-            self.held_to_the_end(members)
+            self.stays_as_the_spec_says(members)
             world.set_state(FleetState.ACTIVE)
             world.drain()
             world.sync_all()

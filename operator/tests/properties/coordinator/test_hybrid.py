@@ -1,4 +1,4 @@
-"""A fleet on its trainer's GPUs, whose trainer puts weights into each engine by itself: one transaction over all of them."""
+"""A fleet on its trainer's GPUs, whose trainer sends weights to each engine at its own URL, as one transaction over all engines."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def tensors(handle: str, label: str | None = None, **more: Any) -> rq.Tensors:
 
 
 def feed(world: World, engine: str, handle: str, label: str | None = None) -> Answer:
-    """What verl does before the tensors, and the tensors."""
+    """Resume the memory of the weights, then send tensors, as verl does."""
     assert at(world, engine, rq.ResumeMemory(WEIGHTS)).success
     return at(world, engine, tensors(handle, label))
 
 
 def push(world: World, handle: str, label: str | None = None) -> Answer:
-    """A step of verl: every engine is woken, fed, given its cache back and flushed."""
+    """Make a push as verl does: resume weights, send tensors, resume the cache, flush."""
     for engine in world.agents:
         assert feed(world, engine, handle, label).success
     for engine in world.agents:
@@ -111,7 +111,7 @@ def test_one_engine_sleeps_while_the_other_serves() -> None:
     assert gates(world) == [True, True], "its weights were never gone"
 
 
-def test_a_fleet_that_was_never_asleep_takes_weights_and_a_flush_is_the_last_word() -> None:
+def test_a_fleet_that_was_never_asleep_takes_weights_and_a_flush_commits() -> None:
     world = make()
     assert world.do(rq.ResumeMemory()).success
     for engine in world.agents:
@@ -122,7 +122,7 @@ def test_a_fleet_that_was_never_asleep_takes_weights_and_a_flush_is_the_last_wor
     assert (gates(world), [agent.paused for agent in world.agents.values()]) == ([True, True], [False, False])
 
 
-def test_an_engine_that_could_not_be_put_to_sleep_is_not_once_it_has_weights() -> None:
+def test_an_engine_that_could_not_be_put_to_sleep_stays_awake_once_it_has_weights() -> None:
     """SGLang without a memory saver, for example on a CPU."""
     world = World([1])
     world.mode = FleetMode.HYBRID
@@ -169,7 +169,7 @@ def test_engines_that_hold_different_bytes_do_not_commit() -> None:
 
 
 def test_pushes_without_a_version_are_compared_whatever_the_policy_says() -> None:
-    """Nothing else tells that a part came from a trainer that died."""
+    """Only checksums show that a part came from a trainer that died."""
     for label, compared in ((None, True), ("7", False)):
         world = make()
         world.policy = world.policy.model_copy(update={"verify": Verify.OFF})
@@ -289,7 +289,7 @@ def test_a_new_coordinator_knows_which_engines_memory_the_trainer_has(asleep: bo
     assert world.agents["e1"].released == (["kv_cache"] if asleep else [])
 
 
-def test_calls_that_do_not_fit_are_refused_and_reach_no_engine() -> None:
+def test_calls_that_are_not_for_this_fleet_are_refused_and_reach_no_engine() -> None:
     world = make()
     before = len(world.sent)
     wrong: list[tuple[rq.Request, int, str]] = [

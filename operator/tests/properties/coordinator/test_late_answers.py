@@ -1,4 +1,4 @@
-"""What crosses a call under way: answers that are older than what is known by then, engines that leave and come."""
+"""What crosses a call under way: outdated answers, and engines that leave and come."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.properties.support.coordinator_world import World, group_body, push
 
 @pytest.mark.parametrize("when", ["while the call is under way", "after the update was given up"])
 def test_the_answer_to_a_sync_from_before_an_update_does_not_make_its_engines_serve(when: str) -> None:
-    """A sync may cross the call that begins the update: what it brings is older than what the coordinator knows by then."""
+    """A sync may cross the call that begins the update: its answer describes an earlier state than the coordinator knows."""
     world = World([1, 1])
     world.sync_all()
     push(world, "1")
@@ -41,7 +41,7 @@ def test_the_answer_to_a_sync_from_before_an_update_does_not_make_its_engines_se
 
 
 @pytest.mark.parametrize("what", ["leaves", "comes"])
-def test_a_group_opens_with_the_ranks_of_those_that_are_there_when_its_engines_are_called(what: str) -> None:
+def test_a_group_opens_with_the_ranks_of_the_members_at_the_time_of_the_call(what: str) -> None:
     """The trainer begins again; while its old update is given up and its old group is closed, the first engine leaves or comes."""
     world = World([1, 1], min_committed=1)
     world.agents["e0"].up = what == "leaves"
@@ -63,8 +63,8 @@ def test_a_group_opens_with_the_ranks_of_those_that_are_there_when_its_engines_a
     assert push(world, "1") is not None
 
 
-def test_what_another_engine_answers_at_an_engines_address_is_not_learned() -> None:
-    """An address that moved from one pod to another: a status counts when the engine itself was asked."""
+def test_the_status_of_another_engine_at_an_engines_address_is_ignored() -> None:
+    """An address that moved from one pod to another: a status counts only for the engine that was called."""
     world = World([1, 1])
     world.sync_all()
     before = {name: engine.status for name, engine in world.machine.fleet.engines.items()}

@@ -1,4 +1,4 @@
-"""A commit that only engines can prove: the store was away when the record was to be written, and then the coordinator was gone."""
+"""A commit that only engines can prove: the store was away when the record had to be written, and then the coordinator ended."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_number_that_may_have_been_committed_never_names_other_weights() -> No
     assert world.agents["e1"].gate_open
 
 
-def test_nor_does_one_that_only_pods_could_have_proved_which_were_recreated() -> None:
+def test_a_number_that_only_recreated_pods_could_prove_never_names_other_weights() -> None:
     world = World([1])
     without_a_record(world, NAMES)
     before = world.agents["e0"].version
@@ -68,8 +68,8 @@ def test_nor_does_one_that_only_pods_could_have_proved_which_were_recreated() ->
     assert order_key(world.machine.fleet.target()) > order_key(before)
 
 
-def test_an_engine_with_its_start_weights_needs_what_only_another_engine_can_prove() -> None:
-    """The record says that an update was open and not what became of it; an engine that committed it tells that."""
+def test_an_engine_with_its_initial_weights_needs_tensors_that_another_engine_proves() -> None:
+    """The record has an open update but not its outcome. An engine that committed it proves the outcome."""
     world = World([1, 1], min_committed=1)
     without_a_record(world, ("v",), refusing=frozenset({"e1"}))
     world.agents["e1"].restart()

@@ -44,7 +44,7 @@ def probing(world: World) -> bool:
 
 
 def given_up(world: World) -> str:
-    """Why the pause or the update has ended."""
+    """Return why the pause or the update has ended."""
     assert world.machine.fleet.pause is None
     assert world.machine.fleet.last_update is not None
     return world.machine.fleet.last_update.reason
@@ -75,14 +75,14 @@ def test_a_trainer_that_died_in_a_broadcast_holds_engines_no_longer_than_its_lea
     assert not any(agent.gate_open for agent in world.agents.values()), "both hold a mixture"
 
 
-def test_a_broken_connection_makes_the_coordinator_ask_at_once(transfer: tuple[World, int]) -> None:
+def test_a_broken_connection_makes_the_coordinator_probe_at_once(transfer: tuple[World, int]) -> None:
     world, call = transfer
     world.leave(call)
     world.complete(probe(world), broken=ALL)
     assert world.machine.fleet.update is None
 
 
-def test_a_slow_transfer_of_a_trainer_that_lives_goes_on(transfer: tuple[World, int]) -> None:
+def test_a_slow_transfer_of_a_trainer_that_lives_continues(transfer: tuple[World, int]) -> None:
     world, call = transfer
     for _ in range(5):
         world.tick(21)
@@ -92,7 +92,7 @@ def test_a_slow_transfer_of_a_trainer_that_lives_goes_on(transfer: tuple[World, 
     assert world.answers[call].success
 
 
-def test_heartbeats_spare_the_question(transfer: tuple[World, int]) -> None:
+def test_heartbeats_make_probes_unnecessary(transfer: tuple[World, int]) -> None:
     world, _ = transfer
     for _ in range(10):
         world.tick(10)
@@ -100,7 +100,7 @@ def test_heartbeats_spare_the_question(transfer: tuple[World, int]) -> None:
         assert not probing(world)
 
 
-def test_a_call_during_the_question_speaks_for_the_trainer() -> None:
+def test_a_call_during_a_probe_proves_that_the_trainer_lives() -> None:
     world = make()
     assert world.do(rq.Pause("retract", {})).success
     world.tick(21)
@@ -129,7 +129,7 @@ def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> 
     assert last.reason.startswith("the pause was given up: nothing was heard of the trainer for ")
 
 
-def test_heartbeats_do_not_hold_a_pause_for_ever() -> None:
+def test_heartbeats_do_not_extend_a_pause_forever() -> None:
     world = make()
     assert world.do(rq.Pause("retract", {})).success
     for _ in range(179):
@@ -228,7 +228,7 @@ def test_a_trainer_that_pauses_and_dies_is_noticed_after_its_lease_however_long_
 
 
 def test_the_store_of_a_dead_trainer_ends_no_pause_of_the_next_one() -> None:
-    """Who has just paused lives: a store that takes no connection then is not its own."""
+    """A trainer that has just paused lives: a store that accepts no connection then belongs to another trainer."""
     world = make()
     world.tick(3600)
     call = world.ask(rq.Pause("retract", {}))
@@ -244,7 +244,7 @@ def test_the_store_of_a_dead_trainer_ends_no_pause_of_the_next_one() -> None:
     assert "nothing was heard of the trainer" in given_up(world)
 
 
-def test_who_is_gone_while_its_stores_are_asked_for_is_not_taken_for_another() -> None:
+def test_a_trainer_that_dies_during_the_probe_is_not_taken_for_another() -> None:
     world = make()
     call = world.ask(rq.Pause("retract", {}))
     world.leave(call)
@@ -267,7 +267,7 @@ SLOW = {"a checkpoint is read": rq.FromDisk("/ckpt", "2", {}), "a store is waite
 
 
 def slow(world: World, what: str) -> int:
-    """A trainer pauses, and then makes a call of which engines' pods do the first part for minutes."""
+    """A trainer pauses, and then makes a call that engines' pods prepare for minutes."""
     assert world.do(rq.Pause("retract", {})).success
     size = world.machine.fleet.table.world_size
     body = {"master_address": "10.0.0.9", "master_port": 8, "rank_offset": 1, "group_name": "h", "world_size": size}
@@ -291,7 +291,7 @@ def test_a_trainer_whose_call_is_under_way_is_not_idle(what: str) -> None:
     assert world.machine.fleet.pause is not None, "it has just been answered"
 
 
-def test_a_trainer_whose_call_is_refused_after_long_has_its_pause_still() -> None:
+def test_a_trainer_whose_call_is_refused_late_keeps_its_pause() -> None:
     world = make()
     call = slow(world, "a checkpoint is read")
     world.tick(150)
@@ -301,7 +301,7 @@ def test_a_trainer_whose_call_is_refused_after_long_has_its_pause_still() -> Non
     assert world.machine.fleet.pause is not None
 
 
-def test_a_call_that_is_under_way_does_not_hold_a_pause_for_ever() -> None:
+def test_a_call_that_is_under_way_does_not_extend_a_pause_forever() -> None:
     world = make()
     slow(world, "a checkpoint is read")
     world.tick(1801)

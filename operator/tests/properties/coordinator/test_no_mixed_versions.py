@@ -18,7 +18,7 @@ labels = st.sampled_from([None, "1"])
 
 
 class Mixture(RuleBasedStateMachine):
-    """Whole pushes one after another; between them anything may restart."""
+    """Pushes one after another; engines and coordinators restart between them."""
 
     @initialize(least=st.sampled_from([None, 1]))
     def begin(self, least: int | None) -> None:
@@ -35,13 +35,13 @@ class Mixture(RuleBasedStateMachine):
 
     @rule(part=parts, label=labels)
     def push(self, part: tuple[str, ...], label: str | None) -> None:
-        self.bring(part if self.remembers() else NAMES, label)
+        self.send_tensors(part if self.remembers() else NAMES, label)
         self.world.do(rq.End())
 
     @rule(part=parts, label=labels)
     def push_half(self, part: tuple[str, ...], label: str | None) -> None:
         """The trainer begins again after some of the tensors."""
-        self.bring(part, label)
+        self.send_tensors(part, label)
 
     @rule(part=parts, late=parts)
     def push_by_two_groups(self, part: tuple[str, ...], late: tuple[str, ...]) -> None:
@@ -56,13 +56,13 @@ class Mixture(RuleBasedStateMachine):
         agent.up = True
         self.settle()
         groups = list(self.world.machine.fleet.groups)
-        self.bring(late, None)
+        self.send_tensors(late, None)
         rest = [name for name in part if name not in late]
         for name in groups[-1:] if rest else []:
             self.world.do(rq.Update(name, None, {"names": rest}))
         self.world.do(rq.End())
 
-    def bring(self, names: tuple[str, ...], label: str | None) -> None:
+    def send_tensors(self, names: tuple[str, ...], label: str | None) -> None:
         self.settle()
         group = f"g-{self.world.calls}"
         self.world.do(rq.OpenGroup(group_body(self.world, group)))
@@ -109,7 +109,7 @@ class Mixture(RuleBasedStateMachine):
         """A complete push heals whatever happened."""
         if not hasattr(self, "world"):
             return
-        self.bring(NAMES, None)
+        self.send_tensors(NAMES, None)
         answer = self.world.do(rq.End())
         assert answer.message == "Success", answer.message
         assert all(agent.gate_open for agent in self.world.agents.values())

@@ -25,7 +25,7 @@ def ready(commit: str, min_committed: int = 2) -> World:
 
 
 def until_answered(world: World, call: int, *broken: str) -> rq.Answer:
-    """Complete what is pending until the trainer hears; these engines cannot end their session."""
+    """Complete pending effects until the trainer gets its answer. These engines fail to end their session."""
     while call not in world.answers:
         path = getattr(world.pending[0], "path", "")
         world.complete(broken=frozenset(broken if path == ControlCall.END_UPDATE.path else ()))
@@ -33,7 +33,7 @@ def until_answered(world: World, call: int, *broken: str) -> rq.Answer:
 
 
 @pytest.mark.parametrize("commit", COMMITS)
-def test_a_partial_commit_is_a_success_that_counts_the_engines_and_names_who_was_left_behind(commit: str) -> None:
+def test_a_partial_commit_is_a_success_that_counts_the_engines_and_names_the_others(commit: str) -> None:
     world = ready(commit)
     answer = until_answered(world, world.ask(COMMITS[commit]), "e1")
     assert (answer.status, answer.fleet["outcome"], list(answer.fleet["fenced"])) == (200, "Partial", ["e1"])
@@ -46,7 +46,7 @@ def test_a_partial_commit_is_a_success_that_counts_the_engines_and_names_who_was
 
 
 @pytest.mark.parametrize("commit", COMMITS)
-def test_a_whole_commit_says_what_is_committed_and_by_whom(commit: str) -> None:
+def test_a_commit_of_all_engines_names_the_version_and_the_engines(commit: str) -> None:
     world = ready(commit)
     found = world.do(COMMITS[commit]).fleet
     assert (found["committed"], found["outcome"]) == ({"run": 1, "step": 1, "label": "1"}, "Committed")
@@ -65,7 +65,7 @@ def test_too_few_engines_are_an_error_with_the_first_reason(commit: str) -> None
     assert not any(agent.gate_open for agent in world.agents.values())
 
 
-def test_continue_says_that_it_has_continued_too() -> None:
+def test_the_answer_to_continue_also_reports_that_generation_continued() -> None:
     world = ready("continue")
     answer = until_answered(world, world.ask(COMMITS["continue"]), "e1")
     assert answer.message.startswith("Generation continued successfully. 2 of 3 engines hold version 1/1")
@@ -85,7 +85,7 @@ def test_an_engine_that_does_not_answer_the_flush_is_left_behind() -> None:
     assert "engine e1 did not flush its cache: no answer" in answer.message
 
 
-def test_a_number_that_was_given_up_is_not_used_again_by_the_next_coordinator() -> None:
+def test_a_number_that_was_reserved_is_not_used_again_by_the_next_coordinator() -> None:
     """e0 acknowledged it; a later update has made e0 dirty, so that no engine reports it any more."""
     world = World([1, 1])
     world.sync_all()

@@ -67,14 +67,14 @@ def test_numbers_may_be_strings_and_unknown_fields_are_kept() -> None:
     assert (spec.port, spec.backend, spec.name, spec.extra) == (42569, None, "weight_update_group", {"pp_rank": 0})
 
 
-def test_a_fleet_without_engines_says_try_again() -> None:
+def test_a_fleet_without_engines_asks_to_try_again() -> None:
     with pytest.raises(RefusedError) as caught:
         check_group(body(1), rank_table([]))
     assert caught.value.status == 503
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7", "[fd00::7]", "trainer.demo"])
-def test_the_trainers_address_goes_on_as_it_came(host: str) -> None:
+def test_the_trainers_address_is_passed_on_unchanged(host: str) -> None:
     assert check_group(body(4, master_address=host), rank_table(engines([1, 2]))).host == host
 
 

@@ -38,8 +38,8 @@ def test_a_fleet_that_wakes_serves_when_its_checksums_are_those_of_the_record() 
     assert all(agent.gate_open and agent.version == V1 for agent in world.agents.values())
 
 
-def test_an_engine_that_was_restarted_unnoticed_does_not_tell_what_is_committed() -> None:
-    """It is asked before it sleeps, and holds what it was started with."""
+def test_an_engine_that_was_restarted_unnoticed_does_not_define_the_committed_checksums() -> None:
+    """It returns its checksums before it sleeps, and holds its initial weights."""
     world = World([1])
     world.sync_all()
     push(world, "1")
@@ -97,7 +97,7 @@ def test_a_fleet_that_wakes_into_a_pause_is_proved_and_stays_paused() -> None:
     ],
     ids=lambda request: type(request).__name__,
 )
-def test_a_trainers_call_that_a_sleeping_fleet_cannot_take_is_refused_with_the_reason(request_: rq.Request) -> None:
+def test_a_trainers_call_to_a_sleeping_fleet_is_refused_with_the_reason(request_: rq.Request) -> None:
     world = make(FleetState.ASLEEP)
     settled(world)
     answer = world.do(request_)
@@ -122,7 +122,7 @@ def test_falling_asleep_ends_a_trainers_pause() -> None:
 
 
 def test_a_trainer_releases_updates_and_resumes() -> None:
-    """As trainers do that share the engines' GPUs: the cache comes back after the weights."""
+    """A trainer that shares the engines' GPUs resumes the cache after the weights."""
     world = World([1, 1])
     world.sync_all()
     push(world, "1")
