@@ -8,6 +8,7 @@ NODES ?= 1
 KIND_CLUSTER ?= kind
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS_VENV := .build/docs-venv
 export PYTHONPATH := $(CURDIR)
 export CLUSTER
 LAB := $(BIN)/python -m e2e.cluster
@@ -88,6 +89,20 @@ chaos-cluster: venv engine-venv ## Fault matrix of API server, node and link, on
 
 bench: venv engine-venv ## Benchmarks against a baseline of the same run; results: bench/results
 	@for b in reconcile plans push catchup endurance inflight latency; do $(BIN)/python -m bench.$$b; done
+
+# --- documentation ------------------------------------------------------------------------------------------------------
+$(DOCS_VENV)/.done: requirements/docs.lock
+	@echo "Python environment of the documentation in $(DOCS_VENV)"
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install -q uv==0.13.8
+	@$(DOCS_VENV)/bin/uv pip install -q -p $(DOCS_VENV) --require-hashes -r requirements/docs.lock
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS_VENV)/.done ## Build the documentation in docs/_build; a warning or a broken link is an error
+	@PYTHONPATH=operator $(DOCS_VENV)/bin/python docs/generate.py
+	@PYTHONPATH=operator $(DOCS_VENV)/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
+	@echo "docs/_build/index.html"
 
 # --- cluster and demo --------------------------------------------------------------------------------------------------
 .PHONY: cluster-up cluster-status cluster-down images kind-load demo clean

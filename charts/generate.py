@@ -28,7 +28,7 @@ helm install sglang-rollout-operator charts/sglang-rollout-operator --namespace 
 ```
 
 No images are published yet. `make images` builds them in a checkout, and `images.registry` and `images.tag` name them
-(docs/quickstart.md).
+(docs/get-started/cluster.md).
 
 The CustomResourceDefinition is part of the release. `helm upgrade` updates it, and `helm uninstall` keeps it, so that no fleet is lost.
 To remove it and every SGLangRollout: `kubectl delete crd sglangrollouts.rollout.sglang.io`.

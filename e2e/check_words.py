@@ -1,6 +1,6 @@
 """Refuse words that this project does not use, in code, tests and pages. `make lint` runs it; `--all` also lists the folders of PENDING.
 
-`docs/glossary.md` has the words to use instead.
+`docs/concepts/glossary.md` has the words to use instead.
 """
 
 from __future__ import annotations

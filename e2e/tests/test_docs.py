@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ PAGES = sorted(
     page
     for pattern in ("*.md", "docs/**/*.md", "charts/**/*.md", "examples/**/*.md", "images/**/*.md")
     for page in REPOSITORY.glob(pattern)
+    if not page.is_relative_to(REPOSITORY / "docs/_generated")
 )
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
@@ -37,7 +39,7 @@ def test_links_have_targets(page: Path) -> None:
 
 def test_code_that_pages_name_exists() -> None:
     """A path needs no leading folders. A name without a folder is checked only if it names a test."""
-    code = [str(file.relative_to(REPOSITORY)) for folder in ("operator", "e2e", "bench", "charts", "examples", "images") for file in
+    code = [str(file.relative_to(REPOSITORY)) for folder in ("operator", "e2e", "bench", "charts", "docs", "examples", "images") for file in
             (REPOSITORY / folder).rglob("*.py")]  # fmt: skip
     named = {
         name for page in PAGES for name in re.findall(r"`([\w./-]+\.py)`", page.read_text()) if "/" in name or name.startswith("test_")
@@ -51,3 +53,8 @@ def test_make_targets_that_pages_name_exist() -> None:
     assert named - TARGETS == set()
     phony = {word for line in re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE) for word in line.split()}
     assert phony == TARGETS
+
+
+def test_committed_diagrams_are_those_that_the_program_draws() -> None:
+    drawn = runpy.run_path(str(REPOSITORY / "docs/diagrams/draw.py"))["drawn"]
+    assert [path.name for path, content in drawn() if path.read_text() != content] == []

@@ -195,14 +195,14 @@ class RolloutSpec(ApiModel):
     mode: Mode = Mode.STANDALONE
     """`Standalone`: the engines have their own GPUs and receive weights from a trainer. `Hybrid`: they share the trainer's GPUs, sleep
     until the trainer wakes them, and receive its weights at their own URLs. `Colocated`: they share the trainer's GPUs and keep the
-    weights of `model.path` (docs/modes.md). The mode cannot change."""
+    weights of `model.path` (docs/how-to/share-gpus.md). The mode cannot change."""
     sharing: Sharing | None = None
     """GPUs and nodes that engines share with the trainer, with `mode: Hybrid` or `Colocated`."""
     state: State = State.ACTIVE
     """`Active`: engines serve. `Paused`: no engine generates, but weight updates continue. `Asleep`: engines release their memory;
-    needs `engine.memorySaver` (docs/states.md). `Suspended`: no engine runs and no GPU is used; the object, its URL, run and committed
-    version are kept. Engines that start afterwards hold the weights of `model.path`. If another version is committed, they wait for the
-    next push, or catch up from `weights.catchUp.disk`."""
+    needs `engine.memorySaver` (docs/how-to/pause-and-sleep.md). `Suspended`: no engine runs and no GPU is used; the object, its URL,
+    run and committed version are kept. Engines that start afterwards hold the weights of `model.path`. If another version is committed,
+    they wait for the next push, or catch up from `weights.catchUp.disk`."""
     sleep: Sleep = Sleep()
     """Settings of `state: Asleep`."""
     model: Model

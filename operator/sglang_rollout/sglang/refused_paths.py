@@ -1,6 +1,6 @@
 """SGLang's paths that the fleet's URL does not serve, and why. Pure. The coordinator answers them with 501 and the reason.
 
-``docs/weights.md`` has the table for users; a test compares the two.
+``docs/reference/http-api.md`` has the table for users; a test compares the two.
 """
 
 from __future__ import annotations

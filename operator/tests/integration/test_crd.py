@@ -92,7 +92,7 @@ def test_valid_edge_cases_are_accepted(api: ControlPlane) -> None:
 
 def _shown() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield page and object of every rollout in the documentation. A part of a spec is completed to a small rollout."""
-    for page in [REPOSITORY / "README.md", *sorted((DOCS).glob("*.md"))]:
+    for page in [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]:
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
             shown = yaml.safe_load(block)
             if "apiVersion" not in shown:
@@ -105,7 +105,7 @@ def _shown() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def test_every_rollout_of_the_documentation_is_accepted(api: ControlPlane) -> None:
     shown = list(_shown())
-    assert {"README.md", "engines.md", "guides.md", "scheduling.md"} <= {page for page, _ in shown}
+    assert {"README.md", "engine-settings.md", "verl.md", "place-engines.md"} <= {page for page, _ in shown}
     for number, (page, rollout) in enumerate(shown):
         rollout["metadata"] = {"name": f"shown-{number}"}
         done = api.kubectl("apply", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(rollout), check=False)

@@ -162,7 +162,7 @@ def test_no_flag_is_deprecated(python: str) -> None:
     """Checks the rendered flags, and those that the docs name for ``engine.args``."""
     every = [args for path in sorted(GOLDEN_INPUTS.glob("*.yaml")) for args in of_pods(rollout(path.read_text()))]
     assert set(FLAGS.values()) <= {word for args in every for word in args}, "no golden input has this flag"
-    guides = [flag for text in DOCS.glob("*.md") for flag in re.findall(r'"(--[a-z0-9-]+)"', text.read_text())]
+    guides = [flag for text in DOCS.rglob("*.md") for flag in re.findall(r'"(--[a-z0-9-]+)"', text.read_text())]
     *found, known = asked_of(python, RETIRED, [*every, guides, ["--disable-cuda-graph"]])
     assert [words for words in found if words] == []
     assert known == ["--disable-cuda-graph"], "this deprecated flag must be found"

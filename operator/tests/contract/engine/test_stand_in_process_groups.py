@@ -246,7 +246,7 @@ def test_closed_process_group_leaves_no_open_file(trainer: Peer, tmp_path: Path)
 
 
 def test_fifty_engines_of_one_process_join_one_process_group(trainer: Peer, tmp_path: Path) -> None:
-    """One update with the default model. The process stays below the 1.5 GB that docs/testing.md promises."""
+    """One update with the default model. The process stays below the 1.5 GB that docs/how-to/test-without-gpus.md promises."""
     first = free_port(row=50)
     engine = stand_in(first, tmp_path / "log", "--engines", "50", "--token-ms", "0")
     engine.command = [part for part in engine.command if part not in ("--model", str(environment.model()))]

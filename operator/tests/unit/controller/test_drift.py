@@ -158,7 +158,7 @@ def test_writing_out_a_computed_default_changes_the_revision() -> None:
         assert revision(rollout(engine={**engine, **more})) != first, more
     asking = [revision(rollout(engine={**engine, "resources": {"requests": {"cpu": cpu}}})) for cpu in (2, "2")]
     assert asking[0] != asking[1]
-    page = (DOCS / "operations.md").read_text()
+    page = (DOCS / "how-to/roll-engines.md").read_text()
     assert all(word in page for word in ("(`nodes`, `gpusPerPod`, `network.basePort`)", "(`network: {}`)", '(`cpu: 2` and `cpu: "2"`)'))
 
 

@@ -342,8 +342,8 @@ def test_quotes_end_with_one_full_stop(seen: FleetView) -> None:
     assert [text for text in said if not text.endswith((".", ".)")) or ".." in text or " ." in text] == []
 
 
-def test_operations_page_explains_every_reason() -> None:
-    page = (DOCS / "operations.md").read_text()
+def test_the_page_of_conditions_explains_every_reason() -> None:
+    page = (DOCS / "operations/conditions.md").read_text()
     other_conditions = {
         Reason.ENGINES_SERVING,
         Reason.NO_ENGINE_SERVING,

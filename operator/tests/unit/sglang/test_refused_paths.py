@@ -8,14 +8,14 @@ from pathlib import Path
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.refused_paths import REASONS, find_refusal
 
-WEIGHTS_PAGE = Path(__file__).parents[4] / "docs/weights.md"
+HTTP_API_PAGE = Path(__file__).parents[4] / "docs/reference/http-api.md"
 ONE_PROCESS_CALLS = {ControlCall.UPDATE_IPC.path, ControlCall.LOAD_ADAPTER_FROM_TENSORS.path}
 """In the same table of the page; the coordinator's routes refuse these."""
 
 
 def documented_paths() -> list[str]:
     """Return the entries of the table's first column. ``…`` stands for any text."""
-    table = WEIGHTS_PAGE.read_text().split("refuses SGLang's other paths", 1)[1].split("\n\n", 2)[1]
+    table = HTTP_API_PAGE.read_text().split("refuses SGLang's other paths", 1)[1].split("\n\n", 2)[1]
     return [path for row in table.splitlines()[2:] for path in re.findall(r"`([^`]+)`", row.split("|")[1])]
 
 

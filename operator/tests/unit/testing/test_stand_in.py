@@ -337,9 +337,9 @@ def test_fleet_leaves_no_thread() -> None:
 
 
 def test_example_of_the_documentation_runs() -> None:
-    page = (DOCS / "testing.md").read_text()
+    page = (DOCS / "how-to/test-without-gpus.md").read_text()
     example = page.split("```python\n")[1].split("```")[0]
-    exec(compile(example, "docs/testing.md", "exec"), {})
+    exec(compile(example, "docs/how-to/test-without-gpus.md", "exec"), {})
 
 
 @pytest.mark.parametrize("sessions", [True, False])

@@ -1,0 +1,260 @@
+"""Draw the diagrams of the documentation as SVG files beside this file: ``python docs/diagrams/draw.py``.
+
+The pictures follow the reader's colour scheme. The diagram of phases is drawn from the coordinator's table of transitions, and
+``e2e/tests/test_docs.py`` fails if a committed file differs from what this program draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from sglang_rollout.coordinator.update.phases import TRANSITIONS, Phase
+
+HERE = Path(__file__).parent
+STYLE = """
+:root { color-scheme: light dark; }
+.paper { fill: #ffffff; } .box { fill: #f3f5f8; stroke: #5b6472; } .line { stroke: #5b6472; fill: none; } .head { fill: #5b6472; }
+.soft { stroke: #9aa3af; } .lane { stroke: #c3c9d2; stroke-dasharray: 3 4; }
+.bad { stroke: #b3402a; } .badhead { fill: #b3402a; }
+.closed { fill: #f6ddd7; stroke: #b3402a; } .open { fill: #dcefdf; stroke: #2f7d3f; }
+.data { stroke: #2b5fb3; } .datahead { fill: #2b5fb3; }
+text { font: 13px system-ui, sans-serif; fill: #1d232b; } .small { font-size: 11.5px; fill: #48505c; } .strong { font-weight: 600; }
+.c0 { fill: #9db7de; } .c1 { fill: #7fb5a8; } .c2 { fill: #d9a066; } .c3 { fill: #b79ad1; } .c4 { fill: #c98a8a; } .c5 { fill: #a9b26b; }
+@media (prefers-color-scheme: dark) {
+.paper { fill: #14181d; } .box { fill: #232a33; stroke: #97a1af; } .line { stroke: #97a1af; } .head { fill: #97a1af; }
+.soft { stroke: #6b7583; } .lane { stroke: #4a525d; }
+.bad { stroke: #e58a76; } .badhead { fill: #e58a76; }
+.closed { fill: #4a2720; stroke: #e58a76; } .open { fill: #1f3d27; stroke: #7bc48b; }
+.data { stroke: #86aef0; } .datahead { fill: #86aef0; }
+text { fill: #e6eaf0; } .small { fill: #b4bcc8; }
+.c0 { fill: #46669c; } .c1 { fill: #35786a; } .c2 { fill: #9a6226; } .c3 { fill: #735392; } .c4 { fill: #8f4b4b; } .c5 { fill: #6b7430; } }
+"""
+
+
+@dataclass
+class Drawing:
+    """A picture: its size, its description for screen readers, and its elements."""
+
+    width: int
+    height: int
+    title: str
+    parts: list[str] = field(default_factory=list)
+
+    def box(self, x: float, y: float, width: float, height: float, lines: Sequence[str], *, kind: str = "box") -> None:
+        """Add a rectangle with centred text. The first line is bold."""
+        self.parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6"/>')
+        top = y + height / 2 - (len(lines) - 1) * 8 + 4.5
+        for number, line in enumerate(lines):
+            self.text(x + width / 2, top + 16 * number, line, "strong" if number == 0 else "small")
+
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> None:
+        """Add one line of text."""
+        self.parts.append(f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def path(self, data: str, kind: str = "line", head: str = "head", *, dashed: bool = False) -> None:
+        """Add a line. ``head`` names the class of its arrow head; an empty string draws none."""
+        style = ' stroke-dasharray="5 4"' if dashed else ""
+        end = f' marker-end="url(#{head})"' if head else ""
+        self.parts.append(f'<path class="line {kind}" d="{data}" stroke-width="1.4"{style}{end}/>')
+
+    def svg(self) -> str:
+        """Return the picture as an SVG document."""
+        heads = "".join(
+            f'<marker id="{name}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+            f'<path class="{name}" d="M0 0L8 4L0 8z"/></marker>'
+            for name in ("head", "badhead", "datahead")
+        )
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" role="img">',
+                f"<title>{escape(self.title)}</title><style>{STYLE}</style><defs>{heads}</defs>",
+                f'<rect class="paper" width="{self.width}" height="{self.height}" rx="8"/>',
+                *self.parts,
+                "</svg>\n",
+            ]
+        )
+
+
+ROW = (Phase.IDLE, Phase.PAUSE, Phase.OPEN, Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT, Phase.RESUME)
+"""Phases in the order of an update. PREPARE is only reported."""
+
+
+def phases() -> Drawing:
+    """Draw the transitions of the coordinator's table: forward above the row, back below it."""
+    picture = Drawing(940, 400, "Phases of a weight update and their transitions")
+    step, width, top = 130, 92, 150
+    left = {phase: 32 + step * number for number, phase in enumerate(ROW)}
+    arcs = [(before, after) for before in ROW for after in ROW if after in TRANSITIONS[before]]
+    for before, after in arcs:
+        distance = ROW.index(after) - ROW.index(before)
+        if distance == 1:
+            picture.path(f"M{left[before] + width} {top + 20}H{left[after] - 2}", "")
+        elif distance > 1:
+            x, y = left[before] + width * 0.62, left[after] + width * 0.38
+            picture.path(f"M{x:g} {top}C{x + 30:g} {top - 26 * distance:g} {y - 30:g} {top - 26 * distance:g} {y:g} {top - 2}", "soft")
+        else:
+            x, y = left[before] + width * 0.38, left[after] + width * (0.75 + 0.04 * distance)
+            kind, head = ("bad", "badhead") if after is Phase.IDLE and before is not Phase.RESUME else ("soft", "head")
+            depth = top + 40 - 44 * distance
+            picture.path(f"M{x:g} {top + 40}C{x - 30:g} {depth:g} {y + 30:g} {depth:g} {y:g} {top + 42}", kind, head)
+    for phase in ROW:
+        kind = "open" if phase is Phase.IDLE else "box"
+        picture.box(left[phase], top, width, 40, [phase.value], kind=kind)
+    picture.text(470, 24, "Forward: the steps of an update, and shorter ways", "small")
+    picture.text(
+        470, 384, "Back to idle: the update failed, was abandoned, or has ended. Other ways back: more calls of the same update", "small"
+    )
+    return picture
+
+
+LANES = ("trainer", "coordinator", "agents", "gates", "engines")
+STEPS: tuple[tuple[str, str, str] | str, ...] = (
+    "A process group is open: the trainer is rank 0, each tensor-parallel rank of an engine has a rank.",
+    ("trainer", "coordinator", "begin_weight_update"),
+    ("coordinator", "agents", "pause"),
+    ("agents", "engines", "pause_generation"),
+    ("coordinator", "agents", "begin"),
+    ("agents", "agents", "record: dirty"),
+    ("agents", "gates", "close"),
+    ("agents", "engines", "begin_weight_update"),
+    ("trainer", "coordinator", "bucket: names, shapes, types"),
+    ("coordinator", "agents", "bucket"),
+    ("agents", "engines", "update_weights_from_distributed"),
+    ("trainer", "engines*", "broadcast of the tensors (NCCL, gloo)"),
+    ("trainer", "coordinator", "end_weight_update"),
+    ("coordinator", "agents", "end, compare checksums"),
+    ("coordinator", "agents", "acknowledge"),
+    ("agents", "agents", "record: clean (run, step)"),
+    ("coordinator", "coordinator", "write the version to the record"),
+    ("coordinator", "agents", "run: this version is committed"),
+    ("agents", "engines", "continue_generation"),
+    ("agents", "gates", "open"),
+    ("coordinator", "trainer", "200: the next request gets the new version"),
+)
+
+
+def update_sequence() -> Drawing:
+    """Draw the calls of one weight update in order."""
+    picture = Drawing(900, 90 + 38 * len(STEPS), "Sequence of a weight update")
+    middle = {lane: 80 + 185 * number for number, lane in enumerate(LANES)}
+    for lane, x in middle.items():
+        picture.path(f"M{x} 54V{picture.height - 16}", "lane", "")
+        picture.box(x - 62, 16, 124, 34, [lane])
+    for number, step in enumerate(STEPS):
+        y = 84 + 38 * number
+        if isinstance(step, str):
+            picture.text(450, y, step, "small")
+            continue
+        start, end, text = middle[step[0]], middle[step[1].rstrip("*")], step[2]
+        if start == end:
+            picture.path(f"M{start} {y - 10}h22v14h-20")
+            picture.text(start + 30, y + 2, text, "small", "start")
+            continue
+        data = step[1].endswith("*")
+        picture.path(f"M{start} {y}H{end - 2 if end > start else end + 2}", "data" if data else "", "datahead" if data else "head")
+        picture.text((start + end) / 2, y - 6, text, "small")
+    return picture
+
+
+def gate() -> Drawing:
+    """Draw when the gate of an engine is open."""
+    picture = Drawing(860, 300, "The gate is open only while the engine is clean at the committed version")
+    picture.box(30, 110, 190, 64, ["unknown", "after a start, a release"], kind="closed")
+    picture.box(330, 110, 200, 64, ["clean (run, step)", "one known version"])
+    picture.box(640, 110, 190, 64, ["dirty", "a mixture of versions"], kind="closed")
+    picture.path("M220 130H328")
+    picture.text(274, 102, "compared, or", "small")
+    picture.text(274, 119, "acknowledged", "small")
+    picture.path("M530 130H638", "bad", "badhead")
+    picture.text(584, 119, "update begins", "small")
+    picture.path("M640 158H532")
+    picture.text(584, 184, "complete update", "small")
+    picture.text(584, 200, "acknowledged", "small")
+    picture.path("M430 110V60")
+    picture.box(310, 16, 240, 42, ["gate open", "if the version is the committed one"], kind="open")
+    picture.path("M735 174C735 262 125 262 125 176", "bad", "badhead")
+    picture.text(430, 262, "the engine process starts again: a new boot ID, the weights of model.path", "small")
+    picture.text(430, 284, "In every other case the gate is closed for new requests.", "small")
+    return picture
+
+
+def architecture() -> Drawing:
+    """Draw the processes of a rollout and who calls whom."""
+    picture = Drawing(900, 490, "Processes of a rollout")
+    picture.box(30, 24, 180, 48, ["kubectl, Helm"])
+    picture.box(30, 130, 180, 48, ["kube-apiserver"])
+    picture.box(30, 250, 180, 60, ["operator", "creates objects, writes status"])
+    picture.path("M120 72V128")
+    picture.path("M120 250V180")
+    picture.text(130, 218, "apply, status", "small", "start")
+    picture.box(330, 24, 230, 48, ["trainer", "one URL: generate, push weights"])
+    picture.parts.append('<rect class="soft line" x="290" y="112" width="580" height="122" rx="8"/>')
+    picture.text(300, 130, "router pod", "small", "start")
+    picture.box(340, 148, 150, 60, ["front", "haproxy: splits paths"])
+    picture.box(530, 148, 140, 60, ["smg", "chooses an engine"])
+    picture.box(710, 148, 140, 60, ["coordinator", "control calls, updates"])
+    picture.path("M415 72V146")
+    picture.path("M490 168H528", "data", "datahead")
+    picture.path("M490 194C560 226 640 226 708 196")
+    picture.parts.append('<rect class="soft line" x="290" y="286" width="580" height="150" rx="8"/>')
+    picture.text(868, 428, "engine pod, one StatefulSet per engine", "small", "end")
+    picture.box(340, 334, 150, 72, ["gate", "haproxy: the pod's port", "open or closed"])
+    picture.box(530, 334, 140, 72, ["engine", "SGLang", "on 127.0.0.1"])
+    picture.box(710, 334, 140, 72, ["agent", "state of the engine,", "its control calls"])
+    picture.path("M585 208C585 262 405 240 405 332", "data", "datahead")
+    picture.path("M760 208C760 276 445 262 445 332")
+    picture.path("M490 360H528", "data", "datahead")
+    picture.path("M490 396C560 424 640 424 708 396")
+    picture.path("M708 360H672")
+    picture.path("M330 48H260V456H600V408", "data", "datahead", dashed=True)
+    picture.text(270, 474, "tensors, in a process group with the trainer", "small", "start")
+    picture.text(868, 264, "blue: requests for tokens, and tensors", "small", "end")
+    return picture
+
+
+PHASE_TIMES = (
+    ("2 real engines, 3.3 MB", (13, 22, 33, 15, 23, 16)),
+    ("8 stand-ins, 11 KB", (16, 23, 29, 15, 17, 29)),
+    ("2 real engines, 197 MB", (9, 24, 336, 37, 16, 19)),
+    ("64 stand-ins, 11 KB", (87, 78, 166, 70, 84, 103)),
+)
+"""Milliseconds of each phase; docs/develop/benchmarks.md has the table and the conditions."""
+
+
+def update_times() -> Drawing:
+    """Draw the milliseconds of each phase of an update as bars."""
+    picture = Drawing(860, 250, "Milliseconds of each phase of an update")
+    for number, (name, times) in enumerate(PHASE_TIMES):
+        y, x = 64 + 40 * number, 190.0
+        picture.text(180, y + 16, name, "small", "end")
+        for colour, milliseconds in enumerate(times):
+            picture.parts.append(f'<rect class="c{colour}" x="{x:g}" y="{y}" width="{milliseconds:g}" height="24"/>')
+            x += milliseconds
+        picture.text(x + 8, y + 16, f"{sum(times)} ms", "small", "start")
+    for colour, phase in enumerate(ROW[1:]):
+        picture.parts.append(f'<rect class="c{colour}" x="{190 + 105 * colour}" y="24" width="14" height="14"/>')
+        picture.text(210 + 105 * colour, 36, phase.value, "small", "start")
+    return picture
+
+
+DRAWINGS = {
+    "architecture.svg": architecture,
+    "gate.svg": gate,
+    "update-phases.svg": phases,
+    "update-sequence.svg": update_sequence,
+    "update-times.svg": update_times,
+}
+
+
+def drawn() -> Iterator[tuple[Path, str]]:
+    """Yield path and content of each diagram."""
+    for name, draw in DRAWINGS.items():
+        yield HERE / name, draw().svg()
+
+
+if __name__ == "__main__":
+    for target, content in drawn():
+        target.write_text(content)
