@@ -120,7 +120,7 @@ STEPS: tuple[tuple[str, str, str] | str, ...] = (
     ("agents", "agents", "record: dirty"),
     ("agents", "gates", "close"),
     ("agents", "engines", "begin_weight_update"),
-    ("trainer", "coordinator", "bucket: names, shapes, types"),
+    ("trainer", "coordinator", "bucket: names, shapes"),
     ("coordinator", "agents", "bucket"),
     ("agents", "engines", "update_weights_from_distributed"),
     ("trainer", "engines*", "broadcast of the tensors (NCCL, gloo)"),
@@ -129,10 +129,10 @@ STEPS: tuple[tuple[str, str, str] | str, ...] = (
     ("coordinator", "agents", "acknowledge"),
     ("agents", "agents", "record: clean (run, step)"),
     ("coordinator", "coordinator", "write the version to the record"),
-    ("coordinator", "agents", "run: this version is committed"),
+    ("coordinator", "agents", "run (committed version)"),
     ("agents", "engines", "continue_generation"),
     ("agents", "gates", "open"),
-    ("coordinator", "trainer", "200: the next request gets the new version"),
+    ("coordinator", "trainer", "200: committed"),
 )
 
 
@@ -211,7 +211,7 @@ def architecture() -> Drawing:
     picture.path("M708 360H672")
     picture.path("M330 48H260V456H600V408", "data", "datahead", dashed=True)
     picture.text(270, 474, "tensors, in a process group with the trainer", "small", "start")
-    picture.text(868, 264, "blue: requests for tokens, and tensors", "small", "end")
+    picture.text(868, 92, "blue: requests for tokens, and tensors", "small", "end")
     return picture
 
 
