@@ -24,6 +24,7 @@ from sglang_rollout.checkpoints.folder import CONFIG, CancelCheck, Model, Proble
 from sglang_rollout.checkpoints.format import TensorEntry
 from sglang_rollout.checkpoints.snapshots import list_snapshots, lock_snapshot
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointReply, CheckpointRequest
+from sglang_rollout.wire.reasons import Refusal, RefusalCode
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """SGLang copies these into each other: the engine's own type decides."""
@@ -87,7 +88,7 @@ class CheckpointCheck:
         A snapshot that is good is held, so that the trainer does not remove it while the engine loads it, until :meth:`release`.
         """
         if self._running is not None and self._running.is_alive():
-            return CheckpointReply(ok=False, reason=f"The check of {self._what} still runs: does its volume answer?")
+            return _refuse(f"The check of {self._what} still runs: does its volume answer?", RefusalCode.UNAVAILABLE)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[CheckpointReply] = loop.create_future()
         end = time.monotonic() + request.deadline
@@ -105,15 +106,15 @@ class CheckpointCheck:
             async with asyncio.timeout(request.deadline):
                 reply = await done
         except TimeoutError:
-            return CheckpointReply(ok=False, reason=_late(request))
-        return self._hold(reply) if reply.ok and request.snapshot is not None else reply
+            return _late(request)
+        return self._hold(reply) if reply.refusal is None and request.snapshot is not None else reply
 
     def _hold(self, reply: CheckpointReply) -> CheckpointReply:
         self.release()
         try:
             self._held.enter_context(lock_snapshot(Path(str(reply.path))))
         except ProblemsError as error:
-            return CheckpointReply(ok=False, reason=str(error))
+            return _refuse(str(error))
         return reply
 
 
@@ -134,7 +135,7 @@ def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), na
     """Compare ``path`` with the model of the engine. Blocks; gives up at ``end`` (monotonic seconds)."""
     alive = _until(end)
     if not os.path.isabs(path):
-        return CheckpointReply(ok=False, reason=f"{path!r} is no absolute path: name the folder as the engines' pods see it.")
+        return _refuse(f"{path!r} is no absolute path: name the folder as the engines' pods see it.")
     try:
         found = read_model(Path(path), check_cancelled=alive)
         own, why = read_engine_model(engine_model, alive)
@@ -143,14 +144,14 @@ def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), na
             raise ProblemsError(shorten_problems(problems))
         digest = _digest(found, alive)
     except ProblemsError as error:
-        return CheckpointReply(ok=False, reason=str(error))
+        return _refuse(str(error))
     except OSError as error:
-        return CheckpointReply(ok=False, reason=f"{path} cannot be read here: {error.strerror or error}.")
+        return _refuse(f"{path} cannot be read here: {error.strerror or error}.")
     unchecked: list[str] = []
     if own is None:
         unchecked = [*UNCHECKED] if engine_model.architectures else [ARCHITECTURE, *UNCHECKED]
     return CheckpointReply(
-        ok=True, tensors=len(found.tensors), bytes=found.bytes, digest=digest, names=_needed(found) if names else None,
+        refusal=None, tensors=len(found.tensors), bytes=found.bytes, digest=digest, names=_needed(found) if names else None,
         compared=own is not None, unchecked=unchecked, why_unchecked=why,
     )  # fmt: skip
 
@@ -159,9 +160,9 @@ def own_tensors(engine_model: EngineModel, *, end: float = float("inf")) -> Chec
     """The tensors of the model that the engine runs; without ``names`` where this pod cannot read it."""
     own, why = read_engine_model(engine_model, _until(end))
     if own is None:
-        return CheckpointReply(ok=True, why_unchecked=why)
+        return CheckpointReply(refusal=None, why_unchecked=why)
     shapes = {name: list(entry.shape) if entry.dtype in _UNPACKED else None for name, (_, entry) in own.tensors.items()}
-    return CheckpointReply(ok=True, tensors=len(shapes), bytes=own.bytes, names=_needed(own), shapes=shapes, compared=True)
+    return CheckpointReply(refusal=None, tensors=len(shapes), bytes=own.bytes, names=_needed(own), shapes=shapes, compared=True)
 
 
 def _until(end: float) -> Callable[[], None]:
@@ -252,11 +253,11 @@ def _guarded(request: CheckpointRequest, engine_model: EngineModel, end: float) 
         folder = resolve(request)
         return check(str(folder), engine_model, end=end, names=request.names).model_copy(update={"path": str(folder)})
     except ProblemsError as error:
-        return CheckpointReply(ok=False, reason=str(error))
+        return _refuse(str(error))
     except _LateError:
-        return CheckpointReply(ok=False, reason=_late(request))
+        return _late(request)
     except Exception as error:  # noqa: BLE001 - whatever a file can hold: the caller gets a sentence, not a silent thread
-        return CheckpointReply(ok=False, reason=f"{request.path} cannot be checked: {type(error).__name__}: {error}.")
+        return _refuse(f"{request.path} cannot be checked: {type(error).__name__}: {error}.", RefusalCode.INTERNAL_ERROR)
 
 
 def _settle(done: asyncio.Future[CheckpointReply], reply: CheckpointReply) -> None:
@@ -264,8 +265,13 @@ def _settle(done: asyncio.Future[CheckpointReply], reply: CheckpointReply) -> No
         done.set_result(reply)
 
 
-def _late(request: CheckpointRequest) -> str:
-    return f"{request.path} was not read within {request.deadline:g} s: is its volume slow, or its file server away?"
+def _refuse(message: str, code: RefusalCode = RefusalCode.INVALID_REQUEST) -> CheckpointReply:
+    return CheckpointReply(refusal=Refusal(code, message))
+
+
+def _late(request: CheckpointRequest) -> CheckpointReply:
+    message = f"{request.path} was not read within {request.deadline:g} s: is its volume slow, or its file server away?"
+    return _refuse(message, RefusalCode.UNAVAILABLE)
 
 
 def _brief(value: Any) -> str:

@@ -9,6 +9,7 @@ import time
 
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.agent import PreflightReply, PreflightRequest
+from sglang_rollout.wire.reasons import Refusal, RefusalCode
 
 _ATTEMPT = 2.0
 _FIRST_PAUSE = 0.1
@@ -26,9 +27,9 @@ async def preflight(request: PreflightRequest) -> PreflightReply:
         left = end - time.monotonic()
         reason = await _attempt(request.host, request.port, max(0.05, min(_ATTEMPT, left)))
         if reason is None:
-            return PreflightReply(ok=True)
+            return PreflightReply(refusal=None)
         if time.monotonic() + pause >= end:
-            return PreflightReply(ok=False, reason=f"{reason} (tried for {request.deadline:g} s)")
+            return PreflightReply(refusal=Refusal(RefusalCode.UNAVAILABLE, f"{reason} (tried for {request.deadline:g} s)"))
         await asyncio.sleep(pause)
         pause = min(pause * 2, _LONGEST_PAUSE)
 

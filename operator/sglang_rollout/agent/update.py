@@ -64,7 +64,7 @@ class Fence:
     async def give_up(self, request: FenceRequest) -> None:
         """Close the gate of a dirty engine and cut its connections; then end the session, abort requests, and resume the engine."""
         agent = self._agent
-        log.info("Giving up the update: %s", request.reason)
+        log.info("Giving up the update: %s", request.message)
         self._stuck_after = request.stuck_after
         agent.dispatch(ev.UpdateGivenUp())
         if agent.state.record.state is EngineState.DIRTY:

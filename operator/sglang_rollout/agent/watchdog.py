@@ -103,7 +103,7 @@ class Lease:
         agent.heard_at = time.monotonic()  # once for each lease
         reason = f"no coordinator has called for {silence:.0f} s"
         log.warning("The engine is paused or half updated, and %s: giving up the update.", reason)
-        await self._fence.give_up(FenceRequest(reason=reason, stuck_after=agent.lease))
+        await self._fence.give_up(FenceRequest(message=reason, stuck_after=agent.lease))
 
 
 def in_the_middle(state: s.State) -> bool:

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -22,7 +23,7 @@ from sglang_rollout.coordinator.update.machine import Machine
 from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import SLOWEST_FACTOR
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO, ControlCall
-from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, SyncRequest
+from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, PreflightReply, SyncRequest
 from sglang_rollout.wire.ports import (
     AGENT_ACK,
     AGENT_CHECKPOINT,
@@ -39,8 +40,12 @@ CONNECT_DEADLINE_SECONDS = 5.0
 READ_DEADLINE_SECONDS = 5.0
 """For reads of information: a scheduler that is stuck in a collective must not block a reader."""
 MAX_MESSAGE_CHARACTERS = 2000
-STATUS_PATHS = (AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE)
-"""Calls that an agent answers with its status."""
+REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply]] = {
+    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE), AgentStatus),
+    AGENT_PREFLIGHT: PreflightReply,
+    AGENT_CHECKPOINT: CheckpointReply,
+}
+"""Message with which an agent answers a call, by path."""
 CONFLICT = 409
 JSON_BODY = {"Content-Type": "application/json"}
 INFO_PATHS = (SERVER_INFO, MODEL_INFO, MODELS)
@@ -199,12 +204,8 @@ class Agents:
         fields = body if isinstance(body, dict) else {}
         if not ok:
             return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.")
-        if path in STATUS_PATHS:
-            return _status_result(status, fields)
-        if path == AGENT_PREFLIGHT:
-            return Result(ok=bool(fields.get("ok")), status=status, message=str(fields.get("reason") or ""))
-        if path == AGENT_CHECKPOINT:
-            return _checkpoint_result(status, fields)
+        if path in REPLIES:
+            return _reply_result(path, status, fields)
         # SGLang says 200 and success: false in some places.
         ok = fields.get("success") is not False
         if ok and path == ControlCall.CHECK_WEIGHTS.path:
@@ -257,25 +258,22 @@ def _remaining_wait(effect: Send, results: Mapping[str, Result], took: float) ->
     return math.inf, ""
 
 
-def _status_result(status: int, fields: Mapping[str, Any]) -> Result:
+def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
+    """Return the result of a call that an agent answers with a message of this project."""
     try:
-        return Result(ok=True, status=status, agent=AgentStatus.model_validate(fields))
+        reply = REPLIES[path].model_validate(fields)
     except ValidationError as error:
         where = "; ".join(str(problem["loc"]) for problem in error.errors()[:3])
-        return Result(ok=False, status=status, message=f"the answer of its agent is not a status (fields {where}).")
-
-
-def _checkpoint_result(status: int, fields: Mapping[str, Any]) -> Result:
-    try:
-        reply = CheckpointReply.model_validate(fields)
-    except ValidationError as error:
-        return Result(
-            ok=False, status=status, message=f"the answer of its agent about the checkpoint cannot be read: {error.errors()[0]['msg']}."
-        )
+        return Result(ok=False, status=status, message=f"the answer of its agent is not valid (fields {where}).")
+    if isinstance(reply, AgentStatus):
+        return Result(ok=True, status=status, agent=reply)
+    result = Result(ok=reply.refusal is None, status=status, message=reply.refusal.message if reply.refusal is not None else "")
+    if isinstance(reply, PreflightReply):
+        return result
     names = None if reply.names is None else frozenset(reply.names)
-    return Result(
-        ok=reply.ok, status=status, message=reply.reason, digest=reply.digest, path=reply.path, names=names, compared=reply.compared,
-        unchecked=tuple(reply.unchecked), why_unchecked=reply.why_unchecked, shapes=reply.shapes,
+    return replace(
+        result, digest=reply.digest, path=reply.path, names=names, compared=reply.compared, unchecked=tuple(reply.unchecked),
+        why_unchecked=reply.why_unchecked, shapes=reply.shapes,
     )  # fmt: skip
 
 

@@ -219,7 +219,7 @@ class Driver:
         if last.outcome is UpdateOutcome.COMMITTED:
             log.info("%s", summary)
         else:
-            log.warning("%s: %s", summary, last.reason)
+            log.warning("%s: %s", summary, last.message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

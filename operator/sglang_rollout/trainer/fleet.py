@@ -372,7 +372,7 @@ class Fleet:
             raise PushFailed(
                 phase="commit",
                 reason=f"every step succeeded, but the fleet's committed version is {committed.label!r}, not {label!r}",
-                advice="Does another trainer push to this fleet? See lastUpdate in GET /fleet.",
+                advice="Does another trainer push to this fleet? See last_update in GET /fleet.",
             )
         return committed
 

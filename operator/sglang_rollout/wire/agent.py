@@ -8,7 +8,7 @@ from pydantic import Field
 
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.ports import WIRE_VERSION
-from sglang_rollout.wire.reasons import GateReason
+from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import EngineState, FleetState, Version
 
 
@@ -106,7 +106,8 @@ class FenceRequest(Message):
     End the session. Resume a clean engine. For a dirty one, first close the gate, cut its connections and abort its requests.
     """
 
-    reason: str
+    message: str
+    """Why, as a sentence for the agent's log."""
     stuck_after: float = 30.0
     """Seconds after which the agent asks for the restart of an engine that has not answered a call of the update."""
 
@@ -120,10 +121,10 @@ class PreflightRequest(Message):
 
 
 class PreflightReply(Message):
-    """Whether the trainer's address resolves and accepts TCP connections from the engine's pod; ``reason`` is a sentence if not."""
+    """Whether the trainer's address resolves and accepts TCP connections from the engine's pod."""
 
-    ok: bool
-    reason: str = ""
+    refusal: Refusal | None
+    """Why the address cannot be reached; None if it can."""
 
 
 ARCHITECTURE = "architecture"
@@ -149,10 +150,10 @@ class CheckpointRequest(Message):
 
 
 class CheckpointReply(Message):
-    """Whether the engine can load the folder; ``reason`` holds a sentence for each problem if not."""
+    """Whether the engine can load the folder."""
 
-    ok: bool
-    reason: str = ""
+    refusal: Refusal | None
+    """Why the engine cannot load the folder, with a sentence for each problem; None if it can."""
     tensors: int = 0
     bytes: int = 0
     """Bytes of all tensors."""
@@ -222,7 +223,7 @@ class GroupReply(Message):
     """Answer of the head pod to a report."""
 
     verdict: Verdict
-    reason: str = ""
+    message: str = ""
     """Why the container restarts, as a sentence."""
     drained: bool = False
     """The engine is drained: no request runs, and none can arrive."""

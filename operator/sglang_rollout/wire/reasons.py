@@ -110,7 +110,7 @@ _STATUS = {
 class Refusal:
     """Why something may not happen now. Functions return ``Refusal | None``; None allows it."""
 
-    code: GateReason | RefusalCode
+    code: RefusalCode | GateReason  # in this order: any text is a GateReason, if only Other
     message: str
     """A sentence."""
 

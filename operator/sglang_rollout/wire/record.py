@@ -50,7 +50,7 @@ class AdapterRow(Adapter):
     """Number of engines that have loaded it."""
     wanted: int
     """Number of engines that should load it."""
-    reason: str = ""
+    message: str = ""
     """Message of an engine that could not load or unload it."""
 
 
@@ -71,7 +71,8 @@ class LastUpdate(Message):
 
     version: Version
     outcome: UpdateOutcome
-    reason: str = ""
+    message: str = ""
+    """Why the update did not commit on all engines, as a sentence."""
     finished: str
     """RFC 3339, UTC."""
     phases_ms: dict[str, int] = Field(default_factory=dict)

@@ -27,7 +27,7 @@ from sglang_rollout.wire.agent import (
     PreflightRequest,
 )
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_HEALTH, AGENT_PREFLIGHT
-from sglang_rollout.wire.reasons import Refusal
+from sglang_rollout.wire.reasons import Refusal, RefusalCode
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Leader:
         self.group = g.heard(self.group, report.rank, member)
         self._decide()
         verdict = g.verdict(self.group, report.rank, report.boot_id, released=report.released)
-        return GroupReply(verdict=verdict, reason=self._reason(), drained=self._barrier.files.drained.exists())
+        return GroupReply(verdict=verdict, message=self._reason(), drained=self._barrier.files.drained.exists())
 
     async def watch(self) -> None:
         """Check this pod and the silent members once."""
@@ -100,23 +100,26 @@ class Leader:
         """Check that every pod of the engine reaches the trainer; the reason names a pod that does not."""
         own, others = await asyncio.gather(preflight(request), self._ask(AGENT_PREFLIGHT, request, PreflightReply))
         for rank, reply in {0: own, **others}.items():
-            if not reply.ok:
-                return PreflightReply(ok=False, reason=f"from pod {self.group.pod(rank)}: {reply.reason}")
-        return PreflightReply(ok=True)
+            if reply.refusal is not None:
+                return PreflightReply(refusal=self._name_pod(rank, reply.refusal))
+        return PreflightReply(refusal=None)
 
     async def checkpoint(self, request: CheckpointRequest, own: CheckpointReply) -> CheckpointReply:
         """Check that the member pods see the same folder as the head pod."""
-        if not own.ok or not request.path:
+        if own.refusal is not None or not request.path:
             return own
         # Only the head pod finds and holds a snapshot; the members check its folder.
         folder = request.model_copy(update={"path": own.path or request.path, "snapshot": None})
         for rank, reply in (await self._ask(AGENT_CHECKPOINT, folder, CheckpointReply)).items():
-            if not reply.ok:
-                return CheckpointReply(ok=False, reason=f"from pod {self.group.pod(rank)}: {reply.reason}")
+            if reply.refusal is not None:
+                return CheckpointReply(refusal=self._name_pod(rank, reply.refusal))
             if reply.digest != own.digest:
                 what = f"{folder.path} holds something else in pod {self.group.pod(rank)} than in pod {self.group.pod(0)}."
-                return CheckpointReply(ok=False, reason=what)
+                return CheckpointReply(refusal=Refusal(RefusalCode.INVALID_REQUEST, what))
         return own
+
+    def _name_pod(self, rank: int, refusal: Refusal) -> Refusal:
+        return Refusal(refusal.code, f"from pod {self.group.pod(rank)}: {refusal.message}")
 
     async def _ask(self, path: str, request: _Asking, reply: type[_Reply]) -> dict[int, _Reply]:
         """Send a request to every member pod and return the replies by rank."""
@@ -135,7 +138,8 @@ class Leader:
             ):
                 return reply.model_validate(await answer.json(content_type=None))
         except (aiohttp.ClientError, OSError, ValueError, ValidationError) as error:
-            return reply(ok=False, reason=f"its agent does not answer ({str(error) or type(error).__name__})")
+            message = f"its agent does not answer ({str(error) or type(error).__name__})"
+            return reply(refusal=Refusal(RefusalCode.UPSTREAM_FAILED, message))
 
     def _decide(self) -> None:
         """Advance the group's state. It is saved before any pod acts on it."""

@@ -89,7 +89,7 @@ class Follower:
             files.drained.touch()
         if reply is not None:
             self._link = Link()
-            self._barrier.obey(reply.verdict, boot, reply.reason)
+            self._barrier.obey(reply.verdict, boot, reply.message)
         elif self._address is not None:
             self._link = self._link.tried(time.monotonic(), cut=await is_cut(self._address))
             if released and self._link.is_lost(time.monotonic()):

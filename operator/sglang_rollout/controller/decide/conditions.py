@@ -358,11 +358,11 @@ def _degraded(summary: FleetSummary) -> Finding:
 def _check_last_update(summary: FleetSummary) -> tuple[Reason, str] | None:
     last = summary.fleet.record.last_update if summary.fleet.record else None
     if last and last.outcome is UpdateOutcome.PARTIAL and summary.away:
-        message = describe_partial_commit(format_version(last.version), len(last.engines), last.reason)
+        message = describe_partial_commit(format_version(last.version), len(last.engines), last.message)
         return Reason.PARTLY_COMMITTED, message
     if last and last.outcome is UpdateOutcome.FAILED:
         message = (
-            f"The last weight update (to {format_version(last.version)}) ended {last.outcome.value}: {last.reason or 'no reason given'}"
+            f"The last weight update (to {format_version(last.version)}) ended {last.outcome.value}: {last.message or 'no reason given'}"
         )
         return Reason.UPDATE_FAILED, end_sentence(message)
     return None

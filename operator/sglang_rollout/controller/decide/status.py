@@ -112,7 +112,7 @@ def _build_weights(fleet: FleetView) -> WeightsStatus | None:
         else LastUpdate(
             version=format_version(last.version),
             outcome=last.outcome.value,
-            message=last.reason,
+            message=last.message,
             finished=last.finished,
             phases_ms=last.phases_ms,
             engines=len(last.engines),
@@ -129,8 +129,8 @@ def _build_adapters(fleet: FleetView) -> list[AdapterStatus]:
             path=row.path[:MAX_ADAPTER_PATH],
             loaded=row.loaded,
             wanted=row.wanted,
-            reason=Reason.ADAPTER_FAILED.value if row.reason else "",
-            message=row.reason[:_MAX_MESSAGE_CHARACTERS],
+            reason=Reason.ADAPTER_FAILED.value if row.message else "",
+            message=row.message[:_MAX_MESSAGE_CHARACTERS],
         )
         for name, row in list(reversed(rows.items()))[:MAX_ADAPTERS]
     ]

@@ -46,7 +46,7 @@ def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
 
     Args:
         fleet: The fleet.
-        room: Characters for all reasons; None: all.
+        room: Characters for all messages; None: all.
     """
     adapters = wanted_adapters(fleet)
     each = None if room is None else room // max(1, len(adapters))
@@ -55,7 +55,7 @@ def rows(fleet: Fleet, room: int | None = None) -> list[AdapterRow]:
         AdapterRow(
             name=name, path=adapter.path, pinned=adapter.pinned, by_spec=name in (fleet.adapters.of_spec or {}), wanted=len(fleet.engines),
             loaded=sum(engine.adapters.get(name) == adapter.path for engine in engines),
-            reason=next((engine.adapter_trouble[name] for engine in engines if name in engine.adapter_trouble), "")[:each],
+            message=next((engine.adapter_trouble[name] for engine in engines if name in engine.adapter_trouble), "")[:each],
         )
         for name, adapter in adapters.items()
     ]  # fmt: skip

@@ -129,7 +129,7 @@ async def _refuse_lost_part(fleet: Fleet, name: str) -> Answer | None:
     status, update, last = fleet.engines[name].status, fleet.update, fleet.last_update
     if status is None or status.state is not EngineState.DIRTY or (update is not None and name in update.boots):
         return None
-    why = f": {last.reason.rstrip('.')}" if last is not None and last.reason else ""
+    why = f": {last.message.rstrip('.')}" if last is not None and last.message else ""
     if update is not None:
         await abandon(fleet, f"engine {name} has lost its part of the push")
     message = f"engine {name} holds part of an update that was given up{why}. Send all tensors again, to every engine."

@@ -189,7 +189,7 @@ class Knowledge:
             return
         reason = "the coordinator was restarted in the middle of the update"
         finished = self._fleet.finished()
-        self._fleet.transaction.end(LastUpdate(version=version, outcome=UpdateOutcome.FAILED, reason=reason, finished=finished))
+        self._fleet.transaction.end(LastUpdate(version=version, outcome=UpdateOutcome.FAILED, message=reason, finished=finished))
 
     def _has_recreated_engine(self, record: Record) -> bool:
         """Return True if an engine of the record has another boot ID and its agent knows of no commit. What the engine held is lost."""
@@ -215,7 +215,7 @@ class Knowledge:
             fleet.commit(proved)
             fleet.transaction.end(LastUpdate(
                 version=proved, outcome=UpdateOutcome.COMMITTED, finished=fleet.finished(),
-                reason="proved afterwards: every engine of the update says that it holds this version",
+                message="proved afterwards: every engine of the update says that it holds this version",
                 engines=[name for name, engine in fleet.engines.items() if engine.holds(proved)],
             ))  # fmt: skip
         for status in self._statuses():

@@ -282,13 +282,13 @@ def _describe(dropped: Mapping[str, str]) -> str:
 def last_reason(fleet: Fleet) -> str:
     """Return why the last update failed, as a parenthesis; empty if it did not."""
     last = fleet.last_update
-    return f" ({last.reason})" if last is not None and last.reason else ""
+    return f" ({last.message})" if last is not None and last.message else ""
 
 
 def summarize_update(fleet: Fleet, version: Version, outcome: UpdateOutcome, reason: str, engines: list[str]) -> LastUpdate:
     """Return how an update ended, for the record."""
     return LastUpdate(
-        version=version, outcome=outcome, reason=reason[:MAX_REASON_CHARACTERS], finished=fleet.finished(), phases_ms=fleet.phases_ms(),
+        version=version, outcome=outcome, message=reason[:MAX_REASON_CHARACTERS], finished=fleet.finished(), phases_ms=fleet.phases_ms(),
         engines=engines,
     )  # fmt: skip
 

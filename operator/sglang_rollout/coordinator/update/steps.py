@@ -127,7 +127,7 @@ def results_by_engine(results: Results) -> dict[str, Any]:
 
 async def fence(fleet: Fleet, names: Iterable[str], reason: str) -> Results:
     """Give up an update on these engines: sessions end, clean engines resume, dirty engines stay closed."""
-    body = FenceRequest(reason=reason, stuck_after=fleet.policy.deadlines.stuck_seconds).model_dump(mode="json")
+    body = FenceRequest(message=reason, stuck_after=fleet.policy.deadlines.stuck_seconds).model_dump(mode="json")
     return await send(AGENT_FENCE, same_body(names, body), FENCE_DEADLINE_SECONDS, idempotent=True)
 
 

@@ -34,10 +34,11 @@ async def test_an_agent_looks_at_its_own_files_and_wants_the_token(tmp_path: Pat
         assert (await lab.control(AGENT_CHECKPOINT, {"path": str(new)}, token="wrong")).status == 403
         assert (await lab.control(AGENT_CHECKPOINT, {})).status == 400
         reply = await ask(lab, path=str(new), model_path=str(own))
-        assert (reply.ok, reply.tensors, reply.compared) == (True, 4, True)
+        assert (reply.refusal, reply.tensors, reply.compared) == (None, 4, True)
         (new / "config.json").write_text("{}")
         reply = await ask(lab, path=str(new), model_path=str(own))
-        assert (reply.ok, "architectures" in reply.reason) == (False, True)
+        assert reply.refusal is not None
+        assert "architectures" in reply.refusal.message
         assert "update_weights_from_disk" not in engine.calls
 
 
@@ -93,7 +94,7 @@ async def test_what_passes_is_loaded_by_the_real_engine(
         before = (await lab.generate(8)).body["output_ids"]
         new = reversed_head(tmp_path / "new")
         reply = await ask(lab, path=str(new))
-        assert (reply.ok, reply.compared, reply.reason, reply.unchecked) == (True, True, "", [])
+        assert (reply.refusal, reply.compared, reply.unchecked) == (None, True, [])
         loaded = await lab.control("/update_weights_from_disk", {"model_path": str(new), "weight_version": "disk-1"})
         assert (loaded.status, loaded.body["success"]) == (200, True)
         status = await lab.status({"run": 0, "step": 0, "label": "base"})
@@ -103,9 +104,13 @@ async def test_what_passes_is_loaded_by_the_real_engine(
         # The very file that ends an engine's process is refused before any engine hears of it.
         file = new / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
-        assert "it is truncated" in (await ask(lab, path=str(new), model_path=str(environment.model()))).reason
+        refused = (await ask(lab, path=str(new), model_path=str(environment.model()))).refusal
+        assert refused is not None
+        assert "it is truncated" in refused.message
         other = other_architecture(tmp_path / "other")
-        assert f"the engine's model {cache}" in (await ask(lab, path=str(other))).reason, "also after an update"
+        refused = (await ask(lab, path=str(other))).refusal
+        assert refused is not None, "also after an update"
+        assert f"the engine's model {cache}" in refused.message
 
 
 def other_architecture(folder: Path) -> Path:
@@ -126,6 +131,7 @@ async def test_an_agent_without_the_engines_cache_compares_with_what_the_engine_
     async with pod(tmp_path, engine.url) as lab:
         await until(lab.engine_up, 60, "the agent sees the engine")
         reply = await ask(lab, path=str(environment.model()))
-        assert (reply.ok, reply.compared, reply.unchecked) == (True, False, [*UNCHECKED])
+        assert (reply.refusal, reply.compared, reply.unchecked) == (None, False, [*UNCHECKED])
         refused = await ask(lab, path=str(other_architecture(tmp_path / "other")))
-        assert (refused.ok, "the engine reports ['LlamaForCausalLM']" in refused.reason) == (False, True), refused
+        assert refused.refusal is not None
+        assert "the engine reports ['LlamaForCausalLM']" in refused.refusal.message

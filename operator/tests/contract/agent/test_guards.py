@@ -146,8 +146,8 @@ async def test_folders_that_end_the_engine_are_found_out(lab: Pod, how: str, tmp
     else:
         file.write_bytes(file.read_bytes().replace(b'"shape":[2048,', b'"shape":[1024,', 1))
     answer = await lab.control("/agent/checkpoint", {"path": str(folder), "deadline": 20})
-    assert (answer.status, answer.body["ok"]) == (200, False), answer
-    assert "model.safetensors" in answer.body["reason"]
+    assert answer.status == 200
+    assert "model.safetensors" in answer.body["refusal"]["message"]
 
 
 async def test_memory_is_not_released_under_a_running_request(lab: Pod) -> None:

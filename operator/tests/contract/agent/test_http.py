@@ -12,7 +12,7 @@ import pytest
 
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_METRICS, AGENT_PREFLIGHT, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
-from sglang_rollout.wire.reasons import GateReason
+from sglang_rollout.wire.reasons import GateReason, RefusalCode
 from sglang_rollout.wire.states import BASE, EngineState, Version
 from tests.contract.support.agent_pod import BASE_WIRE, TOKEN, Pod, pod, until
 from tests.contract.support.stub_engine import StubEngine, stub_engine
@@ -308,9 +308,9 @@ async def test_drain(tmp_path: Path) -> None:
 
 async def test_preflight_through_the_gate(lab: Pod) -> None:
     answer = await lab.control(AGENT_PREFLIGHT, {"host": "127.0.0.1", "port": lab.gate_port, "deadline": 2})
-    assert answer.body == {"ok": True, "reason": ""}
+    assert answer.body == {"refusal": None}
     answer = await lab.control(AGENT_PREFLIGHT, {"host": "127.0.0.1", "port": free_port(), "deadline": 0.3})
-    assert not answer.body["ok"]
+    assert answer.body["refusal"]["code"] == RefusalCode.UNAVAILABLE
     assert (await lab.control(AGENT_PREFLIGHT, {"host": "x", "port": 0, "deadline": 1})).status == 400
 
 

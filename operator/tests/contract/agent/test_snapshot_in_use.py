@@ -72,7 +72,7 @@ async def test_it_is_held_from_the_check_to_the_end_of_loading(lab: Pod, engine:
     folder = snapshot(tmp_path / "snapshots", model)
     ask = {"path": str(folder.parent), "snapshot": WANTED, "fleet_id": "f", "model_path": str(model)}
     reply = await lab.control(AGENT_CHECKPOINT, ask)
-    assert (reply.body["ok"], reply.body["path"]) == (True, str(folder)), reply.body
+    assert (reply.body["refusal"], reply.body["path"]) == (None, str(folder))
     assert not await removable(folder)
     engine.held[LOAD] = asyncio.Event()
     late = await lab.control(f"/{LOAD}", {"model_path": str(folder)}, **{DEADLINE_HEADER: "0.5"})
@@ -87,5 +87,5 @@ async def test_a_snapshot_that_is_not_good_is_not_held(lab: Pod, model: Path, tm
     (folder / "model.safetensors").write_bytes(b"")
     ask = {"path": str(folder.parent), "snapshot": WANTED, "fleet_id": "f", "model_path": str(model)}
     reply = await lab.control(AGENT_CHECKPOINT, ask)
-    assert not reply.body["ok"]
+    assert reply.body["refusal"] is not None
     assert await removable(folder)

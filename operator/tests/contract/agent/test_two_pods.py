@@ -64,11 +64,11 @@ async def test_every_pod_must_reach_the_trainer_and_see_the_same_checkpoint(pair
         asked = {AGENT_PREFLIGHT: reach, AGENT_CHECKPOINT: {"path": str(folder), "deadline": 5.0}}
         for path, wanted in asked.items():
             reply = (await pair.leader.pod.control(path, wanted)).body
-            assert reply["ok"], reply
+            assert reply["refusal"] is None
         await pair.follower.pod.agent.end()
         for path, wanted in asked.items():
             reply = (await pair.leader.pod.control(path, wanted)).body
-            assert (reply["ok"], reply["reason"][:15]) == (False, "from pod e0-1: ")
+            assert reply["refusal"]["message"].startswith("from pod e0-1: ")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

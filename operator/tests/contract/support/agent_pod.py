@@ -158,7 +158,7 @@ class Pod:
         return await self.control(AGENT_ACK, {"version": version.model_dump(), "boot_id": boot_id or "", "cohort": ["e0"]})
 
     async def fence(self, **more: float) -> AgentStatus:
-        answer = await self.control(AGENT_FENCE, {"reason": "the test aborts the update", **more})
+        answer = await self.control(AGENT_FENCE, {"message": "the test aborts the update", **more})
         assert answer.status == 200, answer.body
         return AgentStatus.model_validate(answer.body)
 

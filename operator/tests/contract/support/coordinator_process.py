@@ -18,6 +18,7 @@ from sglang_rollout.api.weights_spec import Deadlines, Weights
 from sglang_rollout.coordinator.main import Options, serve
 from sglang_rollout.sglang.api import DATA_PATHS
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT, TERM_HEADER
+from sglang_rollout.wire.reasons import RefusalCode
 from sglang_rollout.wire.states import FleetMode
 from tests.properties.support.simulated_agent import SimulatedAgent
 from tests.support.ports import free_port
@@ -79,13 +80,14 @@ class HttpAgent:
             ]
             return web.json_response({"success": True, "message": "", "ranks": ranks})
         if request.path == AGENT_CHECKPOINT:
-            answer = {"ok": result.ok, "reason": result.message, "digest": result.digest, "path": result.path, "compared": result.compared}
-            return web.json_response(answer | {"unchecked": result.unchecked, "why_unchecked": result.why_unchecked})
+            fields = {"digest": result.digest, "path": result.path, "compared": result.compared}
+            fields |= {"unchecked": result.unchecked, "why_unchecked": result.why_unchecked}
+            return web.json_response({"refusal": _refusal(ok=result.ok, message=result.message), **fields})
         return self.answer(request.path, {"success": result.ok, "message": result.message}, result.status)
 
     def answer(self, path: str, body: dict[str, Any], status: int) -> web.Response:
         if path == AGENT_PREFLIGHT:
-            return web.json_response({"ok": body["success"], "reason": body["message"]})
+            return web.json_response({"refusal": _refusal(ok=body["success"], message=body["message"])})
         return web.json_response(body, status=status)
 
     def read(self, path: str) -> web.Response:
@@ -108,6 +110,10 @@ class HttpAgent:
         if self.runner is not None:
             await self.runner.cleanup()
             self.runner = None
+
+
+def _refusal(*, ok: bool, message: str) -> dict[str, str] | None:
+    return None if ok else {"code": RefusalCode.UNAVAILABLE, "message": message}
 
 
 class FakeSmg:

@@ -49,7 +49,7 @@ def asked(world: World, path: str) -> int:
 def test_what_the_spec_lists_is_loaded_everywhere_and_what_it_drops_is_unloaded() -> None:
     world = make(A, B)
     assert held(world) == [{"a": "/lora/a", "b": "/lora/b"}] * 2
-    assert [(row.name, row.loaded, row.wanted, row.reason) for row in rows(world.machine.fleet)] == [("a", 2, 2, ""), ("b", 2, 2, "")]
+    assert [(row.name, row.loaded, row.wanted, row.message) for row in rows(world.machine.fleet)] == [("a", 2, 2, ""), ("b", 2, 2, "")]
     want(world, B)
     assert held(world) == [{"b": "/lora/b"}] * 2
     settled(world)
@@ -95,11 +95,11 @@ def test_an_adapter_that_does_not_load_is_reported_and_tried_again_later() -> No
     for _ in range(4):
         tell(world)
     first, second = rows(world.machine.fleet)
-    assert (first.loaded, first.wanted, first.reason) == (1, 2, "engine e1: the engine failed.")
-    assert (second.loaded, second.reason) == (2, ""), "an adapter that does not load delays no other"
+    assert (first.loaded, first.wanted, first.message) == (1, 2, "engine e1: the engine failed.")
+    assert (second.loaded, second.message) == (2, ""), "an adapter that does not load delays no other"
     world.tick(31)
     settled(world)
-    assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(2, ""), (2, "")]
+    assert [(row.loaded, row.message) for row in rows(world.machine.fleet)] == [(2, ""), (2, "")]
 
 
 def test_a_trainers_adapter_is_loaded_on_all_or_on_none() -> None:
@@ -203,7 +203,7 @@ def test_a_replacement_that_fails_leaves_the_old_adapter_where_it_is(step: str) 
     assert said == f"engine e1 did not {step} t: the engine failed. It is /t as before."
     assert read(world) == ["/t"] * 2
     settled(world)
-    assert [(row.path, row.loaded, row.reason) for row in rows(world.machine.fleet)] == [("/t", 2, "")]
+    assert [(row.path, row.loaded, row.message) for row in rows(world.machine.fleet)] == [("/t", 2, "")]
 
 
 def test_an_overwritten_adapter_that_does_not_load_is_on_no_engine() -> None:
@@ -227,7 +227,7 @@ def test_an_old_adapter_that_is_gone_from_its_path_is_reported_as_not_loaded() -
     assert world.answers[call].message.endswith("/t was to be loaded again and is not on: e0. The coordinator tries again.")
     settled(world)
     (row,) = rows(world.machine.fleet)
-    assert (row.loaded, row.wanted, row.reason) == (1, 2, "engine e0: the engine failed.")
+    assert (row.loaded, row.wanted, row.message) == (1, 2, "engine e0: the engine failed.")
 
 
 @pytest.mark.parametrize("crossing", ["load", "unload"])
@@ -274,7 +274,7 @@ def test_a_failure_is_forgotten_when_the_engine_has_carried_out_the_call() -> No
     world.complete(lost=frozenset({"e1"}))
     assert engine.adapter_trouble == {"a": "engine e1: no answer within 60 s."}
     settled(world)
-    assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(2, "")]
+    assert [(row.loaded, row.message) for row in rows(world.machine.fleet)] == [(2, "")]
     assert (engine.adapter_trouble, asked(world, ControlCall.LOAD_ADAPTER.path)) == ({}, 3)
 
 
@@ -286,7 +286,7 @@ def test_an_adapter_that_may_be_loaded_is_unloaded_first(spec: bool) -> None:
     agent.forget(adapters={"a": ""})
     agent.engine.read = {"a": "unknown"}
     tell(world)
-    assert [(row.loaded, row.reason) for row in rows(world.machine.fleet)] == [(1, "")] * spec
+    assert [(row.loaded, row.message) for row in rows(world.machine.fleet)] == [(1, "")] * spec
     settled(world)
     assert held(world) == [{"a": "/lora/a"} if spec else {}] * 2
     assert agent.read == ({"a": "/lora/a"} if spec else {})

@@ -55,7 +55,7 @@ def test_a_restarted_engine_that_receives_some_tensors_is_left_out_and_named() -
     assert "load a checkpoint with update_weights_from_disk" in why
     last = world.machine.fleet.last_update
     assert last is not None
-    assert why in last.reason
+    assert why in last.message
     assert update(world, "3", *NAMES).message == "Success"
     assert open_gates(world) == [True, True]
 

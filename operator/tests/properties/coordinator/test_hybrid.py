@@ -198,7 +198,7 @@ def test_tensors_of_the_next_step_are_not_mixed_with_those_of_one_that_never_end
     assert at(world, "e0", rq.Flush()).fleet["waits_for"] == ["e1"]
     last = world.machine.fleet.last_update
     assert last is not None
-    assert (last.outcome, "e0 was sent new tensors before engine e1" in last.reason) == (UpdateOutcome.FAILED, True)
+    assert (last.outcome, "e0 was sent new tensors before engine e1" in last.message) == (UpdateOutcome.FAILED, True)
     assert feed(world, "e1", "new").success
     assert at(world, "e1", rq.Flush()).success
     settle(world)
@@ -224,7 +224,7 @@ def test_an_engine_that_restarts_in_the_middle_ends_the_update_and_the_next_one_
     settle(world)
     last = world.machine.fleet.last_update
     assert last is not None
-    assert (last.outcome, "e0 was restarted" in last.reason) == (UpdateOutcome.FAILED, True)
+    assert (last.outcome, "e0 was restarted" in last.message) == (UpdateOutcome.FAILED, True)
     assert gates(world) == [False, False], "what it was started with is not what its trainer has"
     assert push(world, "b").success
     assert gates(world) == [True, True]
@@ -239,7 +239,7 @@ def test_a_trainer_that_comes_to_one_engine_only_is_reported_after_the_idle_dead
     assert world.machine.fleet.update is None
     last = world.machine.fleet.last_update
     assert last is not None
-    assert (last.outcome, "engine e1 had not got" in last.reason) == (UpdateOutcome.FAILED, True), last.reason
+    assert (last.outcome, "engine e1 had not got" in last.message) == (UpdateOutcome.FAILED, True), last.message
 
 
 def test_a_flush_at_the_fleets_url_commits_what_all_engines_have_and_nothing_else() -> None:

@@ -47,7 +47,7 @@ def given_up(world: World) -> str:
     """Return why the pause or the update has ended."""
     assert world.machine.fleet.pause is None
     assert world.machine.fleet.last_update is not None
-    return world.machine.fleet.last_update.reason
+    return world.machine.fleet.last_update.message
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> 
     last = world.machine.fleet.last_update
     assert last is not None
     assert last.outcome is UpdateOutcome.ABORTED
-    assert last.reason.startswith("the pause was given up: nothing was heard of the trainer for ")
+    assert last.message.startswith("the pause was given up: nothing was heard of the trainer for ")
 
 
 def test_heartbeats_do_not_extend_a_pause_forever() -> None:
@@ -308,7 +308,7 @@ def test_a_call_that_is_under_way_does_not_extend_a_pause_forever() -> None:
     world.complete(1)
     assert world.machine.fleet.pause is None
     assert world.machine.fleet.last_update is not None
-    assert "deadlines.totalSeconds" in world.machine.fleet.last_update.reason
+    assert "deadlines.totalSeconds" in world.machine.fleet.last_update.message
 
 
 def test_a_call_that_its_trainer_has_left_proves_nothing() -> None:

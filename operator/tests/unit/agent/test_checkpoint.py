@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.agent.checkpoint import CheckpointCheck, EngineModel, check, hub_folder, own_tensors
 from sglang_rollout.checkpoints.format import build_header, parse_header
-from sglang_rollout.wire.agent import CheckpointRequest
+from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest
 from tests.support.tiny_models import INDEX, TENSORS, file_bytes, write_model
 
 
@@ -29,16 +29,18 @@ def model(folder: Path | None) -> EngineModel:
 
 
 def verdict(found: Path | str, own: Path | None) -> str:
-    """Empty, or the reason for the refusal."""
-    reply = check(str(found), model(own))
-    assert reply.ok == (reply.reason == "")
-    return reply.reason
+    """Return why the checkpoint is refused; empty if it is accepted."""
+    return message_of(check(str(found), model(own)))
+
+
+def message_of(reply: CheckpointReply) -> str:
+    return reply.refusal.message if reply.refusal is not None else ""
 
 
 @pytest.mark.parametrize("shards", [0, 1, 3])
 def test_a_whole_checkpoint_of_the_same_model_passes(tmp_path: Path, own: Path, shards: int) -> None:
     reply = check(str(write_model(tmp_path / "new", shards=shards)), model(own))
-    assert (reply.ok, reply.reason, reply.compared) == (True, "", True)
+    assert (reply.refusal, reply.compared) == (None, True)
     assert (reply.tensors, reply.bytes) == (4, (32 + 16 + 4 + 32) * 4)
 
 
@@ -52,12 +54,12 @@ def test_without_the_engines_model_the_files_alone_are_checked(tmp_path: Path) -
     folder = write_model(tmp_path / "new", {"a": ("I8", (3,))}, architectures=["Other"])
     for unknown in (None, tmp_path / "nowhere", Path("org/model-7b"), Path("/" + "x" * 300)):
         reply = check(str(folder), model(unknown))
-        assert (reply.ok, reply.compared) == (True, False)
+        assert (reply.refusal, reply.compared) == (None, False)
 
 
 def test_an_agent_names_the_tensors_of_the_model_that_its_engine_runs(own: Path) -> None:
     reply = own_tensors(model(own))
-    assert (reply.ok, reply.compared, set(reply.names or [])) == (True, True, set(TENSORS))
+    assert (reply.refusal, reply.compared, set(reply.names or [])) == (None, True, set(TENSORS))
     assert reply.shapes == {name: list(shape) for name, (_, shape) in TENSORS.items()}
     assert own_tensors(EngineModel("org/model-7b")).names is None
 
@@ -218,11 +220,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_on_the_hub_is_compared_in_the_cache_of_its_revision(tmp_path: Path, hub: Path, revision: str | None, fits: bool) -> None:
     reply = check(str(write_model(tmp_path / "new")), EngineModel("org/model-7b", revision))
     if fits:
-        assert (reply.ok, reply.compared, reply.unchecked, reply.why_unchecked) == (True, True, [], "")
+        assert (reply.refusal, reply.compared, reply.unchecked, reply.why_unchecked) == (None, True, [], "")
     else:
-        assert f"the engine's model {hub / 'snapshots' / OTHER} has ['Qwen2ForCausalLM']" in reply.reason
+        assert f"the engine's model {hub / 'snapshots' / OTHER} has ['Qwen2ForCausalLM']" in message_of(reply)
     shapes = {**TENSORS, "model.norm.weight": ("F32", (8,))}
-    assert "has shape [8], expected [4]" in check(str(write_model(tmp_path / "wide", shapes)), EngineModel("org/model-7b")).reason
+    assert "has shape [8], expected [4]" in message_of(check(str(write_model(tmp_path / "wide", shapes)), EngineModel("org/model-7b")))
 
 
 @pytest.mark.parametrize(
@@ -250,9 +252,13 @@ def test_without_files_the_architecture_is_compared_with_the_one_that_the_engine
     llama, qwen = write_model(tmp_path / "llama"), write_model(tmp_path / "qwen", architectures=["Qwen2ForCausalLM"])
     engine = EngineModel.reported("org/nowhere", {}, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
     refused = check(str(qwen), engine)
-    assert refused.reason == f"{qwen}/config.json: architectures is ['Qwen2ForCausalLM'], the engine reports ['LlamaForCausalLM']."
+    assert message_of(refused) == f"{qwen}/config.json: architectures is ['Qwen2ForCausalLM'], the engine reports ['LlamaForCausalLM']."
     reply = check(str(llama), engine)
-    assert (reply.ok, reply.compared, reply.unchecked) == (True, False, ["sizes and quantization", "names, types and shapes of tensors"])
+    assert (reply.refusal, reply.compared, reply.unchecked) == (
+        None,
+        False,
+        ["sizes and quantization", "names, types and shapes of tensors"],
+    )
     assert reply.why_unchecked == "no Hugging Face cache that its pod can read holds the engine's model org/nowhere"
     unreadable = check(str(llama), EngineModel(str(tmp_path / "absent")))
     assert unreadable.unchecked[0] == "architecture"
@@ -273,7 +279,7 @@ def test_an_architecture_that_the_engine_cannot_vouch_for_refuses_nothing(
     tmp_path: Path, server_info: dict[str, Any], model_info: dict[str, Any]
 ) -> None:
     reply = check(str(write_model(tmp_path / "new")), EngineModel.reported("org/nowhere", server_info, model_info))
-    assert (reply.ok, reply.unchecked[0]) == (True, "architecture")
+    assert (reply.refusal, reply.unchecked[0]) == (None, "architecture")
 
 
 def test_sizes_of_the_language_model_inside_a_larger_one_are_compared(tmp_path: Path) -> None:
@@ -336,11 +342,11 @@ async def test_a_volume_that_hangs_is_given_up_and_not_asked_twice(tmp_path: Pat
     checker = CheckpointCheck()
     request = CheckpointRequest(path=str(folder), deadline=0.3)
     reply = await checker.run(request, EngineModel())
-    assert (reply.ok, "was not read within 0.3 s" in reply.reason) == (False, True)
-    assert "still runs" in (await checker.run(request, EngineModel())).reason
+    assert "was not read within 0.3 s" in message_of(reply)
+    assert "still runs" in message_of(await checker.run(request, EngineModel()))
     with (folder / "config.json").open("w") as server:
         server.write("{}")
     await asyncio.sleep(0.2)
     (folder / "config.json").unlink()
     write_model(folder)
-    assert (await checker.run(request, EngineModel())).ok
+    assert (await checker.run(request, EngineModel())).refusal is None

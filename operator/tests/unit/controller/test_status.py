@@ -242,14 +242,14 @@ def test_refused_apply_comes_first() -> None:
 
 def test_long_adapter_names_are_cut_and_stay_unique() -> None:
     names = ["a" * 256 + "x", "a" * 256 + "y", "b"]
-    rows = [AdapterRow(name=name, path="/" * 5000, by_spec=False, loaded=1, wanted=2, reason="r" * 40_000) for name in names]
+    rows = [AdapterRow(name=name, path="/" * 5000, by_spec=False, loaded=1, wanted=2, message="r" * 40_000) for name in names]
     written = record(row(0), row(1)).model_copy(update={"adapters": rows})
     shown = status_of(world([pod(0), pod(1)], written=written))["adapters"]
     assert [(one["name"], len(one["path"]), len(one["message"])) for one in shown] == [("a" * 256, 4096, 2000), ("b", 4096, 2000)]
 
 
 def test_adapters_are_reported_and_change_no_revision() -> None:
-    rows = [AdapterRow(name="math", path="/m", by_spec=True, loaded=1, wanted=2, reason="engine demo-engine-1: no such path")]
+    rows = [AdapterRow(name="math", path="/m", by_spec=True, loaded=1, wanted=2, message="engine demo-engine-1: no such path")]
     written = record(row(0), row(1)).model_copy(update={"adapters": rows})
     (shown,) = status_of(world([pod(0), pod(1)], written=written))["adapters"]
     assert shown == {

@@ -7,11 +7,13 @@ import pytest
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.wire.agent import CheckpointReply, PreflightReply
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
+from sglang_rollout.wire.reasons import Refusal, RefusalCode
 
 
 @pytest.mark.parametrize(("path", "model"), [(AGENT_CHECKPOINT, CheckpointReply), (AGENT_PREFLIGHT, PreflightReply)])
 def test_a_no_is_not_taken_for_a_yes(path: str, model: type[CheckpointReply] | type[PreflightReply]) -> None:
     agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
-    refused = agents._result(path, 200, model(ok=False, reason="It is truncated.").model_dump())
+    refused = agents._result(path, 200, model(refusal=Refusal(RefusalCode.INVALID_REQUEST, "It is truncated.")).model_dump(mode="json"))
     assert (refused.ok, refused.message) == (False, "It is truncated.")
-    assert agents._result(path, 200, model(ok=True).model_dump()).ok
+    assert not agents._result(path, 200, {"ok": True}).ok, "an answer without the field is no consent"
+    assert agents._result(path, 200, model(refusal=None).model_dump()).ok

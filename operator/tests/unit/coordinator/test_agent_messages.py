@@ -133,11 +133,11 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     (ControlCall.CHECK_WEIGHTS.path, b'{"ranks": 7}', "no checksum of each rank"),
     (ControlCall.CHECK_WEIGHTS.path, b'{"success": false, "message": "not now"}', "not now"),
     (ControlCall.CHECK_WEIGHTS.path, DEEP, "no checksum of each rank"),
-    (AGENT_SYNC, b'{"name": []}', "is not a status"),
-    (AGENT_SYNC, b"[1]", "is not a status"),
-    (AGENT_SYNC, DEEP, "is not a status"),
-    (AGENT_CHECKPOINT, b'{"ok": "perhaps"}', "cannot be read"),
-    (AGENT_PREFLIGHT, b'{"reason": ["what"]}', "what"),
+    (AGENT_SYNC, b'{"name": []}', "is not valid"),
+    (AGENT_SYNC, b"[1]", "is not valid"),
+    (AGENT_SYNC, DEEP, "is not valid"),
+    (AGENT_CHECKPOINT, b'{"ok": "perhaps"}', "is not valid"),
+    (AGENT_PREFLIGHT, b'{"refusal": ["what"]}', "is not valid"),
 ]
 
 

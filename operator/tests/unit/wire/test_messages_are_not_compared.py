@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import sglang_rollout
+import sglang_rollout.wire.trainer
+from sglang_rollout import wire
 
 PACKAGE = Path(sglang_rollout.__file__).parent
 
@@ -100,6 +102,12 @@ def test_no_product_code_looks_into_a_message() -> None:
     found = {str(path.relative_to(PACKAGE)): comparisons(path.read_text()) for path in PACKAGE.rglob("*.py")}
     surprising = {path: lines for path, lines in found.items() if lines and path not in ALLOWED}
     assert not surprising, f"compare the reason code instead: {surprising}"
+
+
+def test_a_field_named_reason_is_a_code() -> None:
+    for module in (wire.agent, wire.record, wire.trainer):
+        messages = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, wire.Message)]
+        assert [each for each in messages if "reason" in each.model_fields and each.model_fields["reason"].annotation is str] == []
 
 
 def test_every_exception_is_still_needed() -> None:

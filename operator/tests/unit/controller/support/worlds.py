@@ -97,12 +97,12 @@ def opening(index: int, version: Version) -> EngineRow:
 
 def partial(reason: str) -> LastUpdate:
     """Return a partial update: one engine did not commit."""
-    return LastUpdate(version=V2, outcome=UpdateOutcome.PARTIAL, reason=reason, finished=NOW, engines=["demo-engine-0"])
+    return LastUpdate(version=V2, outcome=UpdateOutcome.PARTIAL, message=reason, finished=NOW, engines=["demo-engine-0"])
 
 
 def record(*rows: EngineRow, committed: Version = BASE, failed: str = "", last: LastUpdate | None = None) -> Record:
     if failed:
-        last = LastUpdate(version=V2, outcome=UpdateOutcome.FAILED, reason=failed, finished=NOW)
+        last = LastUpdate(version=V2, outcome=UpdateOutcome.FAILED, message=failed, finished=NOW)
     return Record(term=1, epoch=3, committed=committed, engines=list(rows), last_update=last)
 
 
