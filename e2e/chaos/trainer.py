@@ -58,7 +58,7 @@ class NamedLate(Push):
 
     def _call(self, phase: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if phase == "end":
-            super()._call("name", "/update_weight_version", {"new_version": self._version})
+            super()._call("name", "/update_weight_version", {"new_version": self._options.version})
         return super()._call(phase, path, body)
 
 

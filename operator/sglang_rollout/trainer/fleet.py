@@ -5,22 +5,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import wait
+from contextlib import nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import ValidationError
 
-from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
+from sglang_rollout.trainer.calls import Deadline, Http
 from sglang_rollout.trainer.errors import FleetError, FleetUnreachable, GroupFailed, PushFailed
 from sglang_rollout.trainer.generate import Sample, SamplingParams, generate
-from sglang_rollout.trainer.group_control import Heartbeat, address_toward_fleet, destroy_process_group, open_process_group
-from sglang_rollout.trainer.push import DEFAULT_BUCKET_BYTES, OTHER_SIDE_SECONDS, Checksums, Push, PushResult, TensorSink, prepare_failure
+from sglang_rollout.trainer.group_control import OPEN_SECONDS, GroupControl, GroupOptions
+from sglang_rollout.trainer.push import (
+    DEFAULT_BUCKET_BYTES,
+    OTHER_SIDE_SECONDS,
+    Checksums,
+    Push,
+    PushOptions,
+    PushResult,
+    TensorSink,
+    prepare_failure,
+)
 from sglang_rollout.trainer.ranks import MARGIN_SECONDS, Ranks, follow
 from sglang_rollout.trainer.snapshots import Snapshots, Staging
 from sglang_rollout.trainer.tensors import NamedTensors, Shapes, Source, Specs
 from sglang_rollout.wire.ports import FLEET, FLEET_TENSORS
-from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import FleetDocument, ModelTensors
 
 if TYPE_CHECKING:
@@ -32,12 +40,6 @@ INFO_SECONDS = 10.0
 """Timeout of reading calls, which the coordinator answers from memory."""
 TENSORS_SECONDS = 40.0
 """Timeout of reading the model's tensors: an engine's pod may take 30 s to read the headers of all files."""
-OPEN_SECONDS = 180.0
-"""Default timeout of opening a process group."""
-REOPEN_INTERVAL_SECONDS = 2.0
-"""Pause between two attempts to open a process group."""
-LEAVE_SECONDS = 2.0
-"""How long a failed push waits for the engines to leave its process group. Healthy engines leave at once."""
 
 
 def connect(url: str, *, timeout: float = 300.0, snapshots: Snapshots | None = None) -> Fleet:
@@ -87,10 +89,7 @@ class Fleet:
         self._http = http
         self.snapshots = snapshots
         """Which pushes are also written to disk. May be set at any time."""
-        self._group: ProcessGroup | None = None
-        self._heartbeat: Heartbeat | None = None
-        self._fleet_id = ""
-        self._choices: dict[str, Any] = {}
+        self._groups = GroupControl(http, self.document)
         self._shapes: tuple[tuple[str, int], Shapes | None] | None = None
         """Fleet ID and epoch, and the tensors of the engines' model. None as tensors: the fleet cannot read its model."""
 
@@ -179,39 +178,8 @@ class Fleet:
         Raises:
             GroupFailed: The process group could not be opened.
         """
-        self._choices = {"backend": backend, "host": host, "device": device, "timeout": timeout}
-        self.close_group()
-        deadline = Deadline(timeout)
-        while True:
-            document = self.document()
-            try:
-                group = self._open(document, deadline)
-            except GroupFailed as error:
-                if not error.temporary or deadline.remaining < REOPEN_INTERVAL_SECONDS:
-                    raise
-                log.info("The fleet cannot open a process group yet: %s", error)
-                time.sleep(REOPEN_INTERVAL_SECONDS)
-            else:
-                self._group = group
-                return group
-
-    def _open(self, document: FleetDocument, deadline: Deadline) -> ProcessGroup:
-        """Try once to open a process group with the members that the document names."""
-        from sglang_rollout.trainer.process_group import ProcessGroup, Rendezvous  # noqa: PLC0415 - imports torch
-
-        choices = self._choices
-        rendezvous = Rendezvous(
-            host=choices["host"] or address_toward_fleet(self._http.host, self._http.port),
-            world_size=document.world_size,
-            backend=choices["backend"] or document.backend,
-            device=choices["device"],
-            deadline=deadline,
-        )
-        torch_group = open_process_group(self._http, rendezvous, deadline)
-        self._heartbeat = Heartbeat(self._http, rendezvous.name, lease=document.lease)
-        self._fleet_id = document.fleet_id
-        members = [member.name for member in document.members if member.rank_offset is not None]
-        return ProcessGroup(rendezvous, torch_group, epoch=document.epoch, members=members)
+        self._groups.options = GroupOptions(backend, host, device, timeout)
+        return self._groups.open()
 
     def push(
         self,
@@ -251,34 +219,33 @@ class Fleet:
         """
         source = Source(named_tensors, specs)
         ranks = _trainer_ranks(source, timeout)
-        intent = f"{version} {bucket_bytes}"
+        options = PushOptions(str(version), bucket_bytes, timeout, checksums or {})
         if ranks is not None and not ranks.is_leader:
-            return PushResult(**follow(ranks, source, intent, bucket_bytes=bucket_bytes, timeout=timeout))
-        try:
-            started = time.monotonic()
-            if snapshot and self.snapshots is None:
-                raise ValueError("snapshot=True needs a directory: set fleet.snapshots = Snapshots(directory, model=...).")
-            self._check(source, bucket_bytes, compare=check_model)
-            if ranks is not None:
-                patience = self._choices.get("timeout", OPEN_SECONDS) + 2 * timeout + MARGIN_SECONDS
-                ranks.agree(source.digest(intent), patience=patience)
-            group = self._current_group()
-            staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
-            opened_ms = (time.monotonic() - started) * 1000
-            push = Push(
-                self._http, group, version=str(version), bucket_bytes=bucket_bytes, timeout=timeout, checksums=checksums,
-                ranks=ranks, tensor_sink=_tensor_sink(staging, group),
-            )  # fmt: skip
-            committed = self._run(push, source, str(version))
-            phases = {"group": opened_ms, **push.phases, "total": (time.monotonic() - started) * 1000}
-            result = push.result(phases)
-            if ranks is not None:
-                ranks.finish(result)
-        except BaseException as error:
-            if ranks is not None:
-                ranks.fail(error)
-            raise
-        saved = staging.publish(committed, group.epoch, self._fleet_id) if staging else None
+            return PushResult(**follow(ranks, source, options.intent, bucket_bytes=bucket_bytes, timeout=timeout))
+        with nullcontext() if ranks is None else ranks.publish_failure():
+            return self._lead_push(source, options, ranks, snapshot=snapshot, check_model=check_model)
+
+    def _lead_push(
+        self, source: Source, options: PushOptions, ranks: Ranks | None, *, snapshot: bool | None, check_model: bool
+    ) -> PushResult:
+        """Push as the rank that talks to the fleet."""
+        started = time.monotonic()
+        if snapshot and self.snapshots is None:
+            raise ValueError("snapshot=True needs a directory: set fleet.snapshots = Snapshots(directory, model=...).")
+        self._check(source, options.bucket_bytes, compare=check_model)
+        if ranks is not None:
+            patience = self._groups.options.timeout + 2 * options.timeout + MARGIN_SECONDS
+            ranks.agree(source.digest(options.intent), patience=patience)
+        group = self._current_group()
+        staging = self.snapshots.begin(wanted=snapshot) if self.snapshots else None
+        push = Push(self._http, group, options, ranks=ranks, tensor_sink=_tensor_sink(staging, group))
+        push.phases["group"] = (time.monotonic() - started) * 1000
+        document = self._run(push, source, options.version)
+        push.phases["total"] = (time.monotonic() - started) * 1000
+        result = push.result()
+        if ranks is not None:
+            ranks.finish(result)
+        saved = staging.publish(document.committed, group.epoch, document.fleet_id) if staging else None
         return PushResult(**result, snapshot=saved)
 
     def _check(self, source: Source, bucket_bytes: int, *, compare: bool) -> None:
@@ -309,38 +276,21 @@ class Fleet:
         self._shapes = (known, shapes)
         return shapes
 
-    def _run(self, push: Push, source: Source, label: str) -> Version:
+    def _run(self, push: Push, source: Source, label: str) -> FleetDocument:
+        """Transfer the tensors, and return the fleet's document after the commit."""
         try:
             push.run(source)
             return self._check_committed(label)
         except BaseException:
             # Also on KeyboardInterrupt. The trainer leaves first: engines that wait for it in a broadcast fail then, and answer
             # no call before that.
-            self._close_broken_group()
+            self._groups.abandon()
             push.wait_for_broadcast(OTHER_SIDE_SECONDS)
             raise
 
-    def _close_broken_group(self) -> None:
-        """Leave the open process group without waiting for engines that may be stuck in it. The next one has another name."""
-        group = self._detach_group()
-        if group is not None:
-            group.close()
-            wait([run_in_background(destroy_process_group, self._http, group.name)], timeout=LEAVE_SECONDS)
-
     def close_group(self) -> None:
         """Close the open process group, if there is one, on the engines and here. This ends a broadcast that waits for engines."""
-        group = self._detach_group()
-        if group is not None:
-            destroy_process_group(self._http, group.name)
-            group.close()
-
-    def _detach_group(self) -> ProcessGroup | None:
-        """Stop the heartbeat, forget the open process group, and return it."""
-        group, self._group = self._group, None
-        heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None:
-            heartbeat.stop()
-        return group
+        self._groups.close()
 
     def close(self) -> None:
         """Close the process group, wait for a running snapshot, and close all connections."""
@@ -356,25 +306,21 @@ class Fleet:
         self.close()
 
     def _current_group(self) -> ProcessGroup:
-        """Return the open process group if it fits the fleet's current epoch, else a new one."""
-        document = self.document()
-        group = self._group
-        if group is not None and group.epoch == document.epoch and any(known.name == group.name for known in document.groups):
-            return group
         try:
-            return self.open_group(**self._choices)
+            return self._groups.current()
         except GroupFailed as error:
             raise PushFailed(phase="group", reason=str(error), advice="Nothing was sent. Try again.") from error
 
-    def _check_committed(self, label: str) -> Version:
-        committed = self.document().committed
-        if committed.label != label:
+    def _check_committed(self, label: str) -> FleetDocument:
+        document = self.document()
+        committed = document.committed.label
+        if committed != label:
             raise PushFailed(
                 phase="commit",
-                reason=f"every step succeeded, but the fleet's committed version is {committed.label!r}, not {label!r}",
+                reason=f"every step succeeded, but the fleet's committed version is {committed!r}, not {label!r}",
                 advice="Does another trainer push to this fleet? See last_update in GET /fleet.",
             )
-        return committed
+        return document
 
 
 def _trainer_ranks(source: Source, timeout: float) -> Ranks | None:

@@ -1,6 +1,6 @@
-"""The fleet's half of a process group: the calls that make the engines join and leave, and the heartbeat in between.
+"""The process group of one trainer: opened, reused and closed together with the engines, with a heartbeat in between.
 
-Called by ``Fleet``. The trainer's half, which needs torch, is ``process_group``.
+Called by ``Fleet``. The trainer's side of a process group, which needs torch, is ``process_group``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +20,111 @@ from sglang_rollout.trainer.calls import Deadline, Http, run_in_background
 from sglang_rollout.trainer.errors import FleetError, FleetRefused, FleetUnreachable, GroupFailed
 from sglang_rollout.trainer.push import OTHER_SIDE_SECONDS
 from sglang_rollout.wire.ports import FLEET_LEASE
+from sglang_rollout.wire.trainer import FleetDocument
 
 if TYPE_CHECKING:
-    from sglang_rollout.trainer.process_group import Rendezvous
+    from sglang_rollout.trainer.process_group import ProcessGroup, Rendezvous
 
 log = logging.getLogger(__name__)
 
+OPEN_SECONDS = 180.0
+"""Default timeout of opening a process group."""
+REOPEN_INTERVAL_SECONDS = 2.0
+"""Pause between two attempts to open a process group."""
+LEAVE_SECONDS = 2.0
+"""How long a failed push waits for the engines to leave its process group. Healthy engines leave at once."""
 DESTROY_SECONDS = 30.0
 """Healthy engines leave a process group within milliseconds; the trainer does not wait longer for the others."""
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """How to open a process group."""
+
+    backend: str | None = None
+    """torch's backend. None: the fleet's."""
+    host: str | None = None
+    """Address at which the engines reach this process. None: that of the interface that routes to the fleet."""
+    device: str | None = None
+    """Where buckets are assembled. None: ``cpu`` for gloo, the current GPU for other backends."""
+    timeout: float = OPEN_SECONDS
+    """Seconds for the whole call."""
+
+
+class GroupControl:
+    """Keeps at most one process group open."""
+
+    def __init__(self, http: Http, read_document: Callable[[], FleetDocument]) -> None:
+        self._http = http
+        self._read_document = read_document
+        self._heartbeat: Heartbeat | None = None
+        self.options = GroupOptions()
+        """Options of the next process group."""
+        self.group: ProcessGroup | None = None
+        """The open process group."""
+
+    def current(self) -> ProcessGroup:
+        """Return the open process group if it fits the fleet's current epoch, else a new one. Raises GroupFailed."""
+        document = self._read_document()
+        group = self.group
+        if group is not None and group.epoch == document.epoch and any(known.name == group.name for known in document.groups):
+            return group
+        return self.open()
+
+    def open(self) -> ProcessGroup:
+        """Close the open process group, and open a new one. Retry while the fleet cannot open it yet. Raises GroupFailed."""
+        self.close()
+        deadline = Deadline(self.options.timeout)
+        while True:
+            document = self._read_document()
+            try:
+                self.group = self._join(document, deadline)
+            except GroupFailed as error:
+                if not error.temporary or deadline.remaining < REOPEN_INTERVAL_SECONDS:
+                    raise
+                log.info("The fleet cannot open a process group yet: %s", error)
+                time.sleep(REOPEN_INTERVAL_SECONDS)
+            else:
+                self._heartbeat = Heartbeat(self._http, self.group.name, lease=document.lease)
+                return self.group
+
+    def close(self) -> None:
+        """Close the open process group, if there is one, on the engines and here. This ends a broadcast that waits for engines."""
+        group = self._detach()
+        if group is not None:
+            destroy_process_group(self._http, group.name)
+            group.close()
+
+    def abandon(self) -> None:
+        """Leave the open process group without waiting for engines that may be stuck in it. The next one has another name."""
+        group = self._detach()
+        if group is not None:
+            group.close()
+            wait([run_in_background(destroy_process_group, self._http, group.name)], timeout=LEAVE_SECONDS)
+
+    def _join(self, document: FleetDocument, deadline: Deadline) -> ProcessGroup:
+        """Try once to open a process group with the members that the document names."""
+        from sglang_rollout.trainer.process_group import ProcessGroup, Rendezvous  # noqa: PLC0415 - imports torch
+
+        rendezvous = Rendezvous(
+            host=self.options.host or address_toward_fleet(self._http.host, self._http.port),
+            world_size=document.world_size,
+            backend=self.options.backend or document.backend,
+            device=self.options.device,
+            deadline=deadline,
+        )
+        torch_group = open_process_group(self._http, rendezvous, deadline)
+        members = [member.name for member in document.members if member.rank_offset is not None]
+        return ProcessGroup(rendezvous, torch_group, epoch=document.epoch, members=members)
+
+    def _detach(self) -> ProcessGroup | None:
+        """Stop the heartbeat, forget the open process group, and return it."""
+        group, self.group = self.group, None
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.stop()
+        return group
 
 
 def open_process_group(http: Http, rendezvous: Rendezvous, deadline: Deadline) -> Any:

@@ -72,41 +72,44 @@ class PushResult:
     """The snapshot of this push, written in the background; None if this push is not written."""
 
 
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """Settings of one push."""
+
+    version: str
+    """Label of the version."""
+    bucket_bytes: int
+    """Maximum bytes of one broadcast."""
+    timeout: float
+    """Seconds for each step."""
+    checksums: Checksums = field(default_factory=dict)
+    """Checksums that the fleet compares before it commits."""
+
+    @property
+    def intent(self) -> str:
+        """The settings that all ranks of the trainer must share."""
+        return f"{self.version} {self.bucket_bytes}"
+
+
 class Push:
-    """The state of one push. Used once."""
+    """The state of one push. Used once.
+
+    Args:
+        http: The fleet.
+        group: An open process group.
+        options: The settings.
+        ranks: The trainer's ranks that gather together with this rank.
+        tensor_sink: Receives every full tensor.
+    """
 
     def __init__(
-        self,
-        http: Http,
-        group: BroadcastGroup,
-        *,
-        version: str,
-        bucket_bytes: int,
-        timeout: float,
-        checksums: Checksums | None = None,
-        ranks: Ranks | None = None,
-        tensor_sink: TensorSink | None = None,
+        self, http: Http, group: BroadcastGroup, options: PushOptions, *, ranks: Ranks | None = None, tensor_sink: TensorSink | None = None
     ) -> None:
-        """Prepare a push.
-
-        Args:
-            http: The fleet.
-            group: An open process group.
-            version: Label of the version.
-            bucket_bytes: Maximum bytes of one broadcast.
-            timeout: Seconds for each step.
-            checksums: Checksums that the fleet compares before it commits.
-            ranks: The trainer's ranks that gather together with this rank.
-            tensor_sink: Receives every full tensor.
-        """
         self._http = http
         self._group = group
-        self._version = version
-        self._bucket_bytes = bucket_bytes
-        self._timeout = timeout
+        self._options = options
         self._ranks = ranks
         self._tensor_sink = tensor_sink
-        self._end = {"checksums": {str(size): list(ranks) for size, ranks in checksums.items()}} if checksums else {}
         self.phases: dict[str, float] = {}
         self.bytes = 0
         self.buckets = 0
@@ -125,20 +128,20 @@ class Push:
             raise prepare_failure(NoTensorError())
         self._timed("begin", lambda: self._call("begin", ControlCall.BEGIN_UPDATE.path, {}))
         self._timed("transfer", lambda: self._transfer(first, prepared))
-        ended = self._timed("end", lambda: self._call("end", ControlCall.END_UPDATE.path, self._end))
+        ended = self._timed("end", lambda: self._call("end", ControlCall.END_UPDATE.path, self._end_body()))
         self.fenced = _fenced(ended)
         for name, reason in self.fenced.items():
-            log.warning("Version %s is committed without engine %s: %s", self._version, name, reason)
+            log.warning("Version %s is committed without engine %s: %s", self._options.version, name, reason)
 
-    def result(self, phases: Mapping[str, float]) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Return the fields of PushResult, except the snapshot, as JSON values."""
         return {
-            "version": self._version,
+            "version": self._options.version,
             "epoch": self._group.epoch,
             "world_size": self._group.world_size,
             "bytes": self.bytes,
             "buckets": self.buckets,
-            "phases": {name: round(ms, 1) for name, ms in phases.items()},
+            "phases": {name: round(ms, 1) for name, ms in self.phases.items()},
             "fenced": self.fenced,
         }
 
@@ -153,9 +156,10 @@ class Push:
     def _transfer(self, current: tuple[Bucket[Any], Any] | None, prepared: Iterator[tuple[Bucket[Any], Any]]) -> None:
         while current is not None:
             bucket, buffer = current
-            deadline = Deadline(self._timeout)
-            reply = run_in_background(self._http.post, UPDATE, self._body(bucket), timeout=self._timeout)
-            sent = self._sent = run_in_background(self._group.broadcast, buffer, timeout=self._timeout)
+            timeout = self._options.timeout
+            deadline = Deadline(timeout)
+            reply = run_in_background(self._http.post, UPDATE, self._body(bucket), timeout=timeout)
+            sent = self._sent = run_in_background(self._group.broadcast, buffer, timeout=timeout)
             upcoming = None if bucket.last else self._timed("prepare", lambda: self._next_bucket(prepared))
             _await_bucket(reply, sent, deadline)
             self.bytes += bucket.nbytes
@@ -165,10 +169,14 @@ class Push:
     def _body(self, bucket: Bucket[Any]) -> dict[str, Any]:
         body = bucket.request(self._group.name) | {"flush_cache": bucket.last, "abort_all_requests": False}
         # Label and cache flush belong to the last bucket: before it the engine is dirty.
-        return body | {"weight_version": self._version} if bucket.last else body
+        return body | {"weight_version": self._options.version} if bucket.last else body
+
+    def _end_body(self) -> dict[str, Any]:
+        checksums = {str(size): list(ranks) for size, ranks in self._options.checksums.items()}
+        return {"checksums": checksums} if checksums else {}
 
     def _prepare_buckets(self, source: Source) -> Iterator[tuple[Bucket[Any], Any]]:
-        for turn, bucket in enumerate(plan_buckets(source, self._bucket_bytes)):
+        for turn, bucket in enumerate(plan_buckets(source, self._options.bucket_bytes)):
             if self._ranks is not None:
                 self._ranks.agree(digest_bucket(bucket))
             yield bucket, self._group.flatten(bucket, turn, self._gather)
@@ -189,7 +197,7 @@ class Push:
 
     def _call(self, phase: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            return self._http.post(path, body, timeout=self._timeout)
+            return self._http.post(path, body, timeout=self._options.timeout)
         except FleetError as error:
             raise _push_failure(phase, error) from error
 

@@ -100,6 +100,15 @@ class Ranks:
         """Leader: publish the result of the committed push to the followers."""
         self._end({"result": result})
 
+    @contextmanager
+    def publish_failure(self) -> Iterator[None]:
+        """Leader: if the block raises an error, publish to the followers why the push failed."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def fail(self, error: BaseException) -> None:
         """Leader: publish to the followers why the push failed."""
         if isinstance(error, PushFailed):

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_rollout.trainer import PushFailed
 from sglang_rollout.trainer.calls import Http
-from sglang_rollout.trainer.push import UPDATE, Push
+from sglang_rollout.trainer.push import UPDATE, Push, PushOptions
 from sglang_rollout.trainer.tensors import Bucket, Source, TensorSpec
 from tests.unit.trainer.support.scripted_fleet import FakeFleet
 
@@ -63,7 +63,7 @@ def willing(fake: FakeFleet) -> FakeFleet:
 
 
 def run(fake: FakeFleet, group: FakeGroup, names: str = "abc", timeout: float = 10.0) -> Push:
-    push = Push(Http(fake.url), group, version="7", bucket_bytes=8, timeout=timeout)
+    push = Push(Http(fake.url), group, PushOptions("7", bucket_bytes=8, timeout=timeout))
     push.run(Source({name: Tensor((1,)) for name in names}))
     return push
 
@@ -166,4 +166,4 @@ def test_empty_and_failing_sources_are_refused(willing: FakeFleet) -> None:
         raise RuntimeError("shard 3 is lost")
 
     with pytest.raises(PushFailed, match=r"phase 'prepare'.*shard 3 is lost"):
-        Push(Http(willing.url), FakeGroup(), version="7", bucket_bytes=4, timeout=5).run(Source(gather()))
+        Push(Http(willing.url), FakeGroup(), PushOptions("7", bucket_bytes=4, timeout=5)).run(Source(gather()))

@@ -234,7 +234,7 @@ def push(fake: FakeFleet) -> Iterator[Callable[..., Any]]:
         group = {"name": "g", "epoch": 1, "world_size": 3, "master": "m", "backend": "gloo", "members": []}
         held = {"run": 1, "step": n, "label": str(n if committed is None else committed)}
         fake.replies["/fleet"] = (200, document(groups=[group], committed=held))
-        fleet._group = Group()  # type: ignore[assignment]
+        fleet._groups.group = Group()  # type: ignore[assignment]
         return fleet.push({"a": Tensor((2,)), "b": Tensor((1,))}, version=n, **options)
 
     yield one

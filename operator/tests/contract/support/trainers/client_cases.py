@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sglang_rollout.trainer import Fleet, GroupFailed, PushFailed, Snapshots, connect
-from sglang_rollout.trainer.push import Push
+from sglang_rollout.trainer.push import Push, PushOptions
 from sglang_rollout.trainer.tensors import Source
 
 PROMPT = [11, 12, 13, 14]
@@ -96,7 +96,7 @@ def lost_group(fleet: Fleet, model: Any) -> dict[str, Any]:
     started = time.monotonic()
     failed = ""
     try:
-        Push(fleet._http, group, version="1", bucket_bytes=1 << 28, timeout=60).run(Source(model.state_dict()))
+        Push(fleet._http, group, PushOptions("1", bucket_bytes=1 << 28, timeout=60)).run(Source(model.state_dict()))
     except PushFailed as error:
         failed = str(error)
     seconds = time.monotonic() - started
