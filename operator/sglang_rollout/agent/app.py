@@ -167,7 +167,7 @@ class Routes:
         # Use the request's own term: a coordinator with a higher term may have called while the body arrived.
         term = int(request.headers[ports.TERM_HEADER])
         self._agent.lease, self._agent.silent, self._agent.drain = told.lease, told.silent, told.drain
-        self._agent.dispatch(ev.CoordinatorCalled(term, told.committed, tuple(told.tolerated), told.hold, told.sender, told.seq))
+        self._agent.dispatch(ev.CoordinatorCalled(term, told.committed, tuple(told.tolerated), told.spec_state, told.sender, told.seq))
 
     async def _status(self) -> web.Response:
         await self._agent.settle_gate()

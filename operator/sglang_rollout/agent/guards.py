@@ -21,7 +21,7 @@ from sglang_rollout.sglang.api import (
     ControlCall,
     MemoryTag,
 )
-from sglang_rollout.wire import unwritable
+from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState, FleetState, describe_state
 
@@ -79,7 +79,7 @@ def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None: 
         return Refusal(state.down.code, f"{call}: the engine is not up: {state.down.message}.")
     if record.pending:
         return _conflict(f"{call}: the engine has not answered {record.pending} yet, and it takes one control call at a time.")
-    if why := unwritable(body):
+    if why := find_lone_surrogate(body):
         return _invalid(f"{call}: {why}")
     if call == ControlCall.CONTINUE and record.state is EngineState.DIRTY:
         return _conflict(f"{call}: {s.closed_message(state)} Resuming would serve that mixture; /agent/fence gives the update up first.")

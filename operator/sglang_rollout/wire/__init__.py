@@ -6,6 +6,7 @@ other; a model only gains fields with defaults.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
@@ -17,40 +18,34 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
 
-_SHOWN = 60
+_MAX_NAME_CHARACTERS = 60
 """Characters of a field's name that a message quotes."""
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def unwritable(fields: Mapping[str, object]) -> str:
-    """Return why a field cannot be encoded as UTF-8, as a sentence; empty if all fields can.
+def find_lone_surrogate(fields: Mapping[str, object]) -> str | None:
+    """Return a sentence about the first field that UTF-8 cannot encode; None if it can encode all fields.
 
-    JSON can name one half of a surrogate pair (``"\\ud83d"``: a text that was cut inside an emoji, or a path that is not UTF-8).
-    Python reads and sends it, but no record that contains it can be written."""
+    JSON can contain half of a surrogate pair: a text that was cut inside an emoji, or a path that is not UTF-8. Python reads and sends
+    it, but no record that contains it can be written.
+    """
     for name, value in fields.items():
-        if _half(name) or _half(value):
-            shown = name.encode("ascii", "backslashreplace").decode()[:_SHOWN]
+        if _has_lone_surrogate([name, value]):
+            shown = name.encode("ascii", "backslashreplace").decode()[:_MAX_NAME_CHARACTERS]
             return f"{shown} holds half of a character (a lone surrogate), which UTF-8 cannot encode: send whole characters."
-    return ""
+    return None
 
 
-def _half(value: object) -> bool:
-    """Return whether a value contains a lone surrogate; without recursion, because the nesting may be as deep as Python allows."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            if not one.isascii() and _is_half(one):
+def _has_lone_surrogate(values: list[object]) -> bool:
+    """Return whether a value contains a lone surrogate. Does not recurse, because the nesting may be as deep as Python allows."""
+    pending = values
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            if not value.isascii() and _LONE_SURROGATE.search(value):
                 return True
-        elif isinstance(one, dict):
-            left += [*one, *one.values()]
-        elif isinstance(one, list):
-            left += one
-    return False
-
-
-def _is_half(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
+        elif isinstance(value, dict):
+            pending += [*value, *value.values()]
+        elif isinstance(value, list):
+            pending += value
     return False

@@ -43,7 +43,7 @@ class AgentStatus(Message):
     """A weight-update session (``begin_weight_update``) is open on the engine."""
     groups: list[str] = Field(default_factory=list)
     giving_up: float = 0.0
-    """Seconds since the agent began to give up an update; 0 if it does not. Until that ends, the agent refuses calls."""
+    """Seconds since the agent began to give up an update; 0 if it does not. The agent refuses calls until it has given up the update."""
     draining: bool = False
     """The engine is about to stop: it takes no new requests and joins no new update."""
     released: list[str] = Field(default_factory=list)
@@ -77,7 +77,7 @@ class SyncRequest(Message):
     """Seconds without an answer after which an engine that no call keeps busy is restarted."""
     drain: float = 300.0
     """Seconds that requests have to finish before ``spec.state: Asleep`` releases the memory. Later ones are aborted."""
-    hold: FleetState | None = None
+    spec_state: FleetState | None = None
     """Applied ``spec.state``. None: the coordinator does not know yet, and the agent keeps the previous value."""
     sender: str = ""
     """Identifies one run of the coordinator process."""
@@ -101,9 +101,10 @@ class AckRequest(Message):
 
 
 class FenceRequest(Message):
-    """Coordinator → agent: an update was given up.
+    """Coordinator → agent: give up the update.
 
-    End the session. Resume a clean engine. For a dirty one, first close the gate, cut its connections and abort its requests.
+    The agent ends the session and resumes a clean engine. If the engine is dirty, the agent first closes the gate, cuts the connections
+    and aborts the requests.
     """
 
     message: str
@@ -179,7 +180,7 @@ def termination_message(message: str) -> str:
 
 
 def is_group_restart(log: str) -> bool:
-    """Whether a container that ended with these last log lines was ended because another pod of its engine failed."""
+    """Return whether a container with these last log lines was ended because another pod of its engine failed."""
     return f"[{GateReason.GROUP_RESTART}]" in log
 
 
@@ -187,11 +188,11 @@ class Verdict(StrEnum):
     """What a pod does with the current run of its engine container."""
 
     WAIT = "wait"
-    """SGLang is not started yet."""
+    """Do not start SGLang yet."""
     GO = "go"
-    """SGLang runs or may start now."""
+    """Start SGLang, or let it run."""
     END = "end"
-    """This run cannot join the other pods: the container restarts."""
+    """Restart the container: this run cannot join the other pods."""
 
 
 class MemberReport(Message):

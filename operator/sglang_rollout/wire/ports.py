@@ -11,13 +11,15 @@ ENGINE_PORT = 30001
 AGENT_PORT = 30002
 """The agent, bound to 127.0.0.1 inside the engine pod; reached through the gate."""
 RENDEZVOUS_PORT = 30100
-"""Of an engine with several pods: where its rank 0 gathers the others (``--dist-init-addr``). SGLang takes a dozen ports from here on, and
-its ranks speak over any others."""
+"""Port of rank 0 at which the ranks of an engine of several pods meet (``--dist-init-addr``).
+
+SGLang takes a dozen ports from here on. Its ranks also use other ports.
+"""
 METRICS_PORT = 30003
-"""Port ``metrics`` of engine and router pods: haproxy, which serves there the metrics of each process of the pod, and nothing else."""
+"""Port ``metrics`` of engine and router pods: haproxy serves the metrics of each process of the pod, and no other path."""
 
 FRONT_PORT = 30000
-"""The router pod's only reachable port and the port of Service ``<name>-router``: the fleet's ONE URL."""
+"""The router pod's only reachable port and the port of Service ``<name>-router``: the fleet's URL."""
 SMG_PORT = 30010
 """smg, bound to 127.0.0.1 inside the router pod."""
 SMG_METRICS_PORT = 30011
@@ -30,7 +32,7 @@ OPERATOR_METRICS_PORT = 8080
 OPERATOR_HEALTH_PORT = 8081
 """``/healthz`` of the operator."""
 
-# Paths on METRICS_PORT, all GET Prometheus text. ``/metrics`` is the process that the pod is for.
+# Paths on METRICS_PORT, all GET Prometheus text. ``/metrics`` is that of the pod's main process.
 METRICS = "/metrics"  # engine pod: SGLang; router pod: the coordinator
 METRICS_AGENT = "/metrics/agent"
 METRICS_GATE = "/metrics/gate"  # haproxy itself
@@ -40,8 +42,10 @@ METRICS_FRONT = "/metrics/front"  # haproxy itself
 TERM_HEADER = "X-Rollout-Term"
 """Request header of every coordinator → agent call: the coordinator's term. Agents refuse lower terms than the highest seen."""
 DEADLINE_HEADER = "X-Rollout-Deadline"
-"""Optional request header of coordinator → agent control calls: seconds after which the agent answers 504. The engine goes on with the
-call all the same (SGLang's calls cannot be taken back), and until it has answered the agent refuses further ones with 409."""
+"""Optional request header of coordinator → agent control calls: seconds after which the agent answers 504.
+
+The engine continues the call, because SGLang cannot cancel it. Until the engine has answered, the agent refuses further calls with 409.
+"""
 VERSION_HEADER = "X-Weight-Version"
 """Reply header: label of the committed weight version."""
 
@@ -53,20 +57,20 @@ AGENT_HEALTH = "/agent/health"  # (open) GET 200: the agent runs
 AGENT_ENGINE = "/agent/engine"  # (open) GET 200: the engine's process is up and has finished warming up (start-up probe and readiness)
 AGENT_GATE = "/agent/gate"  # (open) GET 200: the gate may be open; haproxy's health check
 AGENT_METRICS = "/agent/metrics"  # (open) GET Prometheus text
-AGENT_GROUP = "/agent/group"  # POST MemberReport -> GroupReply: another pod of the same engine; asked of pod 0
+AGENT_GROUP = "/agent/group"  # POST MemberReport -> GroupReply: another pod of the same engine; sent to pod 0
 AGENT_SYNC = "/agent/sync"  # POST SyncRequest -> AgentStatus
 AGENT_RUN = "/agent/run"  # POST SyncRequest -> AgentStatus: the same, and the engine generates again after a pause
 AGENT_PREFLIGHT = "/agent/preflight"  # POST PreflightRequest -> PreflightReply
-AGENT_CHECKPOINT = "/agent/checkpoint"  # POST CheckpointRequest -> CheckpointReply: could the engine load this folder?
+AGENT_CHECKPOINT = "/agent/checkpoint"  # POST CheckpointRequest -> CheckpointReply: can the engine load this folder?
 AGENT_ACK = "/agent/ack"  # POST AckRequest -> AgentStatus: the engine holds this version completely
-AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up a half-done update; gate closed, nothing held
+AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up an incomplete update: gate closed, engine not paused
 
 # Coordinator paths beside SGLang's own ones.
 FLEET = "/fleet"  # GET FleetDocument
 FLEET_TENSORS = "/fleet/tensors"  # GET ModelTensors: names and shapes of the model that the engines were started with
 FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no statement about engines
 FLEET_RUN = "/fleet/run"  # POST: the next update opens a new run
-FLEET_ENGINES = "/fleet/engines"  # POST {FLEET_ENGINES}/{engine}/{call}: what a trainer asked at one engine's own URL
+FLEET_ENGINES = "/fleet/engines"  # POST {FLEET_ENGINES}/{engine}/{call}: a trainer's call at one engine's own URL
 FLEET_LEASE = "/fleet/lease"  # POST: the trainer's heartbeat
-FLEET_HELD = "/fleet/held"  # GET 200: spec.state holds the fleet, so its front lets the coordinator answer requests for tokens
+FLEET_HELD = "/fleet/held"  # GET 200: an interruption keeps all engines from serving, so the front sends data requests to the coordinator
 FLEET_METRICS = "/fleet/metrics"  # GET Prometheus text

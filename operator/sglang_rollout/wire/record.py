@@ -175,7 +175,7 @@ class Record(Message):
     """Checksums that each engine reported before its first release, in a fleet that receives no weights."""
 
     def members(self, group: GroupRow) -> list[EngineRow]:
-        """The engines of one of its groups, in rank order."""
+        """Return the engines of a process group of this record, in rank order."""
         return [self.engines[place] for place in group.places]
 
     @property

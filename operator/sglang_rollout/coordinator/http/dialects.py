@@ -32,7 +32,7 @@ from sglang_rollout.coordinator.update.requests import (
 )
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, PauseMode
-from sglang_rollout.wire import unwritable
+from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.trainer import ControlReply
 
@@ -65,7 +65,7 @@ def parse(data: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(body, dict):
         raise RefusedError(f"the body must be a JSON object, not {type(body).__name__}.")
-    if why := unwritable(body):
+    if why := find_lone_surrogate(body):
         raise RefusedError(why)
     return body
 

@@ -99,12 +99,12 @@ def make_server_info(parts: Parts) -> dict[str, Any]:
 
 
 async def fleet_health(request: web.Request) -> web.Response:
-    """Liveness: the coordinator runs. Says nothing about engines."""
+    """Return 200: the coordinator runs. The answer says nothing about engines."""
     return web.json_response({"status": "ok", "term": request.app[PARTS].driver.term})
 
 
 async def health(request: web.Request) -> web.Response:
-    """Control health: the fleet can take weights, also while no engine serves."""
+    """Return 200 if the fleet can take weights, also while no engine serves."""
     reason = why_incomplete(request.app[PARTS].machine.fleet)
     return refuse(503, reason) if reason else web.Response()
 
@@ -180,7 +180,7 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Report the health of the data path: at least one engine serves."""
+    """Return 200 if at least one engine serves."""
     fleet = request.app[PARTS].machine.fleet
     if fleet.why_not_generating:
         return refuse(503, fleet.why_not_generating)

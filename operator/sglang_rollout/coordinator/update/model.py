@@ -230,7 +230,7 @@ class Fleet:
             tolerated=self.tolerated() if proved else [],
             lease=self.policy.trainer_lease.ttl_seconds,
             silent=self.policy.deadlines.silent_seconds,
-            hold=self.applied_state if proved else None,
+            spec_state=self.applied_state if proved else None,
             drain=self.interruptions.drain_seconds,
             sender=self.coordinator_id,
             seq=self.next_seq(),

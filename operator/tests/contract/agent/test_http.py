@@ -280,7 +280,7 @@ async def test_an_engine_that_the_spec_holds_does_not_wait_for_requests_that_can
         lab.boot("first")
         await lab.start()
         await lab.open_with_base()
-        assert (await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "hold": "paused"})).status == 200
+        assert (await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "spec_state": "paused"})).status == 200
         assert (await lab.control("/pause_generation", {"mode": "retract"})).status == 200
         engine.running = 1
         (lab.boot_file.parent / "drain").touch()

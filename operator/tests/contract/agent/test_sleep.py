@@ -75,7 +75,7 @@ async def lab(saver: Saver, tmp_path: Path) -> AsyncIterator[Pod]:
 
 async def told(lab: Pod, hold: str, drain: float = 300.0) -> AgentStatus:
     """What the coordinator says twice a second."""
-    answer = await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "hold": hold, "drain": drain})
+    answer = await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "spec_state": hold, "drain": drain})
     assert answer.status == 200, answer.body
     return AgentStatus.model_validate(answer.body)
 

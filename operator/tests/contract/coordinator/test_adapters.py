@@ -1,4 +1,4 @@
-"""Requests that name an adapter: gate and agent over a stand-in, and the coordinator over a scripted smg."""
+"""Requests that name an adapter: gate and agent before a stand-in, and the coordinator before a scripted smg."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.contract.support.coordinator_process import Lab, fleet_lab
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[tuple[Pod, StandIn]]:
-    """An open gate in front of an engine that takes adapters."""
+    """Yield an open gate in front of an engine with adapters."""
     with StandIn(weight_version="base", lora=True) as stand_in:
         async with pod(tmp_path, stand_in.url) as made:
             await made.open_with_base()
@@ -28,7 +28,7 @@ async def ask(lab: Pod, adapter: object) -> Answer:
 
 
 @pytest.mark.router
-async def test_an_adapter_serves_from_the_answer_of_its_load_to_that_of_its_unload(engine: tuple[Pod, StandIn], tmp_path: Path) -> None:
+async def test_the_gate_accepts_an_adapter_only_while_it_is_loaded(engine: tuple[Pod, StandIn], tmp_path: Path) -> None:
     lab, stand_in = engine
     for _ in range(3):
         refused = await ask(lab, "math")
@@ -42,24 +42,24 @@ async def test_an_adapter_serves_from_the_answer_of_its_load_to_that_of_its_unlo
         assert (await lab.control("/unload_lora_adapter", {"lora_name": "math"})).status == 200
     raw = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "lora_path": "math"}
     async with lab.http.post(f"{stand_in.url}/generate", json=raw) as reply:
-        assert reply.status == 200, "SGLang goes on answering: it is the gate that refuses"
+        assert reply.status == 200, "SGLang still answers: the gate refuses"
     assert (await ask(lab, "math")).status == 400
 
 
 @pytest.mark.router
-async def test_a_stand_in_pins_as_many_adapters_as_sglang(engine: tuple[Pod, StandIn], tmp_path: Path) -> None:
+async def test_the_stand_in_pins_as_many_adapters_as_sglang(engine: tuple[Pod, StandIn], tmp_path: Path) -> None:
     lab, _ = engine
     body = {"lora_path": str(tmp_path), "pinned": True}
-    said = [await lab.control("/load_lora_adapter", {**body, "lora_name": str(number)}) for number in range(8)]
-    assert [answer.status for answer in said] == [200] * 7 + [400]
-    assert "not allowed to pin all slots" in said[-1].body["error_message"]
+    answers = [await lab.control("/load_lora_adapter", {**body, "lora_name": str(number)}) for number in range(8)]
+    assert [answer.status for answer in answers] == [200] * 7 + [400]
+    assert "not allowed to pin all slots" in answers[-1].body["error_message"]
     assert (await lab.control("/unload_lora_adapter", {"lora_name": "0"})).status == 200
     assert (await lab.control("/load_lora_adapter", {**body, "lora_name": "7"})).status == 200
 
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[tuple[Lab, list[dict[str, Any]]]]:
-    """A coordinator whose trainers have loaded an adapter, and what reaches smg."""
+    """Yield a coordinator whose trainers have loaded an adapter, and the bodies that reach smg."""
     seen: list[dict[str, Any]] = []
 
     async def tokens(request: web.Request) -> web.Response:
@@ -76,10 +76,10 @@ async def fleet(tmp_path: Path) -> AsyncIterator[tuple[Lab, list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("path", "body"),
     [("/v1/chat/completions", {"messages": []}), ("/v1/completions", {"prompt": "a"}), ("/v1/completions", {"prompt": "half \ud83d"})],
-    ids=["chat", "completions", "half of a character"],
+    ids=["chat", "completions", "lone surrogate"],
 )
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "sent"),
     [
         ("m:math", {"model": "m", "lora_path": "math"}),
         ("reg/m:v1:math", {"model": "reg/m:v1", "lora_path": "math"}),
@@ -88,10 +88,10 @@ async def fleet(tmp_path: Path) -> AsyncIterator[tuple[Lab, list[dict[str, Any]]
         (":math", {"model": ":math"}),
     ],
 )
-async def test_a_model_with_an_adapter_is_told_to_smg_as_model_and_adapter(
-    fleet: tuple[Lab, list[dict[str, Any]]], path: str, body: dict[str, Any], model: str, told: dict[str, Any]
+async def test_a_model_name_with_an_adapter_is_split_for_smg(
+    fleet: tuple[Lab, list[dict[str, Any]]], path: str, body: dict[str, Any], model: str, sent: dict[str, Any]
 ) -> None:
     lab, seen = fleet
     status, _, _ = await lab.post(path, {**body, "model": model})
     assert status == 200
-    assert seen == [{**body, **told}]
+    assert seen == [{**body, **sent}]

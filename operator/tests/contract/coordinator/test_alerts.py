@@ -1,4 +1,4 @@
-"""The alerts of ``examples/monitoring`` on what a coordinator and an operator really export, evaluated by promtool."""
+"""Promtool evaluates the alerts of ``examples/monitoring`` on the metrics that a coordinator and an operator export."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.contract.support.coordinator_process import Lab, fleet_lab
 RULES = yaml.safe_load((REPOSITORY / "examples/monitoring/alerts.yaml").read_text())["spec"]
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
 NAMES = {rule["alert"] for rule in ALERTS}
-UPDATE_FAILED, NOBODY, NOT_READY, STALLED = (
+UPDATE_FAILED, NO_ENGINE, NOT_READY, STALLED = (
     f"SGLangRollout{name}" for name in ("UpdateFailed", "NoEngineServes", "NotReady", "OperatorStalled")
 )
 FAILED_UPDATES = 'sglang_rollout_coordinator_updates_total{outcome="Failed"}'
 TRANSFER = "/update_weights_from_distributed"
 UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["torch.float32"], "shapes": [[2]], "group_name": "g", "weight_version": 1}
 PHASE_MINUTES = 90
-"""How long Prometheus sees each scrape."""
+"""Minutes for which Prometheus sees each scrape."""
 SOON, LATE = 2, 88
 """Minutes into a phase: after one or two scrapes; after every window and every ``for`` of the alerts."""
 
@@ -47,13 +47,13 @@ def program() -> Path:
 
 @dataclass
 class Timeline:
-    """What Prometheus sees, phase by phase, and which alerts must fire on that."""
+    """Scrapes by phase, and the alerts that must fire in each phase."""
 
     scrapes: list[Scrape] = field(default_factory=list)
     expected: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, scrape: Scrape, *, soon: Collection[str] = (), late: Collection[str] = ()) -> None:
-        """Let Prometheus see ``scrape`` for a phase. The alerts ``soon`` fire at its begin and ``late`` at its end, and no others."""
+        """Add a phase in which Prometheus sees ``scrape``. Only the alerts ``soon`` fire at its beginning, and only ``late`` at its end."""
         begin = len(self.scrapes) * PHASE_MINUTES
         self.scrapes.append(scrape)
         for minute, firing in ((begin + SOON, soon), (begin + LATE, late)):
@@ -67,7 +67,7 @@ class Timeline:
                 )
 
     def check(self, program: Path, folder: Path) -> None:
-        """Have promtool evaluate the rules."""
+        """Let promtool evaluate the rules."""
         names = sorted({name for scrape in self.scrapes for name in scrape})
         test = {
             "interval": "1m",
@@ -85,12 +85,12 @@ class Timeline:
 
 
 def _steady(value: float | None) -> str:
-    """One phase in promtool's notation; None: the series is missing."""
+    """Return one phase in promtool's notation; for None the series is missing."""
     return f"_x{PHASE_MINUTES}" if value is None else f"{value:.0f}x{PHASE_MINUTES - 1}"
 
 
 def parsed(text: str) -> Scrape:
-    """The samples that alerts use: no histograms and no times of creation."""
+    """Return the samples that alerts use, without histograms and creation times."""
     families = (family for family in text_string_to_metric_families(text) if family.type != "histogram")
     samples = (sample for family in families for sample in family.samples if not sample.name.endswith("_created"))
     return {_series(sample.name, sample.labels): sample.value for sample in samples}
@@ -102,7 +102,7 @@ def _series(name: str, labels: dict[str, str]) -> str:
 
 
 def used_by_alerts(prefix: str) -> set[str]:
-    """The series of one process that alerts name."""
+    """Return the series of one process that alerts name."""
     found = {
         name + (labels or "{}")
         for rule in ALERTS
@@ -120,7 +120,7 @@ async def scraped(lab: Lab) -> Scrape:
 
 
 async def push(lab: Lab, *, fails: bool) -> None:
-    """One complete update, or one of which the second engine takes no tensors."""
+    """Make a complete update, or one in which the second engine refuses the tensors."""
     lab.agents[1].broken = {TRANSFER: "Failed to receive weights."} if fails else {}
     assert (await lab.open_group())[0] == 200
     assert (await lab.post("/begin_weight_update", {}))[0] == 200
@@ -130,29 +130,29 @@ async def push(lab: Lab, *, fails: bool) -> None:
     await lab.serving(0 if fails else 2)
 
 
-async def test_each_failed_update_alerts_once_also_across_a_restart(program: Path, tmp_path: Path) -> None:
+async def test_each_failed_update_alerts_once(program: Path, tmp_path: Path) -> None:
     timeline = Timeline()
     async with fleet_lab(tmp_path) as lab:
         timeline.add(first := await scraped(lab))
         assert used_by_alerts("sglang_rollout_coordinator_") - first.keys() == set()
         await push(lab, fails=True)
-        timeline.add(await scraped(lab), soon={UPDATE_FAILED}, late={NOBODY})
+        timeline.add(await scraped(lab), soon={UPDATE_FAILED}, late={NO_ENGINE})
         await push(lab, fails=True)  # again the same version
-        timeline.add(await scraped(lab), soon={UPDATE_FAILED, NOBODY}, late={NOBODY})
+        timeline.add(await scraped(lab), soon={UPDATE_FAILED, NO_ENGINE}, late={NO_ENGINE})
         await lab.kill()
         lab.start()
         await lab.serving(0)
-        timeline.add(restarted := await scraped(lab), soon={NOBODY}, late={NOBODY})
+        timeline.add(restarted := await scraped(lab), soon={NO_ENGINE}, late={NO_ENGINE})
         await push(lab, fails=False)
         timeline.add(await scraped(lab))
         await push(lab, fails=True)
-        timeline.add(last := await scraped(lab), soon={UPDATE_FAILED}, late={NOBODY})
+        timeline.add(last := await scraped(lab), soon={UPDATE_FAILED}, late={NO_ENGINE})
     timeline.check(program, tmp_path)
     assert [scrape[FAILED_UPDATES] for scrape in timeline.scrapes] == [0, 1, 2, 0, 0, 1]
-    assert restarted.keys() == last.keys() == first.keys(), "no series begins with the first event that it counts"
+    assert restarted.keys() == last.keys() == first.keys(), "every series exists before its first event"
 
 
-def test_the_operators_alerts(program: Path, tmp_path: Path) -> None:
+def test_the_alerts_of_the_operator(program: Path, tmp_path: Path) -> None:
     metrics, timeline = OperatorMetrics(), Timeline()
 
     def see(**firing: Collection[str]) -> None:

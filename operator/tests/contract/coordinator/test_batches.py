@@ -1,4 +1,4 @@
-"""The coordinator over a scripted smg: batches in parts, in order, cancelled as a whole, and everything else as it came."""
+"""The coordinator splits batches for a scripted smg, joins and cancels them, and forwards other bodies unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contract.support.coordinator_process import Lab, fleet_lab
 
 
 class Script:
-    """smg's data paths: echoes; ``text`` tells what to do."""
+    """smg's data paths: echo the request, or do what the first word of ``text`` names."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ class Script:
             return reply
         for count in range(3):
             event = json.dumps({**sample, "count": count, "padding": "x" * (300_000 if what == "long" else 1)}).encode()
-            await reply.write(b"data: " + event[:10])  # an event comes in pieces
+            await reply.write(b"data: " + event[:10])  # an event arrives in pieces
             await asyncio.sleep(0.01)
             await reply.write(event[10:] + b"\n\n: keep-alive\n\n")
             if what == "break":
@@ -89,7 +89,7 @@ async def lab(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -
 
 
 async def stream(lab: Lab, body: dict[str, Any]) -> tuple[int, list[Any]]:
-    """Status and events; ``DONE`` is the last one of a whole stream."""
+    """Return status and events. A complete stream ends with ``DONE``."""
     async with lab.session.post(f"{lab.url}/generate", json={**body, "stream": True}) as reply:
         lines = (await reply.text()).splitlines()
         data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
@@ -103,7 +103,7 @@ async def test_answers_come_in_the_order_of_the_prompts(lab: Lab, script: Script
     assert status == 200
     assert [(sample["text"], sample["meta_info"]["id"]) for sample in found] == [(f"<{text}>", f"r{i}") for i, text in enumerate(prompts)]
     assert sorted(item["sampling_params"]["sampling_seed"] for item in script.seen) == list(range(20))
-    assert script.most == 8, "bounded"
+    assert script.most == 8, "the number of requests is limited"
 
 
 async def test_samples_of_one_prompt_stay_together(lab: Lab) -> None:
@@ -127,14 +127,14 @@ async def test_headers_reach_every_request_and_the_versions_come_back(lab: Lab, 
     ("text", "status", "shown"),
     [("refuse", 400, {"error": {"message": "temperature must be positive"}}), ("busy", 503, "full")],
 )
-async def test_one_that_fails_ends_the_batch_with_its_answer(lab: Lab, script: Script, text: str, status: int, shown: object) -> None:
+async def test_a_failed_item_ends_the_batch_with_its_answer(lab: Lab, script: Script, text: str, status: int, shown: object) -> None:
     for extra in ({}, {"stream": True}):
         found, _, body = await asyncio.wait_for(lab.post("/generate", {"text": ["sleep 30", text, "sleep 30"], **extra}), 5)
         assert (found, body) == (status, shown)
     await lab.until("the others are cancelled", lambda: _is(lambda: script.cancelled == 4))
 
 
-async def test_a_client_that_goes_takes_its_batch_along(lab: Lab, script: Script) -> None:
+async def test_a_batch_is_cancelled_when_its_client_disconnects(lab: Lab, script: Script) -> None:
     for extra in ({}, {"stream": True}):
         asking = asyncio.create_task(lab.post("/generate", {"text": ["sleep 30"] * 3, **extra}))
         await lab.until("all run", lambda: _is(lambda: script.running == 3))
@@ -143,7 +143,7 @@ async def test_a_client_that_goes_takes_its_batch_along(lab: Lab, script: Script
     assert script.cancelled == 6
 
 
-async def test_streams_of_a_batch_are_one_stream(lab: Lab) -> None:
+async def test_the_items_of_a_streamed_batch_share_one_stream(lab: Lab) -> None:
     status, events = await stream(lab, {"text": ["a", "long", "sleep 0.1"]})
     assert status == 200
     assert events.pop() == "DONE"
@@ -153,7 +153,7 @@ async def test_streams_of_a_batch_are_one_stream(lab: Lab) -> None:
     assert await stream(lab, {"text": []}) == (200, ["DONE"])
 
 
-async def test_a_stream_that_breaks_is_not_whole_and_one_that_sglang_refuses_is(lab: Lab) -> None:
+async def test_a_broken_stream_ends_without_done(lab: Lab) -> None:
     status, events = await stream(lab, {"text": ["break", "sleep 30"]})
     assert status == 200
     assert "broke the connection" in events[-1]["error"]["message"]
@@ -162,23 +162,21 @@ async def test_a_stream_that_breaks_is_not_whole_and_one_that_sglang_refuses_is(
     assert (status, events[-2]["error"]["message"], events[-1]) == (200, "bad", "DONE")
 
 
-async def test_sglangs_own_words_for_a_batch_that_does_not_fit(lab: Lab, script: Script) -> None:
+async def test_an_invalid_batch_is_refused_with_sglangs_message(lab: Lab, script: Script) -> None:
     status, _, body = await lab.post("/generate", {"text": ["a", "b"], "rid": ["x", "x"]})
     assert (status, body) == (400, {"error": {"message": "Duplicate request IDs detected within the request: ['x']"}})
     assert script.seen == []
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}])
-async def test_half_of_a_character_reaches_smg_as_it_came_and_its_refusal_is_the_answer(
-    lab: Lab, script: Script, more: dict[str, Any]
-) -> None:
-    """A text that was cut in the middle of an emoji. Of a single prompt the same is said."""
+async def test_a_lone_surrogate_is_forwarded_to_smg(lab: Lab, script: Script, more: dict[str, Any]) -> None:
+    """A text that was cut inside an emoji."""
     status, _, body = await lab.post("/generate", {"text": ["sleep 30", "refuse \ud83d"], **more})
     assert (status, body) == (400, {"error": {"message": "temperature must be positive"}})
     assert "refuse \ud83d" in [item["text"] for item in script.seen]
 
 
-async def test_what_is_no_batch_is_passed_on_byte_by_byte(lab: Lab, script: Script) -> None:
+async def test_other_bodies_are_forwarded_unchanged(lab: Lab, script: Script) -> None:
     seen: list[bytes] = []
 
     async def raw(request: web.Request) -> web.StreamResponse:
@@ -195,7 +193,7 @@ async def test_what_is_no_batch_is_passed_on_byte_by_byte(lab: Lab, script: Scri
     assert (status, len(events), events[-1]) == (200, 4, "DONE")
 
 
-async def test_bodies_larger_than_control_calls_are_taken_and_far_larger_ones_are_not(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_may_be_larger_than_a_control_call(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     big = "x" * (9 * 2**20)
     status, _, found = await lab.post("/generate", {"text": ["a", big]})
     assert (status, len(found[1]["text"])) == (200, len(big) + 2)
@@ -205,9 +203,7 @@ async def test_bodies_larger_than_control_calls_are_taken_and_far_larger_ones_ar
     assert (await lab.post("/begin_weight_update", {"x": big}))[0] == 413
 
 
-async def test_an_smg_without_engines_or_under_restart_is_no_reason_to_give_up(
-    lab: Lab, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_batch_waits_while_smg_restarts_or_has_no_engines(lab: Lab, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.smg.answer_tokens = None
     asking = asyncio.create_task(lab.post("/generate", {"text": ["a", "b"]}))
     await asyncio.sleep(0.7)
@@ -228,7 +224,7 @@ async def test_an_smg_without_engines_or_under_restart_is_no_reason_to_give_up(
     assert (await asking)[0] == 200
 
 
-async def test_completions_of_token_ids_go_to_engines_that_serve_in_turns(lab: Lab, script: Script) -> None:
+async def test_completions_of_token_ids_go_to_serving_engines_in_turn(lab: Lab, script: Script) -> None:
     seen: list[str] = []
 
     def engine(name: str, status: int = 200) -> Any:
@@ -252,7 +248,7 @@ async def test_completions_of_token_ids_go_to_engines_that_serve_in_turns(lab: L
     assert script.seen == [{"prompt": ["a"]}]
 
 
-async def test_what_smg_would_drop_goes_to_engines_and_a_session_to_one_of_them(lab: Lab, script: Script) -> None:
+async def test_a_request_with_fields_that_smg_drops_goes_to_an_engine(lab: Lab, script: Script) -> None:
     seen: list[str] = []
 
     def engine(name: str, status: int = 200) -> Any:
@@ -282,7 +278,7 @@ async def test_what_smg_would_drop_goes_to_engines_and_a_session_to_one_of_them(
     assert script.seen == []
     await lab.post("/generate", {"text": ["a", "b"], "sampling_params": [biased["sampling_params"], {"n": 1}]})
     await lab.post("/v1/chat/completions", {"messages": [], "n": 16})
-    assert script.seen == [{"text": "b", "sampling_params": {"n": 1}}], "the rest of a batch goes its usual way"
+    assert script.seen == [{"text": "b", "sampling_params": {"n": 1}}], "the other items of a batch go to smg"
 
 
 async def _is(check: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The coordinator over HTTP, with agents that are faked behind real HTTP."""
+"""The coordinator over HTTP, with scripted agents."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from sglang_rollout.wire.record import Record
-from tests.contract.support.coordinator_process import Lab, fleet_lab
+from tests.contract.support.coordinator_process import QUICK, Lab, fleet_lab
 
+TRANSFER = "/update_weights_from_distributed"
 UPDATE: dict[str, Any] = {"names": ["w"], "dtypes": ["torch.float32"], "shapes": [[2]]}
 
 
@@ -29,7 +30,7 @@ async def push(lab: Lab, version: object, group: str = "g") -> tuple[int, str, A
     return await lab.post("/end_weight_update", {})
 
 
-async def test_a_push_commits_on_every_engine_and_gates_are_open_when_end_answers(lab: Lab) -> None:
+async def test_all_gates_are_open_when_a_push_has_committed(lab: Lab) -> None:
     status, _, body = await push(lab, 5)
     assert (status, body["success"]) == (200, True)
     assert all(agent.agent.gate_open and not agent.agent.paused for agent in lab.agents)
@@ -56,7 +57,7 @@ async def test_a_push_commits_on_every_engine_and_gates_are_open_when_end_answer
         ({"group_name": ""}, "group_name '' is not a name"),
     ],
 )
-async def test_a_wrong_group_is_refused_before_any_engine_hears_of_it(lab: Lab, changes: dict[str, Any], sentence: str) -> None:
+async def test_a_wrong_group_is_refused_before_any_engine_is_called(lab: Lab, changes: dict[str, Any], sentence: str) -> None:
     status, reason, body = await lab.open_group(**changes)
     assert status == 400
     assert sentence in reason
@@ -65,7 +66,7 @@ async def test_a_wrong_group_is_refused_before_any_engine_hears_of_it(lab: Lab, 
     assert (await lab.document())["serving"] == 2
 
 
-async def test_an_unreachable_trainer_is_refused_and_nobody_joins(lab: Lab) -> None:
+async def test_an_unreachable_trainer_is_refused_and_no_engine_joins(lab: Lab) -> None:
     lab.agents[1].broken["/agent/preflight"] = "connection refused."
     status, reason, _ = await lab.open_group()
     assert status == 400
@@ -106,7 +107,7 @@ async def test_trainers_that_never_pause_commit_when_they_flush(lab: Lab) -> Non
     assert (await lab.document())["committed"]["step"] == 1
     assert all(agent.agent.gate_open and not agent.agent.paused for agent in lab.agents)
     assert (await lab.post("/destroy_weights_update_group"))[0] == 200
-    status, _, body = await lab.post("/destroy_weights_update_group", {"group_name": "nobody"})
+    status, _, body = await lab.post("/destroy_weights_update_group", {"group_name": "other"})
     assert (status, body["message"]) == (400, "The group to be destroyed does not exist.")
 
 
@@ -121,7 +122,7 @@ async def test_one_failing_engine_fails_the_update_and_fences_all(lab: Lab) -> N
     await lab.until("fenced", lambda: _all(agent.bodies_of("/agent/fence") for agent in lab.agents))
     found = await lab.document()
     assert (found["committed"]["step"], found["serving"], found["last_update"]["outcome"]) == (1, 0, "Failed")
-    assert (await lab.get("/health"))[0] == 200, "weights can be taken although nobody serves"
+    assert (await lab.get("/health"))[0] == 200, "the fleet accepts weights while no engine serves"
     lab.agents[1].broken.clear()
     assert (await push(lab, 2, "i"))[0] == 200
     await lab.serving(2)
@@ -131,7 +132,7 @@ async def _all(values: Any) -> bool:
     return all(values)
 
 
-async def test_a_restarted_coordinator_gives_an_open_update_up_and_remembers(lab: Lab) -> None:
+async def test_a_restarted_coordinator_gives_up_the_open_update(lab: Lab) -> None:
     await push(lab, 3)
     assert (await lab.post("/begin_weight_update", {}))[0] == 200
     await lab.kill()
@@ -146,7 +147,9 @@ async def test_a_restarted_coordinator_gives_an_open_update_up_and_remembers(lab
     await lab.kill()
     lab.start()
     await lab.serving(0)
-    assert 'sglang_rollout_coordinator_updates_total{outcome="Failed"} 0.0' in (await lab.get("/fleet/metrics"))[2], "counted once"
+    assert 'sglang_rollout_coordinator_updates_total{outcome="Failed"} 0.0' in (await lab.get("/fleet/metrics"))[2], (
+        "the update is counted once"
+    )
 
 
 async def test_a_lost_record_is_rebuilt_from_the_agents(lab: Lab) -> None:
@@ -160,7 +163,7 @@ async def test_a_lost_record_is_rebuilt_from_the_agents(lab: Lab) -> None:
     assert Record.model_validate_json(lab.record.read_text()).committed.step == 3
 
 
-async def test_groups_survive_a_restart_of_the_coordinator(lab: Lab) -> None:
+async def test_process_groups_survive_a_restart_of_the_coordinator(lab: Lab) -> None:
     await push(lab, 3)
     await asyncio.sleep(1.2)
     await lab.kill()
@@ -172,7 +175,7 @@ async def test_groups_survive_a_restart_of_the_coordinator(lab: Lab) -> None:
     assert (await lab.document())["committed"]["step"] == 4
 
 
-async def test_a_restarted_engine_makes_its_group_stale_and_is_not_routed(lab: Lab) -> None:
+async def test_a_restarted_engine_invalidates_its_group_and_is_not_routed(lab: Lab) -> None:
     await push(lab, 3)
     before = await lab.document()
     lab.agents[1].agent.restart()
@@ -188,7 +191,7 @@ async def test_a_restarted_engine_makes_its_group_stale_and_is_not_routed(lab: L
     await lab.serving(2)
 
 
-async def test_smg_is_filled_again_after_its_restart_and_kept_during_an_update(lab: Lab) -> None:
+async def test_smg_keeps_its_workers_during_an_update_and_gets_them_back_after_a_restart(lab: Lab) -> None:
     urls = {agent.url for agent in lab.agents}
     await lab.until("routed", lambda: _all([set(lab.smg.workers.values()) == urls]))
     lab.smg.workers.clear()
@@ -203,8 +206,8 @@ async def test_smg_is_filled_again_after_its_restart_and_kept_during_an_update(l
     assert all(seen == urls for seen in lab.smg.seen)
 
 
-async def test_a_trainer_that_falls_silent_is_given_up(lab: Lab) -> None:
-    lab.deadlines = lab.deadlines.model_copy(update={"idle": 1.0})
+async def test_the_pause_of_a_silent_trainer_ends(lab: Lab) -> None:
+    lab.deadlines = lab.deadlines.model_copy(update={"idle_seconds": 1.0})
     lab.want()
     await asyncio.sleep(0.8)
     assert (await lab.post("/pause_generation", {"mode": "retract"}))[0] == 200
@@ -212,18 +215,18 @@ async def test_a_trainer_that_falls_silent_is_given_up(lab: Lab) -> None:
     assert (await lab.document())["serving"] == 2
 
 
-async def test_a_new_attempt_gives_the_old_one_up_and_gets_its_own_answer(lab: Lab) -> None:
+async def test_a_second_begin_gives_up_the_first_update(lab: Lab) -> None:
     await push(lab, 3)
     assert (await lab.post("/begin_weight_update", {}))[0] == 200
     status, _, body = await lab.post("/begin_weight_update", {})
     assert (status, body["message"]) == (200, "Success")
     assert (await lab.open_group("g"))[0] == 200
-    assert (await lab.document())["phase"] == "idle", "whoever opens its group again has given up what it had begun"
+    assert (await lab.document())["phase"] == "idle", "a trainer that opens its group again gives up its update"
     assert (await push(lab, 4, "h"))[0] == 200
     assert (await lab.document())["committed"]["step"] == 4
 
 
-async def test_junk_is_refused(lab: Lab) -> None:
+async def test_invalid_requests_are_refused(lab: Lab) -> None:
     status, reason, _ = await lab.call("POST", "/init_weights_update_group", data=b'{"a": ')
     assert status == 400
     assert "line 1, column" in reason
@@ -241,12 +244,12 @@ async def test_junk_is_refused(lab: Lab) -> None:
     assert (status, "no weight-update group is open" in reason) == (400, True)
     status, _, _ = await lab.post("/end_weight_update", {})
     assert status == 400
-    status, reason, _ = await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "nobody"})
-    assert (status, "group nobody is not open" in reason) == (400, True)
+    status, reason, _ = await lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "other"})
+    assert (status, "group other is not open" in reason) == (400, True)
     assert all(agent.calls == [] for agent in lab.agents)
 
 
-async def test_reads_look_like_one_big_server(lab: Lab) -> None:
+async def test_reading_calls_show_the_fleet_as_one_server(lab: Lab) -> None:
     await lab.until("infos", lambda: _ok(lab, "/server_info"))
     info = (await lab.get("/get_server_info"))[2]
     assert (info["tp_size"], info["dp_size"], info["pp_size"], info["num_gpus"]) == (1, 2, 1, 2)
@@ -258,7 +261,7 @@ async def test_reads_look_like_one_big_server(lab: Lab) -> None:
     assert len((await lab.get("/workers"))[2]["workers"]) == 2
     assert (await lab.post("/workers", {"url": lab.url}))[0] == 202
     assert (await lab.get("/health"))[0] == 200
-    assert (await lab.call("GET", "/health", {}))[0] == 200, "one trainer sends a body with it"
+    assert (await lab.call("GET", "/health", {}))[0] == 200, "some trainers send a body"
     assert "sglang_rollout_coordinator_serving 2.0" in (await lab.get("/fleet/metrics"))[2]
     assert (await lab.post("/abort_request", {"abort_all": True}))[0] == 200
 
@@ -267,18 +270,19 @@ async def _ok(lab: Lab, path: str) -> bool:
     return (await lab.get(path))[0] == 200
 
 
-async def test_reads_never_wait_for_an_update(lab: Lab) -> None:
-    await lab.until("infos", lambda: _ok(lab, "/server_info"))
-    await lab.open_group()
-    for agent in lab.agents:
-        agent.slow["/update_weights_from_distributed"] = 2.5
-    running = asyncio.create_task(lab.post("/update_weights_from_distributed", {**UPDATE, "group_name": "g"}))
-    await asyncio.sleep(0.2)
-    for path in ("/fleet", "/server_info", "/model_info", "/health", "/get_weight_version", "/v1/models", "/v1/loads"):
-        assert (await lab.get(path))[0] == 200
-    assert (await lab.document())["phase"] == "transfer"
-    assert not running.done()
-    assert (await running)[0] == 200
+async def test_reading_calls_do_not_wait_for_an_update(tmp_path: Path) -> None:
+    async with fleet_lab(tmp_path, 2, QUICK.model_copy(update={"update_seconds": 300})) as lab:
+        await lab.until("infos", lambda: _ok(lab, "/server_info"))
+        await lab.open_group()
+        for agent in lab.agents:
+            agent.slow[TRANSFER] = 300
+        running = asyncio.create_task(lab.post(TRANSFER, {**UPDATE, "group_name": "g"}))
+        await lab.until("the engines transfer", lambda: _all(agent.bodies_of(TRANSFER) for agent in lab.agents))
+        for path in ("/fleet", "/server_info", "/model_info", "/health", "/get_weight_version", "/v1/models", "/v1/loads"):
+            assert (await lab.get(path))[0] == 200
+        assert (await lab.document())["phase"] == "transfer"
+        assert not running.done()
+        running.cancel()
 
 
 async def test_an_engine_that_is_down_is_named(lab: Lab) -> None:
@@ -293,7 +297,7 @@ async def test_an_engine_that_is_down_is_named(lab: Lab) -> None:
     assert (await lab.get("/health"))[0] == 503
 
 
-async def test_a_coordinator_that_is_outranked_ends(lab: Lab) -> None:
+async def test_a_coordinator_with_a_lower_term_ends(lab: Lab) -> None:
     lab.agents[0].agent.term = 9
     assert lab.coordinator is not None
     with pytest.raises(ExceptionGroup) as caught:

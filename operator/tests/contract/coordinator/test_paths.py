@@ -1,4 +1,4 @@
-"""The paths of the fleet's URL beside generating, over engines that are faked behind real HTTP: served, refused by name, or unknown."""
+"""Paths of the fleet's URL beside those that generate: served, refused by name, or unknown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
 
 
 def echo(agent: HttpAgent, name: str, status: int = 200) -> list[bytes]:
-    """Let an engine answer its data paths; returns the list of the bodies that arrive there."""
+    """Let an engine answer its data paths, and return the list of the bodies that it will receive."""
     seen: list[bytes] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -38,7 +38,7 @@ def echo(agent: HttpAgent, name: str, status: int = 200) -> list[bytes]:
 
 
 @pytest.mark.parametrize("path", DIRECT_PATHS)
-async def test_engines_take_turns_and_one_that_has_just_closed_is_passed_over(lab: Lab, path: str) -> None:
+async def test_engines_are_asked_in_turn_and_a_closed_gate_is_skipped(lab: Lab, path: str) -> None:
     first, second = lab.agents
     seen = echo(first, "e0"), echo(second, "e1")
     answers = [await lab.post(path, {"text": "a"}) for _ in range(4)]
@@ -48,7 +48,7 @@ async def test_engines_take_turns_and_one_that_has_just_closed_is_passed_over(la
     assert [(await lab.post(path, {"text": "a"}))[2]["from"] for _ in range(3)] == ["e1"] * 3
 
 
-async def test_no_engine_with_a_closed_gate_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_with_a_closed_gate_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes_data, "HOLD_SECONDS", 0.3)
     async with fleet_lab(tmp_path) as lab:
         seen = [echo(agent, agent.agent.name) for agent in lab.agents]
@@ -75,7 +75,7 @@ async def test_no_engine_with_a_closed_gate_is_asked(tmp_path: Path, monkeypatch
         (b'{"input": ["99999", "a"]}', b'{"input":["99999","a"]}'),
     ],
 )
-async def test_bodies_are_written_so_that_the_gates_filter_can_read_them(lab: Lab, data: bytes, arrives: bytes) -> None:
+async def test_bodies_are_encoded_in_the_form_that_the_gates_filter_reads(lab: Lab, data: bytes, arrives: bytes) -> None:
     seen = [echo(agent, agent.agent.name) for agent in lab.agents]
     assert (await lab.call("POST", "/classify", data=data))[0] == 200
     assert seen[0] + seen[1] == [arrives]
@@ -94,7 +94,7 @@ async def test_bodies_are_written_so_that_the_gates_filter_can_read_them(lab: La
         (b"[" * 5000, "/classify needs a JSON object"),
     ],
 )
-async def test_bodies_that_hide_token_ids_reach_no_engine(lab: Lab, body: Any, sentence: str) -> None:
+async def test_bodies_with_hidden_token_ids_reach_no_engine(lab: Lab, body: Any, sentence: str) -> None:
     seen = [echo(agent, agent.agent.name) for agent in lab.agents]
     status, _, answer = await lab.call("POST", "/classify", data=body if isinstance(body, bytes) else json.dumps(body).encode())
     assert (status, sentence in answer["error"]["message"]) == (400, True), answer
@@ -118,10 +118,10 @@ async def test_bodies_that_hide_token_ids_reach_no_engine(lab: Lab, body: Any, s
 )
 async def test_other_paths_are_refused_by_name(lab: Lab, method: str, path: str, status: int, sentence: str) -> None:
     found, reason, body = await lab.call(method, path)
-    said = body["message"] if "message" in body else body["error"]["message"]
-    assert (found, sentence in said) == (status, True), body
-    assert said[:60] in reason or status == 404
+    text = body["message"] if "message" in body else body["error"]["message"]
+    assert (found, sentence in text) == (status, True), body
+    assert text[:60] in reason or status == 404
 
 
-async def test_one_model_is_found_by_its_name(lab: Lab) -> None:
+async def test_a_model_is_found_by_its_name(lab: Lab) -> None:
     assert await lab.get("/v1/models/m") == (200, "OK", {"id": "m"})

@@ -1,4 +1,4 @@
-"""Over HTTP: an engine that falls silent at the end of an update, where nothing but a deadline of minutes would end the wait."""
+"""An engine becomes silent at the end of an update: the coordinator does not wait until the deadline of minutes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def push(lab: Lab) -> tuple[int, str, Any]:
-    """The client of the lab waits 30 s for each answer, no minutes."""
+    """Push a version. The lab's client waits 30 s for each answer."""
     assert (await lab.open_group())[0] == 200
     assert (await lab.post("/begin_weight_update", {}))[0] == 200
     assert (await lab.post("/update_weights_from_distributed", UPDATE))[0] == 200
@@ -40,7 +40,7 @@ async def push(lab: Lab) -> tuple[int, str, Any]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_who_has_enough_engines_commits_without_the_silent_one(tmp_path: Path, step: str) -> None:
+async def test_a_fleet_with_enough_engines_commits_without_a_silent_one(tmp_path: Path, step: str) -> None:
     async with fleet_lab(tmp_path, 3, SLOW, verify=Verify.ALWAYS, min_committed=2) as lab:
         lab.agents[1].slow[step] = MINUTES
         status, _, body = await push(lab)
@@ -56,7 +56,7 @@ async def test_who_has_enough_engines_commits_without_the_silent_one(tmp_path: P
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_who_needs_all_engines_hears_which_one_is_silent(tmp_path: Path, step: str) -> None:
+async def test_a_fleet_that_needs_all_engines_names_the_silent_one(tmp_path: Path, step: str) -> None:
     async with fleet_lab(tmp_path, 2, SLOW, verify=Verify.ALWAYS) as lab:
         lab.agents[1].slow[step] = MINUTES
         status, reason, body = await push(lab)
@@ -65,18 +65,18 @@ async def test_who_needs_all_engines_hears_which_one_is_silent(tmp_path: Path, s
         assert (await lab.document())["committed"]["step"] == 0
 
 
-async def test_an_engine_that_does_not_go_on_after_a_commit_is_named_and_the_others_run(tmp_path: Path) -> None:
+async def test_an_engine_that_does_not_resume_after_a_commit_is_named(tmp_path: Path) -> None:
     async with fleet_lab(tmp_path, 3, SLOW) as lab:
         lab.agents[1].slow[AGENT_RUN] = MINUTES
         status, _, body = await push(lab)
         assert (status, body["fleet"]["outcome"]) == (200, "Committed")
         assert [found["success"] for found in body["fleet"]["engines"].values()] == [True, False, True]
         assert "no answer for 0.5 s after 2 of 3 engines had answered" in body["fleet"]["engines"]["e1"]["message"]
-        assert lab.agents[1].bodies_of(AGENT_FENCE), "which lets an engine run that is clean"
+        assert lab.agents[1].bodies_of(AGENT_FENCE), "the fence resumes a clean engine"
         await lab.serving(3)
 
 
-async def test_an_engine_that_hangs_when_it_loads_a_checkpoint_is_left_behind(tmp_path: Path) -> None:
+async def test_a_fleet_commits_without_an_engine_that_hangs_while_it_loads_a_checkpoint(tmp_path: Path) -> None:
     async with fleet_lab(tmp_path, 3, SLOW, min_committed=2) as lab:
         lab.agents[1].slow[ControlCall.UPDATE_DISK.path] = MINUTES
         status, _, body = await lab.post(ControlCall.UPDATE_DISK.path, {"model_path": "/checkpoints/1"})

@@ -1,4 +1,4 @@
-"""What clients and trainers see of a fleet that its spec holds: the coordinator over HTTP, with agents that are faked behind real HTTP."""
+"""Answers of a fleet that ``spec.state`` pauses: the coordinator over HTTP, with scripted agents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
 
 
 async def set_state(lab: Lab, state: FleetState) -> None:
-    """The user writes spec.state, the operator the intent."""
+    """Write the intent as the operator does after a change of ``spec.state``."""
     path = lab.folder / "intent.json"
     intent = Intent.model_validate_json(path.read_text())
     path.write_text(intent.model_copy(update={"state": state, "generation": intent.generation + 1}).model_dump_json())
@@ -39,7 +39,7 @@ async def all_paused(lab: Lab) -> bool:
     return all(agent.agent.paused and not agent.agent.gate_open for agent in lab.agents)
 
 
-async def test_a_paused_fleet_answers_with_who_holds_it_and_takes_weights(lab: Lab) -> None:
+async def test_a_paused_fleet_names_the_cause_and_accepts_weights(lab: Lab) -> None:
     await set_state(lab, FleetState.PAUSED)
     await lab.until("all engines are paused", lambda: all_paused(lab))
     for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": []})):
@@ -47,7 +47,7 @@ async def test_a_paused_fleet_answers_with_who_holds_it_and_takes_weights(lab: L
             assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
             assert (await reply.json())["error"]["message"] == PAUSED
     assert (await lab.get("/fleet/held"))[0] == 200
-    assert (await lab.get("/health"))[0] == 200, "weights can be taken"
+    assert (await lab.get("/health"))[0] == 200, "the fleet accepts weights"
     assert (await lab.open_group())[0] == 200
     for path in ("/pause_generation", "/begin_weight_update"):
         assert (await lab.post(path, {}))[0] == 200
@@ -67,21 +67,21 @@ async def test_a_paused_fleet_answers_with_who_holds_it_and_takes_weights(lab: L
     assert (await lab.get("/fleet/held"))[0] == 404
 
 
-async def test_a_coordinator_that_starts_anew_keeps_the_hold(lab: Lab) -> None:
+async def test_a_restarted_coordinator_keeps_the_fleet_paused(lab: Lab) -> None:
     await set_state(lab, FleetState.PAUSED)
     await lab.until("all engines are paused", lambda: all_paused(lab))
 
     async def recorded() -> bool:
         return Record.model_validate_json(lab.record.read_text()).state is FleetState.PAUSED
 
-    await lab.until("the record says it", recorded)
+    await lab.until("the record has the state", recorded)
     await lab.kill()
     lab.start()
 
     async def adopted() -> bool:
         return bool((await lab.document()).get("held") == PAUSED)
 
-    await lab.until("the new one says it", adopted)
+    await lab.until("the new coordinator reports the state", adopted)
     assert await all_paused(lab)
     assert not any(
         agent.bodies_of("/continue_generation") or agent.bodies_of("/agent/run") or agent.bodies_of("/agent/fence") for agent in lab.agents

@@ -1,4 +1,4 @@
-"""Over HTTP: heartbeats, a new run, a trainer that is lost, and what the discovery document tells."""
+"""Heartbeats, a requested run, a lost trainer, and the engines' NCCL in the discovery document."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ async def push(lab: Lab, group: str, version: int) -> None:
     assert (await lab.post("/end_weight_update", {}))[0] == 200
 
 
-async def test_a_heartbeat_tells_whether_the_group_is_still_good(lab: Lab) -> None:
+async def test_the_answer_to_a_heartbeat_has_the_state_of_the_group(lab: Lab) -> None:
     await push(lab, "g", 1)
     status, _, body = await lab.post(FLEET_LEASE, {"group_name": "g"})
     assert (status, body["success"], body["group_open"], body["lease"]) == (200, True, True, 20.0)
-    assert not (await lab.post(FLEET_LEASE, {"group_name": "nobody"}))[2]["group_open"]
+    assert not (await lab.post(FLEET_LEASE, {"group_name": "other"}))[2]["group_open"]
     lab.agents[1].agent.restart()
     await lab.serving(1)
     after = (await lab.post(FLEET_LEASE, {"group_name": "g"}))[2]
     assert (after["group_open"], after["epoch"] > body["epoch"]) == (False, True)
 
 
-async def test_a_new_run_begins_with_the_next_push_whatever_it_is_called(lab: Lab) -> None:
+async def test_a_requested_run_begins_with_the_next_push(lab: Lab) -> None:
     await push(lab, "g", 5)
     status, _, body = await lab.post(FLEET_RUN)
     assert (status, body["fleet"]["next_run"]) == (200, 2)
@@ -51,7 +51,7 @@ async def test_a_new_run_begins_with_the_next_push_whatever_it_is_called(lab: La
     assert (status, "a weight update is open: end it" in reason) == (409, True)
 
 
-async def test_handles_of_one_process_are_refused_with_the_way_that_works(lab: Lab) -> None:
+async def test_handles_of_one_process_are_refused_with_an_alternative(lab: Lab) -> None:
     status, reason, body = await lab.post("/update_weights_from_ipc", {"zmq_handles": {"GPU-1": "ipc://@x"}})
     assert (status, body["success"]) == (501, False)
     assert reason.startswith("/update_weights_from_ipc does not work for a fleet: its payload belongs to the GPUs of one process")
@@ -59,7 +59,7 @@ async def test_handles_of_one_process_are_refused_with_the_way_that_works(lab: L
     assert all(agent.calls == [] for agent in lab.agents)
 
 
-async def test_the_document_tells_the_nccl_of_each_engine(lab: Lab) -> None:
+async def test_the_document_has_the_nccl_of_each_engine(lab: Lab) -> None:
     agent = lab.agents[1].agent
     status, nccl = agent.status, Nccl(version="2.28.3", settings={"NCCL_CUMEM_ENABLE": "0"})
 
@@ -68,15 +68,15 @@ async def test_the_document_tells_the_nccl_of_each_engine(lab: Lab) -> None:
 
     agent.status = with_nccl  # type: ignore[method-assign]
 
-    async def told() -> bool:
+    async def has_nccl() -> bool:
         members = (await lab.document())["members"]
         return [member["nccl"] for member in members] == [None, nccl.model_dump(mode="json")]
 
-    await lab.until("GET /fleet says it", told)
-    assert await told()
+    await lab.until("GET /fleet has the NCCL", has_nccl)
+    assert await has_nccl()
 
 
-async def test_on_loss_pause_an_idle_fleet_pauses_when_the_trainers_store_is_closed(tmp_path: Path) -> None:
+async def test_an_idle_fleet_with_on_loss_pause_pauses_when_the_trainers_store_closes(tmp_path: Path) -> None:
     lease = TrainerLease(ttl_seconds=1, on_loss=OnLoss.PAUSE)
     async with fleet_lab(tmp_path, trainer_lease=lease) as lab:
         await push(lab, "g", 1)
@@ -93,4 +93,4 @@ async def test_on_loss_pause_an_idle_fleet_pauses_when_the_trainers_store_is_clo
         await lab.until("all engines are paused", paused, 30)
         assert (await lab.post("/pause_generation", {}))[0] == 200
         assert (await lab.post("/continue_generation", {}))[0] == 200
-        await lab.until("a trainer is there again", running, 30)
+        await lab.until("the engines generate again", running, 30)

@@ -1,5 +1,7 @@
-"""What a fleet refuses of verl's HTTP server adapter (``AsyncHttpServerAdapter``, 0.9.1), with agents that are faked behind real HTTP: none
-hears of it. What it does for the adapter: contract/fleet/test_verl.py."""
+"""Calls of verl's HTTP server adapter (``AsyncHttpServerAdapter``, 0.9.1) that a fleet refuses before it calls an agent.
+
+``contract/fleet/test_verl.py`` has the calls that it accepts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.contract.support.coordinator_process import Lab, fleet_lab
 @asynccontextmanager
 async def made(folder: Path, mode: FleetMode | None) -> AsyncIterator[Lab]:
     async with fleet_lab(folder, mode=mode) as lab:
-        await lab.until("something is known of the engines", lambda: answers(lab, "/server_info"))
+        await lab.until("the coordinator knows the engines", lambda: answers(lab, "/server_info"))
         yield lab
 
 
@@ -36,7 +38,7 @@ async def colocated(tmp_path: Path) -> AsyncIterator[Lab]:
         yield lab
 
 
-async def test_handles_of_gpu_memory_are_refused_by_a_fleet_with_the_way_out(own_gpus: Lab) -> None:
+async def test_handles_of_gpu_memory_are_refused_with_an_alternative(own_gpus: Lab) -> None:
     body = {"serialized_named_tensors": ["AAAA"], "load_format": None, "flush_cache": False}
     status, reason, answer = await own_gpus.post("/update_weights_from_tensor", body)
     assert (status, "init_weights_update_group" in answer["message"]) == (501, True)
@@ -57,7 +59,7 @@ async def test_handles_of_gpu_memory_are_refused_by_a_fleet_with_the_way_out(own
         "/destroy_weights_update_group",
     ],
 )
-async def test_a_judge_refuses_every_weight(colocated: Lab, path: str) -> None:
+async def test_a_colocated_fleet_refuses_weights(colocated: Lab, path: str) -> None:
     body = {"model_path": "/m", "new_version": "2", "group_name": "g"}
     status, reason, answer = await colocated.post(path, body)
     assert (status, answer["message"]) == (400, KEEPS_WEIGHTS)

@@ -30,7 +30,7 @@ async def fleet(sglang_pair: list[str], tmp_path: Path) -> AsyncIterator[Complet
 
 
 def adapter(folder: Path, seed: int) -> str:
-    """An adapter of random weights; its path."""
+    """Create an adapter of random weights, and return its path."""
     maker = CONTRACT_SUPPORT / "make_adapter.py"
     command = [str(environment.python(make=False)), str(maker), str(environment.model()), str(folder), str(seed)]
     subprocess.run(command, check=True, timeout=60, env=environment.environment_variables())
@@ -38,17 +38,17 @@ def adapter(folder: Path, seed: int) -> str:
 
 
 async def load(fleet: CompleteFleet, name: str, path: str | None, **more: Any) -> Answer:
-    """One call for the whole fleet. ``path`` None: unload."""
+    """Load an adapter on the fleet; without a path unload it."""
     body = {"lora_name": name} | ({"lora_path": path} if path else {}) | more
     return await fleet.ask("POST", "/load_lora_adapter" if path else "/unload_lora_adapter", body)
 
 
 async def tokens(fleet: CompleteFleet, name: str | None) -> list[int]:
-    """What every engine and the fleet answer with an adapter: the same."""
+    """Return the tokens that the fleet and each engine answer with an adapter, which are equal."""
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "lora_path": name}
-    said = [(await fleet.generate(body, at))["output_ids"] for at in (*(pod.url for pod in fleet.pods), None)]
-    assert said == [said[0]] * 3
-    return list(said[0])
+    answers = [(await fleet.generate(body, at))["output_ids"] for at in (*(pod.url for pod in fleet.pods), None)]
+    assert answers == [answers[0]] * 3
+    return list(answers[0])
 
 
 async def chat(fleet: CompleteFleet, **more: Any) -> Answer:
@@ -56,22 +56,22 @@ async def chat(fleet: CompleteFleet, **more: Any) -> Answer:
     return await fleet.ask("POST", "/v1/chat/completions", body | more)
 
 
-async def said(fleet: CompleteFleet, **more: Any) -> str:
-    answers = [await chat(fleet, **more) for _ in fleet.pods]  # the router takes them in turn
+async def chat_text(fleet: CompleteFleet, **more: Any) -> str:
+    answers = [await chat(fleet, **more) for _ in fleet.pods]  # the router asks the engines in turn
     assert {answer.status for answer in answers} == {200}, answers
     (text,) = {answer.body["choices"][0]["message"]["content"] for answer in answers}
     return str(text)
 
 
 async def refused(fleet: CompleteFleet, name: str) -> None:
-    """By us, at every URL, whatever SGLang would answer."""
+    """Assert that the gate refuses the adapter at every URL."""
     for at in (None, *(pod.url for pod in fleet.pods)):
         answer = await fleet.ask("POST", "/generate", {"input_ids": [5], "sampling_params": GREEDY, "lora_path": name}, at)
         message = f"LoRA adapter {name} is not loaded; GET /fleet lists those that are."
         assert (answer.status, answer.body["error"]) == (400, answer.body["error"] | {"code": "adapter_not_loaded", "message": message})
 
 
-async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_after(fleet: CompleteFleet, tmp_path: Path) -> None:
+async def test_every_engine_serves_an_adapter_only_while_it_is_loaded(fleet: CompleteFleet, tmp_path: Path) -> None:
     absent = await load(fleet, "math", str(tmp_path / "absent"))
     assert (absent.status, "absent" in str(absent.body)) == (400, True), absent
     unknown = await load(fleet, "math", None)
@@ -84,16 +84,16 @@ async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_a
         loaded = await load(fleet, name, adapter(tmp_path / name, seed))
         assert loaded.status == 200, loaded
         found[name] = await tokens(fleet, name)
-    assert len({str(each) for each in (base, *found.values())}) == 3, "each answers with tokens of its own"
+    assert len({str(each) for each in (base, *found.values())}) == 3, "each adapter has its own tokens"
     assert await tokens(fleet, None) == base
     rows = (await fleet.document())["adapters"]
     assert [(row["name"], row["loaded"], row["wanted"]) for row in rows] == [(name, 2, 2) for name in NAMES]
 
     model = (await fleet.ask("GET", "/v1/models")).body["data"][0]["id"]
-    with_adapter = await said(fleet, model=model, lora_path="math")
-    assert with_adapter == await said(fleet, model=f"{model}:math") != await said(fleet, model=model)
+    with_adapter = await chat_text(fleet, model=model, lora_path="math")
+    assert with_adapter == await chat_text(fleet, model=f"{model}:math") != await chat_text(fleet, model=model)
 
-    # Other contents under a name that is held.
+    # Other contents under the name of a loaded adapter.
     again = await load(fleet, "math", adapter(tmp_path / "math2", 3))
     assert again.status == 200, again
     assert await tokens(fleet, "math") not in (base, *found.values())
@@ -105,8 +105,8 @@ async def test_an_adapter_answers_on_every_engine_while_it_is_loaded_and_never_a
     assert await tokens(fleet, "code") == found["code"]
 
 
-async def test_a_pinned_adapter_is_pinned_again_on_an_engine_that_lost_it(fleet: CompleteFleet, tmp_path: Path) -> None:
-    """With two slots SGLang pins one adapter and refuses a second one: that tells whether the first is pinned."""
+async def test_a_pinned_adapter_is_pinned_again_after_an_engine_restart(fleet: CompleteFleet, tmp_path: Path) -> None:
+    """With two slots SGLang pins one adapter and refuses to pin a second one."""
     unknown = await load(fleet, "math", str(tmp_path / "math"), added_tokens_config={})
     assert (unknown.status, "has no field 'added_tokens_config'" in unknown.body["message"]) == (400, True), unknown
     assert (await load(fleet, "math", adapter(tmp_path / "math", 1), pinned=True)).status == 200

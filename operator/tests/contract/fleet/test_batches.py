@@ -1,4 +1,4 @@
-"""Batches through front, smg, gate and coordinator against the real engine: the answer is the one that the engine itself gives."""
+"""Batches through front, smg, gate and coordinator have the answers of a real engine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 CHANGING = {"e2e_latency", *TIMES, "cached_tokens", "cached_tokens_details", "id", "created"}
-"""Times, what the cache held, and ids that nobody chose."""
+"""Times, hits of the cache, and generated IDs."""
 
 
 def steady(value: Any, keep: frozenset[str] = frozenset()) -> Any:
-    """An answer without what differs from call to call."""
+    """Return an answer without the fields that differ from call to call."""
     if isinstance(value, dict):
         return {key: steady(item, keep) for key, item in value.items() if key not in CHANGING - keep}
     if isinstance(value, float):  # rows of other requests in the batch change the last digits of a log-probability
@@ -50,7 +50,7 @@ def both(urls: Urls, body: dict[str, Any], path: str = "/generate") -> tuple[req
     ],
     ids=range(12),
 )  # fmt: skip
-def test_the_answer_is_the_engines_own(urls: Urls, body: dict[str, Any]) -> None:
+def test_a_batch_has_the_engines_answer(urls: Urls, body: dict[str, Any]) -> None:
     ours, own = both(urls, body)
     assert (ours.status_code, own.status_code) == (200, 200), ours.text
     keep = frozenset({"id"}) if "rid" in body else frozenset()
@@ -71,14 +71,14 @@ def test_the_answer_is_the_engines_own(urls: Urls, body: dict[str, Any]) -> None
     ],
     ids=range(6),
 )
-def test_a_refusal_is_the_engines_own(urls: Urls, body: dict[str, Any]) -> None:
+def test_a_batch_has_the_engines_refusal(urls: Urls, body: dict[str, Any]) -> None:
     ours, own = both(urls, body)
     assert (ours.status_code, ours.json()) == (own.status_code, own.json())
     assert ours.status_code == 400
 
 
 def ends(reply: requests.Response) -> dict[int, Any]:
-    """The last event of each index of a whole stream; all events carry an index."""
+    """Return the last event of each index of a complete stream."""
     assert reply.status_code == 200
     lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
@@ -86,7 +86,7 @@ def ends(reply: requests.Response) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_ends_as_the_engines_own(urls: Urls, n: int) -> None:
+def test_a_streamed_batch_ends_as_the_engines_stream(urls: Urls, n: int) -> None:
     params = [{**GREEDY, "n": n}, {**GREEDY, "n": n, "max_new_tokens": 3}]
     ours, own = both(urls, {"text": ["alpha", "beta"], "sampling_params": params, "stream": True})
     assert ours.headers["Content-Type"] == own.headers["Content-Type"]
@@ -96,7 +96,7 @@ def test_a_stream_ends_as_the_engines_own(urls: Urls, n: int) -> None:
 
 @pytest.mark.parametrize("prompt", [[11, 22], [[11, 22], [33]], "alpha", ["alpha", "beta"]], ids=range(4))
 @pytest.mark.parametrize("stream", [False, True])
-def test_completions_of_any_prompt(urls: Urls, prompt: Any, stream: bool) -> None:
+def test_completions_accept_every_form_of_prompt(urls: Urls, prompt: Any, stream: bool) -> None:
     ours, own = both(urls, {"model": urls.model, "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": stream}, "/v1/completions")
     assert (ours.status_code, own.status_code) == (200, 200), ours.text
     if stream:

@@ -1,4 +1,4 @@
-"""A few cells of the fault matrix (``make chaos`` runs all): parts die in the middle of an update, under a client that judges answers."""
+"""Some cells of the fault matrix, which ``make chaos`` runs completely: processes die during an update, and clients check the answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Matrix, Watch]]:
-    """A stack of processes with a committed version, and clients that ask it without pause."""
+    """Yield a stack of processes with a committed version, and clients that send requests all the time."""
     with Stack(tmp_path_factory.mktemp("chaos"), 26500) as stack:
         with StandIn() as base:
             watch = Watch(stack.url, {"default": stand_in(policy_digest(base.tensors()))})
@@ -37,20 +37,20 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Matrix, W
         watch.stop()
 
 
-def test_whatever_dies_no_answer_is_of_the_wrong_version_and_the_next_update_works(matrix: tuple[Matrix, Watch]) -> None:
+def test_no_answer_has_a_wrong_version_when_a_process_dies(matrix: tuple[Matrix, Watch]) -> None:
     made, watch = matrix
     cells = [made.run(FAULTS[fault], phase) for fault, phase in CELLS]
     assert {f"{cell.fault} in {cell.phase}": cell.problem for cell in cells if cell.problem} == {}
     assert {f"{cell.fault} in {cell.phase}": cell.misses for cell in cells if not cell.hit} == {}
-    for _ in range(20):  # the cells' own updates do it almost always
+    for _ in range(20):  # the updates of the cells nearly always suffice
         if watch.spanning:
             break
         made.push()
     assert watch.violations == []
-    assert watch.spanning > 0, "no answer was under way during any update, so none over an update was judged"
+    assert watch.spanning > 0, "no request ran during an update, so no answer over an update was checked"
 
 
-def test_a_strike_after_the_end_of_the_update_is_reported_as_a_miss(matrix: tuple[Matrix, Watch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_after_the_end_of_the_update_is_reported_as_missed(matrix: tuple[Matrix, Watch], monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = matrix
     monkeypatch.setattr("e2e.chaos.matrix.TRIES", 1)
 
@@ -68,8 +68,8 @@ def test_a_strike_after_the_end_of_the_update_is_reported_as_a_miss(matrix: tupl
     assert (cell.struck_in[0], cell.struck_in[-1]) == ("verify", "idle")
 
 
-def test_the_watch_sees_what_is_wrong() -> None:
-    """Without this, a client that judges nothing would make every cell pass."""
+def test_the_watch_finds_wrong_answers() -> None:
+    """Otherwise a client that checks nothing would make every cell pass."""
     watch = Watch("http://nowhere", {"v1": known([1, 2]), "v2": known([3, 4])})
     watch.committed("v1")
     right = {"output_ids": [1, 2], "meta_info": {"weight_version": "v1"}}
@@ -82,7 +82,7 @@ def test_the_watch_sees_what_is_wrong() -> None:
     watch._judge(right, began=1e12)
     watch.failed("v3")
     wanted = ("no version", "tokens of v2", "labelled v0 holds the tokens of v1", "after it was replaced")
-    assert [part in said for part, said in zip(wanted, watch.violations, strict=True)] == [True] * 4
+    assert [part in found for part, found in zip(wanted, watch.violations, strict=True)] == [True] * 4
 
 
 def test_the_watch_judges_an_answer_over_an_update_token_by_token() -> None:

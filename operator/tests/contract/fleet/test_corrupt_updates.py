@@ -1,6 +1,6 @@
-"""Trainers that send something else than they announce, and bytes that change on the way: bounded, fenced and explained.
+"""Trainers that do not send what they announce, and bytes that change on the way, are found and fenced.
 
-With gloo an engine whose buffer is too small ends (the sender's bytes do not fit), and one whose buffer is too large takes what comes.
+With gloo an engine whose buffer is too small ends, and an engine whose buffer is too large accepts the bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def lab(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> I
 def begin(t: Trainer) -> None:
     engines, tried_until = len(t.fleet.document()["members"]), time.monotonic() + 20
     while t.get("/get_world_size")["world_size"] < engines:
-        assert time.monotonic() < tried_until, "engines have not come out of the update before"
+        assert time.monotonic() < tried_until, "engines have not left the previous update"
         time.sleep(0.1)
     group = f"spoilt-{time.monotonic_ns()}"
     t.open(engines + 1, group=group, group_name=group)
@@ -48,7 +48,7 @@ def begin(t: Trainer) -> None:
 
 
 def update(t: Trainer, names: list[str], change: dict[str, Any], **how: Any) -> requests.Response:
-    """One update call that announces something else than is broadcast."""
+    """Make an update call that does not announce what is broadcast."""
     body = t.peers[0].describe(SCALE, names=names, **how) | change
     asked = t.pool.submit(t.call, "POST", "/update_weights_from_distributed", body)
     t.peers[0].send_command("go")
@@ -56,13 +56,13 @@ def update(t: Trainer, names: list[str], change: dict[str, Any], **how: Any) -> 
 
 
 def announce(t: Trainer, name: str) -> requests.Response:
-    """An update call without a broadcast of its own."""
+    """Make an update call without a broadcast."""
     body = {"names": [name], "dtypes": ["float32"], "shapes": [[256, 128]], "group_name": t.peers[0].group}
     return t.call("POST", "/update_weights_from_distributed", body)
 
 
 def send(t: Trainer, names: list[str]) -> None:
-    """One bucket as it should be."""
+    """Send a correct bucket."""
     sent = t.send(SCALE, names, flat=True, load_format="flattened_bucket", group_name=t.peers[0].group)
     assert sent["success"] is True
 
@@ -72,27 +72,27 @@ def end(t: Trainer, checksums: dict[int, list[str]] | None = None) -> requests.R
 
 
 def held(url: str) -> list[str]:
-    """What an engine holds, as it says itself."""
+    """Return the checksums that an engine reports."""
     ranks = requests.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=30).json()["ranks"]
     return [str(rank["per_gpu_checksum"]) for rank in ranks]
 
 
 @pytest.fixture(scope="module")
 def t(lab: Fleet) -> Iterator[Trainer]:
-    """One trainer for all that leaves it alive."""
+    """Yield a trainer that several tests share."""
     with trainer(lab) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def right(t: Trainer) -> dict[int, list[str]]:
-    """What engines hold when all that was meant has arrived."""
+    """Return the checksums after a correct push."""
     push_all(t)
     return {1: held(t.fleet.engines[0].url)}
 
 
 def push_all(t: Trainer) -> None:
-    """What every trainer does after an update that failed."""
+    """Push all tensors, as a trainer does after a failed update."""
     begin(t)
     send(t, t.fleet.names)
     assert end(t).json()["fleet"]["outcome"] == "Committed"
@@ -107,12 +107,12 @@ def push_all(t: Trainer) -> None:
         pytest.param([UP], {"dtypes": ["float64"]}, {}, id="wider-type"),
     ],
 )
-def test_what_no_engine_can_see_the_trainers_checksums_tell(
+def test_the_trainers_checksums_find_corruption_that_engines_cannot_see(
     t: Trainer, right: dict[int, list[str]], names: list[str], change: dict[str, Any], how: dict[str, Any]
 ) -> None:
     before = t.fleet.committed()
     begin(t)
-    assert update(t, names, change, **how).ok, "every engine has taken it, each the same"
+    assert update(t, names, change, **how).ok, "every engine has accepted the same tensors"
     assert t.peers[0].read_answer() == {"sent": True}
     reply = end(t, right)
     assert (reply.status_code, "holds other weights than the trainer says" in reply.reason) == (400, True), reply.text
@@ -120,7 +120,7 @@ def test_what_no_engine_can_see_the_trainers_checksums_tell(
     push_all(t)
 
 
-def test_a_bucket_that_comes_twice_is_the_same_as_once(t: Trainer, right: dict[int, list[str]]) -> None:
+def test_a_repeated_bucket_changes_nothing(t: Trainer, right: dict[int, list[str]]) -> None:
     begin(t)
     for names in (t.fleet.names, [GATE, UP], [GATE, UP]):
         send(t, names)
@@ -128,11 +128,11 @@ def test_a_bucket_that_comes_twice_is_the_same_as_once(t: Trainer, right: dict[i
     assert t.fleet.document()["serving"] == 3
 
 
-def test_a_bucket_that_is_broadcast_twice_and_announced_once_shifts_what_follows(t: Trainer, right: dict[int, list[str]]) -> None:
+def test_an_unannounced_broadcast_is_found(t: Trainer, right: dict[int, list[str]]) -> None:
     before = t.fleet.committed()
     begin(t)
     assert update(t, [GATE], {}, times=2).ok
-    assert announce(t, UP).ok, "it gets what was sent for the one before"
+    assert announce(t, UP).ok, "the engine receives the repeated bytes of the tensor before"
     assert t.peers[0].read_answer() == {"sent": True}
     reply = end(t, right)
     assert (reply.status_code, "holds other weights than the trainer says" in reply.reason) == (400, True), reply.text
@@ -140,7 +140,7 @@ def test_a_bucket_that_is_broadcast_twice_and_announced_once_shifts_what_follows
     push_all(t)
 
 
-def test_a_shape_that_does_not_fit_is_refused_by_name(t: Trainer) -> None:
+def test_a_wrong_shape_is_refused_with_the_tensors_name(t: Trainer) -> None:
     before = t.fleet.committed()
     begin(t)
     reply = update(t, [UP], {"shapes": [[128, 256]]})
@@ -152,7 +152,7 @@ def test_a_shape_that_does_not_fit_is_refused_by_name(t: Trainer) -> None:
 
 
 def spoil(one: Peer, engine: str, at: int, **how: Any) -> None:
-    """One bit of one tensor, on one engine, past its gate."""
+    """Flip one bit of one tensor on one engine, bypassing its gate."""
     body = one.describe(SCALE, flip=[at, BITS.randrange(8)], **how) | {"flush_cache": False}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(requests.post, f"{engine}/update_weights_from_distributed", json=body, timeout=30)
@@ -161,13 +161,13 @@ def spoil(one: Peer, engine: str, at: int, **how: Any) -> None:
 
 
 def places(number: int) -> Iterator[tuple[str, int]]:
-    """Random bytes of the model, each tensor as likely as any other."""
+    """Yield random bytes of the model; all tensors are equally likely."""
     tensors = read_folder(environment.model())
     for name in BITS.choices(list(tensors), k=number):
         yield name, BITS.randrange(len(tensors[name].data))
 
 
-def test_one_random_bit_anywhere_on_one_engine_is_caught_and_that_engine_is_named(t: Trainer) -> None:
+def test_a_flipped_bit_on_one_engine_is_found(t: Trainer) -> None:
     engines = t.fleet.engines
     begin(t)
     with ExitStack() as stack:
@@ -187,7 +187,7 @@ def test_one_random_bit_anywhere_on_one_engine_is_caught_and_that_engine_is_name
 
 
 @pytest.mark.parametrize("how", ["narrower type", "never sent"])
-def test_an_engine_that_ends_or_hangs_in_a_broadcast_is_named_within_the_limit(lab: Fleet, how: str) -> None:
+def test_an_engine_that_ends_or_hangs_in_a_broadcast_is_named(lab: Fleet, how: str) -> None:
     before = lab.committed()
     with trainer(lab) as t:
         begin(t)
@@ -195,12 +195,12 @@ def test_an_engine_that_ends_or_hangs_in_a_broadcast_is_named_within_the_limit(l
         assert t.peers[0].read_answer() == {"sent": True}
         reply = announce(t, UP) if how == "never sent" else update(t, [UP], {"dtypes": ["float16"]})
         assert reply.status_code == 400
-        said = "the engine has not answered within" if how == "never sent" else "the connection broke during"
+        sentence = "the engine has not answered within" if how == "never sent" else "the connection broke during"
         assert "did not take the tensors" in reply.reason
-        assert said in reply.json()["message"]
+        assert sentence in reply.json()["message"]
         assert reply.json()["fleet"]["engine"].startswith("local-engine-")
         assert (lab.committed(), lab.document()["serving"]) == (before, 0)
-    for engine in lab.engines:  # in a cluster it is the kubelet who does this, for those that need it
+    for engine in lab.engines:  # in a cluster the kubelet does this
         engine.kill()
         engine.start()
     for engine in lab.engines:
@@ -209,8 +209,8 @@ def test_an_engine_that_ends_or_hangs_in_a_broadcast_is_named_within_the_limit(l
         push_all(successor)
 
 
-def test_one_random_bit_on_a_real_engine_is_caught_and_that_engine_is_named(urls: Urls) -> None:
-    """The other engine is what the trainer takes for right: of two that differ nobody else could tell."""
+def test_a_flipped_bit_on_a_real_engine_is_found(urls: Urls) -> None:
+    """The trainer uses the checksums of the other engine: of two engines that differ, the fleet cannot name the wrong one."""
     (name, at), *_ = places(1)
     fleet = Fleet("sglang", urls.fleet, [], list(read_folder(environment.model())))
     with trainer(fleet) as t, peer() as behind:

@@ -1,4 +1,4 @@
-"""What the trainers of this field send, unmodified: each commits once per update, at the call that its own project means by it.
+"""Calls of existing trainers, unmodified: each trainer commits once per update, at the call that ends its update.
 
 A trainer gets its answers in SGLang's shape, every engine then generates the new weights' tokens, and a client that asks all the
 time sees no tokens of another version than the label says, and none of the old version in an answer that began after the commit.
@@ -72,7 +72,7 @@ def slime(t: Trainer, scale: float, version: str) -> None:
 
 
 def until_flushed(t: Trainer) -> None:
-    """Some ask again and again, for ever: an engine refuses while it runs requests."""
+    """Some trainers repeat the flush forever, because an engine refuses it while requests run."""
     while not t.call("GET", FLUSH).ok:
         assert t.call("GET", "/health").ok
 
@@ -158,17 +158,17 @@ def group_for_each(t: Trainer, scale: float, version: str) -> None:
 
 @dataclass(frozen=True)
 class Dialect:
-    """A script of calls for one update, and the call that commits it."""
+    """The calls of one update, and the call that commits it."""
 
     push: Callable[[Trainer, float, str], None]
     commits: str
     processes: int = 1
     alone: bool = False
-    """Real engines are asked by nobody else meanwhile: one with running requests keeps what it computed with the old weights."""
+    """Real engines get no other requests: an engine with running requests keeps the results of the old weights in its cache."""
 
 
 def clients(lab: Fleet, dialect: Dialect) -> int:
-    """How many ask while the dialect's trainer pushes."""
+    """Return the number of clients during the trainer's push."""
     return 0 if dialect.alone and lab.kind.startswith("sglang") else 1
 
 
@@ -188,7 +188,7 @@ DIALECTS = [
 
 
 EACH_WAY = [dialect for dialect in DIALECTS if dialect.push in (torchrl_first, slime, miles, in_place, group_for_each)]
-"""Each call that commits, with a session of the trainer's and without, and the pause in which a flush fails: an old engine dies of that."""
+"""Each call that commits, with and without a session, and the pause in which a flush fails, which ends an old engine."""
 
 
 @pytest.fixture(scope="module", params=["stand-in", "sglang"])
@@ -233,7 +233,7 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
         answered = watch.answers
         lab.serving(2, 10)
         assert [path for path, reply in made.answers if not has_sglangs_shape(path, reply)] == []
-        while watch.answers < answered + 3 * clients(lab, dialect):  # the test's own limit ends it
+        while watch.answers < answered + 3 * clients(lab, dialect):  # the test's timeout ends it
             assert lab.document()
         close_groups(lab)
     assert watch.violations == []
@@ -241,8 +241,8 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
 
 @pytest.mark.parametrize("lab", ["old", "mixed", "sglang-old", "sglang-mixed"], indirect=True)
 @pytest.mark.parametrize("dialect", EACH_WAY, ids=lambda dialect: dialect.push.__name__)
-def test_engines_that_know_no_sessions_take_part(lab: Fleet, dialect: Dialect) -> None:
-    """Only SGLang 0.5.20, or one of it beside a newer one."""
+def test_engines_without_sessions_take_part(lab: Fleet, dialect: Dialect) -> None:
+    """All engines have SGLang 0.5.20, or one of them has."""
     version, scale, (tokens, label) = str(lab.committed()["step"] + 1), lab.others()[0], lab.generate()
     watch = Watch(lab.url, {label: known(tokens), version: known(lab.expected[scale])})
     with trainer(lab, dialect.processes) as made, asking(watch, clients(lab, dialect)):
@@ -255,8 +255,8 @@ def test_engines_that_know_no_sessions_take_part(lab: Fleet, dialect: Dialect) -
     assert watch.violations == []
 
 
-def test_verls_handles_of_gpu_memory_are_refused_and_nothing_changes(lab: Fleet) -> None:
-    """verl's adapter sends what only a process on the same GPU can read. It gets the reason, at once, and can still generate."""
+def test_handles_of_gpu_memory_from_verl_are_refused(lab: Fleet) -> None:
+    """The adapter sends handles that only a process on the same GPU can read. It can still generate after the refusal."""
     before, tokens = lab.committed(), lab.generate()
     with trainer(lab, 0) as t:
         assert t.get("/v1/models")["data"]
@@ -272,7 +272,7 @@ def test_verls_handles_of_gpu_memory_are_refused_and_nothing_changes(lab: Fleet)
 
 
 def test_an_update_without_one_of_its_stages_is_not_committed(lab: Fleet) -> None:
-    """What the stages of a pipeline bring is one update: without one of them engines hold a mixture, whoever resumes them."""
+    """The stages of a pipeline send one update together: without one stage the engines hold a mixture."""
     with trainer(lab, 2) as made:
         first, second = lab.others()
         slime(made, first, str(lab.committed()["step"] + 1))
@@ -301,7 +301,7 @@ def test_an_update_without_one_of_its_stages_is_not_committed(lab: Fleet) -> Non
         ("/v1/completions", {"model": "default", "prompt": [4, 99999], "max_tokens": 1}),
     ],
 )
-def test_a_request_that_would_end_an_engine_gets_its_reason_through_the_url(lab: Fleet, path: str, body: dict[str, object]) -> None:
+def test_a_request_that_would_end_an_engine_is_refused_with_the_reason(lab: Fleet, path: str, body: dict[str, object]) -> None:
     before = lab.everywhere()
     reply = requests.post(lab.url + path, json=body, timeout=60)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "would_end_the_engine"), reply.text

@@ -31,7 +31,7 @@ GREEDY = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_to
 
 
 async def step(fleet: CompleteFleet, seed: int, version: str) -> dict[str, Any]:
-    """One step of the trainer; what it saw."""
+    """Run one step of the trainer, and return what it saw."""
     command = [str(environment.python(make=False)), str(TRAINER), str(environment.model()), str(seed), version]
     command += [json.dumps(PROMPT), "8", fleet.url, *(made.url for made in fleet.pods)]
     done = await asyncio.to_thread(
@@ -57,18 +57,18 @@ async def fleet(tmp_path: Path) -> AsyncIterator[CompleteFleet]:
             yield made
 
 
-async def test_step_after_step_of_a_trainer_on_the_engines_machine(fleet: CompleteFleet) -> None:
+async def test_the_steps_of_a_hybrid_trainer(fleet: CompleteFleet) -> None:
     async def asleep() -> bool:
         return await fleet.released() == [{"kv_cache", "weights"}] * 2
 
     seen = []
     for seed, version in ((1, "5"), (2, "6")):
-        await until(asleep, 60, "the engines have given back what the trainer has")
+        await until(asleep, 60, "the engines have released their memory")
         for made in fleet.pods:
             refused = await made.ask("POST", "/generate", GREEDY)
             assert refused.status == 503
         saw = await step(fleet, seed, version)
-        assert list(saw["answers"].values()) == [[saw["expected"], version]] * 3, "each engine, and the fleet"
+        assert list(saw["answers"].values()) == [[saw["expected"], version]] * 3, "the answers of each engine and of the fleet"
         committed = (await fleet.document())["committed"]
         assert (committed["label"], committed["step"]) == (version, int(version))
         seen.append(saw["expected"])

@@ -56,7 +56,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 class Recorder:
-    """A server before a stand-in. It answers requests for tokens by itself."""
+    """A server before a stand-in, which answers data requests itself."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
         self.got: list[dict[str, Any]] = []
@@ -69,8 +69,8 @@ class Recorder:
             meta = {"id": "a", "finish_reason": {"type": "length", "length": 2}, "prompt_tokens": 1, "completion_tokens": 2}
             choice = {"index": 0, "message": {"role": "assistant", "content": "b"}, "finish_reason": "length"}
             usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-            told = {"id": "a", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
-            return web.json_response(told if request.path == CHAT else {"text": "b", "output_ids": [1, 2], "meta_info": meta})
+            answer = {"id": "a", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+            return web.json_response(answer if request.path == CHAT else {"text": "b", "output_ids": [1, 2], "meta_info": meta})
         headers = {"Content-Type": "application/json"} if data else {}
         async with self._http.request(request.method, self._url + request.path_qs, data=data, headers=headers) as reply:
             return web.Response(status=reply.status, body=await reply.read(), content_type=reply.content_type)
@@ -93,7 +93,7 @@ async def recorded(tmp_path: Path) -> AsyncIterator[tuple[CompleteFleet, Recorde
             await runner.cleanup()
 
 
-async def test_what_the_engine_gets_is_what_was_sent(recorded: tuple[CompleteFleet, Recorder]) -> None:
+async def test_an_engine_receives_images_unchanged(recorded: tuple[CompleteFleet, Recorder]) -> None:
     fleet, recorder = recorded
     model = (await fleet.ask("GET", "/v1/models")).body["data"][0]["id"]
     for path, sent in BODIES:

@@ -1,4 +1,4 @@
-"""Engines come and go while one trainer process lives: each push reaches exactly the engines that are there."""
+"""Engines join and leave while one trainer process runs: each push reaches exactly the present engines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def engine_python(*line: str, **popen: Any) -> subprocess.Popen[str]:
 
 @dataclass
 class Changing:
-    """A fleet whose intent the test writes, as the operator would, and a trainer in front of it."""
+    """A fleet whose intent the test writes in place of the operator, and its trainer."""
 
     url: str
     engines: list[str]
@@ -44,19 +44,19 @@ class Changing:
     trainer: subprocess.Popen[str]
 
     def want(self, *numbers: int) -> None:
-        """These engines are the fleet now; returns when the fleet knows."""
-        told = json.loads(self.intent.read_text())
+        """Write the intent of a fleet of these engines, and wait until the fleet has them."""
+        intent = json.loads(self.intent.read_text())
         every = {row["name"]: row for row in json.loads(self.intent.with_suffix(".all").read_text())["engines"]}
-        told["generation"] += 1
-        told["engines"] = [every[f"local-engine-{number}"] for number in numbers]
+        intent["generation"] += 1
+        intent["engines"] = [every[f"local-engine-{number}"] for number in numbers]
         fresh = self.intent.with_suffix(".new")
-        fresh.write_text(json.dumps(told))
+        fresh.write_text(json.dumps(intent))
         fresh.rename(self.intent)
         names = [f"local-engine-{number}" for number in numbers]
         self.until(f"the members are {names}", lambda: [member["name"] for member in self.ready()] == names)
 
     def ready(self) -> list[dict[str, Any]]:
-        """Members that can take part in a push."""
+        """Return the members that can take part in a push."""
         reply = requests.get(f"{self.url}/fleet", timeout=10)
         reply.raise_for_status()
         members: list[dict[str, Any]] = reply.json()["members"]
@@ -74,7 +74,7 @@ class Changing:
             time.sleep(0.1)
 
     def push(self, factor: int) -> dict[str, Any]:
-        """The trainer's next push: it knows nothing of what happened to the fleet."""
+        """Let the trainer push, which does not know the changes of the fleet."""
         assert self.trainer.stdin is not None
         assert self.trainer.stdout is not None
         self.trainer.stdin.write(f"{factor}\n")
@@ -84,7 +84,7 @@ class Changing:
         return dict(json.loads(line))
 
     def held(self) -> list[tuple[int, ...]]:
-        """What each engine generates, asked past its gate: equal weights make equal tokens."""
+        """Return the tokens of each engine, bypassing its gate. Equal weights make equal tokens."""
         return [tuple(requests.post(f"{url}/generate", json=PROMPT, timeout=30).json()["output_ids"]) for url in self.engines]
 
 
@@ -116,7 +116,7 @@ def changing(tmp_path: Path) -> Iterator[Changing]:
         yield made
 
 
-def test_each_push_of_one_trainer_reaches_exactly_the_engines_that_are_there(changing: Changing) -> None:
+def test_each_push_reaches_exactly_the_present_engines(changing: Changing) -> None:
     changing.want(0, 1, 2)
     pushed = changing.push(2)
     assert (pushed["version"], pushed["world_size"], pushed["members"]) == ("1", 4, named(0, 1, 2))
@@ -124,16 +124,16 @@ def test_each_push_of_one_trainer_reaches_exactly_the_engines_that_are_there(cha
     assert len({before[0], before[1], before[2]}) == 1
     assert before[0] != before[3] == before[4], "the others hold their base weights"
 
-    changing.want(1, 2, 3, 4)  # two more, one less; the trainer is not told
+    changing.want(1, 2, 3, 4)  # two more, one less; the trainer does not know
     pushed = changing.push(3)
     assert (pushed["version"], pushed["world_size"], pushed["members"]) == ("2", 5, named(1, 2, 3, 4))
     after = changing.held()
-    assert after[0] == before[0], "it is no member any more"
+    assert after[0] == before[0], "the engine is not a member"
     assert len(set(after[1:])) == 1
     assert after[1] != before[1]
     changing.until("all four serve", lambda: requests.get(f"{changing.url}/fleet", timeout=10).json()["serving"] == 4)
 
 
 def named(*numbers: int) -> list[str]:
-    """Names of engines."""
+    """Return the names of engines."""
     return [f"local-engine-{number}" for number in numbers]

@@ -24,7 +24,7 @@ CLASSIFY, EMBEDDINGS, SCORE = "/classify", "/v1/embeddings", "/v1/score"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[CompleteFleet]:
-    """A fleet of one engine with a reward model. The engine must be the same process in the end."""
+    """Yield a fleet of one engine with a reward model, whose process must not end."""
     with start_engine(free_port(), model=environment.model("--arch", "reward"), args=["--is-embedding"]) as engine:
         async with complete_fleet(tmp_path_factory.mktemp("fleet"), [engine.url]) as made:
             await made.serving(1)
@@ -52,7 +52,7 @@ async def fleet(engine_environment: None, tmp_path_factory: pytest.TempPathFacto
         ("/v1/detokenize", {"tokens": [[5], [6]]}),
     ],
 )
-async def test_an_answer_is_the_engines_own(fleet: CompleteFleet, path: str, body: dict[str, Any]) -> None:
+async def test_a_reward_model_has_the_engines_answer(fleet: CompleteFleet, path: str, body: dict[str, Any]) -> None:
     ours, own = await fleet.ask("POST", path, body), await fleet.ask("POST", path, body, at=fleet.pods[0].engine_url)
     assert (ours.status, own.status) == (200, 200), ours
     assert steady(ours.body) == steady(own.body)
@@ -77,7 +77,9 @@ async def test_an_answer_is_the_engines_own(fleet: CompleteFleet, path: str, bod
         (EMBEDDINGS, {"input": [[5]], "embed_override_token_id": 5, "embed_overrides": [[[0.5]]]}, "would_end_the_engine"),
     ],
 )
-async def test_what_ends_sglang_does_not_reach_it(fleet: CompleteFleet, path: str, body: dict[str, Any], code: str) -> None:
+async def test_a_request_that_would_end_sglang_does_not_reach_the_engine(
+    fleet: CompleteFleet, path: str, body: dict[str, Any], code: str
+) -> None:
     for at in (fleet.pods[0].url, None):
         answer = await fleet.ask("POST", path, body, at)
         if path == "/generate" and at is None and answer.status == 503:  # smg hears of an open gate a moment later
@@ -91,7 +93,7 @@ async def test_what_ends_sglang_does_not_reach_it(fleet: CompleteFleet, path: st
 
 
 @pytest.mark.parametrize("body", ['{"\\u0069nput_ids": [99999]}', '{"input_ids": ["99999"]}', '{"input_ids": [1e5]}'])
-async def test_a_body_that_hides_a_token_from_the_gate_is_refused(fleet: CompleteFleet, body: str) -> None:
+async def test_a_body_with_a_hidden_token_is_refused(fleet: CompleteFleet, body: str) -> None:
     async with fleet.http.post(fleet.url + CLASSIFY, data=body) as reply:
         assert (reply.status, "input_ids holds" in (await reply.json())["error"]["message"]) == (400, True)
 
@@ -112,7 +114,7 @@ async def test_every_path_of_sglang_is_served_or_refused_by_name(fleet: Complete
     assert unknown == []
 
 
-async def test_weights_that_sglang_cannot_name_are_its_own_refusal(fleet: CompleteFleet) -> None:
+async def test_an_unknown_tensor_gets_sglangs_refusal(fleet: CompleteFleet) -> None:
     answer = await fleet.ask("GET", "/get_weights_by_name?name=score.weight")
     assert (answer.status, "Get parameter by name failed" in str(answer.body)) == (400, True)
     assert (await fleet.ask("GET", "/ready")).status == 200

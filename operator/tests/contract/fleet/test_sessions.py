@@ -1,4 +1,4 @@
-"""Sessions under every policy of the router: the real front, smg and coordinator over three stand-in engines."""
+"""Sessions with every policy of the router: the real front, smg and coordinator with three stand-in engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
 
 @dataclass
 class Routed:
-    """A fleet, and who answered."""
+    """A fleet, and the engines that answered."""
 
     url: str
     engines: StandInFleet
@@ -41,14 +41,14 @@ class Routed:
     unused: Iterator[int] = field(default_factory=itertools.count)
 
     def ask(self, path: str = "/generate", **request: Any) -> str:
-        """One request; the gate that smg chose."""
+        """Send one request, and return the gate that smg chose."""
         body = PROMPT | request.pop("json", {})
         reply = self.http.post(self.url + path, json=body, timeout=90, **request)
         assert reply.status_code == 200, reply.text
         return reply.headers["x-smg-routed-worker-id"]
 
     def rounds(self, number: int) -> dict[tuple[str, str], list[str]]:
-        """Who answered each session, asked in turns: the list grows when it is somebody else."""
+        """Ask all sessions in turn. Return the gates that answered each session, without repetitions."""
         found: dict[tuple[str, str], list[str]] = {}
         for _ in range(number):
             for name in SESSIONS:
@@ -60,7 +60,7 @@ class Routed:
         return found
 
     def listed(self) -> set[str]:
-        """The gates that smg chooses for new sessions: one that was seen before stays where it is, however few were listed then."""
+        """Return the gates that smg chooses for new sessions. A known session stays at its gate."""
         return {self.ask(headers={"x-session-id": f"new-{number}"}) for number in itertools.islice(self.unused, 20)}
 
     def until(self, what: str, check: Callable[[], bool]) -> None:
@@ -103,17 +103,17 @@ def routed(request: pytest.FixtureRequest, engines: StandInFleet, tmp_path: Path
         yield made
 
 
-def test_a_session_stays_on_its_engine_and_moves_once_when_that_leaves(routed: Routed) -> None:
+def test_a_session_moves_only_when_its_engine_leaves(routed: Routed) -> None:
     before = routed.rounds(4)
     assert {way: len(gates) for way, gates in before.items()} == dict.fromkeys(before, 1), "each session has one engine"
-    assert all(len({before[name, way][0] for way in WAYS}) == 1 for name in SESSIONS), "whichever way it is named"
-    assert len({gates[0] for gates in before.values()}) > 1, "sessions are spread"
+    assert all(len({before[name, way][0] for way in WAYS}) == 1 for name in SESSIONS), "for each way to name the session"
+    assert len({gates[0] for gates in before.values()}) > 1, "the sessions use several engines"
 
     left = before[SESSIONS[0], "session_id"][0]
     number = next(at for at, member in enumerate(routed.members()) if member["url"] == left)
     routed.engines[number].kill()
-    after = routed.rounds(3)  # from the first moment on, while smg still lists it
-    routed.until("it is off the list", lambda: left not in routed.listed())
+    after = routed.rounds(3)  # also while smg still lists the engine
+    routed.until("smg does not list the engine", lambda: left not in routed.listed())
     later = routed.rounds(3)
     for session, [old] in before.items():
         gates = [old]

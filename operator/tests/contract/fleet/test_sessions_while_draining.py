@@ -1,4 +1,4 @@
-"""Sessions of an engine that leaves in order: the real parts, over three stand-ins, while clients go on asking."""
+"""Sessions of a drained engine, with the real processes and three stand-ins, while clients send requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SESSIONS = [f"game-{number}" for number in range(12)]
 
 
 @pytest.mark.parametrize("policy", ["CacheAware", "ConsistentHash"])
-async def test_sessions_of_a_drained_engine_move_once_and_no_request_fails(policy: str, tmp_path: Path) -> None:
+async def test_the_sessions_of_a_drained_engine_move_once_without_a_failed_request(policy: str, tmp_path: Path) -> None:
     with StandInFleet(engines=3, weight_version="base", token_seconds=0.003) as engines:
         async with complete_fleet(tmp_path, engines.urls, policy=policy) as fleet:
             await fleet.serving(3)
             await all_routed(fleet)
             answered: dict[str, list[str]] = defaultdict(list)
             stop = asyncio.Event()
-            async with asyncio.TaskGroup() as clients:  # a request that fails ends all of it
+            async with asyncio.TaskGroup() as clients:  # a failed request ends all clients
                 for name in SESSIONS:
                     clients.create_task(client(fleet, name, answered[name], stop))
                 await turns(answered, 3)
@@ -34,19 +34,19 @@ async def test_sessions_of_a_drained_engine_move_once_and_no_request_fails(polic
                 left = before[SESSIONS[0]]
                 at = next(index for index, pod in enumerate(fleet.pods) if pod.url == left)
                 (fleet.pods[at].boot_file.parent / "drain").touch()  # as the preStop hook does
-                await until(lambda: drained(fleet.pods[at]), 30, "nothing runs on the engine")
+                await until(lambda: drained(fleet.pods[at]), 30, "no request runs on the engine")
                 engines[at].kill()
                 await turns(answered, 10)
                 stop.set()
 
-    assert len(set(before.values())) > 1, "sessions are spread"
+    assert len(set(before.values())) > 1, "the sessions use several engines"
     for name, gates in answered.items():
         path = [gate for gate, _ in groupby(gates)]
         assert len(path) == (2 if before[name] == left else 1), f"{name} went {path}"
 
 
 async def ask(fleet: CompleteFleet, session: str) -> str:
-    """The gate that answered."""
+    """Return the gate that answered."""
     body = {"input_ids": [5, 6], "session_id": session, "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}}
     answer = await fleet.ask("POST", "/generate", body)
     assert answer.status == 200, answer
@@ -59,7 +59,7 @@ async def client(fleet: CompleteFleet, session: str, gates: list[str], stop: asy
 
 
 async def turns(answered: dict[str, list[str]], number: int) -> None:
-    """Every session is answered so many times more."""
+    """Wait until every session has this number of further answers."""
     begun = {name: len(gates) for name, gates in answered.items()}
 
     async def done() -> bool:
@@ -73,7 +73,7 @@ async def drained(left: Pod) -> bool:
 
 
 async def all_routed(fleet: CompleteFleet) -> None:
-    """smg chooses all engines for new sessions."""
+    """Wait until smg lists every engine."""
     unused = iter(range(10_000))
 
     async def listed() -> bool:

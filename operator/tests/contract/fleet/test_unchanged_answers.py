@@ -1,6 +1,6 @@
-"""What a fleet with two real engines answers is what an engine answers, but for ids, times and which engine it was.
+"""A fleet of two real engines has the answers of an engine, except for IDs, times and the choice of the engine.
 
-Batches have a module of their own, test_batches.py.
+``test_batches.py`` tests batches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
         GENERATE,
         sampled(frequency_penalty=0.5, presence_penalty=0.5, min_new_tokens=2, top_k=5, top_p=0.5, min_p=0.1),
     ),
-    (GENERATE, sampled() | {"image_data": "data:image/png;base64,AAAA"}),  # a model of text leaves images alone
+    (GENERATE, sampled() | {"image_data": "data:image/png;base64,AAAA"}),  # a text model ignores images
     (GENERATE, sampled() | {"extra_key": "k", "cache_salt": "s", "priority": 3, "session_id": "s"}),
     (CHAT, MESSAGES),
     (CHAT, MESSAGES | {"logprobs": True, "top_logprobs": 2}),
@@ -83,7 +83,7 @@ def asked(urls: Urls, path: str, body: dict[str, Any]) -> tuple[requests.Respons
 
 
 @pytest.mark.parametrize(("path", "body"), ANSWERED, ids=range(len(ANSWERED)))
-def test_an_answer(urls: Urls, path: str, body: dict[str, Any]) -> None:
+def test_answers_are_those_of_the_engine(urls: Urls, path: str, body: dict[str, Any]) -> None:
     ours, own = asked(urls, path, body)
     assert (ours.status_code, own.status_code) == (200, 200), (ours.text, own.text)
     assert steady(ours.json()) == steady(own.json())
@@ -93,7 +93,7 @@ def test_an_answer(urls: Urls, path: str, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "word"),
     [
-        (GENERATE, sampled() | {"lora_path": "nobody"}, "LoRA"),
+        (GENERATE, sampled() | {"lora_path": "other"}, "LoRA"),
         (GENERATE, sampled(temperature=-1.5), "temperature"),
         (GENERATE, sampled(structural_tag="x"), "structural_tag"),
         (GENERATE, sampled(logit_bias={"99999": 1.0}), "logit_bias"),
@@ -102,13 +102,13 @@ def test_an_answer(urls: Urls, path: str, body: dict[str, Any]) -> None:
         (GENERATE, {"input_ids": [5], "sampling_params": {"max_new_tokens": 99999}}, "maximum context length"),
         (GENERATE, sampled() | {"return_hidden_states": True}, "hidden"),
         (CHAT, MESSAGES | {"max_tokens": 99999}, "max_completion_tokens"),
-        (COMPLETIONS, PROMPT | {"lora_path": "nobody"}, "LoRA"),
+        (COMPLETIONS, PROMPT | {"lora_path": "other"}, "LoRA"),
         (SCORE, {"query": "alpha", "items": ["beta"]}, "label_token_ids"),
         ("/classify", {"text": "alpha"}, "--is-embedding"),
         ("/get_weights_by_name", {"name": "nosuch"}, "Get parameter by name failed"),
     ],
 )
-def test_a_refusal(urls: Urls, path: str, body: dict[str, Any], word: str) -> None:
+def test_refusals_are_those_of_the_engine(urls: Urls, path: str, body: dict[str, Any], word: str) -> None:
     ours, own = asked(urls, path, body)
     assert (ours.status_code, ours.text) == (own.status_code, own.text)
     assert ours.status_code == 400
@@ -116,19 +116,21 @@ def test_a_refusal(urls: Urls, path: str, body: dict[str, Any], word: str) -> No
 
 
 def whole(reply: requests.Response) -> tuple[Any, Any]:
-    """What a stream says in the end. How many tokens an event brings is chance: a busy engine sends more at once."""
+    """Return the text and the end of a stream. The number of tokens in an event varies with the load."""
     assert (reply.status_code, reply.headers["Content-Type"]) == (200, "text/event-stream; charset=utf-8"), reply.text
     lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     events = [json.loads(line) for line in lines]
     if "choices" not in events[0]:
         return steady(events[-1]), None
-    said: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for event in events:
         for choice in event["choices"]:
-            said[choice["index"]] = said.get(choice["index"], "") + (choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+            texts[choice["index"]] = texts.get(choice["index"], "") + (
+                choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            )
     reasons = [(choice["index"], choice["finish_reason"]) for event in events for choice in event["choices"] if choice["finish_reason"]]
-    return said, (sorted(reasons), events[-1].get("usage"))
+    return texts, (sorted(reasons), events[-1].get("usage"))
 
 
 @pytest.mark.parametrize(
@@ -144,12 +146,12 @@ def whole(reply: requests.Response) -> tuple[Any, Any]:
         (COMPLETIONS, PROMPT | {"prompt": [11, 22]}),
     ],
 )
-def test_a_stream(urls: Urls, path: str, body: dict[str, Any]) -> None:
+def test_streams_are_those_of_the_engine(urls: Urls, path: str, body: dict[str, Any]) -> None:
     ours, own = asked(urls, path, body | {"stream": True})
     assert whole(ours) == whole(own)
 
 
-def test_the_models(urls: Urls) -> None:
+def test_the_list_of_models_is_that_of_the_engine(urls: Urls) -> None:
     ours, own = (requests.get(f"{url}/v1/models", timeout=10).json() for url in (urls.fleet, urls.engines[0]))
     assert steady(ours) == steady(own)
     assert [model["id"] for model in ours["data"]] == [model["id"] for model in own["data"]]
@@ -158,10 +160,10 @@ def test_the_models(urls: Urls) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"logit_bias": {"7": 100.0}}], ids=["smg", "direct"])
-def test_an_abort_by_rid_ends_a_long_request_wherever_it_runs(urls: Urls, more: dict[str, Any]) -> None:
+def test_an_abort_by_rid_ends_a_request_on_any_engine(urls: Urls, more: dict[str, Any]) -> None:
     params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 2000, **more}
     with ThreadPoolExecutor(1) as pool:
-        for number in range(2):  # engines take turns
+        for number in range(2):  # engines are asked in turn
             rid = f"long-{number}-{time.monotonic_ns()}"
             body = {"input_ids": [11], "rid": rid, "sampling_params": params}
             asked = pool.submit(requests.post, f"{urls.fleet}/generate", json=body, timeout=120)

@@ -1,4 +1,4 @@
-"""The coordinator with real SGLang engines, real gates and agents, and a trainer that knows nothing of us."""
+"""The coordinator with real SGLang engines, gates and agents, and a trainer that uses plain HTTP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = 600
 
 @dataclass
 class Stack:
-    """A local fleet over two real engines."""
+    """A local fleet of two real engines."""
 
     engines: list[Engine]
     state: Path
@@ -69,7 +69,7 @@ class Stack:
         return dict(json.loads(done.stdout))
 
     def tokens(self) -> list[tuple[list[int], str]]:
-        """What each engine itself generates, past its gate."""
+        """Return the tokens of each engine, bypassing its gate."""
         replies = [requests.post(f"{engine.url}/generate", json=PROMPT, timeout=30).json() for engine in self.engines]
         return [(reply["output_ids"], reply["meta_info"]["weight_version"]) for reply in replies]
 
@@ -113,7 +113,7 @@ def test_a_trainer_without_session_and_version_commits_when_it_continues(stack: 
 
 
 def stream(number: int) -> dict[str, Any]:
-    """One streamed request through the URL; the ``meta_info`` of its last event."""
+    """Send a streamed request to the URL, and return the ``meta_info`` of its last event."""
     params = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
     body = {"input_ids": [100 + number, 22, 33], "sampling_params": params, "stream": True}
     last = b""
@@ -124,7 +124,7 @@ def stream(number: int) -> dict[str, Any]:
     return dict(json.loads(last.removeprefix(b"data: "))["meta_info"])
 
 
-def test_requests_under_way_when_weights_come_go_on_with_the_new_ones_and_lose_no_token(stack: Stack) -> None:
+def test_running_requests_continue_with_new_weights_and_lose_no_token(stack: Stack) -> None:
     before = stack.document()["committed"]["label"]
     pushed = threading.Event()
 
@@ -144,7 +144,7 @@ def test_requests_under_way_when_weights_come_go_on_with_the_new_ones_and_lose_n
     after = stack.document()["committed"]["label"]
     assert {(answer["completion_tokens"], answer["finish_reason"]["type"]) for answer in answers} == {(LONG, "length")}
     spans = {tuple(span["version"] for span in answer["weight_versions"]) for answer in answers}
-    assert (before, after) in spans, "some request was under way"
+    assert (before, after) in spans, "a request ran during the update"
     assert spans <= {(before,), (before, after), (after,)}
 
 
@@ -155,7 +155,7 @@ def test_a_wrong_world_size_reaches_no_engine(stack: Stack) -> None:
     assert stack.document()["serving"] == 2
 
 
-def test_a_trainer_that_is_killed_leaves_a_fence_and_its_successor_starts(stack: Stack) -> None:
+def test_a_killed_trainer_leaves_a_fenced_fleet_and_its_successor_can_push(stack: Stack) -> None:
     before = stack.document()["committed"]
     stack.train("c", "die", seed=3)
     found = stack.document()
@@ -167,14 +167,14 @@ def test_a_trainer_that_is_killed_leaves_a_fence_and_its_successor_starts(stack:
     assert after[0] == after[1]
 
 
-def test_an_engine_that_restarts_with_base_weights_serves_nobody_until_the_next_push(stack: Stack) -> None:
+def test_an_engine_that_restarts_with_base_weights_serves_only_after_the_next_push(stack: Stack) -> None:
     epoch = stack.document()["epoch"]
     victim = stack.engines[1]
     victim.kill()
     stack.serving(1)
     victim.start()
     victim.wait()
-    stack.until("its agent sees it", lambda: stack.document()["members"][1]["state"] == "clean")
+    stack.until("its agent has seen the restart", lambda: stack.document()["members"][1]["state"] == "clean")
     found = stack.document()
     assert found["epoch"] > epoch
     assert found["members"][1]["version"]["label"] == "base"
@@ -188,7 +188,7 @@ def test_an_engine_that_restarts_with_base_weights_serves_nobody_until_the_next_
 
 
 def other_weights(model: Path, folder: Path) -> Path:
-    """The model with other numbers in it: the lowest bits of some of its tensors' bytes are turned."""
+    """Write a copy of the model with other weights: the lowest bits of some bytes are flipped."""
     shutil.copytree(model, folder)
     for file in folder.glob("*.safetensors"):
         raw = bytearray(file.read_bytes())
@@ -200,7 +200,7 @@ def other_weights(model: Path, folder: Path) -> Path:
     return folder
 
 
-def test_weights_from_disk_reach_all_engines_and_an_engine_that_restarts_gets_them_without_a_trainer(stack: Stack, tmp_path: Path) -> None:
+def test_a_restarted_engine_loads_weights_from_disk_without_a_trainer(stack: Stack, tmp_path: Path) -> None:
     before = stack.tokens()
     names = requests.get(f"{URL}/v1/models", timeout=5).json()
     cut = other_weights(environment.model(), tmp_path / "cut")
@@ -223,4 +223,4 @@ def test_weights_from_disk_reach_all_engines_and_an_engine_that_restarts_gets_th
     victim.start()
     victim.wait()
     stack.serving(2, within=60)
-    assert stack.tokens() == after, "it caught up from the folder that the fleet had loaded"
+    assert stack.tokens() == after, "the engine caught up from the folder"

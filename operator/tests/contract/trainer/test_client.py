@@ -33,7 +33,7 @@ def url(urls: Urls) -> str:
 
 
 def engine_python(*args: str, seconds: float) -> str:
-    """Run a script with torch and this project's package; its standard output."""
+    """Run a script with torch and this project's package, and return its standard output."""
     variables = environment.environment_variables()
     variables["PYTHONPATH"] = os.pathsep.join([str(OPERATOR), variables["PYTHONPATH"]])
     command = [str(environment.python(make=False)), *args]
@@ -122,7 +122,7 @@ def test_weights_with_wrong_checksums_are_not_committed(case: Callable[[str], di
 
 
 def test_closing_a_group_does_not_wait_for_an_unreachable_peer() -> None:
-    """torch's destructor of a gloo group waits for its broadcast: until the time-out, minutes after the fleet has said that it failed."""
+    """The destructor of torch's gloo group waits for its broadcast, until a timeout of minutes."""
     try:
         environment.python(make=False)
     except LabError as error:

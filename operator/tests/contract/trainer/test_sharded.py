@@ -28,7 +28,7 @@ def fleet(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def torchrun(fleet: Urls, snapshots: Path, ranks: int, *cases: str) -> Seen:
-    """Run cases one after another; what each rank saw, by rank."""
+    """Run cases one after another, and return what each rank saw."""
     variables = environment.environment_variables()
     variables |= {"PYTHONPATH": os.pathsep.join([str(OPERATOR), variables["PYTHONPATH"]]), "SNAPSHOTS": str(snapshots)}
     command = [str(environment.python(make=False)), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -163,7 +163,7 @@ class World:
         kept = self.machine.fleet.applied_state
         if kept is not FleetState.ACTIVE:
             assert effect.path not in (ControlCall.CONTINUE.path, AGENT_RUN), "an engine of a paused fleet was resumed"
-            assert all(body["hold"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
+            assert all(body["spec_state"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
 
     def note_least(self, effect: Send) -> None:
         """Note how many acknowledgements the policy asks for, at most one of each engine that took part. None: all of these.

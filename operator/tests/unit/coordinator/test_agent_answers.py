@@ -1,4 +1,4 @@
-"""Answers of agents that say yes or no with HTTP 200."""
+"""Answers of agents that accept or refuse with HTTP 200."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_rollout.wire.reasons import Refusal, RefusalCode
 
 
 @pytest.mark.parametrize(("path", "model"), [(AGENT_CHECKPOINT, CheckpointReply), (AGENT_PREFLIGHT, PreflightReply)])
-def test_a_no_is_not_taken_for_a_yes(path: str, model: type[CheckpointReply] | type[PreflightReply]) -> None:
+def test_a_refusal_with_status_200_is_a_failed_call(path: str, model: type[CheckpointReply] | type[PreflightReply]) -> None:
     agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
     refused = agents._result(path, 200, model(refusal=Refusal(RefusalCode.INVALID_REQUEST, "It is truncated.")).model_dump(mode="json"))
     assert (refused.ok, refused.message) == (False, "It is truncated.")

@@ -1,4 +1,4 @@
-"""The order in which an agent hears what is committed, and what is made of its answers."""
+"""The order of syncs and commits to one agent, and the results of its answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATUS = AgentStatus(name="e0", boot_id="b", state=EngineState.CLEAN, version=V1
 
 
 class SlowAgent:
-    """Notes the calls that it receives. The test decides when it answers."""
+    """Records its calls, and answers when the test sets an event."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []
@@ -75,12 +75,12 @@ def body(version: Version) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [AGENT_SYNC, AGENT_RUN])
-async def test_a_commit_waits_for_a_sync_under_way_with_the_version_before(agents: Agents, agent: SlowAgent, path: str) -> None:
+async def test_a_commit_waits_for_a_running_sync_with_the_previous_version(agents: Agents, agent: SlowAgent, path: str) -> None:
     before = asyncio.create_task(agents.call("e0", AGENT_SYNC, body(BASE), 60))
     await agent.until_heard(1)
     commit = asyncio.create_task(agents.call("e0", path, body(V1), 60))
     other = asyncio.create_task(agents.call("e1", path, body(V1), 60))
-    await agent.until_heard(2)  # of the other engine: no call waits for this one
+    await agent.until_heard(2)  # the call to the other engine does not wait for the first engine
     assert agent.heard == [(AGENT_SYNC, 0), (path, 1)]
     for event in agent.answers.values():
         event.set()
@@ -89,7 +89,7 @@ async def test_a_commit_waits_for_a_sync_under_way_with_the_version_before(agent
     assert [result.agent for result in results] == [STATUS] * 3
 
 
-async def test_a_commit_gives_up_behind_a_sync_that_is_never_answered(agents: Agents, agent: SlowAgent) -> None:
+async def test_a_commit_ends_at_its_deadline_behind_an_unanswered_sync(agents: Agents, agent: SlowAgent) -> None:
     before = asyncio.create_task(agents.call("e0", AGENT_SYNC, body(BASE), 60))
     await agent.until_heard(1)
     result = await agents.call("e0", AGENT_RUN, body(V1), 0.2)
@@ -98,7 +98,7 @@ async def test_a_commit_gives_up_behind_a_sync_that_is_never_answered(agents: Ag
     before.cancel()
 
 
-async def test_an_engine_that_takes_long_to_continue_is_asked_meanwhile_how_it_is(agents: Agents, agent: SlowAgent) -> None:
+async def test_syncs_continue_while_an_engine_takes_long_to_resume(agents: Agents, agent: SlowAgent) -> None:
     agent.answers[AGENT_SYNC].set()
     commit = asyncio.create_task(agents.call("e0", AGENT_RUN, body(V1), 60))
     await agent.until_heard(1)
@@ -107,7 +107,7 @@ async def test_an_engine_that_takes_long_to_continue_is_asked_meanwhile_how_it_i
 
 
 @pytest.mark.parametrize(("slow", "answered"), [(0.2, True), (60.0, False)])
-async def test_others_may_take_longer_than_half_of_the_engines_and_not_for_ever(
+async def test_the_slowest_engines_get_a_limited_extension(
     agents: Agents, monkeypatch: pytest.MonkeyPatch, slow: float, answered: bool
 ) -> None:
     async def call(name: str, *_: object) -> Result:
@@ -142,7 +142,7 @@ MALFORMED: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("path", "answer", "said"), MALFORMED)
-async def test_an_answer_that_cannot_be_meant_is_a_call_that_failed(path: str, answer: bytes, said: str) -> None:
+async def test_a_malformed_answer_is_a_failed_call(path: str, answer: bytes, said: str) -> None:
     async def handle(_: web.Request) -> web.Response:
         return web.Response(body=answer, content_type="application/json")
 
@@ -152,7 +152,7 @@ async def test_an_answer_that_cannot_be_meant_is_a_call_that_failed(path: str, a
     assert said in result.message
 
 
-async def test_half_of_a_character_in_an_answer_is_one_that_records_can_keep() -> None:
+async def test_a_lone_surrogate_in_an_answer_becomes_a_question_mark() -> None:
     async def handle(_: web.Request) -> web.Response:
         return web.Response(body=b'{"success": false, "message": "no file /caf\\udce9 \\ud83d\\ude00"}', content_type="application/json")
 

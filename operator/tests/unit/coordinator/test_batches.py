@@ -1,4 +1,4 @@
-"""Batches taken apart and answers put together, by SGLang's rules."""
+"""Split batches and joined answers, by SGLang's rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LISTED = {
     "custom_logit_processor": st.text(min_size=1, max_size=3),
     "mm_hashes": st.lists(st.text(max_size=2), min_size=1, max_size=2),
 }
-"""Fields that may differ between the prompts of a batch, and what one prompt has there."""
+"""Fields that may differ between the prompts of a batch, and the values of one prompt."""
 COMMON = {
     "stream": st.booleans(),
     "session_params": st.dictionaries(KEYS, st.integers(), max_size=2),
@@ -46,7 +46,7 @@ COMMON = {
 
 @st.composite
 def singles(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Requests with one prompt each that can be one batch."""
+    """Generate requests with one prompt each that can be one batch."""
     size = draw(st.integers(1, 6))
     prompt = draw(st.sampled_from(["text", "input_ids", "input_embeds"]))
     kinds = {
@@ -65,7 +65,7 @@ def singles(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 def batched(requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a client writes for them: a list for each field, but for those that hold for all."""
+    """Return the batch of these requests: a list for each field that differs."""
     return {key: first if key in COMMON else [request[key] for request in requests] for key, first in requests[0].items()}
 
 

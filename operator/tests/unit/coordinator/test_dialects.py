@@ -49,7 +49,7 @@ def test_an_empty_body_is_an_empty_object(data: bytes) -> None:
         (b'{"path": "\xed\xa0\xbd"}', "path holds half of a character"),
     ],
 )
-def test_what_cannot_be_read_or_kept_is_refused_with_its_place(data: bytes, sentence: str) -> None:
+def test_an_invalid_body_is_refused_with_the_position(data: bytes, sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
         dialects.parse(data)
     assert sentence in str(caught.value)
@@ -70,7 +70,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(TEXT, JSON, max_size=4), st.booleans())
-def test_whatever_is_taken_can_be_written_again(body: dict[str, Any], escaped: bool) -> None:
+def test_an_accepted_body_can_be_encoded(body: dict[str, Any], escaped: bool) -> None:
     try:
         taken = dialects.parse(json.dumps(body, ensure_ascii=escaped).encode("utf-8", "surrogatepass"))
     except RefusedError:
@@ -78,7 +78,7 @@ def test_whatever_is_taken_can_be_written_again(body: dict[str, Any], escaped: b
     assert json.dumps(taken, ensure_ascii=False).encode()
 
 
-def test_both_halves_are_a_character() -> None:
+def test_a_surrogate_pair_is_accepted() -> None:
     assert dialects.parse(b'{"lora_name": "\\ud83d\\ude00"}') == {"lora_name": "\U0001f600"}
 
 
@@ -95,7 +95,7 @@ FIELDS = [
 
 @pytest.mark.parametrize("parse", PARSERS, ids=lambda parse: parse.__name__)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
-def test_a_field_of_any_type_is_taken_or_refused(parse: Callable[[dict[str, Any]], Request], body: dict[str, Any]) -> None:
+def test_a_field_of_any_type_is_accepted_or_refused(parse: Callable[[dict[str, Any]], Request], body: dict[str, Any]) -> None:
     try:
         request = parse(body)
     except RefusedError:
@@ -115,7 +115,7 @@ def test_the_singular_form_becomes_lists_and_needs_no_group() -> None:
     assert request.body == {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
 
 
-def test_a_version_may_be_a_number_and_unknown_fields_are_passed_on() -> None:
+def test_a_version_may_be_a_number_and_unknown_fields_are_forwarded() -> None:
     request = update({**TENSORS, "weight_version": 7, "group_name": "g", "load_format": "flattened_bucket", "x": [1]})
     assert (request.label, request.group) == ("7", "g")
     assert request.body["weight_version"] == "7"
@@ -140,7 +140,7 @@ def test_an_update_that_would_hang_or_mislead_is_refused(changes: dict[str, Any]
     assert sentence in str(caught.value)
 
 
-def test_a_pause_without_mode_is_what_sglang_makes_of_it() -> None:
+def test_a_pause_without_mode_has_sglangs_default() -> None:
     assert dialects.pause({}) == Pause("abort", {"mode": "abort"})
     assert dialects.pause({"mode": "in_place"}) == Pause("in_place", {"mode": "in_place"})
     for mode in ("nap", ["abort"], {}, 1):
@@ -148,18 +148,18 @@ def test_a_pause_without_mode_is_what_sglang_makes_of_it() -> None:
             dialects.pause({"mode": mode})
 
 
-def test_what_a_trainer_says_of_its_weights() -> None:
+def test_checksums_of_a_trainer_are_read() -> None:
     assert dialects.end({"checksums": {"2": ["a", "b"], "1": ["c"]}}) == End({2: ("a", "b"), 1: ("c",)})
     assert dialects.end({}) == dialects.end({"checksums": None, "other": 1}) == End()
 
 
 @pytest.mark.parametrize("checksums", [["a"], {"one": ["a"]}, {"1": "a"}, {"1": [2]}, {"2": ["a"]}, {"9" * 5000: ["a"]}, {"0" * 5000: []}])
-def test_checksums_that_cannot_be_meant_are_refused(checksums: object) -> None:
+def test_malformed_checksums_are_refused(checksums: object) -> None:
     with pytest.raises(RefusedError, match="checksums"):
         dialects.end({"checksums": checksums})
 
 
-def test_small_ones() -> None:
+def test_simple_calls_become_requests() -> None:
     assert dialects.close_group({}) == CloseGroup(None)
     assert dialects.set_label({"new_version": 4, "abort_all_requests": True}) == SetLabel("4")
     assert dialects.flush({"timeout": "3"}) == Flush(3.0)
@@ -180,7 +180,7 @@ def test_small_ones() -> None:
         ({"added_tokens_config": {}}, "/load_lora_adapter has no field 'added_tokens_config': SGLang ignores it."),
     ],
 )
-def test_an_adapter_that_status_could_not_show_or_sglang_would_not_load_as_asked_is_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_adapter_is_refused(changes: dict[str, Any], sentence: str) -> None:
     longest = {"lora_name": "a" * 256, "lora_path": "/" * 4096}
     assert dialects.load_adapter(longest) == LoadAdapter(longest["lora_name"], longest["lora_path"])
     assert dialects.load_adapter({**longest, "pinned": True}) == LoadAdapter(longest["lora_name"], longest["lora_path"], pinned=True)

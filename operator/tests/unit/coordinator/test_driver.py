@@ -1,4 +1,4 @@
-"""The driver carries out the effects of the state machine in order, and ends without loose ends."""
+"""The driver carries out the effects of the state machine in order, and stops cleanly."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Scripted:
         return wanted
 
 
-async def test_a_call_that_is_cut_when_it_begins_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer was lost just before. Without the cut its engines would block the fleet until the deadline of the update."""
+async def test_a_call_that_is_cancelled_at_its_start_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the engines of a lost trainer would block the fleet until the deadline of the update."""
     agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
 
     async def call(*_: object) -> Result:
@@ -86,14 +86,14 @@ async def test_the_last_record_is_written_before_another_coordinator_may_lead() 
 
 
 async def test_a_coordinator_raises_its_term_only_after_the_lease_has_it() -> None:
-    """Its record was lost, or another coordinator leads by now. Then a raised term would depose that one, or two would share a term."""
-    claims: list[int] = []
-    let = asyncio.Event()
+    """Otherwise two coordinators could share a term."""
+    announced: list[int] = []
+    is_announced = asyncio.Event()
 
     class Lease:
         async def announce(self, term: int) -> None:
-            await let.wait()
-            claims.append(term)
+            await is_announced.wait()
+            announced.append(term)
 
     agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
     parts: dict[str, Any] = {"members": None, "store": None, "leadership": Lease()}
@@ -102,14 +102,14 @@ async def test_a_coordinator_raises_its_term_only_after_the_lease_has_it() -> No
     for _ in range(3):
         driver._outranked(7)
     await asyncio.sleep(0)
-    assert machine.fleet.term == 1, "not before the Lease has the higher term"
-    let.set()
+    assert machine.fleet.term == 1, "not before the Lease has the term"
+    is_announced.set()
     await asyncio.sleep(0.01)
-    assert (claims, machine.fleet.term) == ([8], 8)
+    assert (announced, machine.fleet.term) == ([8], 8)
 
 
-async def test_calls_to_agents_end_as_values_when_the_coordinator_ends() -> None:
-    """aiohttp raises RuntimeError on a closed session. One error would be raised, and asyncio would complain about the others."""
+async def test_calls_to_agents_return_values_when_the_coordinator_ends() -> None:
+    """aiohttp raises RuntimeError on a closed session, which must not end a fan-out."""
     agents = Agents(address=lambda _: "http://127.0.0.1:9", token=lambda: "t", term=lambda: 1)
     await agents.start()
     await agents.close()
@@ -118,7 +118,7 @@ async def test_calls_to_agents_end_as_values_when_the_coordinator_ends() -> None
 
 
 async def test_a_deposed_coordinator_calls_no_agent_and_leaves_no_error_behind() -> None:
-    """Another coordinator leads. Trainers' broken connections must start no call, which would fail in a task that nothing awaits."""
+    """Broken connections of trainers must start no call: it would fail in a task that nothing awaits."""
     complaints: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
 
@@ -134,7 +134,7 @@ async def test_a_deposed_coordinator_calls_no_agent_and_leaves_no_error_behind()
             raise DeposedError("pod-b has taken the Lease")
 
         async def release(self) -> None:
-            """Hold nothing."""
+            """Release nothing."""
 
     class Store:
         async def read(self) -> Record | None:

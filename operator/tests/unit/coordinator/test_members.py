@@ -1,4 +1,4 @@
-"""Where the coordinator finds the engines' gates: the address of the pod, and the port that the intent says."""
+"""URLs of the engines' gates: the address of the pod, and the port of the intent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_rollout.kube.client import Listing
 
 
 class Intents:
-    """Tells what the test puts in."""
+    """Yields the intents that the test puts into the queue."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Intent] = asyncio.Queue()
@@ -39,7 +39,7 @@ class Slices:
 
 
 async def urls(slices: Slices, *intents: list[WantedEngine]) -> list[dict[str, str | None]]:
-    """The engines' URLs after each of the intents."""
+    """Return the engines' URLs after each of the intents."""
     source, found = Intents(), []
     heard: asyncio.Queue[list[WantedEngine]] = asyncio.Queue()
     members = Members(source, kube=slices, namespace="n", name="d")  # type: ignore[arg-type]
@@ -63,13 +63,13 @@ def wanted(*ports: int | None) -> list[WantedEngine]:
     return [WantedEngine(name=f"d-engine-{index}", port=port) for index, port in enumerate(ports)]
 
 
-async def test_two_engines_at_one_address_are_distinguished_by_their_ports() -> None:
+async def test_two_engines_at_one_address_differ_by_their_ports() -> None:
     node = Slices(d_engine_0_0="10.0.0.5", d_engine_1_0="10.0.0.5")
     before, after = await urls(node, wanted(20000, 20020), wanted(20000, 24020))
     assert before == {"d-engine-0": "http://10.0.0.5:20000", "d-engine-1": "http://10.0.0.5:20020"}
     assert after == {"d-engine-0": "http://10.0.0.5:20000", "d-engine-1": "http://10.0.0.5:24020"}
 
 
-async def test_an_intent_without_ports_means_pods_with_networks_of_their_own() -> None:
+async def test_an_intent_without_ports_means_the_default_port() -> None:
     (found,) = await urls(Slices(d_engine_0_0="10.0.0.5", d_engine_1_0="fd00::7"), wanted(None, None))
     assert found == {"d-engine-0": "http://10.0.0.5:30000", "d-engine-1": "http://[fd00::7]:30000"}

@@ -1,4 +1,4 @@
-"""What a trainer reads when its NCCL is not the engines'."""
+"""Refusals of a trainer whose NCCL differs from that of the engines."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ OLD, NEW = Nccl(version="2.27.3", settings={"NCCL_CUMEM_ENABLE": "0"}), Nccl(ver
 
 
 def test_versions_are_compared_with_the_trainer_and_among_engines() -> None:
-    said = refused([OLD, OLD], {"version": "2.28.3"})
-    assert said.startswith("the trainer has NCCL 2.28.3, engine e0 has NCCL 2.27.3: all ranks need the same version.")
-    assert said.endswith("No engine has joined anything.")
+    message = refused([OLD, OLD], {"version": "2.28.3"})
+    assert message.startswith("the trainer has NCCL 2.28.3, engine e0 has NCCL 2.27.3: all ranks need the same version.")
+    assert message.endswith("No engine has joined anything.")
     assert "engine e0 has NCCL 2.27.3, engine e1 has NCCL 2.28.3" in refused([OLD, NEW], None)
     assert refused([OLD, OLD], {"version": "2.27.3", "settings": {"NCCL_CUMEM_ENABLE": "0"}}) == ""
 
 
 def test_the_setting_that_makes_ranks_hang_is_compared_and_no_other() -> None:
-    said = refused([OLD], {"version": "2.27.3", "settings": {"NCCL_CUMEM_ENABLE": "1", "NCCL_DEBUG": "INFO"}})
-    assert said.startswith("the trainer runs with NCCL_CUMEM_ENABLE=1, engine e0 with NCCL_CUMEM_ENABLE=0:")
+    message = refused([OLD], {"version": "2.27.3", "settings": {"NCCL_CUMEM_ENABLE": "1", "NCCL_DEBUG": "INFO"}})
+    assert message.startswith("the trainer runs with NCCL_CUMEM_ENABLE=1, engine e0 with NCCL_CUMEM_ENABLE=0:")
     assert refused([OLD], {"version": "2.27.3", "settings": {"NCCL_DEBUG": "INFO"}}) == ""
 
 
 @pytest.mark.parametrize("engines", [[None], [Nccl()], [OLD]])
-def test_what_is_not_known_is_not_compared(engines: list[Nccl | None]) -> None:
+def test_unknown_versions_are_not_compared(engines: list[Nccl | None]) -> None:
     assert refused(engines, None) == ""
     assert refused(engines, {}) == ""
 
@@ -62,5 +62,5 @@ def test_gloo_needs_no_nccl() -> None:
     assert refused([OLD], {"version": "2.28.3"}, backend="gloo") == ""
 
 
-def test_a_statement_that_is_none_is_refused_with_its_place() -> None:
+def test_malformed_facts_are_refused_with_the_field() -> None:
     assert refused([OLD], {"version": ["2"]}).startswith("nccl: version: ")

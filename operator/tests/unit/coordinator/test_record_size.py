@@ -37,7 +37,7 @@ def group(number: int) -> GroupRow:
 
 
 def large(**more: object) -> Record:
-    """Every engine has a long name and a reason; one group holds all of them."""
+    """Return a record of engines with long names and messages, and of one group with all engines."""
     why = "The engine holds part of an unfinished weight update: engine 17 did not take the tensors. It waits for a complete one."
     rows = [
         EngineRow(
@@ -61,14 +61,14 @@ def size(record: Record) -> int:
     return len(record.model_dump_json().encode())
 
 
-def test_five_hundred_engines_take_less_than_a_third_of_what_the_configmap_may_hold() -> None:
+def test_the_record_of_500_engines_fits_a_third_of_a_configmap() -> None:
     adapters = [AdapterRow(name=f"adapter-{n}", path="/adapters/x" * 4, by_spec=True, loaded=500, wanted=500) for n in range(20)]
     found = size(large(adapters=adapters))
     print(f"record of {ENGINES} engines: {found / KIB:.0f} KiB")
     assert found < 300 * KIB
 
 
-def test_as_many_groups_and_adapters_as_may_be_there_and_the_worst_that_engines_may_say_have_room() -> None:
+def test_the_largest_record_fits_a_configmap() -> None:
     attempted = frozenset(f"model.layers.{number}.weight" for number in range(100_000))
     fleet = Fleet("demo", 7, weights=Committed(version=STEP, attempted=attempted))
     fleet.transaction.last = summarize_update(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
@@ -91,10 +91,10 @@ def test_as_many_groups_and_adapters_as_may_be_there_and_the_worst_that_engines_
     found = size(record)
     print(f"largest record: {found / KIB:.0f} KiB")
     assert found < 1000 * KIB
-    assert [row.name for row in record.members(record.joined[-1])] == list(fleet.engines), "nothing of a group is lost"
+    assert [row.name for row in record.members(record.joined[-1])] == list(fleet.engines), "the record has all members of the group"
 
 
-def test_a_fleet_that_keeps_its_weights_notes_checksums_of_eight_ranks_for_each_engine() -> None:
+def test_the_record_of_a_colocated_fleet_fits_a_configmap() -> None:
     found = size(large(engine_checksums={name: EngineChecksums(boot_id=BOOT, checksums=(CHECKSUM,) * 8) for name in NAMES}))
     print(f"record of {ENGINES} engines that keep their weights: {found / KIB:.0f} KiB")
     assert found < 700 * KIB

@@ -80,7 +80,7 @@ async def until(check: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_file_record_is_replaced_whole(tmp_path: Path) -> None:
+async def test_a_record_file_is_replaced_atomically(tmp_path: Path) -> None:
     files = FileRecord(tmp_path / "deep" / "record.json")
     assert await files.read() is None
     await files.write(record(1))
@@ -89,8 +89,8 @@ async def test_a_file_record_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["record.json"]
 
 
-async def test_a_write_that_was_too_slow_does_not_replace_a_newer_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume that hangs for a moment: the write cannot be cancelled, and it ends after the next one."""
+async def test_a_slow_write_does_not_replace_a_newer_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write to a volume that hangs cannot be cancelled, and ends after the next write."""
     hung, really = threading.Event(), os.fsync
     first = [hung]
 
@@ -126,7 +126,7 @@ async def test_an_empty_config_map_holds_no_record() -> None:
     assert kube.writes == 1
 
 
-async def test_a_coordinator_of_a_lower_term_cannot_write() -> None:
+async def test_a_coordinator_with_a_lower_term_cannot_write() -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     await maps.write(record(5, term=3))
@@ -150,7 +150,7 @@ async def nothing() -> None:
     """Announce a term while no other coordinator writes."""
 
 
-async def test_a_commit_that_is_written_while_a_new_coordinator_begins_is_not_lost() -> None:
+async def test_a_commit_written_during_a_takeover_is_not_lost() -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     await maps.write(record(5, term=3))
@@ -170,7 +170,7 @@ async def test_a_new_coordinator_ends_when_a_newer_one_has_written() -> None:
     assert await maps.read() == record(5, term=9)
 
 
-async def test_a_commit_that_is_written_while_the_new_coordinator_cannot_write_is_not_lost() -> None:
+async def test_a_commit_written_while_the_new_coordinator_cannot_write_is_not_lost() -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     await maps.write(record(5, term=3))
@@ -215,7 +215,7 @@ async def test_a_deleted_config_map_is_written_again_with_the_record(quick: None
         task.cancel()
 
 
-async def test_a_commit_does_not_wait_for_an_api_server_that_is_away(quick: None) -> None:
+async def test_a_commit_does_not_wait_for_an_unreachable_api_server(quick: None) -> None:
     kube = FakeKube()
     maps = ConfigMapRecord(kube, "ns", "demo")  # type: ignore[arg-type]
     writer = RecordWriter(maps)
@@ -261,7 +261,7 @@ async def test_several_saves_are_written_once(quick: None, monkeypatch: pytest.M
         task.cancel()
 
 
-async def test_a_store_that_is_away_raises_store_error() -> None:
+async def test_an_unreachable_store_raises_store_error() -> None:
     kube = FakeKube()
     kube.away = True
     with pytest.raises(StoreError, match="cannot be reached"):
@@ -293,7 +293,7 @@ def test_engines_are_found_before_they_are_ready() -> None:
     assert gate_url("fd00::7") == "http://[fd00::7]:30000"
 
 
-def test_changes_of_smgs_list() -> None:
+def test_changes_to_smgs_workers() -> None:
     todo = plan_changes(frozenset({"http://a", "http://b", "http://c"}), {"1": "http://a/", "2": "http://z"}, frozenset({"http://b"}))
     assert (todo.add, todo.remove) == (("http://c",), ("2",))
     assert plan_changes(frozenset({"http://a"}), {"1": "http://a"}, frozenset()) == plan_changes(frozenset(), {}, frozenset())

@@ -1,4 +1,4 @@
-"""What an update's version becomes."""
+"""The version of the next update."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_next_version(committed: Version, label: str | None, expected: tuple[int
     assert (found.run, found.step, found.label) == expected
 
 
-def test_a_version_that_an_engine_acknowledged_in_vain_is_never_used_again() -> None:
+def test_a_version_acknowledged_without_a_commit_is_never_reused() -> None:
     assert order_key(next_version(version(1, 5), "6", reserved=version(1, 6))) == (2, 6)
     assert order_key(next_version(version(1, 5), None, reserved=version(1, 6))) == (1, 7)
     assert order_key(next_version(BASE, "1", reserved=version(1, 1))) == (2, 1)
@@ -51,12 +51,12 @@ def test_versions_only_grow(run: int, n: int, label: str | None) -> None:
     assert order_key(next_version(committed, label)) > order_key(committed)
 
 
-def test_newest() -> None:
+def test_the_newest_version_wins() -> None:
     assert newest(None, None) is None
     assert newest(None, version(1, 9), version(2, 0)) == version(2, 0)
 
 
-def test_a_new_run_that_was_asked_for() -> None:
+def test_a_requested_run_is_used() -> None:
     assert next_version(version(1, 5), "6", None, 2) == version(2, 6)
     assert next_version(version(1, 5), None, None, 2) == Version(run=2, step=1, label="1")
     assert next_version(version(2, 5), "6", None, 2) == version(2, 6), "it has begun already"
