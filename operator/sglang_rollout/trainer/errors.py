@@ -83,7 +83,7 @@ class PushFailed(FleetError):
     def __init__(self, *, phase: str, reason: str, engine: str | None = None, advice: str | None = None) -> None:
         where = f" on engine {engine}" if engine else ""
         advice = advice or "Push again: a push opens a new process group, and a complete push makes every fenced engine serve."
-        super().__init__(f"The weight push failed in phase '{phase}'{where}: {_end_sentence(reason)} {advice}")
+        super().__init__(f"The weight push failed in phase '{phase}'{where}: {end_sentence(reason)} {advice}")
         self.phase = phase
         """``group``, ``begin``, ``prepare``, ``transfer``, ``end`` or ``commit``."""
         self.engine = engine
@@ -96,5 +96,6 @@ class SnapshotFailed(FleetError):
     """A snapshot could not be written. Earlier snapshots stay complete, and the push itself is not affected."""
 
 
-def _end_sentence(text: str) -> str:
+def end_sentence(text: str) -> str:
+    """Return the text with a full stop at its end."""
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -13,7 +13,7 @@ from typing import Any
 import requests
 
 from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, refusal_reason, run_in_background
-from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed
+from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed, end_sentence
 
 __all__ = ["Sample", "SamplingParams", "VersionSpan", "generate"]
 
@@ -29,6 +29,23 @@ SOCKET_GRACE_SECONDS = 5.0
 """Socket timeouts end this long after the deadline, because the calling thread cancels at the deadline and states the reason."""
 MAX_SHOWN_FAILURES = 3
 """How many failed prompts a message lists; ``GenerateFailed.failed`` has all."""
+SamplingParams = Mapping[str, Any]
+
+MAX_SAMPLES_PER_PROMPT = 1024
+"""Maximum of ``n``. One engine generates all samples of a prompt and returns them in one JSON document: with
+log-probabilities, 1024 samples of 8192 tokens are about 400 MB.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """One prompt and how to sample it."""
+
+    index: int
+    prompt: str | list[int]
+    sampling_params: dict[str, Any]
+    samples: int
+    """Number of samples that the reply must contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +225,11 @@ class _Run:
                     return parse_samples(prompt, response, with_logprobs=self._return_logprob)
                 last = f"HTTP {response.status_code}: {refusal_reason(response)}"
                 if response.status_code not in RETRIED:
-                    raise _PromptRefused(f"refused with {_sentence(last)}")
+                    raise _PromptRefused(f"refused with {end_sentence(last)}")
                 pause = _retry_after_seconds(response) or _backoff(attempt)
             with self._changed:
                 if not self._cancellation.is_requested:  # after a cancellation the error is that of the closed socket
-                    self._running[prompt.index] = f"the last answer (attempt {attempt}): {_sentence(last)}"
+                    self._running[prompt.index] = f"the last answer (attempt {attempt}): {end_sentence(last)}"
             self._cancellation.wait(min(pause, MAX_PAUSE_SECONDS))
         return None
 
@@ -273,33 +290,10 @@ def _backoff(attempt: int) -> float:
     return float(min(0.1 * 2 ** min(attempt - 1, 10), 2.0))
 
 
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
 def _quote_start(response: requests.Response) -> str:
     """Return the beginning of a reply's body, for a message."""
     shown = response.text[:200]
     return f"HTTP {response.status_code} {shown!r}."
-
-
-SamplingParams = Mapping[str, Any]
-
-MAX_SAMPLES_PER_PROMPT = 1024
-"""Maximum of ``n``. One engine generates all samples of a prompt and returns them in one JSON document: with
-log-probabilities, 1024 samples of 8192 tokens are about 400 MB.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRequest:
-    """One prompt and how to sample it."""
-
-    index: int
-    prompt: str | list[int]
-    sampling_params: dict[str, Any]
-    samples: int
-    """Number of samples that the reply must contain."""
 
 
 def build_prompt_requests(

@@ -147,7 +147,7 @@ class ProcessGroup:
             self._staging[turn % 2] = buffer
         failed: Exception | None = None
         with torch.no_grad():
-            for (offset, tensor), (spec, _) in zip(bucket.offsets(), bucket.items, strict=True):
+            for offset, spec, tensor in bucket.placed_items():
                 gathered = full(spec, tensor)
                 if failed is None:
                     try:

@@ -76,13 +76,12 @@ class Bucket(Generic[T]):
             "load_format": "flattened_bucket",
         }
 
-    def offsets(self) -> list[tuple[int, T]]:
-        """Return each tensor with its byte offset in the buffer."""
-        placed, offset = [], 0
+    def placed_items(self) -> Iterator[tuple[int, TensorSpec, T]]:
+        """Yield each tensor with its byte offset in the buffer."""
+        offset = 0
         for spec, tensor in self.items:
-            placed.append((offset, tensor))
+            yield offset, spec, tensor
             offset += spec.nbytes
-        return placed
 
 
 def plan_buckets(items: Iterable[tuple[TensorSpec, T]], bucket_bytes: int) -> Iterator[Bucket[T]]:

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -189,7 +189,8 @@ async def _send_item(request: web.Request, item: dict[str, Any]) -> AsyncIterato
 
 @asynccontextmanager
 async def _by_smg(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-    async with request.app[PARTS].generate.post(request.path_qs, data, _forwarded_headers(request)) as reply:
+    client = request.app[PARTS].generate
+    async with await client.post(client.url + request.path_qs, data, _forwarded_headers(request), hold=HOLD_SECONDS) as reply:
         yield reply
 
 
@@ -208,11 +209,11 @@ async def _by_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohttp
     end = loop.time() + HOLD_SECONDS
     while loop.time() < end:
         for url in _serving_urls(request):
-            async with AsyncExitStack() as stack:
-                try:
-                    reply = await stack.enter_async_context(client.post_to(url + request.path_qs, data, _forwarded_headers(request)))
-                except UnreachableError:
-                    continue
+            try:
+                reply = await client.post(url + request.path_qs, data, _forwarded_headers(request))
+            except UnreachableError:
+                continue
+            async with reply:
                 if reply.status != 503:
                     yield reply
                     return

@@ -11,8 +11,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -67,36 +66,28 @@ class GenerateClient:
         if self._session is not None:
             await self._session.close()
 
-    @asynccontextmanager
-    async def post(self, path: str, data: bytes, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield smg's answer. Retry only while nothing listens, because then the request was never sent."""
-        async with self._open(self.url + path, data, headers, HOLD_SECONDS) as reply:
-            yield reply
+    async def post(self, url: str, data: bytes, headers: Mapping[str, str], *, hold: float = 0.0) -> aiohttp.ClientResponse:
+        """Send a request and return the answer, whose body is not read yet.
 
-    @asynccontextmanager
-    async def post_to(self, url: str, data: bytes, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the answer of one engine's gate, without a retry."""
-        async with self._open(url, data, headers, 0.0) as reply:
-            yield reply
+        Retry for ``hold`` seconds while nothing listens, because then the request was never sent.
 
-    @asynccontextmanager
-    async def _open(self, url: str, data: bytes, headers: Mapping[str, str], hold: float) -> AsyncIterator[aiohttp.ClientResponse]:
+        Raises:
+            UnreachableError: Nothing accepted the request.
+            ConnectionLostError: The connection broke before the answer.
+        """
         if self._session is None:
             raise RuntimeError("GenerateClient is used outside its 'async with' block")
         loop = asyncio.get_running_loop()
         end = loop.time() + hold
         while True:
             try:
-                reply = await self._session.post(url, data=data, headers=headers)
-                break
+                return await self._session.post(url, data=data, headers=headers)
             except aiohttp.ClientConnectorError as error:
                 if loop.time() >= end:
                     raise UnreachableError(f"Nothing listens at {url}: {error.os_error.strerror or error.os_error}.") from None
                 await asyncio.sleep(_RETRY_SECONDS)
             except (aiohttp.ClientError, OSError) as error:
                 raise ConnectionLostError(f"The connection to {url} broke before the answer ({type(error).__name__}).") from None
-        async with reply:
-            yield reply
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from sglang_rollout.coordinator.http import dialects
 from sglang_rollout.coordinator.http.app import PARTS, refuse
 from sglang_rollout.coordinator.update.control_calls import AT_ENGINES
 from sglang_rollout.coordinator.update.events import Send
-from sglang_rollout.coordinator.update.requests import AtEngine, Call, NewRun, Request
+from sglang_rollout.coordinator.update.requests import AtEngine, Begin, Call, Continue, NewRun, OpenGroup, Request
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_LEASE, FLEET_RUN, VERSION_HEADER
 from sglang_rollout.wire.reasons import RefusedError
@@ -103,7 +103,7 @@ async def refuse_one_process(request: web.Request) -> web.Response:
 
 
 _ENGINE_CALLS: dict[str, Callable[[Mapping[str, Any]], Call]] = {
-    ControlCall.BEGIN_UPDATE: dialects.begin,
+    ControlCall.BEGIN_UPDATE: Begin,
     ControlCall.UPDATE_TENSOR: dialects.tensors,
     ControlCall.END_UPDATE: dialects.end,
     ControlCall.SET_VERSION: dialects.set_label,
@@ -130,13 +130,13 @@ async def flush_engine(request: web.Request) -> web.Response:
 
 
 routes = [
-    web.post(ControlCall.INIT_GROUP.path, _handler(dialects.open_group)),
+    web.post(ControlCall.INIT_GROUP.path, _handler(OpenGroup)),
     web.post(ControlCall.DESTROY_GROUP.path, _handler(dialects.close_group)),
-    web.post(ControlCall.BEGIN_UPDATE.path, _handler(dialects.begin)),
+    web.post(ControlCall.BEGIN_UPDATE.path, _handler(Begin)),
     web.post(ControlCall.UPDATE_DISTRIBUTED.path, _handler(dialects.update)),
     web.post(ControlCall.END_UPDATE.path, _handler(dialects.end)),
     web.post(ControlCall.PAUSE.path, _handler(dialects.pause)),
-    web.post(ControlCall.CONTINUE.path, _handler(dialects.resume)),
+    web.post(ControlCall.CONTINUE.path, _handler(Continue)),
     web.post(ControlCall.SET_VERSION.path, _handler(dialects.set_label)),
     web.post(ControlCall.FLUSH_CACHE.path, flush_cache),
     web.get(ControlCall.FLUSH_CACHE.path, flush_cache, allow_head=False),

@@ -13,14 +13,12 @@ from typing import Any
 from sglang_rollout.coordinator.update.requests import (
     Answer,
     AtEngine,
-    Begin,
     CloseGroup,
     Continue,
     End,
     Flush,
     FromDisk,
     LoadAdapter,
-    OpenGroup,
     Pause,
     ReleaseMemory,
     Request,
@@ -70,11 +68,6 @@ def parse(data: bytes) -> dict[str, Any]:
     return body
 
 
-def open_group(body: Fields) -> Request:
-    """``/init_weights_update_group``. The operation checks it against the fleet."""
-    return OpenGroup(body)
-
-
 def close_group(body: Fields) -> Request:
     """``/destroy_weights_update_group``. Without a name it means the only open group."""
     return CloseGroup(_name(body, "group_name"))
@@ -88,16 +81,6 @@ def pause(body: Fields) -> Request:
     # SGLang's default is written out, because the fleet must know the mode.
     mode = mode or DEFAULT_PAUSE_MODE.value
     return Pause(mode, {**body, "mode": mode})
-
-
-def resume(body: Fields) -> Request:
-    """``/continue_generation``."""
-    return Continue(body)
-
-
-def begin(body: Fields) -> Begin:
-    """``/begin_weight_update``."""
-    return Begin(body)
 
 
 def end(body: Fields) -> End:

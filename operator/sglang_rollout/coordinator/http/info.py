@@ -13,9 +13,11 @@ from sglang_rollout.coordinator.http.app import PARTS, Parts, refuse
 from sglang_rollout.coordinator.http.dialects import parse, reason_phrase, weights_by_name
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
+from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_TENSORS, VERSION_HEADER
 from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import FleetDocument, FleetMember, ModelTensors
 
 SECRETS = ("api_key", "admin_api_key")
@@ -30,8 +32,7 @@ def make_document(parts: Parts) -> FleetDocument:
     """Return the discovery document (``GET /fleet``)."""
     machine = parts.machine
     fleet = machine.fleet
-    if fleet.committed is None:
-        raise RefusedError("The coordinator has just started and asks the engines for their weights. Try again.", status=503)
+    committed = _committed(parts)
     offsets = fleet.table.offsets()
     members = []
     for name, engine in fleet.engines.items():
@@ -56,7 +57,7 @@ def make_document(parts: Parts) -> FleetDocument:
         backend=fleet.policy.backend.value,
         fleet_id=fleet.weights.fleet_id,
         lease=fleet.policy.trainer_lease.ttl_seconds,
-        committed=fleet.committed,
+        committed=committed,
         serving=sum(engine.serving for engine in fleet.engines.values()),
         members=members,
         groups=[group.shown() for group in fleet.groups.values()],
@@ -72,9 +73,7 @@ def make_document(parts: Parts) -> FleetDocument:
 def make_server_info(parts: Parts) -> dict[str, Any]:
     """Return the fleet as one large server (``GET /server_info``). All fields give trainers the same number of ranks."""
     machine = parts.machine
-    info = parts.infos.first(machine, "/server_info")
-    if info is None:
-        raise RefusedError("No engine of this fleet has been up yet. Try again.", status=503)
+    info = _cached_info(parts, SERVER_INFO)
     for secret in SECRETS:
         if info.get(secret):
             info[secret] = "[redacted]"
@@ -142,14 +141,14 @@ async def get_server_info(request: web.Request) -> web.Response:
 async def get_model_info(request: web.Request) -> web.Response:
     """Return the first engine's answer with the committed version."""
     parts = request.app[PARTS]
-    info = _cached_info(parts, "/model_info")
-    label = _committed_label(parts)
+    info = _cached_info(parts, MODEL_INFO)
+    label = _committed(parts).label
     return web.json_response({**info, "weight_version": label}, headers={VERSION_HEADER: reason_phrase(label)})
 
 
 async def get_weight_version(request: web.Request) -> web.Response:
     """Return the committed version. SGLang has removed this path; trainers still use it."""
-    label = _committed_label(request.app[PARTS])
+    label = _committed(request.app[PARTS]).label
     return web.json_response({"weight_version": label}, headers={VERSION_HEADER: reason_phrase(label)})
 
 
@@ -160,13 +159,13 @@ async def get_world_size(request: web.Request) -> web.Response:
 
 async def get_models(request: web.Request) -> web.Response:
     """Return the first engine's list of models."""
-    return web.json_response(_cached_info(request.app[PARTS], "/v1/models"))
+    return web.json_response(_cached_info(request.app[PARTS], MODELS))
 
 
 async def get_model(request: web.Request) -> web.Response:
     """Return one entry of the list of models; an unknown name gets SGLang's answer."""
     wanted = request.match_info["model"]
-    cards = _cached_info(request.app[PARTS], "/v1/models").get("data", [])
+    cards = _cached_info(request.app[PARTS], MODELS).get("data", [])
     card = next((card for card in cards if card.get("id") == wanted), None)
     if card is not None:
         return web.json_response(card)
@@ -201,7 +200,7 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
     status, found = await parts.agents.ask(name, "/get_weights_by_name", body, WEIGHTS_DEADLINE_SECONDS)
     if status == 0:
         raise RefusedError(f"engine {name} does not answer: {str(found).rstrip('.')}. Try again.", status=502)
-    label = _committed_label(parts)
+    label = _committed(parts).label
     answer = json.dumps(found, separators=(",", ":")).encode()  # compact like SGLang's: there may be a million numbers
     headers = {VERSION_HEADER: reason_phrase(label)}
     return web.Response(body=answer, status=status, headers=headers, content_type="application/json")
@@ -270,11 +269,11 @@ def _cached_info(parts: Parts, path: str) -> dict[str, Any]:
     return info
 
 
-def _committed_label(parts: Parts) -> str:
+def _committed(parts: Parts) -> Version:
     committed = parts.machine.fleet.committed
     if committed is None:
-        raise RefusedError("The committed version is not known yet: the coordinator has just started.", status=503)
-    return committed.label
+        raise RefusedError("The coordinator has just started and asks the engines for their weights. Try again.", status=503)
+    return committed
 
 
 routes = [

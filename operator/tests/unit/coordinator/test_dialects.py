@@ -83,7 +83,7 @@ def test_a_surrogate_pair_is_accepted() -> None:
 
 
 PARSERS: list[Callable[[dict[str, Any]], Request]] = [
-    dialects.open_group, dialects.close_group, dialects.pause, dialects.resume, dialects.begin, dialects.update, dialects.end,
+    dialects.close_group, dialects.pause, dialects.update, dialects.end,
     dialects.from_disk, dialects.tensors, dialects.set_label, dialects.release_memory, dialects.resume_memory,
     dialects.load_adapter, dialects.unload_adapter,
 ]  # fmt: skip

@@ -31,7 +31,7 @@ def test_any_plan_keeps_order_limit_and_alignment(tensors: list[TensorSpec], lim
     for bucket in buckets:
         assert bucket.nbytes <= limit or len(bucket.items) == 1
         assert bucket.nbytes == sum(spec.nbytes for spec, _ in bucket.items)
-        for (offset, _), (spec, _) in zip(bucket.offsets(), bucket.items, strict=True):
+        for offset, spec, _ in bucket.placed_items():
             assert offset % spec.itemsize == 0
 
 
