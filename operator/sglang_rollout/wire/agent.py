@@ -45,7 +45,7 @@ class AgentStatus(Message):
     giving_up: float = 0.0
     """Seconds since the agent began to give up an update; 0 if it does not. The agent refuses calls until it has given up the update."""
     draining: bool = False
-    """The engine is about to stop: it takes no new requests and joins no new update."""
+    """The engine is about to stop: it accepts no new requests and joins no new update."""
     released: list[str] = Field(default_factory=list)
     """Memory tags that are released."""
     adapters: dict[str, str] = Field(default_factory=dict)
@@ -122,7 +122,7 @@ class PreflightRequest(Message):
 
 
 class PreflightReply(Message):
-    """Whether the trainer's address resolves and accepts TCP connections from the engine's pod."""
+    """Result of the attempt to connect from the engine's pod to the trainer's store."""
 
     refusal: Refusal | None
     """Why the address cannot be reached; None if it can."""
@@ -151,7 +151,7 @@ class CheckpointRequest(Message):
 
 
 class CheckpointReply(Message):
-    """Whether the engine can load the folder."""
+    """Result of the check of a checkpoint."""
 
     refusal: Refusal | None
     """Why the engine cannot load the folder, with a sentence for each problem; None if it can."""

@@ -66,29 +66,29 @@ class FleetMode(StrEnum):
 
 
 KEEPS_WEIGHTS = (
-    "This fleet keeps the weights that it was started with (spec.mode: Colocated): it takes none from a trainer. Call"
-    " /resume_memory_occupation and /release_memory_occupation; a policy that learns needs a fleet with mode Standalone or Hybrid."
+    "This fleet keeps the weights that it was started with (spec.mode: Colocated). Call /resume_memory_occupation and"
+    " /release_memory_occupation. A policy that learns needs a fleet with mode Standalone or Hybrid."
 )
 """Message of a refused call about weights."""
 BY_HANDLES = (
-    "This fleet shares its trainer's GPUs (spec.mode: Hybrid): each engine takes weights at its own URL by /update_weights_from_tensor, and"
-    " none over the network. A fleet with mode Standalone opens groups."
+    "This fleet shares the GPUs of its trainer (spec.mode: Hybrid): each engine receives weights at its own URL with"
+    " /update_weights_from_tensor. Only a fleet with mode Standalone opens process groups."
 )
 """Message of a refused call about a process group."""
 RELEASED_TO_TRAINER = (
-    "The fleet is asleep: its trainer, which shares the GPUs (spec.mode), has the memory of the engines, and nothing generates until the"
-    " trainer calls /resume_memory_occupation."
+    "The fleet is asleep: its memory is released to the trainer, which shares the GPUs (spec.mode). No engine generates until the trainer"
+    " calls /resume_memory_occupation."
 )
 """Message while the trainer has the memory of the engines."""
 
 _SENTENCES = {
     FleetState.ACTIVE: "",
     FleetState.PAUSED: (
-        "The fleet is paused by its spec (spec.state: Paused): no engine generates until that is Active. Weight updates are taken."
+        "The fleet is paused by its spec (spec.state: Paused). No engine generates until the state is Active. Weight updates are accepted."
     ),
     FleetState.ASLEEP: (
-        "The fleet is asleep by its spec (spec.state: Asleep): the memory of its engines is released, and neither tokens nor"
-        " weights are taken until that is Active or Paused."
+        "The fleet is asleep by its spec (spec.state: Asleep): the memory of its engines is released. Requests and weight updates are"
+        " refused until the state is Active or Paused."
     ),
 }
 

@@ -66,8 +66,8 @@ def test_a_continue_is_answered_as_sglang_does_and_ends_nothing() -> None:
     answer = world.do(rq.Continue())
     assert answer.status == 200
     assert answer.message == (
-        "Generation stays paused. The fleet is paused by its spec (spec.state: Paused): no engine generates until that is Active."
-        " Weight updates are taken."
+        "Generation stays paused. The fleet is paused by its spec (spec.state: Paused). No engine generates until the state is Active."
+        " Weight updates are accepted."
     )
     assert paused_and_open(world) == [(True, False)] * 2
 
