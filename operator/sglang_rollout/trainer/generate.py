@@ -15,8 +15,6 @@ import requests
 from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, refusal_reason, run_in_background
 from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed, end_sentence
 
-__all__ = ["Sample", "SamplingParams", "VersionSpan", "generate"]
-
 RETRIED = frozenset({429, 502, 503, 504})
 """HTTP statuses that pass: too many requests, an engine that died during the request, no engine that may serve. A retry is
 safe, because sampling changes nothing.
@@ -29,12 +27,12 @@ SOCKET_GRACE_SECONDS = 5.0
 """Socket timeouts end this long after the deadline, because the calling thread cancels at the deadline and states the reason."""
 MAX_SHOWN_FAILURES = 3
 """How many failed prompts a message lists; ``GenerateFailed.failed`` has all."""
-SamplingParams = Mapping[str, Any]
-
 MAX_SAMPLES_PER_PROMPT = 1024
 """Maximum of ``n``. One engine generates all samples of a prompt and returns them in one JSON document: with
 log-probabilities, 1024 samples of 8192 tokens are about 400 MB.
 """
+
+SamplingParams = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,13 @@ from sglang_rollout.wire.states import Version
 
 log = logging.getLogger(__name__)
 
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+"""Suffixes of the files that a model needs beside its weights: config, tokenizer, chat template, the model's own code."""
+_CHUNK = 16 * 1024 * 1024
+_WRITING, _REMOVED, _LOCK = ".writing-", ".removed-", ".lock"
+_SPARE_BYTES = 64 * 1024 * 1024
+"""Space for the files beside the tensors."""
+
 HostBytes = Callable[[Any], memoryview]
 """Copies a tensor's bytes to host memory."""
 
@@ -121,12 +128,15 @@ class Snapshots:
                     self.every,
                 )
                 return None
-            self._wait_quietly()
+            self.close()
         return Staging(self)
 
     def close(self) -> None:
         """Wait for the snapshot that is being written. Its failure has been logged."""
-        self._wait_quietly()
+        try:
+            self.wait()
+        except Exception as error:  # noqa: BLE001 - _write has logged the error
+            log.debug("the last snapshot failed: %s", error)
 
     def start_writing(self, tensors: list[StagedTensor], version: Version, epoch: int, fleet_id: str) -> Future[Snapshot]:
         """Write a snapshot in the background."""
@@ -148,12 +158,6 @@ class Snapshots:
             raise
         log.info("Wrote version %s to %s (%d MiB).", job.version.label, snapshot.path, job.bytes >> 20)
         return snapshot
-
-    def _wait_quietly(self) -> None:
-        try:
-            self.wait()
-        except Exception as error:  # noqa: BLE001 - _write has logged the error
-            log.debug("the last snapshot failed: %s", error)
 
 
 class Staging:
@@ -184,14 +188,6 @@ def _stage_tensor(spec: TensorSpec, tensor: Any, host_bytes: HostBytes) -> Stage
     if dtype is None:
         raise SnapshotFailed(f"safetensors does not know the type {spec.dtype}")
     return StagedTensor(spec.name, dtype, spec.shape, host_bytes(tensor))
-
-
-_COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
-"""Suffixes of the files that a model needs beside its weights: config, tokenizer, chat template, the model's own code."""
-_CHUNK = 16 * 1024 * 1024
-_WRITING, _REMOVED, _LOCK = ".writing-", ".removed-", ".lock"
-_SPARE_BYTES = 64 * 1024 * 1024
-"""Space for the files beside the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
