@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from e2e.cluster.controlplane import ControlPlane, control_plane
 
-from sglang_rollout.controller.observe import CHILDREN
 from sglang_rollout.controller.render import names
+from sglang_rollout.controller.render.names import CHILD_KINDS
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NotFound
 from sglang_rollout.kube.resources import PODS, ROLLOUTS, SERVICES, STATEFULSETS, Object
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 NAMESPACE = "bench"
 ENGINES = 2
 # The kinds that the operator may write. Kubernetes' own controllers write other kinds (leases, endpoints).
-OURS = {kind.plural for kind in CHILDREN} | {"pods", "sglangrollouts", "events"}
+OURS = {kind.plural for kind in CHILD_KINDS} | {"pods", "sglangrollouts", "events"}
 WRITES = {"POST", "PUT", "PATCH", "APPLY", "DELETE", "DELETECOLLECTION"}
 DEADLINE = 60.0
 # Children besides the engines: two accounts, Role and binding, Secret, two ConfigMaps, two Services, the router.
@@ -89,7 +89,7 @@ async def created_seconds(kube: Kube, name: str) -> float:
         # StatefulSets are created last. Listing only them disturbs the measurement least.
         if len((await kube.list(STATEFULSETS, NAMESPACE, labels=labels)).items) == ENGINES:
             took = time.monotonic() - began
-            listings = [await kube.list(kind, NAMESPACE, labels=labels) for kind in CHILDREN]
+            listings = [await kube.list(kind, NAMESPACE, labels=labels) for kind in CHILD_KINDS]
             if sum(len(listing.items) for listing in listings) == SHARED + ENGINES:
                 return took
         await asyncio.sleep(0.02)

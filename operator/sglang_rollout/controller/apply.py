@@ -11,7 +11,7 @@ from sglang_rollout.controller.decide.plan import Apply, Delete, Failure, Plan, 
 from sglang_rollout.controller.render.fleet_objects import token_of, with_token
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, NotFound, Refused
-from sglang_rollout.kube.resources import Object, Resource, resource_of
+from sglang_rollout.kube.resources import Object, find_resource, resource_of
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ async def _create_or_adopt(kube: Kube, action: Apply, live: Object | None) -> Ob
 
 async def _delete(kube: Kube, namespace: str, action: Delete) -> bool | Failure:
     """Return True if the object was deleted, False if it was gone, or why the delete was refused."""
-    resource = Resource.of(action.api_version, action.kind)
+    resource = find_resource(action.api_version, action.kind)
     try:
         await kube.delete(resource, namespace, action.name, uid=action.uid)
     except (NotFound, Conflict):

@@ -26,8 +26,6 @@ from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NotFound, Refused
 from sglang_rollout.kube.resources import EVENTS, NODES, POD_GROUPS, PODS, ROLLOUTS, Object, Resource
 
-CHILDREN = tuple(Resource.of(kind.api_version, kind.kind, kind.plural) for kind in names.CHILD_KINDS)
-"""The kinds that a rollout renders to: listed here, watched in :mod:`triggers`, pruned by the plan."""
 KUEUE = "kueue.x-k8s.io"
 
 
@@ -40,7 +38,7 @@ async def observe(kube: Kube, namespace: str, name: str) -> FleetView | None:
         return None
     # The rollout is read first. Children newer than the rollout do no harm, but a rollout newer than its children would be
     # planned with objects that have already been replaced.
-    listings = await asyncio.gather(*(kube.list(resource, namespace, labels=labels) for resource in (*CHILDREN, PODS)))
+    listings = await asyncio.gather(*(kube.list(resource, namespace, labels=labels) for resource in (*names.CHILD_KINDS, PODS)))
     pods = listings[-1].items
     children: list[Object] = [item for listing in listings[:-1] for item in listing.items]
     return await _add_cluster(kube, build_fleet_view(rollout, children, pods))
@@ -99,7 +97,7 @@ async def _check_queue(kube: Kube, rollout: SGLangRollout) -> tuple[str, str]:
         group = await kube.get_path(f"/apis/{KUEUE}")
     except NotFound:
         return "", describe_missing_queue(name, rollout.namespace, installed=False)
-    resource = Resource(KUEUE, group["preferredVersion"]["version"], "localqueues", "LocalQueue")
+    resource = Resource(group["preferredVersion"]["groupVersion"], "localqueues", "LocalQueue")
     try:
         return find_queue_stop(await kube.get(resource, rollout.namespace, name)), ""
     except NotFound:

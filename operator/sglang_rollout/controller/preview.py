@@ -14,13 +14,13 @@ import yaml
 from sglang_rollout.api.crdgen import to_yaml
 from sglang_rollout.api.v1alpha1 import KIND
 from sglang_rollout.controller.decide.plan import Apply, Plan, make_plan
-from sglang_rollout.controller.decide.pods import Object
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.main import image_options, utc_now
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
+from sglang_rollout.kube.resources import POD_GROUPS, Object
 
-_CHILD_KINDS = frozenset(kind.kind for kind in (*names.CHILD_KINDS, names.POD_GROUP))
+_CHILD_KINDS = frozenset(kind.kind for kind in (*names.CHILD_KINDS, POD_GROUPS))
 _NO_STEPS = "nothing to do: every child is as the spec says"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from itertools import chain, repeat
 from typing import Any
 
@@ -43,19 +44,8 @@ def build_registry(wake: Wake, login: Login) -> kopf.OperatorRegistry:
     @kopf.on.login(registry=registry)
     async def on_login(**_: Any) -> kopf.ConnectionInfo:
         # The same credentials as our own client: kopf's own search has another order and supports no exec plug-ins.
-        found = await login()
-        return kopf.ConnectionInfo(
-            server=found.server,
-            ca_path=found.ca_path,
-            insecure=found.insecure,
-            scheme=found.scheme,
-            token=found.token,
-            certificate_path=found.certificate_path,
-            private_key_path=found.private_key_path,
-            proxy_url=found.proxy,
-            # Proxies from the environment, as for our own client. Otherwise one of the two clients may not reach the server.
-            trust_env=True,
-        )
+        # Proxies from the environment, too: otherwise one of the two clients may not reach the server.
+        return kopf.ConnectionInfo(**asdict(await login()), trust_env=True)
 
     return registry
 

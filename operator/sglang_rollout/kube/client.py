@@ -206,8 +206,8 @@ class Kube:
         limit = aiohttp.ClientTimeout(
             total=WATCH_SECONDS + REQUEST_DEADLINE_SECONDS, connect=CONNECT_DEADLINE_SECONDS, sock_read=WATCH_SILENCE_SECONDS
         )
-        call = build_call("watch", resource, namespace, query=query, limit=limit)
-        async with self._request(call) as response:
+        call = build_call("watch", resource, namespace, query=query)
+        async with self._request(call, limit) as response:
             async for line in _split_lines(response.content.iter_any()):
                 yield _parse_event(call, line)
 
@@ -222,11 +222,11 @@ class Kube:
             return _parse_object(call, await response.read())
 
     @asynccontextmanager
-    async def _request(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _request(self, call: Call, limit: aiohttp.ClientTimeout | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one request, count it, and turn the errors of the libraries into a KubeError."""
         outcome = "error"
         try:
-            response = await self._send_signed(call)
+            response = await self._send_signed(call, limit or self._limit)
             try:
                 if not response.ok:
                     body, retry_after = await response.read(), response.headers.get("Retry-After")
@@ -247,13 +247,13 @@ class Kube:
         finally:
             self._on_call(call.verb, call.plural, outcome)
 
-    async def _send_signed(self, call: Call) -> aiohttp.ClientResponse:
+    async def _send_signed(self, call: Call, limit: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
         """Send a request, and a second time with new credentials if the first were refused.
 
         Tokens of exec plug-ins and of service accounts expire while the process runs.
         """
         api = self._api
-        response = await self._send(api, call)
+        response = await self._send(api, call, limit)
         if response.status != _UNAUTHORIZED:
             return response
         response.close()
@@ -261,9 +261,10 @@ class Kube:
             if self._api is api:
                 self._api = self._open(await load_configuration(self._kubeconfig))
                 await api.close()
-        return await self._send(self._api, call)
+        return await self._send(self._api, call, limit)
 
-    async def _send(self, api: client.ApiClient, call: Call) -> aiohttp.ClientResponse:
+    @staticmethod
+    async def _send(api: client.ApiClient, call: Call, limit: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
         prepared = await api.param_serialize(
             call.method,
             call.path,
@@ -272,7 +273,7 @@ class Kube:
             body=call.body,
             auth_settings=["BearerToken"],
         )
-        reply = await api.call_api(*prepared, _request_timeout=call.limit or self._limit)
+        reply = await api.call_api(*prepared, _request_timeout=limit)
         response: aiohttp.ClientResponse = reply.response
         return response
 

@@ -15,7 +15,7 @@ _SERVICE_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 @dataclass(frozen=True)
 class Credentials:
-    """Address of the API server, and the identity of this client."""
+    """Address of the API server, and the identity of this client. The fields have the names of ``kopf.ConnectionInfo``."""
 
     server: str
     ca_path: str | None
@@ -24,7 +24,7 @@ class Credentials:
     scheme: str | None
     certificate_path: str | None
     private_key_path: str | None
-    proxy: str | None = None
+    proxy_url: str | None = None
 
 
 async def read_credentials(kubeconfig: str | None) -> Credentials:
@@ -43,7 +43,7 @@ async def read_credentials(kubeconfig: str | None) -> Credentials:
         scheme=scheme.capitalize() if token else None,
         certificate_path=found.cert_file,
         private_key_path=found.key_file,
-        proxy=found.proxy or None,
+        proxy_url=found.proxy or None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The kinds that the operator and the coordinator use, and requests for them as data. Opens no connection."""
+"""The kinds that the operator and the coordinator use, and requests for them as data. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote
-
-import aiohttp
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON."""
@@ -19,28 +17,14 @@ Object = dict[str, Any]
 class Resource:
     """A kind of object, as URLs name it."""
 
-    group: str
-    """API group; empty for the core group."""
-    version: str
+    api_version: str
+    """Group and version; only a version in the core group."""
     plural: str
     kind: str
 
-    @classmethod
-    def of(cls, api_version: str, kind: str, plural: str | None = None) -> Self:
-        """Return the resource with this apiVersion and kind. ``plural`` is needed only for kinds that this module does not list."""
-        group, _, version = api_version.rpartition("/")
-        if plural is None:
-            plural = resource_of({"apiVersion": api_version, "kind": kind}).plural
-        return cls(group, version, plural, kind)
-
-    @property
-    def api_version(self) -> str:
-        """``apiVersion`` of the objects."""
-        return f"{self.group}/{self.version}" if self.group else self.version
-
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
         """Return the URL path of the collection, of one object or of a subresource of it."""
-        parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
+        parts = ["apis" if "/" in self.api_version else "api", self.api_version]
         if namespace is not None:
             parts += ["namespaces", quote(namespace, safe="")]
         parts.append(self.plural)
@@ -48,22 +32,22 @@ class Resource:
         return "/" + "/".join(parts)
 
 
-ROLLOUTS = Resource("rollout.sglang.io", "v1alpha1", "sglangrollouts", "SGLangRollout")
-STATEFULSETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
-DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
-DAEMONSETS = Resource("apps", "v1", "daemonsets", "DaemonSet")
-PODS = Resource("", "v1", "pods", "Pod")
-CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap")
-SERVICES = Resource("", "v1", "services", "Service")
-SECRETS = Resource("", "v1", "secrets", "Secret")
-SERVICEACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
-ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
-ROLEBINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
-ENDPOINTSLICES = Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice")
-LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
-EVENTS = Resource("", "v1", "events", "Event")
-NODES = Resource("", "v1", "nodes", "Node")
-POD_GROUPS = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
+ROLLOUTS = Resource("rollout.sglang.io/v1alpha1", "sglangrollouts", "SGLangRollout")
+STATEFULSETS = Resource("apps/v1", "statefulsets", "StatefulSet")
+DEPLOYMENTS = Resource("apps/v1", "deployments", "Deployment")
+DAEMONSETS = Resource("apps/v1", "daemonsets", "DaemonSet")
+PODS = Resource("v1", "pods", "Pod")
+CONFIGMAPS = Resource("v1", "configmaps", "ConfigMap")
+SERVICES = Resource("v1", "services", "Service")
+SECRETS = Resource("v1", "secrets", "Secret")
+SERVICEACCOUNTS = Resource("v1", "serviceaccounts", "ServiceAccount")
+ROLES = Resource("rbac.authorization.k8s.io/v1", "roles", "Role")
+ROLEBINDINGS = Resource("rbac.authorization.k8s.io/v1", "rolebindings", "RoleBinding")
+ENDPOINTSLICES = Resource("discovery.k8s.io/v1", "endpointslices", "EndpointSlice")
+LEASES = Resource("coordination.k8s.io/v1", "leases", "Lease")
+EVENTS = Resource("v1", "events", "Event")
+NODES = Resource("v1", "nodes", "Node")
+POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "podgroups", "PodGroup")
 
 _ALL = (
     ROLLOUTS,
@@ -86,17 +70,21 @@ _ALL = (
 _BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL}
 
 
-def resource_of(obj: Mapping[str, Any]) -> Resource:
-    """Return the resource of an object, from its apiVersion and kind.
+def find_resource(api_version: str, kind: str) -> Resource:
+    """Return the resource of a kind.
 
     Raises:
         ValueError: This module does not list the kind.
     """
-    key = (str(obj.get("apiVersion")), str(obj.get("kind")))
     try:
-        return _BY_KIND[key]
+        return _BY_KIND[api_version, kind]
     except KeyError:
-        raise ValueError(f"{key[1]} of {key[0]} is not listed: add it to kube/resources.py") from None
+        raise ValueError(f"{kind} of {api_version} is not listed: add it to kube/resources.py") from None
+
+
+def resource_of(obj: Mapping[str, Any]) -> Resource:
+    """Return the resource of an object, from its apiVersion and kind. Raises ValueError like :func:`find_resource`."""
+    return find_resource(str(obj.get("apiVersion")), str(obj.get("kind")))
 
 
 def name_of(obj: Mapping[str, Any]) -> str:
@@ -129,8 +117,6 @@ class Call:
     """Plural name of the kind, for metrics."""
     query: Mapping[str, str] = field(default_factory=dict)
     body: Object | str | None = None
-    limit: aiohttp.ClientTimeout | None = None
-    """None: the deadline of the connection."""
 
     @property
     def method(self) -> str:
@@ -152,7 +138,6 @@ def build_call(
     subresource: str | None = None,
     query: Mapping[str, str] | None = None,
     body: Object | str | None = None,
-    limit: aiohttp.ClientTimeout | None = None,
 ) -> Call:
     """Return a request for objects of a resource."""
     where = "/".join(part for part in (namespace, name) if part)
@@ -163,7 +148,6 @@ def build_call(
         plural=resource.plural,
         query=query or {},
         body=body,
-        limit=limit,
     )
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.decide.drift import find_difference, is_applied, stamp
 from sglang_rollout.controller.decide.elastic import count_base_group_members, is_held_for_base, is_partly_placed
-from sglang_rollout.controller.decide.pods import Object, count_designed_pods
+from sglang_rollout.controller.decide.pods import count_designed_pods
 from sglang_rollout.controller.decide.rollout import Restart, plan_restarts
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.fleet_objects import token_of
+from sglang_rollout.kube.resources import POD_GROUPS, Object
 
 SETTLE_SECONDS = 2.0
 """Delay before the next look at something that changes without an event for us: garbage collection, a controller that lags."""
@@ -129,7 +130,7 @@ def _render_creatable(fleet: FleetView, settings: Settings) -> list[Object]:
     members = count_base_group_members(fleet)
     rendered = render_all(rollout, settings, token, gates=fleet.gate_ports, avoided=fleet.avoided_nodes, members=members)
     held = {engine.name for engine in fleet.wanted if is_held_for_base(fleet, engine)}
-    refused = {names.POD_GROUP.kind} if fleet.cluster.gang_problem else set()
+    refused = {POD_GROUPS.kind} if fleet.cluster.gang_problem else set()
     return [
         child
         for child in rendered

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER, GATE_CONTAINER
 from sglang_rollout.controller.render import names
+from sglang_rollout.kube.resources import Object
 from sglang_rollout.wire.agent import is_group_restart
-
-Object = dict[str, Any]
 
 IMAGE_REASONS = frozenset(
     {

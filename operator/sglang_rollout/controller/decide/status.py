@@ -27,9 +27,10 @@ from sglang_rollout.controller.decide.conditions import FleetSummary, describe_i
 from sglang_rollout.controller.decide.engine_status import EngineReport, format_version, report_engines
 from sglang_rollout.controller.decide.node_avoidance import decide_avoidance
 from sglang_rollout.controller.decide.plan import Failure
-from sglang_rollout.controller.decide.pods import Object, Pod, TroubleKind, describe_end
+from sglang_rollout.controller.decide.pods import Pod, TroubleKind, describe_end
 from sglang_rollout.controller.decide.view import FleetView, holds_committed
 from sglang_rollout.controller.render import names
+from sglang_rollout.kube.resources import Object
 from sglang_rollout.wire.ports import FLEET, FRONT_PORT
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import Version

@@ -8,6 +8,17 @@ from typing import NamedTuple
 from sglang_rollout.api import v1alpha1 as api
 from sglang_rollout.api.network_spec import BLOCK
 from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL
+from sglang_rollout.kube.resources import (
+    CONFIGMAPS,
+    DAEMONSETS,
+    DEPLOYMENTS,
+    ROLEBINDINGS,
+    ROLES,
+    SECRETS,
+    SERVICEACCOUNTS,
+    SERVICES,
+    STATEFULSETS,
+)
 from sglang_rollout.wire import ports as wire
 
 FIELD_MANAGER = "sglang-rollout-operator"
@@ -66,29 +77,11 @@ CONTROL_DIR = "/etc/sglang-rollout/control"
 TOKEN_FILE = f"{CONTROL_DIR}/{TOKEN_KEY}"
 
 
-class ChildKind(NamedTuple):
-    """A kind of object that the operator creates."""
+CHILD_KINDS = (SERVICEACCOUNTS, ROLES, ROLEBINDINGS, SECRETS, CONFIGMAPS, SERVICES, DEPLOYMENTS, DAEMONSETS, STATEFULSETS)
+"""Kinds of children: listed by label, watched, healed, and pruned when they are no longer wanted.
 
-    api_version: str
-    kind: str
-    plural: str
-
-
-CHILD_KINDS: tuple[ChildKind, ...] = (
-    ChildKind("v1", "ServiceAccount", "serviceaccounts"),
-    ChildKind("rbac.authorization.k8s.io/v1", "Role", "roles"),
-    ChildKind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings"),
-    ChildKind("v1", "Secret", "secrets"),
-    ChildKind("v1", "ConfigMap", "configmaps"),
-    ChildKind("v1", "Service", "services"),
-    ChildKind("apps/v1", "Deployment", "deployments"),
-    ChildKind("apps/v1", "DaemonSet", "daemonsets"),
-    ChildKind("apps/v1", "StatefulSet", "statefulsets"),
-)
-"""Kinds that the operator lists by label, heals, and prunes."""
-
-POD_GROUP = ChildKind("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
-"""A child kind that not every cluster has."""
+PodGroups are children, too, but only clusters with coscheduling know the kind.
+"""
 
 
 def engine_name(rollout: str, index: int) -> str:

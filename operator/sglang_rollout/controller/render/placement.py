@@ -10,6 +10,7 @@ from sglang_rollout.api.sharing_spec import ENGINE_INDEX
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.common import Object, child
+from sglang_rollout.kube.resources import POD_GROUPS
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _NODE = "kubernetes.io/hostname"
@@ -80,7 +81,7 @@ def pod_groups(rollout: SGLangRollout, members: int | None = None) -> list[Objec
     gang, pods = rollout.spec.scheduling.gang, rollout.spec.engine.pods
     if gang is None:
         return []
-    version, kind = names.POD_GROUP.api_version, names.POD_GROUP.kind
+    version, kind = POD_GROUPS.api_version, POD_GROUPS.kind
     base = names.base_group(rollout.name)
     made = []
     for name in dict.fromkeys(_group_of(rollout, engine) for engine in range(rollout.spec.engines)):

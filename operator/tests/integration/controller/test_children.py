@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.controller.observe import CHILDREN
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.triggers import list_watched_kinds
 from sglang_rollout.kube.resources import (
@@ -194,4 +193,4 @@ async def test_deleted_rollout_removes_its_children(operator: OperatorProcess, w
 
 def test_every_rendered_kind_is_watched() -> None:
     watched = {key[-1] for key in list_watched_kinds()}
-    assert watched == {resource.plural for resource in CHILDREN} | {"pods"}
+    assert watched == {resource.plural for resource in names.CHILD_KINDS} | {"pods"}

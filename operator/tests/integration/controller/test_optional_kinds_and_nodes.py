@@ -14,18 +14,18 @@ from tests.integration.controller.support.operator_process import OperatorProces
 
 pytestmark = [pytest.mark.controlplane]
 
-QUEUES = Resource("kueue.x-k8s.io", "v1beta2", "localqueues", "LocalQueue")
+QUEUES = Resource("kueue.x-k8s.io/v1beta2", "localqueues", "LocalQueue")
 
 
 def define(api: ControlPlane, resource: Resource) -> None:
     """Install a definition that accepts any spec."""
-    singular = resource.kind.lower()
+    singular, (group, version_name) = resource.kind.lower(), resource.api_version.split("/")
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    version = {"name": resource.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": anything}}
+    version = {"name": version_name, "served": True, "storage": True, "schema": {"openAPIV3Schema": anything}}
     names = {"plural": resource.plural, "singular": singular, "kind": resource.kind, "listKind": f"{resource.kind}List"}
-    spec = {"group": resource.group, "scope": "Namespaced", "names": names, "versions": [version]}
+    spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [version]}
     metadata = {
-        "name": f"{resource.plural}.{resource.group}",
+        "name": f"{resource.plural}.{group}",
         # Groups of Kubernetes' own domain need it.
         "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
     }
@@ -35,7 +35,7 @@ def define(api: ControlPlane, resource: Resource) -> None:
 
 
 def forget(api: ControlPlane, resource: Resource) -> None:
-    api.kubectl("delete", "crd", f"{resource.plural}.{resource.group}", "--ignore-not-found", "--timeout=20s")
+    api.kubectl("delete", "crd", f"{resource.plural}.{resource.api_version.partition('/')[0]}", "--ignore-not-found", "--timeout=20s")
 
 
 async def reason(world: World, wanted: str) -> str:

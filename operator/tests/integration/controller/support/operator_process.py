@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 from e2e.child import start_child
 
-from sglang_rollout.controller.observe import CHILDREN
 from sglang_rollout.controller.render import names
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NotFound
@@ -147,7 +146,7 @@ class World:
 
     async def children(self, name: str) -> dict[tuple[str, str], Object]:
         labels: dict[str, str | None] = {names.LABEL_ROLLOUT: name}
-        found = [item for kind in CHILDREN for item in (await self.kube.list(kind, self.namespace, labels=labels)).items]
+        found = [item for kind in names.CHILD_KINDS for item in (await self.kube.list(kind, self.namespace, labels=labels)).items]
         return {(item["kind"], item["metadata"]["name"]): item for item in found}
 
     async def pods(self, name: str, component: str = "engine") -> dict[str, Object]:
