@@ -113,14 +113,7 @@ def command(
     _check_programs()
     _check_engines(parsed)
     _check_can_listen(listen, "--listen")
-    try:
-        more = Weights.model_validate_json(weights_json)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
-    named = {"backend": Backend(backend), "pause_mode": pause_mode}
-    weights = more.model_copy(update={key: value for key, value in named.items() if key not in more.model_fields_set})
+    weights = _parse_weights(weights_json, Backend(backend), pause_mode)
     silent = asyncio.run(_check_sizes(parsed, weights))
     ports = _choose_ports(count_ports(len(parsed)), base_port, taken={listen.port, *(engine.address.port for engine in parsed)})
     plan = Plan(listen=listen, engines=parsed, weights=weights, policy=policy, ports=ports)
@@ -131,6 +124,18 @@ def command(
         asyncio.run(_run(plan, folders, silent))
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
+
+
+def _parse_weights(text: str, backend: Backend, pause_mode: PauseMode) -> Weights:
+    """Parse ``--weights``. The other two options hold unless the text sets the same field."""
+    try:
+        weights = Weights.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise click.BadParameter(f"{where + ': ' if where else ''}{first['msg']}", param_hint="--weights") from None
+    defaults = {"backend": backend, "pause_mode": pause_mode}
+    return weights.model_copy(update={key: value for key, value in defaults.items() if key not in weights.model_fields_set})
 
 
 async def _run(plan: Plan, folders: Folders, silent: list[EngineArg]) -> None:
