@@ -203,7 +203,7 @@ def main() -> None:
     facts = machine()
     with tempfile.TemporaryDirectory(prefix="sgr-bench-") as folder, control_plane(Path(folder)) as plane:
         plane.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-        plane.kubectl("wait", "--for=condition=Established", "crd/sglangrollouts.rollout.sglang.io", "--timeout=20s")
+        plane.wait_for_crd("sglangrollouts.rollout.sglang.io")
         plane.kubectl("create", "namespace", NAMESPACE)
         with operator(plane, Path(folder) / "operator.log"):
             results = asyncio.run(measure(plane, options.rollouts, options.steady))

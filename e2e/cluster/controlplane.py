@@ -60,6 +60,15 @@ class ControlPlane:
         """Return the parsed output of ``kubectl get … -o json``."""
         return json.loads(self.kubectl("get", *words, "-o", "json").stdout)
 
+    def wait_for_crd(self, name: str) -> None:
+        """Wait until a CustomResourceDefinition is established. ``kubectl wait`` fails while the definition has no conditions."""
+
+        def is_established() -> bool:
+            conditions = self.get("crd", name).get("status", {}).get("conditions") or []
+            return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
+
+        wait_until(is_established, seconds=20, what=f"the definition {name} is not established")
+
 
 def free_ports(count: int) -> list[int]:
     """Return different free ports of 127.0.0.1."""

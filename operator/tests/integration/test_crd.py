@@ -36,7 +36,7 @@ VALID = sorted(
 @pytest.fixture(scope="module")
 def api(kubernetes_api: ControlPlane) -> ControlPlane:  # noqa: F811
     kubernetes_api.kubectl("apply", "--server-side", "-f", "-", stdin=crd_yaml())
-    kubernetes_api.kubectl("wait", "--for=condition=Established", "crd/sglangrollouts.rollout.sglang.io", "--timeout=20s")
+    kubernetes_api.wait_for_crd("sglangrollouts.rollout.sglang.io")
     # Established is not yet published: discovery (short names) and OpenAPI (explain) follow a moment later.
     what = "the API server does not publish the definition"
     wait_until(lambda: kubernetes_api.kubectl("explain", "sglr.spec", check=False).returncode == 0, seconds=30, what=what, every=0.5)

@@ -23,7 +23,7 @@ StartOperator = Callable[..., OperatorProcess]
 def api(kubernetes_api: ControlPlane) -> ControlPlane:  # noqa: F811
     """Return an API server with the CRD."""
     kubernetes_api.kubectl("apply", "--server-side", "-f", str(CRDS))
-    kubernetes_api.kubectl("wait", "--for=condition=Established", "crd/sglangrollouts.rollout.sglang.io", "--timeout=20s")
+    kubernetes_api.wait_for_crd("sglangrollouts.rollout.sglang.io")
     return kubernetes_api
 
 

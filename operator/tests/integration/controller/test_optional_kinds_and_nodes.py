@@ -31,7 +31,7 @@ def define(api: ControlPlane, resource: Resource) -> None:
     }
     definition = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": metadata, "spec": spec}
     api.kubectl("apply", "-f", "-", stdin=json.dumps(definition))
-    api.kubectl("wait", "--for=condition=Established", f"crd/{metadata['name']}", "--timeout=20s")
+    api.wait_for_crd(f"{resource.plural}.{group}")
 
 
 def forget(api: ControlPlane, resource: Resource) -> None:
