@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass
 
 from sglang_rollout.api.status import Reason
+from sglang_rollout.controller.decide.drift import Ownership, read_ownership
 from sglang_rollout.controller.decide.plan import Apply, Delete, Failure, Plan, find_ownership_conflict
 from sglang_rollout.controller.render.fleet_objects import token_of, with_token
 from sglang_rollout.kube.client import Kube
@@ -24,20 +25,20 @@ class Outcome:
     """Result of a plan."""
 
     writes: int
-    """Number of requests that the server accepted. 0: nothing differs from what the plan saw."""
+    """Number of changes. 0: nothing differs from what the plan saw."""
     failure: Failure | None = None
     """Why the first failed action failed; None if all succeeded."""
 
 
-async def execute_plan(kube: Kube, namespace: str, plan: Plan) -> Outcome:
-    """Run the actions in order.
+async def execute_plan(kube: Kube, namespace: str, plan: Plan, ownership: Ownership) -> Outcome:
+    """Run the actions in order, and record in ``ownership`` what the operator owns after each apply.
 
     Raises:
         ApiUnavailable: The API server did not answer. Try the whole reconcile again.
         Conflict: Another writer was faster. Try the whole reconcile again.
     """
     done: list[str] = []
-    healed: set[str] = set()
+    changed: set[str] = set()
     apply_failure: Failure | None = None
     delete_failure: Failure | None = None
     try:
@@ -47,11 +48,12 @@ async def execute_plan(kube: Kube, namespace: str, plan: Plan) -> Outcome:
                 if isinstance(found, Failure):
                     apply_failure = apply_failure or found
                     continue
-                done.append(f"applied {action.object['kind']} {name}: {action.reason}")
+                ownership[found["metadata"].get("uid", "")] = read_ownership(found)
                 if found["metadata"].get("resourceVersion") != action.version:
-                    healed.add(name)
+                    done.append(f"applied {action.object['kind']} {name}: {action.reason}")
+                    changed.add(name)
             # Delete nothing if an apply failed, because the deletes may depend on it.
-            elif not apply_failure and action.unless_healed not in healed:
+            elif not apply_failure and action.unless_healed not in changed:
                 deleted = await _delete(kube, namespace, action)
                 if deleted is True:
                     done.append(f"deleted {action.kind} {action.name}: {action.reason}")
@@ -101,8 +103,11 @@ async def _create_or_adopt(kube: Kube, action: Apply, live: Object | None) -> Ob
     if live is not None:
         return await kube.apply(obj)
     if action.needs_token:
-        # Apply would not be safe: during an upgrade two operators run with one field manager, and each could replace the token.
-        return await kube.create(obj)
+        # An apply alone is not safe: during an upgrade two operators run with one field manager, and each could replace the token.
+        # The apply that follows changes no value. The API server keeps the fields of a create apart from those of an apply, so
+        # that the first apply after a restart would otherwise change the Secret's managedFields.
+        await kube.create(obj)
+        return await kube.apply(obj)
     return await kube.apply(obj, force=False)
 
 

@@ -92,7 +92,8 @@ def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_ima
     \b
     kubectl get sglr,sa,role,rolebinding,secret,cm,svc,deploy,ds,sts,pod -o yaml > live.yaml
 
-    Give the images of your operator, because other images are a difference. Queues, nodes and quotas are not known here.
+    Give the images of your operator, because other images are a difference. Queues, nodes, quotas and changes of children by other
+    clients are not known here.
     """
     rollout = find_rollout(load_objects(rollout_file), rollout_file.name)
     fleet = build_preview(rollout, load_objects(live_file) if live_file else [])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_rollout.api.status import ConditionType, Reason, end_sentence, find
 from sglang_rollout.controller.apply import Outcome, execute_plan
+from sglang_rollout.controller.decide.drift import Ownership
 from sglang_rollout.controller.decide.node_avoidance import seconds_until_expiry
 from sglang_rollout.controller.decide.plan import Failure, Plan, make_plan
 from sglang_rollout.controller.decide.status import build_status
@@ -37,7 +38,11 @@ class Result:
 
 
 class Reconciler:
-    """Brings rollouts to their specs. Keeps nothing between calls, so a restart changes nothing."""
+    """Brings rollouts to their specs.
+
+    Between calls it keeps only what its last applies own. After a restart it applies each child once, which changes nothing if
+    nothing differs.
+    """
 
     def __init__(self, kube: Kube, settings: Settings, *, events: EventPoster, metrics: Metrics, now: Callable[[], str]) -> None:
         self._kube = kube
@@ -45,6 +50,7 @@ class Reconciler:
         self._events = events
         self._metrics = metrics
         self._now = now
+        self._ownership: dict[Key, Ownership] = {}
 
     async def reconcile(self, key: Key) -> Result:
         """Bring the rollout ``key`` one step nearer to its spec.
@@ -57,8 +63,11 @@ class Reconciler:
         if fleet is None or fleet.is_being_deleted:
             # Owner references remove the children. New children would only be in the way.
             return self._gone(key)
-        plan, defect = self._plan(fleet)
-        outcome = Outcome(0, defect) if defect else await execute_plan(self._kube, namespace, plan)
+        uids = {child["metadata"].get("uid") for child in fleet.children.values()}
+        ownership = {uid: owned for uid, owned in self._ownership.get(key, {}).items() if uid in uids}
+        self._ownership[key] = ownership
+        plan, defect = self._plan(replace(fleet, ownership=ownership))
+        outcome = Outcome(0, defect) if defect else await execute_plan(self._kube, namespace, plan, ownership)
         if outcome.writes:
             # The status must describe the objects as they are now. With the earlier view it could report a fleet of the
             # previous generation as ready under the new observedGeneration.
@@ -73,6 +82,7 @@ class Reconciler:
         return Result("refused" if outcome.failure else "ok", min(delays, default=None), retry=bool(outcome.failure))
 
     def _gone(self, key: Key) -> Result:
+        self._ownership.pop(key, None)
         self._metrics.set_ready(key, None)
         return Result("gone")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
 from e2e.cluster.say import wait_until
 
 from sglang_rollout.api.crdgen import crd_yaml
+from sglang_rollout.controller.decide.drift import read_ownership
 from sglang_rollout.controller.decide.plan import Apply, make_plan
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
@@ -193,24 +195,51 @@ def test_the_mode_of_a_rollout_cannot_change(api: ControlPlane) -> None:
 def test_changed_or_deleted_child_is_seen(api: ControlPlane) -> None:
     name, namespace = "drift", "crd-drift"
     _applied(api, namespace, name, REPOSITORY / "examples/rollout-cpu.yaml")
+    known = _ownership(_observe(api, namespace, name))
+    assert make_plan(replace(_observe(api, namespace, name), ownership=known), SETTINGS).actions == ()
     api.kubectl("delete", "service", f"{name}-router", "-n", namespace)
     api.kubectl("patch", "service", f"{name}-engines", "-n", namespace, "-p", '{"spec": {"selector": {"more": "than-ours"}}}')
     api.kubectl("scale", "statefulset", f"{name}-engine-1", "-n", namespace, "--replicas=0")
     api.kubectl("label", "deployment", f"{name}-router", "-n", namespace, "app.kubernetes.io/name=other", "--overwrite")
     api.kubectl("patch", "role", f"{name}-router", "-n", namespace, "--type=json", "-p", '[{"op": "remove", "path": "/rules/0"}]')
 
-    actions = make_plan(_observe(api, namespace, name), SETTINGS).actions
+    changed = replace(_observe(api, namespace, name), ownership=known)
+    actions = make_plan(changed, SETTINGS).actions
 
-    assert {(a.object["kind"], a.reason) for a in actions if isinstance(a, Apply)} == {
-        ("Role", "rules"),
-        ("Service", "does not exist"),
-        ("Service", "spec.selector"),
-        ("Deployment", "metadata.labels.app.kubernetes.io/name"),
-        ("StatefulSet", "spec.replicas"),
+    assert {(a.object["kind"], a.object["metadata"]["name"], a.reason) for a in actions if isinstance(a, Apply)} == {
+        ("Role", f"{name}-router", "another client changed it"),
+        ("Service", f"{name}-router", "does not exist"),
+        ("Service", f"{name}-engines", "another client changed it"),
+        ("Deployment", f"{name}-router", "another client changed it"),
+        ("StatefulSet", f"{name}-engine-1", "another client changed it"),
     }
-    _execute(api, _observe(api, namespace, name))
-    assert make_plan(_observe(api, namespace, name), SETTINGS).actions == ()
+    _execute(api, changed)
+    healed = _observe(api, namespace, name)
+    assert make_plan(replace(healed, ownership=_ownership(healed)), SETTINGS).actions == ()
+    assert _ownership(healed).items() >= {uid: fields for uid, fields in known.items() if uid in _ownership(healed)}.items()
     assert "more" not in api.get("service", f"{name}-engines", "-n", namespace)["spec"]["selector"], "it selects nothing"
+
+
+def test_an_apply_without_a_difference_is_not_stored(api: ControlPlane) -> None:
+    """A restarted operator applies every child once."""
+    name, namespace = "restarted", "crd-restarted"
+    _applied(api, namespace, name, REPOSITORY / "examples/rollout-cpu.yaml")
+    # Controllers write the status of their objects meanwhile; the operator's fields must stay as they are.
+    before = _observe(api, namespace, name)
+    first_look = replace(before, ownership={})
+    reasons = {action.reason for action in make_plan(first_look, SETTINGS).actions if isinstance(action, Apply)}
+    assert reasons == {"first apply of this operator process"}
+    _execute(api, first_look)
+    after = _observe(api, namespace, name)
+    assert _ownership(after) == _ownership(before)
+    quiet = {key for key, child in before.children.items() if key[0] in {"Role", "RoleBinding", "ConfigMap", "Secret", "ServiceAccount"}}
+    assert len(quiet) >= 5
+    versions = [{key: view.children[key]["metadata"]["resourceVersion"] for key in quiet} for view in (before, after)]
+    assert versions[0] == versions[1]
+
+
+def _ownership(world: FleetView) -> dict[str, str]:
+    return {child["metadata"]["uid"]: read_ownership(child) for child in world.children.values()}
 
 
 def _applied(api: ControlPlane, namespace: str, name: str, path: Path) -> dict[str, Any]:
@@ -231,7 +260,7 @@ def _applied(api: ControlPlane, namespace: str, name: str, path: Path) -> dict[s
 def _observe(api: ControlPlane, namespace: str, name: str) -> FleetView:
     """Return the view of the operator."""
     kinds = ",".join([*(kind.plural for kind in CHILD_KINDS), "pods"])
-    found: list[dict[str, Any]] = api.get(kinds, "-n", namespace, "-l", f"{LABEL_ROLLOUT}={name}")["items"]
+    found: list[dict[str, Any]] = api.get(kinds, "--show-managed-fields", "-n", namespace, "-l", f"{LABEL_ROLLOUT}={name}")["items"]
     pods = [item for item in found if item["kind"] == "Pod"]
     return build_fleet_view(api.get("sglr", name, "-n", namespace), [item for item in found if item not in pods], pods)
 

@@ -150,11 +150,13 @@ def _plan_applies(fleet: FleetView, wanted: Sequence[Object]) -> tuple[list[Appl
             continue
         if live is not None and kind == "StatefulSet" and count_designed_pods(child) != count_designed_pods(live):
             continue  # recreated by the rolling update
-        if reason := "does not exist" if live is None else find_difference(child, live):
+        needs_token = kind == "Secret" and token_of(child) is None
+        reason = "does not exist" if live is None else find_difference(child, live, fleet.ownership)
+        if reason := reason or ("the token is missing" if needs_token else ""):
             apply = Apply(
                 child,
                 reason,
-                needs_token=kind == "Secret" and token_of(child) is None,
+                needs_token=needs_token,
                 unseen=live is None,
                 version=str((live or {}).get("metadata", {}).get("resourceVersion", "")),
                 heals=live is not None and is_applied(child, live),
@@ -200,7 +202,7 @@ def _delete(restart: Restart, healing: set[str]) -> Delete:
     """Return the delete of a pod, or of the StatefulSet of an engine with another number of pods.
 
     The delete waits if this plan heals the engine's template, because the controller could recreate the pod from the foreign
-    one. If the apply changes nothing, the difference is the API server's defaulting, and the delete proceeds.
+    template. If the apply changes nothing, as after a restart of the operator, the delete proceeds.
     """
     engine, pod = restart.engine, restart.pod
     unless_healed = engine.name if engine.name in healing else ""

@@ -15,6 +15,7 @@ import pydantic
 
 from sglang_rollout.api.status import end_sentence
 from sglang_rollout.api.v1alpha1 import SGLangRollout
+from sglang_rollout.controller.decide.drift import Ownership
 from sglang_rollout.controller.decide.pod_shapes import find_misfit
 from sglang_rollout.controller.decide.pods import Pod, count_designed_pods
 from sglang_rollout.controller.decide.prerequisites import Cluster
@@ -120,6 +121,8 @@ class FleetView:
     """Why the record cannot be read, as a sentence."""
     cluster: Cluster = field(default_factory=Cluster)
     """Facts about the cluster beyond the rollout's own objects."""
+    ownership: Ownership | None = None
+    """What the operator owned after its last applies. None: unknown, so changes by other clients are not seen."""
 
     @property
     def name(self) -> str:

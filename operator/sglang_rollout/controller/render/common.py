@@ -138,9 +138,3 @@ def parse_quantity(value: Any) -> Decimal | None:
         return None
     number, exponent, suffix = found.groups()
     return Decimal(number + (exponent or "")) * _FACTORS[suffix or ""]
-
-
-def is_same_quantity(one: Any, other: Any) -> bool:
-    """Return True if both values are the same quantity."""
-    quantity = parse_quantity(one)
-    return quantity is not None and quantity == parse_quantity(other)

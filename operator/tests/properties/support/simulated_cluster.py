@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sglang_rollout.controller.decide.drift import Ownership, read_ownership
 from sglang_rollout.controller.decide.plan import Action, Delete, Plan, make_plan
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render import names
@@ -26,13 +27,15 @@ class Cluster:
     cr: Object
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
     pods: dict[str, Object] = field(default_factory=dict)
+    ownership: Ownership = field(default_factory=dict)
+    """What the operator remembers of its applies."""
     serial: Any = field(default_factory=lambda: itertools.count(1))
 
     def observe(self) -> FleetView:
         return build_fleet_view(copy.deepcopy(self.cr), copy.deepcopy(list(self.objects.values())), copy.deepcopy(list(self.pods.values())))
 
     def plan(self, settings: Settings = SETTINGS) -> Plan:
-        return make_plan(self.observe(), settings)
+        return make_plan(replace(self.observe(), ownership=self.ownership), settings)
 
     def execute(self, actions: tuple[Action, ...]) -> None:
         healed = set()
@@ -70,6 +73,12 @@ class Cluster:
     def serving(self) -> set[str]:
         return {engine.name for engine in self.observe().existing if engine.is_serving}
 
+    def take_fields(self, kind: str, name: str) -> Object:
+        """Take all fields of an object from the operator, and return the object, so that a test can change it."""
+        child = self.objects[kind, name]
+        child["metadata"]["managedFields"] = []
+        return child
+
     def edit_spec(self, spec: Object) -> None:
         if spec != self.cr["spec"]:
             self.cr["spec"] = copy.deepcopy(spec)
@@ -86,10 +95,12 @@ class Cluster:
         made["status"] = (live or {}).get("status", {})
         if obj["kind"] == "ConfigMap" and "data" not in obj and live and "data" in live:
             made["data"] = live["data"]
+        made["metadata"]["managedFields"] = [{"manager": names.FIELD_MANAGER, "operation": "Apply", "fieldsV1": {"f:all": {}}}]
         made["metadata"]["resourceVersion"] = metadata.get("resourceVersion", "")
         if made != live:
             made["metadata"]["resourceVersion"] = str(next(self.serial))
         self.objects[key] = made
+        self.ownership[made["metadata"]["uid"]] = read_ownership(made)
 
     def _delete(self, action: Delete) -> None:
         if action.kind == "Pod":

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sglang_rollout.api.v1alpha1 import SGLangRollout
-from sglang_rollout.controller.decide.drift import find_difference, stamp
+from sglang_rollout.controller.decide.drift import find_difference, read_ownership, stamp
 from sglang_rollout.controller.render import names, render_all
-from sglang_rollout.controller.render.common import is_same_quantity
+from sglang_rollout.controller.render.common import parse_quantity
 from sglang_rollout.controller.render.engine_arguments import server_args
 from sglang_rollout.controller.render.fleet_objects import intent
 from sglang_rollout.controller.render.hashing import revision
@@ -31,11 +31,11 @@ Object = dict[str, Any]
         (2, "2", True),
         ("1e3", "1k", True),
         ("1G", "1Gi", False),
-        ("a", "a", False),
+        ("a", "1", False),
     ],
 )
 def test_quantities(one: Any, other: Any, equal: bool) -> None:
-    assert is_same_quantity(one, other) is equal
+    assert (parse_quantity(one) == parse_quantity(other)) is equal
 
 
 @pytest.mark.parametrize(
@@ -78,49 +78,42 @@ def live_of(rendered: Object) -> Object:
     return copy.deepcopy(stamp(rendered))
 
 
-CONTAINER: Object = {
-    "name": "engine",
-    "args": ["a", "b"],
-    "env": [{"name": "A", "value": "1"}],
-    "resources": {"requests": {"cpu": "1000m"}},
-    "securityContext": {"allowPrivilegeEscalation": False},
-}
-RENDERED: Object = {"kind": "X", "metadata": {"name": "n"}, "spec": {"containers": [CONTAINER], "hostNetwork": False}}
+RENDERED: Object = {"kind": "X", "metadata": {"name": "n"}, "spec": {"containers": [{"name": "engine"}], "hostNetwork": False}}
+FIELDS: Object = {"f:spec": {"f:containers": {}, "f:hostNetwork": {}}}
 
 
-def test_defaults_and_foreign_additions_are_not_drift() -> None:
+def owned(fields: Object, **entry: str) -> Object:
+    """An entry of managedFields."""
+    return {"manager": names.FIELD_MANAGER, "operation": "Apply", "fieldsV1": fields, **entry}
+
+
+def test_object_whose_fields_the_operator_still_owns_is_not_applied_again() -> None:
     live = live_of(RENDERED)
-    live["metadata"] |= {"uid": "u", "labels": {"theirs": "x"}}
+    live["metadata"] |= {"uid": "u", "managedFields": [owned(FIELDS)]}
+    known = {"u": read_ownership(live)}
     live["spec"]["dnsPolicy"] = "ClusterFirst"
-    del live["spec"]["hostNetwork"]
-    container = live["spec"]["containers"][0]
-    container["resources"]["requests"]["cpu"] = "1"
-    container["env"].insert(0, {"name": "INJECTED", "value": "y"})
-    live["spec"]["containers"].append({"name": "injected"})
-    assert find_difference(stamp(RENDERED), live) == ""
+    live["metadata"]["managedFields"] += [owned({"f:status": {}}, subresource="status"), owned({"f:spec": {}}, manager="kubectl")]
+    assert find_difference(stamp(RENDERED), live, known) == "", "defaults, the status and additions of other clients do not matter"
 
 
-@pytest.mark.parametrize(
-    ("path", "edit"),
-    [
-        ("spec.containers[engine].args", lambda c: c["args"].append("c")),
-        ("spec.containers[engine].args[0]", lambda c: c["args"].reverse()),
-        ("spec.containers[engine].env[A]", lambda c: c["env"].clear()),
-        ("spec.containers[engine].env[A].value", lambda c: c["env"][0].update(value="2")),
-        ("spec.containers[engine].resources.requests.cpu", lambda c: c["resources"]["requests"].update(cpu="2")),
-        ("spec.containers[engine].securityContext.allowPrivilegeEscalation", lambda c: c["securityContext"].clear()),
-        ("spec.containers[engine]", lambda c: c.update(name="other")),
-    ],
-)
-def test_edited_field_is_drift(path: str, edit: Any) -> None:
+def test_field_that_another_client_took_is_drift() -> None:
     live = live_of(RENDERED)
-    edit(live["spec"]["containers"][0])
-    assert find_difference(stamp(RENDERED), live) == path
+    live["metadata"] |= {"uid": "u", "managedFields": [owned(FIELDS)]}
+    known = {"u": read_ownership(live)}
+    for fewer in ([owned({"f:spec": {"f:containers": {}}})], [], None):
+        live["metadata"]["managedFields"] = fewer
+        assert find_difference(stamp(RENDERED), live, known) == "another client changed it"
+
+
+def test_object_is_applied_once_after_a_restart() -> None:
+    live = live_of(RENDERED)
+    assert find_difference(stamp(RENDERED), live, {}) == "first apply of this operator process"
+    assert find_difference(stamp(RENDERED), live) == "", "a preview compares no ownership"
 
 
 def test_removed_field_is_drift() -> None:
     live = live_of(RENDERED)
-    less = {**RENDERED, "spec": {"containers": [CONTAINER]}}
+    less = {**RENDERED, "spec": {"containers": [{"name": "engine"}]}}
     assert find_difference(stamp(less), live) == "the wanted object changed"
 
 
@@ -177,49 +170,3 @@ def test_the_longest_name_fits_every_label() -> None:
         longest = made["metadata"]["name"] + ("-" + "x" * 10 if made["kind"] == "StatefulSet" else "")
         assert len(longest) <= 63
         assert all(len(value) <= 63 for value in made["metadata"]["labels"].values())
-
-
-def test_additional_key_in_a_service_selector_is_drift() -> None:
-    """The Service would select nothing: the fleet's URL is dead although every rendered key is there."""
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": "demo-router", "namespace": "default"},
-        "spec": {"selector": {"rollout": "demo"}},
-    }
-    live = stamp(service)
-    assert find_difference(stamp(service), live) == ""
-    added = live | {"spec": {"selector": {"rollout": "demo", "a": "b"}}}
-    assert find_difference(stamp(service), added) == "spec.selector"
-
-
-EMPTIED: Object = {
-    "kind": "X",
-    "metadata": {"name": "n", "labels": {}},
-    "spec": {
-        "nodeSelector": {},
-        "schedulerName": "",
-        "dnsPolicy": "",
-        "containers": [{"name": "log", "imagePullPolicy": "", "resources": {"limits": {}}, "livenessProbe": {"periodSeconds": 0}}],
-        "volumes": [{"name": "x", "emptyDir": {}}],
-    },
-}
-
-
-def test_fields_that_the_api_server_drops_or_fills_in_are_not_drift() -> None:
-    live = live_of(EMPTIED)
-    del live["metadata"]["labels"], live["spec"]["nodeSelector"]
-    live["spec"] |= {"schedulerName": "default-scheduler", "dnsPolicy": "ClusterFirst"}
-    log = {"name": "log", "imagePullPolicy": "IfNotPresent", "resources": {}, "livenessProbe": {"periodSeconds": 10}}
-    live["spec"]["containers"] = [log]
-    assert find_difference(stamp(EMPTIED), live) == ""
-
-
-def test_removed_empty_map_and_changed_empty_variable_are_drift() -> None:
-    live = live_of(EMPTIED)
-    live["spec"]["volumes"] = [{"name": "x", "hostPath": {"path": "/"}}]
-    assert find_difference(stamp(EMPTIED), live) == "spec.volumes[x].emptyDir"
-    empty = {**RENDERED, "spec": {"containers": [{"name": "engine", "env": [{"name": "A", "value": ""}]}]}}
-    live = live_of(empty)
-    live["spec"]["containers"][0]["env"][0]["value"] = "1"
-    assert find_difference(stamp(empty), live) == "spec.containers[engine].env[A].value"
