@@ -25,7 +25,7 @@ class Outcome:
     """Result of a plan."""
 
     writes: int
-    """Number of changes. 0: nothing differs from what the plan saw."""
+    """Number of requests that the server accepted. 0: nothing differs from what the plan saw."""
     failure: Failure | None = None
     """Why the first failed action failed; None if all succeeded."""
 
@@ -38,22 +38,19 @@ async def execute_plan(kube: Kube, namespace: str, plan: Plan, ownership: Owners
         Conflict: Another writer was faster. Try the whole reconcile again.
     """
     done: list[str] = []
-    changed: set[str] = set()
     apply_failure: Failure | None = None
     delete_failure: Failure | None = None
     try:
         for action in plan.actions:
             if isinstance(action, Apply):
-                found, name = await _apply(kube, namespace, action), action.object["metadata"]["name"]
+                found = await _apply(kube, namespace, action)
                 if isinstance(found, Failure):
                     apply_failure = apply_failure or found
                     continue
                 ownership[found["metadata"].get("uid", "")] = read_ownership(found)
-                if found["metadata"].get("resourceVersion") != action.version:
-                    done.append(f"applied {action.object['kind']} {name}: {action.reason}")
-                    changed.add(name)
+                done.append(f"applied {found['kind']} {found['metadata']['name']}: {action.reason}")
             # Delete nothing if an apply failed, because the deletes may depend on it.
-            elif not apply_failure and action.unless_healed not in changed:
+            elif not apply_failure:
                 deleted = await _delete(kube, namespace, action)
                 if deleted is True:
                     done.append(f"deleted {action.kind} {action.name}: {action.reason}")

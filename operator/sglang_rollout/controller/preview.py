@@ -73,8 +73,7 @@ def describe_plan(plan: Plan) -> list[str]:
         if isinstance(action, Apply):
             lines.append(("apply", action.object["kind"], action.object["metadata"]["name"], action.reason))
         else:
-            unless = f" (unless the apply changes {action.unless_healed})" if action.unless_healed else ""
-            lines.append(("delete", action.kind, action.name, action.reason + unless))
+            lines.append(("delete", action.kind, action.name, action.reason))
     width = max((len(f"{kind} {name}") for _, kind, name, _ in lines), default=0)
     again = [f"look again in {plan.requeue_after:g} s"] if plan.requeue_after is not None else []
     return [f"{verb:<6}  {f'{kind} {name}':<{width}}  {reason}" for verb, kind, name, reason in lines] + again

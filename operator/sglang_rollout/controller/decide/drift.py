@@ -28,15 +28,6 @@ def stamp(rendered: Mapping[str, Any]) -> dict[str, Any]:
     return {**rendered, "metadata": metadata}
 
 
-def is_applied(stamped: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Return True if ``stamped`` was the last object applied to ``live``. It may have been changed or defaulted since."""
-    return bool(stamped["metadata"]["annotations"][ANNOTATION_APPLIED] == _applied_hash(live))
-
-
-def _applied_hash(live: Mapping[str, Any]) -> Any:
-    return (live.get("metadata", {}).get("annotations") or {}).get(ANNOTATION_APPLIED)
-
-
 def read_ownership(live: Mapping[str, Any]) -> str:
     """Return a digest of the fields that the operator owns in a live object; empty if it owns none."""
     entries = live.get("metadata", {}).get("managedFields") or []
@@ -52,8 +43,9 @@ def find_difference(stamped: Mapping[str, Any], live: Mapping[str, Any], ownersh
         live: The object in the cluster.
         ownership: What the operator owned after its last applies. None: ignore changes by other clients.
     """
-    if not is_applied(stamped, live):
-        return "the wanted object changed" if _applied_hash(live) else f"metadata.annotations[{ANNOTATION_APPLIED}] is missing"
+    applied = (live["metadata"].get("annotations") or {}).get(ANNOTATION_APPLIED)
+    if applied != stamped["metadata"]["annotations"][ANNOTATION_APPLIED]:
+        return "the wanted object changed" if applied else f"metadata.annotations[{ANNOTATION_APPLIED}] is missing"
     if ownership is None:
         return ""
     known = ownership.get(live["metadata"].get("uid", ""))

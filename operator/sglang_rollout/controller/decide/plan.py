@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_rollout.api.status import Reason
-from sglang_rollout.controller.decide.drift import find_difference, is_applied, stamp
+from sglang_rollout.controller.decide.drift import find_difference, stamp
 from sglang_rollout.controller.decide.elastic import count_base_group_members, is_held_for_base, is_partly_placed
 from sglang_rollout.controller.decide.pods import count_designed_pods
 from sglang_rollout.controller.decide.rollout import Restart, plan_restarts
@@ -21,9 +21,9 @@ from sglang_rollout.controller.render.fleet_objects import token_of
 from sglang_rollout.kube.resources import POD_GROUPS, Object
 
 SETTLE_SECONDS = 2.0
-"""Delay before the next look at something that changes without an event for us: garbage collection, a controller that lags."""
+"""Delay before the next pass while garbage collection or a controller lags, because that causes no event."""
 WAIT_SECONDS = 10.0
-"""Delay before the next look at a rolling update that waits for another engine, and at a cluster that lacks something."""
+"""Delay before the next pass of a rolling update that waits for another engine, and of a cluster that lacks something."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,6 @@ class Apply:
 
     An object without the label may exist: call :func:`find_ownership_conflict` first.
     """
-    version: str = ""
-    """resourceVersion of the live object. If it is the same after the apply, nothing was changed."""
-    heals: bool = False
-    """True if the wanted object is the same as at the last apply: this apply reverts a foreign change."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,6 @@ class Delete:
     uid: str
     """Precondition: a newer object of the same name is left alone."""
     reason: str
-    unless_healed: str = ""
-    """Name of an object that the same plan applies. If the apply changed that object, the delete waits for the next plan."""
 
 
 Action = Apply | Delete
@@ -93,12 +87,11 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "") -> Plan:
         return Plan()
     wanted = [stamp(rendered) for rendered in _render_creatable(fleet, settings)]
     applies, blocked = _plan_applies(fleet, wanted)
-    changing, healing = ({apply.object["metadata"]["name"] for apply in applies if apply.heals is heals} for heals in (False, True))
-    restarts, waits = plan_restarts(fleet, changing, now)
+    restarts, waits = plan_restarts(fleet, {apply.object["metadata"]["name"] for apply in applies}, now)
     lacks_something = any(is_partly_placed(fleet, engine) or engine.lacks_pods for engine in fleet.existing)
     waits = waits or lacks_something or bool(fleet.cluster.gang_problem or fleet.cluster.queue_problem)
     requeue = SETTLE_SECONDS if blocked else WAIT_SECONDS if waits else None
-    return Plan((*applies, *_plan_prunes(fleet, wanted), *(_delete(restart, healing) for restart in restarts)), requeue)
+    return Plan((*applies, *_plan_prunes(fleet, wanted), *(_delete(restart) for restart in restarts)), requeue)
 
 
 def find_ownership_conflict(live: Object, wanted: Object) -> str:
@@ -153,15 +146,7 @@ def _plan_applies(fleet: FleetView, wanted: Sequence[Object]) -> tuple[list[Appl
         needs_token = kind == "Secret" and token_of(child) is None
         reason = "does not exist" if live is None else find_difference(child, live, fleet.ownership)
         if reason := reason or ("the token is missing" if needs_token else ""):
-            apply = Apply(
-                child,
-                reason,
-                needs_token=needs_token,
-                unseen=live is None,
-                version=str((live or {}).get("metadata", {}).get("resourceVersion", "")),
-                heals=live is not None and is_applied(child, live),
-            )
-            applies.append(apply)
+            applies.append(Apply(child, reason, needs_token=needs_token, unseen=live is None))
     return applies, blocked
 
 
@@ -198,15 +183,10 @@ def _is_prunable(child: Object, uid: str) -> bool:
     return owner is not None and owner.get("uid") == uid and not child["metadata"].get("deletionTimestamp")
 
 
-def _delete(restart: Restart, healing: set[str]) -> Delete:
-    """Return the delete of a pod, or of the StatefulSet of an engine with another number of pods.
-
-    The delete waits if this plan heals the engine's template, because the controller could recreate the pod from the foreign
-    template. If the apply changes nothing, as after a restart of the operator, the delete proceeds.
-    """
+def _delete(restart: Restart) -> Delete:
+    """Return the delete of a pod, or of the StatefulSet of an engine with another number of pods."""
     engine, pod = restart.engine, restart.pod
-    unless_healed = engine.name if engine.name in healing else ""
     if pod is not None:
-        return Delete("v1", "Pod", pod.name, pod.uid, restart.reason, unless_healed)
+        return Delete("v1", "Pod", pod.name, pod.uid, restart.reason)
     uid = (engine.statefulset or {}).get("metadata", {}).get("uid", "")
-    return Delete("apps/v1", "StatefulSet", engine.name, uid, restart.reason, unless_healed)
+    return Delete("apps/v1", "StatefulSet", engine.name, uid, restart.reason)

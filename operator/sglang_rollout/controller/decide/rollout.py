@@ -39,17 +39,18 @@ class Restart:
 
 
 def plan_restarts(fleet: FleetView, unapplied: Set[str], now: str) -> tuple[list[Restart], bool]:
-    """Return what to delete now, and whether outdated engines wait for their turn.
+    """Return what to delete now, and whether other restarts wait.
 
     Args:
         fleet: The view of the rollout.
-        unapplied: Names of children that this pass applies because the wanted object changed.
+        unapplied: Names of children that this pass applies. A pod deleted now could return from the old template.
         now: Time (RFC 3339) for surplus engines that wait for room; empty if unknown.
     """
     outdated = {engine.index: found for engine in fleet.wanted if (found := _find_outdated(fleet, engine))}
-    moves = list(_plan_moves(fleet, unapplied, outdated.keys(), now))
+    candidates = list(_plan_moves(fleet, outdated.keys(), now))
+    moves = [move for move in candidates if _is_settled(move.engine, unapplied)]
     if not outdated:
-        return moves, False
+        return moves, len(moves) < len(candidates)
     settled = [fleet.wanted[index] for index in outdated if _is_settled(fleet.wanted[index], unapplied)]
     # Includes engines without pods, for example because a quota rejects them.
     broken = [engine for engine in settled if not engine.is_ready]
@@ -89,13 +90,13 @@ def _find_outdated(fleet: FleetView, engine: EngineView) -> list[Pod | None]:
     return [pod for pod in engine.pods if pod.revision != engine.revision and not pod.is_terminating]
 
 
-def _plan_moves(fleet: FleetView, unapplied: Set[str], outdated: Set[int], now: str) -> Iterator[Restart]:
+def _plan_moves(fleet: FleetView, outdated: Set[int], now: str) -> Iterator[Restart]:
     """Yield pods to move off avoided nodes, and pods that hold room which their engine cannot use.
 
     All pods of a moved engine are restarted, as in every restart. Engines that run on an avoided node stay there.
     """
     for engine in fleet.wanted:
-        if engine.index in outdated or not _is_settled(engine, unapplied):
+        if engine.index in outdated:
             continue
         remaining = [pod for pod in engine.pods if not pod.is_terminating]
         failing = next((pod.node for pod in remaining if pod.node in fleet.avoided_nodes and not pod.has_started), None)

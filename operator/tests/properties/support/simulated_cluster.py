@@ -38,16 +38,11 @@ class Cluster:
         return make_plan(replace(self.observe(), ownership=self.ownership), settings)
 
     def execute(self, actions: tuple[Action, ...]) -> None:
-        healed = set()
         for action in actions:
             if isinstance(action, Delete):
-                if action.unless_healed not in healed:
-                    self._delete(action)
-                continue
-            name = action.object["metadata"]["name"]
-            self._apply(with_token(action.object, "t0ken") if action.needs_token else action.object)
-            if self.objects[action.object["kind"], name]["metadata"]["resourceVersion"] != action.version:
-                healed.add(name)
+                self._delete(action)
+            else:
+                self._apply(with_token(action.object, "t0ken") if action.needs_token else action.object)
 
     def settle(self) -> None:
         """What the cluster does by itself between two looks of the operator."""
