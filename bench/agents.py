@@ -36,7 +36,7 @@ class MemoryGate(Gate):
         self._open = is_open
         return await self.view()
 
-    async def _tell(self, command: str) -> None:
+    async def _send(self, command: str) -> None:
         """Ignore commands about labels, limits and cuts, because this gate has no connections."""
 
 
@@ -47,16 +47,15 @@ async def main() -> None:
     setattr(cli, "Gate", MemoryGate)  # noqa: B010 - the class that each agent uses
     token = (folder / "token").read_text()
     agents = [
-        cli._run(
-            name=f"e{index}",
-            url=url,
-            listen=Address("127.0.0.1", first + index),
-            socket=folder / "none",
-            folder=folder / f"e{index}",
-            token=token,
-            boot_file=None,
-            tensor_size=None,
-            model_path=None,
+        cli.run(
+            cli.Settings(
+                name=f"e{index}",
+                engine_url=url,
+                listen=Address("127.0.0.1", first + index),
+                gate_socket=folder / "none",
+                state_dir=folder / f"e{index}",
+                token=token,
+            )
         )
         for index, url in enumerate(urls)
     ]

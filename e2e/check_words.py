@@ -1,4 +1,4 @@
-"""Refuse words that this project does not use, in code, tests and pages. `make lint` runs it; `--all` also lists the folders of PENDING.
+"""Refuse words that this project does not use, in code, tests and pages. `make lint` runs it.
 
 `docs/concepts/glossary.md` has the words to use instead.
 """
@@ -45,12 +45,6 @@ IGNORED = (
     "images/engine-cpu/stand-ins/",
 )
 """The list itself and its test, and files that are generated from other checked files or that are SGLang's."""
-PENDING = (
-    "operator/sglang_rollout/agent/",
-    "operator/tests/contract/agent/",
-    "operator/tests/unit/agent/",
-)
-"""Folders whose texts are not rewritten yet. Remove a folder when it has no finding."""
 
 _WORDS = re.compile("|".join(f"(?<![A-Za-z])(?:{pattern})(?![A-Za-z])" for pattern in ADVICE), re.IGNORECASE)
 
@@ -75,16 +69,12 @@ def checked_files() -> list[str]:
 
 
 def main() -> int:
-    """Print each finding, and return 1 if there is one outside of PENDING."""
+    """Print each finding, and return 1 if there is one."""
     findings = {name: find_words((REPOSITORY / name).read_text()) for name in checked_files()}
-    shown = [name for name in findings if "--all" in sys.argv or not name.startswith(PENDING)]
-    for name in shown:
-        for number, word in findings[name]:
+    for name, found in findings.items():
+        for number, word in found:
             print(f"{name}:{number}: {word!r}: write: {advice_for(word)}")
-    for folder in PENDING:
-        if not any(found for name, found in findings.items() if name.startswith(folder)):
-            print(f"{folder} has no finding: remove it from PENDING in e2e/check_words.py")
-    return 1 if any(findings[name] for name in findings if not name.startswith(PENDING)) else 0
+    return 1 if any(findings.values()) else 0
 
 
 if __name__ == "__main__":

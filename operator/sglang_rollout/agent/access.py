@@ -1,24 +1,52 @@
-"""Access checks for control calls: the rollout's token and the coordinator's term."""
+"""Who may call an agent: the coordinator with the rollout's token and the highest term.
+
+A co-located trainer calls each engine's own URL without a token. :class:`Relay` forwards its calls to the coordinator, which decides about
+updates and memory, and returns the coordinator's answers unchanged.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
+import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.wire.ports import DEADLINE_HEADER, TERM_HEADER
+from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.ports import DEADLINE_HEADER, FLEET, FLEET_ENGINES, TERM_HEADER, VERSION_HEADER
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.trainer import ControlReply
 
+log = logging.getLogger(__name__)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Model = TypeVar("_Model", bound=BaseModel)
+
+RELAYED = (
+    ControlCall.RELEASE_MEMORY,
+    ControlCall.RESUME_MEMORY,
+    ControlCall.FLUSH_CACHE,
+    ControlCall.ABORT_REQUEST,
+    ControlCall.BEGIN_UPDATE,
+    ControlCall.UPDATE_TENSOR,
+    ControlCall.END_UPDATE,
+    ControlCall.SET_VERSION,
+)
+"""SGLang's calls that an engine's URL accepts without a token."""
+_CONNECT_SECONDS = 5.0
+_RELAY_SECONDS = 600.0
+_DISCONNECT_CHECK_SECONDS = 0.5
+"""Interval between two checks of the client's connection."""
+_RELAYED_HEADERS = ("Content-Type", "Retry-After", VERSION_HEADER)
 
 
 def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -26,6 +54,15 @@ def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) 
     reason = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")[:200]
     body = ControlReply(success=False, message=message).model_dump(exclude_none=True)
     return web.json_response(body, status=status, reason=reason, headers=headers)
+
+
+@web.middleware
+async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a RefusedError in SGLang's shape."""
+    try:
+        return await handler(request)
+    except RefusedError as error:
+        return refuse(error.status, str(error), error.headers)
 
 
 def check_token(request: web.Request, token: str, hint: str = "") -> None:
@@ -52,7 +89,7 @@ class Access:
         async def checked(request: web.Request) -> web.StreamResponse:
             check_token(request, self._token, self._hint)
             self._check_term(request)
-            self._agent.heard_at = time.monotonic()
+            self._agent.last_call_at = time.monotonic()
             return await handler(request)
 
         return checked
@@ -63,10 +100,77 @@ class Access:
             raise RefusedError(f"{request.path}: the header {TERM_HEADER} must hold the coordinator's term, a number.")
         highest = self._agent.state.record.term
         if int(text) < highest:
-            sentence = f"{request.path}: term {int(text)} is over; the coordinator of term {highest} leads."
+            message = f"{request.path}: term {int(text)} is over; the coordinator of term {highest} leads."
             # The header lets a coordinator with a lost record choose a term above every term that agents have seen.
-            raise RefusedError(sentence, status=409, headers={TERM_HEADER: str(highest)})
+            raise RefusedError(message, status=409, headers={TERM_HEADER: str(highest)})
         self._agent.dispatch(ev.CoordinatorCalled(int(text)))
+
+
+class Relay:
+    """Forwards calls to the coordinator of the fleet at ``url``. Use as an async context manager."""
+
+    def __init__(self, url: str, *, engine: str) -> None:
+        self._url = url.rstrip("/")
+        self._base = f"{self._url}{FLEET_ENGINES}/{quote(engine, safe='')}"
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(total=_RELAY_SECONDS, connect=_CONNECT_SECONDS)
+        # No limit: an abort must not wait for the call that it unblocks.
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    @property
+    def hint(self) -> str:
+        """End of the message that refuses any other call without a token."""
+        return f" Without one, an engine's URL takes only {', '.join(RELAYED)}; the fleet's URL is {self._url}."
+
+    def before(self, handler: Handler) -> Handler:
+        """Return a handler that forwards calls without a token; the coordinator's calls carry a token and go to ``handler``."""
+
+        async def relayed(request: web.Request) -> web.StreamResponse:
+            return await (handler(request) if "Authorization" in request.headers else self._relay(request))
+
+        return relayed
+
+    async def _relay(self, request: web.Request) -> web.Response:
+        """Forward a call. If the client disconnects, close the connection to the coordinator too, which then ends the call."""
+        call = asyncio.create_task(self._forward(request, await request.read()), name=f"relay {request.path}")
+        try:
+            while not call.done():
+                await asyncio.wait({call}, timeout=_DISCONNECT_CHECK_SECONDS)
+                if request.transport is None or request.transport.is_closing():
+                    log.warning("%s: the client disconnected before the fleet had answered.", request.path)
+                    return refuse(499, f"{request.path}: the client disconnected.")
+            return call.result()
+        finally:
+            call.cancel()
+
+    async def _forward(self, request: web.Request, body: bytes) -> web.Response:
+        if self._http is None:
+            raise RuntimeError("Relay is used outside its 'async with' block")
+        query = request.rel_url.raw_query_string
+        target = f"{self._base}{request.path}{'?' if query else ''}{query}"
+        headers = {"Content-Type": request.headers["Content-Type"]} if "Content-Type" in request.headers else {}
+        try:
+            async with self._http.post(target, data=body, headers=headers, allow_redirects=False) as answer:
+                kept = {name: answer.headers[name] for name in _RELAYED_HEADERS if name in answer.headers}
+                return web.Response(status=answer.status, reason=answer.reason, body=await answer.read(), headers=kept)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            return self._unanswered(request, "cannot be reached, and only its coordinator decides about weights and memory. Try again")
+        except TimeoutError:
+            result = f"has not answered within {_RELAY_SECONDS:g} s. GET {FLEET} there shows the result of the call"
+            return self._unanswered(request, result, status=504)
+        except (aiohttp.ClientError, OSError):
+            result = f"broke the connection before it had answered. GET {FLEET} there shows the result of the call"
+            return self._unanswered(request, result)
+
+    def _unanswered(self, request: web.Request, problem: str, status: int = 503) -> web.Response:
+        return refuse(status, f"{request.path}: the fleet's URL {self._url} {problem}.", {"Retry-After": "1"} if status == 503 else None)
 
 
 async def json_body(request: web.Request) -> dict[str, Any]:
@@ -83,7 +187,7 @@ async def json_body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def message(request: web.Request, model: type[_Model]) -> _Model:
+async def read_message(request: web.Request, model: type[_Model]) -> _Model:
     """Return the body as a message of this model."""
     try:
         return model.model_validate(await json_body(request))

@@ -1,6 +1,7 @@
-"""The agent's executor: keeps state, record, gate and engine in step.
+"""The agent: keeps the state, the record, the gate and the engine consistent.
 
-It carries out what the pure modules :mod:`.state`, :mod:`.events` and :mod:`.guards` decide."""
+It carries out what the pure modules :mod:`.state`, :mod:`.events`, :mod:`.guards` and :mod:`.interruption` decide.
+"""
 
 from __future__ import annotations
 
@@ -9,89 +10,68 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.engine import Engine, EngineError, EngineGoneError, Reply, complaint
-from sglang_rollout.agent.gate import Gate, GateAbsentError, GateError, GateLacksError, GateView
+from sglang_rollout.agent.engine import Engine, complaint
+from sglang_rollout.agent.gate import Gate, GateKeeper, gate_entries
 from sglang_rollout.agent.interruption import should_resume
 from sglang_rollout.agent.record import RecordError, RecordFile
 from sglang_rollout.sglang.api import ControlCall, PauseMode
+from sglang_rollout.sglang.client import EngineError, EngineGoneError, Reply
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState
 
 log = logging.getLogger(__name__)
 
-_SILENCES = 3
-"""Unanswered polls in a row after which the engine counts as down; a refused connection counts at once."""
+_UNANSWERED_POLLS = 3
+"""Polls in a row without an answer after which the engine is down. A refused connection counts at once."""
 _NO_ADAPTER = b"does not exist"
 """Text of SGLang's answer, which has no code, to a request to unload an unknown adapter."""
-_CHECK_CLOSES = 2.0
-"""Seconds after which the gate has closed because of its check of the agent, if the agent's command was lost."""
-
-
-class _GateEntries(NamedTuple):
-    """Entries that the agent has written into its gate."""
-
-    pid: int
-    """Process ID of the haproxy that holds the entries."""
-    label: str
-    """Version label in the header of every answer."""
-    vocabulary: int | None
-    """Number of the model's tokens; requests with others are refused."""
-    tokenizer: bool
-    """False: requests that need a tokenizer are refused."""
-    adapters: frozenset[str] | None
-    """Adapters that requests may name; None: SGLang decides."""
-    generates: bool
-    """False: requests for tokens are refused."""
 
 
 class Agent:
-    """Controls one engine and its gate; :mod:`.app` offers it over HTTP."""
+    """Controls one engine and its gate; :mod:`.app` offers it over HTTP.
+
+    Args:
+        name: Name of the engine.
+        engine: Client of the engine.
+        gate: Client of the gate.
+        record_file: File of the persisted state.
+        tensor_size: Tensor parallel size that the fleet expects; None accepts every size.
+    """
 
     def __init__(self, *, name: str, engine: Engine, gate: Gate, record_file: RecordFile, tensor_size: int | None = None) -> None:
         self.name = name
         self.engine = engine
-        self.gate = gate
+        self.gate = GateKeeper(gate, may_open=lambda: s.gate_may_open(self.state), entries=self._gate_entries)
         self._record_file = record_file
         self._tensor_size = tensor_size
-        record, complaint = record_file.load()
-        if complaint:
-            log.warning("%s", complaint)
-        self.state = ev.restored(record, usable=not complaint)
-        self.view: GateView | None = None
-        """Last state reported by the gate; None while the gate does not answer."""
-        self.gate_due = asyncio.Event()
-        """Set when the gate has to open or close."""
+        record, warning = record_file.load()
+        if warning:
+            log.warning("%s", warning)
+        self.state = ev.restore_state(record, is_readable=not warning)
         self.running: asyncio.Task[Reply] | None = None
-        """Control call that the engine has not answered yet."""
+        """The last control call; the engine may have answered it."""
         self.running_since = 0.0
-        self.fencing_since: float | None = None
+        self.giving_up_since: float | None = None
         """When the agent began to give up an update; None while it does not."""
-        self.heard_at = time.monotonic()
+        self.last_call_at = time.monotonic()
         """When the last call of a coordinator arrived."""
-        self.lease = SyncRequest(committed=None).lease
-        """Seconds without a coordinator's call after which an unfinished update is given up. Each sync sets it."""
-        self.silent = SyncRequest(committed=None).silent
-        """Seconds without an answer after which an engine that no call keeps busy is restarted. Each sync sets it."""
-        self.drain = SyncRequest(committed=None).drain
-        """Seconds that requests have to finish before the spec releases the engine's memory. Each sync sets it."""
+        self.limits = SyncRequest(committed=None)
+        """The last sync, for its time limits."""
         self.release_failure: Refusal | None = None
-        """Why the engine could not release its memory as the spec asks."""
-        self.observer: Callable[[str, Reply, float], None] | None = None
+        """Why the engine could not release its memory for ``spec.state: Asleep``."""
+        self.on_call_ended: Callable[[str, Reply, float], None] = lambda call, reply, seconds: None
         """Called after each control call with its name, answer and duration in seconds."""
-        self.why_down: Callable[[], Refusal | None] = lambda: None
-        """Return what else is known about an engine of several pods that is not up."""
-        self._silences = 0
-        self._named: _GateEntries | None = None
-        """Entries that the gate holds; None if some of them may be missing."""
-        self._gate_lock = asyncio.Lock()
+        self.explain_down: Callable[[], Refusal | None] = lambda: None
+        """Return why the pods of an engine have not started it; None if they are not the cause."""
+        self._unanswered_polls = 0
 
-    # What is known
+    # State
 
     def dispatch(self, event: ev.Event, *, durable: bool = True) -> None:
         """Apply an event. If the record cannot be written, raise RecordError and change nothing, unless ``durable`` is False."""
@@ -108,184 +88,100 @@ class Agent:
                             raise
                         log.error("%s", error)  # noqa: TRY400 - a message without traceback
                 case ev.SetGate():
-                    self.gate_due.set()
+                    self.gate.due.set()
         before, after = s.closed_reason(self.state), s.closed_reason(new)
         self.state = new
         if before != after:
-            said = f"The engine holds the committed version {new.record.version}: the gate may open." if after is None else after.message
-            log.info("%s", said)
+            opened = f"The engine holds the committed version {new.record.version}: the gate may open."
+            log.info("%s", opened if after is None else after.message)
 
     def may_open(self) -> bool:
-        """Return whether the gate may be open; reads the boot file, so that a restarted container is noticed before its engine listens."""
-        self._notice_restart()
+        """Return whether the gate may be open. A new boot ID closes it, before the restarted engine listens."""
+        self._check_boot_id()
         return s.gate_may_open(self.state)
 
     def status(self) -> AgentStatus:
         """Return the status message of this moment."""
-        told = s.status(self.state, name=self.name, gate_open=self.view is not None and self.view.up)
+        status = s.status(self.state, name=self.name, gate_open=self.gate.view is not None and self.gate.view.up)
         if self.release_failure is not None:
-            told = told.model_copy(update={"reason": self.release_failure.code, "message": self.release_failure.message})
-        if self.fencing_since is None:
-            return told
-        return told.model_copy(update={"giving_up": max(time.monotonic() - self.fencing_since, 0.001)})
+            status = status.model_copy(update={"reason": self.release_failure.code, "message": self.release_failure.message})
+        if self.giving_up_since is None:
+            return status
+        return status.model_copy(update={"giving_up": max(time.monotonic() - self.giving_up_since, 0.001)})
 
-    @property
-    def fencing(self) -> bool:
-        """True while the agent gives up an update; until that ends, it refuses calls."""
-        return self.fencing_since is not None
+    # The engine
 
     async def observe(self) -> None:
         """Poll the engine once."""
-        self._notice_restart()
+        self._check_boot_id()
         calls = self.state.calls
         try:
-            label = await self.engine.label()
-            self._silences = 0
-            self._notice_restart()
+            label = await self.engine.read_label()
+            self._unanswered_polls = 0
+            self._check_boot_id()
             if self.state.up:
                 self.dispatch(ev.LabelPolled(label, calls))
             else:
                 self.dispatch(ev.EngineIdentified(await self._identify(label)))
         except EngineGoneError as error:
-            self._lost(error)
+            self._mark_down(error)
         except EngineError as error:
-            self._silences += 1
-            if not self.state.up or self._silences >= _SILENCES:
-                self._lost(error)
+            self._unanswered_polls += 1
+            if not self.state.up or self._unanswered_polls >= _UNANSWERED_POLLS:
+                self._mark_down(error)
         except RecordError as error:
             self.dispatch(ev.EngineDown(str(error)))
-
-    def _lost(self, error: EngineError) -> None:
-        known = self.why_down()
-        self.dispatch(ev.EngineDown(str(error)) if known is None else ev.EngineDown(known.message, GateReason(known.code)))
 
     async def watch_connection(self) -> None:
         """Wait until the engine's process ends, then identify its successor. Polls alone would miss a quick restart."""
         try:
-            await self.engine.until_it_ends()
+            await self.engine.wait_until_gone()
         except EngineGoneError:
             return  # the next poll reports it
         if not self.state.up:
             return
         try:
-            facts = await self._identify(await self.engine.label())
+            facts = await self._identify(await self.engine.read_label())
             self.dispatch(ev.EngineIdentified(facts))
         except (EngineError, RecordError) as error:
             self.dispatch(ev.EngineDown(str(error)))
 
+    def _mark_down(self, error: EngineError) -> None:
+        known = self.explain_down()
+        self.dispatch(ev.EngineDown(str(error)) if known is None else ev.EngineDown(known.message, GateReason(known.code)))
+
     async def _identify(self, label: str) -> s.EngineFacts:
-        boot, facts = self.engine.container_boot(), self.state.facts
-        if boot is not None and facts is not None and facts.boot_id == boot:
+        boot_id, facts = self.engine.container_boot_id(), self.state.facts
+        if boot_id is not None and facts is not None and facts.boot_id == boot_id:
             # The same process was silent for a while. /server_info could take as long as the call that kept it busy.
             return replace(facts, live_label=label)
         facts = await self.engine.identify(label, self.state.record.boot_id)
-        self._check_size(facts.tensor_size)
-        return facts
-
-    def _check_size(self, size: int | None) -> None:
-        """Raise EngineError for an unexpected tensor parallel size, because process groups would be refused or hang."""
-        wanted = self._tensor_size
+        size, wanted = facts.tensor_size, self._tensor_size
         if wanted is not None and size is not None and size != wanted:
+            # Process groups would be refused or hang.
             raise EngineError(
                 f"it runs with tensor parallel size {size}, and the fleet expects {wanted}: start the engine with --tp-size {wanted},"
                 " or correct the size that the fleet was given"
             )
+        return facts
 
-    def _notice_restart(self) -> None:
-        boot = self.engine.container_boot()
-        if self.state.up and boot is not None and boot != self.state.record.boot_id:
+    def _check_boot_id(self) -> None:
+        boot_id = self.engine.container_boot_id()
+        if self.state.up and boot_id is not None and boot_id != self.state.record.boot_id:
             self.dispatch(ev.EngineDown("its container has been restarted"))
 
-    # The gate
-
-    async def settle_gate(self) -> None:
-        """Read the gate's state and open or close it as required. This reopens the gate of a restarted haproxy."""
-        async with self._gate_lock:
-            self.gate_due.clear()
-            try:
-                # Close an open gate without reading its state first, because an update waits for it.
-                shut = self.view is not None and self.view.ready and not s.gate_may_open(self.state)
-                before = self.view if shut and self.view is not None else await self.gate.view()
-                view, wanted = before, s.gate_may_open(self.state)
-                if wanted:
-                    await self._name_version(view.pid)
-                if before.ready != wanted:
-                    view = await self.gate.set(is_open=wanted)
-                    log.info("The gate (haproxy, pid %d) is %s.", view.pid, "open" if wanted else "closed for new requests")
-            except GateError as error:
-                if self.view is not None:
-                    log.warning("%s.", error)
-                self.view = None
-                return
-            self.view = view
-
-    async def settle_gate_if_due(self) -> None:
-        """Call :meth:`settle_gate` unless the last known state of the gate is the required one.
-
-        For answers that an update waits for. The next settling, within half a second, notices a restarted haproxy.
-        """
-        async with self._gate_lock:  # a concurrent settling may suffice
-            if self._gate_is_settled():
-                return
-        await self.settle_gate()
-
-    def _gate_is_settled(self) -> bool:
-        view, wanted, version = self.view, s.gate_may_open(self.state), self.state.record.version
-        if view is None or self.gate_due.is_set() or (view.ready, view.up) != (wanted, wanted):
-            return False
-        return not wanted or (self._named is not None and version is not None and self._named.label == version.label)
-
-    async def _name_version(self, pid: int) -> None:
-        """Write the engine's version, vocabulary, tokenizer and adapters into the gate before the gate opens; only changed entries.
-
-        Entries unknown to an older gate are left out. After any other error the gate stays closed, and all entries are written again.
-        """
-        version, vocabulary, info = self.state.record.version, self.engine.vocabulary, self.engine.info
+    def _gate_entries(self) -> dict[str, str]:
+        version, info = self.state.record.version, self.engine.info
         # Only SGLang knows adapters of the command line.
-        ours = info.get("enable_lora") and not info.get("lora_paths")
-        adapters = frozenset(name for name, path in self.state.record.adapters.items() if path != s.UNSURE) if ours else None
-        label, tokenizer = version.label if version is not None else "", not info.get("skip_tokenizer_init")
-        generates = self.engine.generates
-        named, before = _GateEntries(pid, label, vocabulary, tokenizer, adapters, generates), self._named
-        if named == before:
-            return
-        if before is not None and before.pid != pid:
-            before = None
-        self._named = None
-        try:
-            if before is None or before.label != label:
-                await self.gate.name_version(label)
-            if vocabulary is not None and (before is None or before.vocabulary != vocabulary):
-                await self.gate.name_vocabulary(vocabulary)
-            if before is None or before.tokenizer != tokenizer:
-                await self.gate.name_tokenizer(present=tokenizer)
-            if before is None or before.adapters != adapters:
-                await self.gate.name_adapters(adapters)
-            if before is None or before.generates != generates:
-                await self.gate.name_generation(generates=generates)
-        except GateLacksError as error:
-            log.warning("Answers will not name their version, or tokens and adapters are not checked: %s.", error)
-        self._named = named
-
-    async def shut_gate(self) -> None:
-        """Return when no new request can reach the engine. The state must already require a closed gate."""
-        async with self._gate_lock:  # sees the result of a concurrent settling
-            if self.view is not None and not self.view.ready:
-                return
-            try:
-                self.view = await self.gate.set(is_open=False)
-            except GateAbsentError:
-                return  # nothing passes without haproxy, which starts closed
-            except GateError as error:
-                log.warning("%s; waiting until the gate closes because of its check.", error)
-                await asyncio.sleep(_CHECK_CLOSES)
-
-    async def cut(self) -> None:
-        """Close the gate's connections to the engine."""
-        try:
-            await self.gate.cut()
-        except GateError as error:
-            log.warning("Connections to the engine could not be cut: %s.", error)
+        knows_adapters = info.get("enable_lora") and not info.get("lora_paths")
+        loaded = frozenset(name for name, path in self.state.record.adapters.items() if path != s.UNKNOWN_PATH)
+        return gate_entries(
+            label=version.label if version is not None else "",
+            vocabulary=self.engine.vocabulary,
+            has_tokenizer=not info.get("skip_tokenizer_init"),
+            adapters=loaded if knows_adapters else None,
+            generates=self.engine.generates,
+        )
 
     # Control calls
 
@@ -326,39 +222,31 @@ class Agent:
         return self.running
 
     async def _perform(self, ended: ev.CallEnded, body: dict[str, Any]) -> Reply:
+        call = ended.call
         try:
-            if ended.call == ControlCall.RELEASE_MEMORY:
+            if call == ControlCall.RELEASE_MEMORY:
                 await self._pause_for_release()
             elif self.state.record.state is EngineState.DIRTY:
-                await self.shut_gate()
-            reply = await self.engine.call(ended.call, body)
-            if (
-                ended.call == ControlCall.UNLOAD_ADAPTER
-                and self.state.record.adapters.get(ended.name) == s.UNSURE
-                and _NO_ADAPTER in reply.body
-            ):
+                await self.gate.close()
+            reply = await self.engine.call(call, body)
+            is_unknown = self.state.record.adapters.get(ended.name) == s.UNKNOWN_PATH
+            if call == ControlCall.UNLOAD_ADAPTER and is_unknown and _NO_ADAPTER in reply.body:
                 reply = Reply.json(200, {"success": True, "message": f"The engine did not hold {ended.name}."})
             ended = replace(ended, ok=reply.ok)
         except EngineError as error:
-            reply = complaint(503, f"{ended.call}: {error}.")
+            reply = complaint(503, f"{call}: {error}.")
         finally:
             self.dispatch(ended, durable=False)
-        if ended.call in (ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER):
-            await self.settle_gate()  # callers rely on the entry once the call is answered
+        if call in (ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER):
+            await self.gate.settle()  # callers rely on the entry once the call is answered
         seconds = time.monotonic() - self.running_since
-        log.info(
-            "%s: %s after %.0f ms%s",
-            ended.call,
-            reply.status,
-            seconds * 1000,
-            "" if reply.ok else f": {reply.body[:300].decode(errors='replace')}",
-        )
-        if self.observer is not None:
-            self.observer(ended.call, reply, seconds)
+        failure = "" if reply.ok else f": {reply.body[:300].decode(errors='replace')}"
+        log.info("%s: %s after %.0f ms%s", call, reply.status, seconds * 1000, failure)
+        self.on_call_ended(call, reply, seconds)
         return reply
 
     def _refusal(self, call: str, body: dict[str, Any]) -> Refusal | None:
-        if self.fencing:
+        if self.giving_up_since is not None:
             message = f"{call}: the agent is giving up an update (/agent/fence) and takes no call until that has ended."
             return Refusal(RefusalCode.CONFLICT, message)
         return guards.refusal(self.state, call, body)
@@ -366,9 +254,10 @@ class Agent:
     async def _release_refusal(self) -> Refusal | None:
         """Return why the engine must not release memory now; None if it may. SGLang ends if a request runs during a release."""
         call, interruption = ControlCall.RELEASE_MEMORY, self.state.record.interruption
-        if not interruption.is_pause or interruption.mode == PauseMode.IN_PLACE:  # in the other modes SGLang releases while requests wait
+        # In the other pause modes SGLang releases memory while requests wait.
+        if not interruption.is_pause or interruption.mode == PauseMode.IN_PLACE.sglang:
             try:
-                running = await self.engine.running()
+                running = await self.engine.count_requests()
             except EngineError as error:
                 return Refusal(RefusalCode.UNAVAILABLE, f"{call}: cannot tell whether the engine is idle: {error}.")
             if running:
@@ -381,8 +270,8 @@ class Agent:
 
     async def _pause_for_release(self) -> None:
         """Close the gate, and pause the engine unless a call has paused it. No request runs until all memory is restored."""
-        await self.shut_gate()
+        await self.gate.close()
         if self.state.record.interruption.mode is None:
-            reply = await self.engine.call(ControlCall.PAUSE, {"mode": PauseMode.ABORT.value})
+            reply = await self.engine.call(ControlCall.PAUSE, {"mode": PauseMode.ABORT.sglang})
             if not reply.ok:
                 raise EngineError("it could not be paused before its memory was released")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -10,45 +11,89 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.access import Access, Handler, check_token, deadline_of, json_body, message, refuse
+from sglang_rollout.agent.access import (
+    RELAYED,
+    Access,
+    Handler,
+    Relay,
+    answer_refusals,
+    check_token,
+    deadline_of,
+    json_body,
+    read_message,
+    refuse,
+)
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.checkpoint import CheckpointCheck, EngineModel
-from sglang_rollout.agent.engine import EngineError, Reply
-from sglang_rollout.agent.launch.head_pod import Leader
+from sglang_rollout.agent.launch.pods import HeadPod
 from sglang_rollout.agent.reachability import preflight
 from sglang_rollout.agent.record import RecordError
-from sglang_rollout.agent.relay import RELAYED, Relay
-from sglang_rollout.agent.state import gate_may_open
 from sglang_rollout.agent.update import Fence, acknowledge
-from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
+from sglang_rollout.sglang.api import DATA_PATHS, MODELS, ControlCall
+from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.agent import AckRequest, CheckpointRequest, FenceRequest, MemberReport, PreflightRequest, SyncRequest
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.states import EngineState
 
 MAX_BODY = 16 * 1024 * 1024
-_READ_DEADLINE = 5.0
-_GENERATE_DEADLINE = 30.0
-_ACK_DEADLINE = 30.0
-_CALL_DEADLINE = 600.0
-_READS = ("/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/get_load", "/ready", "/ping", "/metrics")
+_READ_SECONDS = 5.0
+_GENERATE_SECONDS = 30.0
+_ACK_SECONDS = 30.0
+_CALL_SECONDS = 600.0
+_READS = ("/model_info", "/get_model_info", MODELS, "/v1/loads", "/get_load", "/ready", "/ping", "/metrics")
 """Read-only paths of SGLang, which need no token."""
 
 
 class Routes:
-    """Handlers, bound to one agent."""
+    """Handlers of one agent's requests.
 
-    def __init__(self, agent: Agent, *, fence: Fence, metrics: Metrics, model_path: str | None, leader: Leader | None) -> None:
+    Args:
+        agent: The agent.
+        fence: Gives up updates.
+        model_path: Model that the engine was started with; None if only the engine knows it.
+        head_pod: The agent's role in an engine with several pods; None for an engine with one pod.
+    """
+
+    def __init__(self, agent: Agent, *, fence: Fence, model_path: str | None, head_pod: HeadPod | None) -> None:
         self._agent = agent
-        self._leader = leader
+        self._head_pod = head_pod
         self._model_path = model_path
         self._checkpoints = CheckpointCheck()
         self._own_model = CheckpointCheck()
         self._own_model_lock = asyncio.Lock()
         self._fence = fence
-        self._metrics = metrics
+        self._metrics = make_metrics(agent)
 
-    # Open
+    def public(self) -> dict[str, Handler]:
+        """Return the handlers of GET requests that need no token, by path."""
+        return {
+            ports.AGENT_HEALTH: self.health,
+            ports.AGENT_ENGINE: self.engine,
+            ports.AGENT_GATE: self.gate,
+            ports.AGENT_METRICS: self.metrics,
+            "/health": self.engine,
+            "/health_generate": self.health_generate,
+            "/server_info": self.server_info,
+            "/get_server_info": self.server_info,
+            **dict.fromkeys(_READS, self.read),
+        }
+
+    def protected(self) -> dict[str, Handler]:
+        """Return the handlers of the coordinator's calls, by path."""
+        return {
+            ports.AGENT_SYNC: self.sync,
+            ports.AGENT_RUN: self.run,
+            ports.AGENT_PREFLIGHT: self.preflight,
+            ports.AGENT_CHECKPOINT: self.checkpoint,
+            ports.AGENT_ACK: self.ack,
+            ports.AGENT_FENCE: self.fence,
+            ControlCall.ABORT_REQUEST.path: self.abort,
+            **{f"/{call}": self.control for call in guards.FORWARDED},
+            **{f"/{call}": self.not_offered for call in guards.NOT_OFFERED},
+        }
+
+    # Without a token
 
     async def health(self, _: web.Request) -> web.StreamResponse:
         """Answer that the agent runs."""
@@ -67,18 +112,19 @@ class Routes:
 
     async def metrics(self, _: web.Request) -> web.StreamResponse:
         """Return metrics in Prometheus' text format."""
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        body = generate_latest(self._metrics)
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         """Forward a read-only path of SGLang."""
-        reply = await self._agent.engine.get(request.path_qs, timeout=_READ_DEADLINE)
-        return passed_on(with_name(reply, self._agent.state.record.served_name) if request.path == "/v1/models" else reply)
+        reply = await self._agent.engine.get(request.path_qs, timeout=_READ_SECONDS)
+        return to_response(with_name(reply, self._agent.state.record.served_name) if request.path == MODELS else reply)
 
     async def server_info(self, _: web.Request) -> web.StreamResponse:
         """Return SGLang's launch configuration without API keys; during a control call, when its scheduler is busy, the last known one."""
         engine = self._agent.engine
         if not engine.info or not self._agent.state.record.pending:
-            await engine.refresh_info(timeout=_READ_DEADLINE)
+            await engine.read_info(timeout=_READ_SECONDS)
         name = self._agent.state.record.served_name
         return web.json_response({**engine.info, "served_model_name": name} if name else engine.info)
 
@@ -87,64 +133,61 @@ class Routes:
         state = self._agent.state
         if not state.up or state.record.interruption.is_pause or state.record.pending:
             return refuse(503, "The engine cannot generate now: " + (s.closed_message(state) or "it is paused."))
-        return passed_on(await self._agent.engine.get("/health_generate", timeout=_GENERATE_DEADLINE))
+        return to_response(await self._agent.engine.get("/health_generate", timeout=_GENERATE_SECONDS))
 
     # For the coordinator
 
     async def sync(self, request: web.Request) -> web.StreamResponse:
         """Apply the committed version, move the gate, and return the status."""
-        self._take_over(request, await message(request, SyncRequest))
+        self._apply_sync(request, await read_message(request, SyncRequest))
         return await self._status()
 
     async def run(self, request: web.Request) -> web.StreamResponse:
         """Apply a sync and end the pause of an update. The gate follows the committed version even if the engine does not resume."""
-        self._take_over(request, await message(request, SyncRequest))
-        reply = await self._agent.control(ControlCall.CONTINUE, {}, deadline_of(request, _CALL_DEADLINE))
-        return await self._report_settled() if reply.ok else passed_on(reply)
+        self._apply_sync(request, await read_message(request, SyncRequest))
+        reply = await self._agent.control(ControlCall.CONTINUE, {}, deadline_of(request, _CALL_SECONDS))
+        return await self._status_if_settled() if reply.ok else to_response(reply)
 
     async def preflight(self, request: web.Request) -> web.StreamResponse:
-        """Check that the pod reaches the trainer's store."""
-        wanted = await message(request, PreflightRequest)
-        reply = await (preflight(wanted) if self._leader is None else self._leader.preflight(wanted))
+        """Check that the engine's pods reach the trainer's store."""
+        wanted = await read_message(request, PreflightRequest)
+        reply = await (preflight(wanted) if self._head_pod is None else self._head_pod.preflight(wanted))
         return web.json_response(reply.model_dump(mode="json"))
 
     async def checkpoint(self, request: web.Request) -> web.StreamResponse:
         """Check that the engine can load a folder."""
-        wanted = await message(request, CheckpointRequest)
-        engine = self._agent.engine
-        own = (
-            EngineModel(wanted.model_path) if wanted.model_path else EngineModel.reported(self._model_path, engine.info, engine.model_info)
-        )
+        wanted = await read_message(request, CheckpointRequest)
+        engine, path = self._agent.engine, self._model_path
+        own = EngineModel(wanted.model_path) if wanted.model_path else EngineModel.reported(path, engine.info, engine.model_info)
         if wanted.path:
             reply = await self._checkpoints.run(wanted, own)
         else:
             # Trainers may list the model's tensors at any time, which must not delay the check of a checkpoint.
             async with self._own_model_lock:
                 reply = await self._own_model.run(wanted, own)
-        if self._leader is not None:
-            reply = await self._leader.checkpoint(wanted, reply)
+        if self._head_pod is not None:
+            reply = await self._head_pod.checkpoint(wanted, reply)
         return web.json_response(reply.model_dump(mode="json"))
 
     async def ack(self, request: web.Request) -> web.StreamResponse:
         """Acknowledge a version."""
-        await acknowledge(self._agent, await message(request, AckRequest), deadline_of(request, _ACK_DEADLINE))
-        return await self._report_settled()
+        await acknowledge(self._agent, await read_message(request, AckRequest), deadline_of(request, _ACK_SECONDS))
+        return await self._status_if_settled()
 
     async def fence(self, request: web.Request) -> web.StreamResponse:
         """Give up an update."""
-        await self._fence.give_up(await message(request, FenceRequest))
+        await self._fence.give_up(await read_message(request, FenceRequest))
         return await self._status()
 
     async def control(self, request: web.Request) -> web.StreamResponse:
         """Forward one of SGLang's control calls."""
-        call = request.path.removeprefix("/")
-        body = await json_body(request)
+        call, body = request.path.removeprefix("/"), await json_body(request)
         if call == ControlCall.GET_WEIGHTS:
             body = {**request.query, **body}
-        reply = await self._agent.control(call, body, deadline_of(request, _CALL_DEADLINE))
+        reply = await self._agent.control(call, body, deadline_of(request, _CALL_SECONDS))
         if call == ControlCall.UPDATE_DISK:
             self._release_checkpoint()
-        return passed_on(reply)
+        return to_response(reply)
 
     def _release_checkpoint(self) -> None:
         """Release the held snapshot once the engine has loaded it, which may be long after the caller's deadline."""
@@ -156,89 +199,81 @@ class Routes:
 
     async def abort(self, request: web.Request) -> web.StreamResponse:
         """Abort requests, also during another call: a pause may wait for them."""
-        return passed_on(await self._agent.engine.post(ControlCall.ABORT_REQUEST.path, await json_body(request), timeout=_READ_DEADLINE))
+        return to_response(await self._agent.engine.post(ControlCall.ABORT_REQUEST.path, await json_body(request), timeout=_READ_SECONDS))
 
     async def not_offered(self, request: web.Request) -> web.StreamResponse:
         """Refuse a call of SGLang that cannot work here."""
         call = request.path.removeprefix("/")
         return refuse(501, f"{call} is not offered: {guards.NOT_OFFERED[call]}.")
 
-    def _take_over(self, request: web.Request, told: SyncRequest) -> None:
+    async def member_report(self, request: web.Request) -> web.StreamResponse:
+        """Accept a report of a member pod, which knows no term."""
+        report = await read_message(request, MemberReport)
+        if self._head_pod is None or report.rank >= self._head_pod.ranks.size:
+            size = 1 if self._head_pod is None else self._head_pod.ranks.size
+            raise RefusedError(f"{request.path}: this engine has {size} pods, so none of rank {report.rank}.")
+        return web.json_response(self._head_pod.report(report).model_dump(mode="json"))
+
+    def _apply_sync(self, request: web.Request, sync: SyncRequest) -> None:
         # Use the request's own term: a coordinator with a higher term may have called while the body arrived.
         term = int(request.headers[ports.TERM_HEADER])
-        self._agent.lease, self._agent.silent, self._agent.drain = told.lease, told.silent, told.drain
-        self._agent.dispatch(ev.CoordinatorCalled(term, told.committed, tuple(told.tolerated), told.spec_state, told.sender, told.seq))
+        self._agent.limits = sync
+        self._agent.dispatch(ev.CoordinatorCalled(term, sync.committed, tuple(sync.tolerated), sync.spec_state, sync.sender, sync.seq))
 
     async def _status(self) -> web.Response:
-        await self._agent.settle_gate()
-        return self._report()
+        await self._agent.gate.settle()
+        return web.json_response(self._agent.status().model_dump(mode="json"))
 
-    async def _report_settled(self) -> web.Response:
+    async def _status_if_settled(self) -> web.Response:
         """Return the status once the gate is as the state requires."""
-        await self._agent.settle_gate_if_due()
-        return self._report()
-
-    def _report(self) -> web.Response:
+        await self._agent.gate.settle_if_due()
         return web.json_response(self._agent.status().model_dump(mode="json"))
 
 
 def make_app(
-    agent: Agent, *, token: str, fence: Fence, model_path: str | None = None, leader: Leader | None = None, relay: Relay | None = None
+    agent: Agent,
+    *,
+    token: str,
+    fence: Fence,
+    model_path: str | None = None,
+    head_pod: HeadPod | None = None,
+    relay: Relay | None = None,
 ) -> web.Application:
-    """All routes of an agent. ``model_path``: what the engine was started with, if known; ``leader``: of an engine with several pods;
-    ``relay``: of an engine on its trainer's GPUs."""
-    routes = Routes(agent, fence=fence, metrics=Metrics(agent), model_path=model_path, leader=leader)
+    """Return the application with all routes of an agent.
+
+    Args:
+        agent: The agent.
+        token: The rollout's control token.
+        fence: Gives up updates.
+        model_path: Model that the engine was started with; None if only the engine knows it.
+        head_pod: The agent's role in an engine with several pods.
+        relay: For an engine on its trainer's GPUs, forwards calls without a token.
+    """
+    routes = Routes(agent, fence=fence, model_path=model_path, head_pod=head_pod)
     access = Access(agent, token, relay.hint if relay is not None else "")
-    app = web.Application(client_max_size=MAX_BODY, middlewares=[_sentences])
-    opened: dict[str, Handler] = {
-        ports.AGENT_HEALTH: routes.health,
-        ports.AGENT_ENGINE: routes.engine,
-        ports.AGENT_GATE: routes.gate,
-        ports.AGENT_METRICS: routes.metrics,
-        "/health": routes.engine,
-        "/health_generate": routes.health_generate,
-        "/server_info": routes.server_info,
-        "/get_server_info": routes.server_info,
-        **dict.fromkeys(_READS, routes.read),
-    }
-    guarded: dict[str, Handler] = {
-        ports.AGENT_SYNC: routes.sync,
-        ports.AGENT_RUN: routes.run,
-        ports.AGENT_PREFLIGHT: routes.preflight,
-        ports.AGENT_CHECKPOINT: routes.checkpoint,
-        ports.AGENT_ACK: routes.ack,
-        ports.AGENT_FENCE: routes.fence,
-        ControlCall.ABORT_REQUEST.path: routes.abort,
-        **{f"/{call}": routes.control for call in guards.FORWARDED},
-        **{f"/{call}": routes.not_offered for call in guards.NOT_OFFERED},
-    }
-    app.add_routes(web.get(path, handler) for path, handler in opened.items())
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[_answer_errors, answer_refusals])
+    protected = routes.protected()
 
-    def entrance(path: str, handler: Handler) -> Handler:
-        checked = access.protected(handler)
-        return relay.before(checked) if relay is not None and path.removeprefix("/") in RELAYED else checked
+    def checked(path: str) -> Handler:
+        handler = access.protected(protected[path])
+        return relay.before(handler) if relay is not None and path.removeprefix("/") in RELAYED else handler
 
-    app.add_routes(web.post(path, entrance(path, handler)) for path, handler in guarded.items())
-    if leader is not None:
-        app.router.add_post(ports.AGENT_GROUP, _member_route(leader, token))
+    app.add_routes(web.get(path, handler) for path, handler in routes.public().items())
+    app.add_routes(web.post(path, checked(path)) for path in protected)
     # SGLang answers these to GET as well.
-    app.add_routes(
-        web.get(path, entrance(path, routes.control))
-        for path in (ControlCall.FLUSH_CACHE.path, ControlCall.GET_WEIGHTS.path, ControlCall.CHECK_WEIGHTS.path)
-    )
+    gets = (ControlCall.FLUSH_CACHE.path, ControlCall.GET_WEIGHTS.path, ControlCall.CHECK_WEIGHTS.path)
+    app.add_routes(web.get(path, checked(path)) for path in gets)
+    if head_pod is not None:
+        app.router.add_post(ports.AGENT_GROUP, _with_token(token, routes.member_report))
     return app
 
 
-def _member_route(leader: Leader, token: str) -> Handler:
-    async def member(request: web.Request) -> web.StreamResponse:
-        """Accept a report of a member pod, which knows no term."""
+def _with_token(token: str, handler: Handler) -> Handler:
+    async def checked(request: web.Request) -> web.StreamResponse:
         check_token(request, token)
-        report = await message(request, MemberReport)
-        if report.rank >= leader.group.size:
-            raise RefusedError(f"{request.path}: this engine has {leader.group.size} pods, so none of rank {report.rank}.")
-        return web.json_response(leader.report(report).model_dump(mode="json"))
+        return await handler(request)
 
-    return member
+    return checked
 
 
 def with_name(reply: Reply, name: str | None) -> Reply:
@@ -252,24 +287,22 @@ def with_name(reply: Reply, name: str | None) -> Reply:
     return Reply.json(reply.status, {**document, "data": renamed})
 
 
-def passed_on(reply: Reply) -> web.Response:
+def to_response(reply: Reply) -> web.Response:
     """Return the engine's answer. The reason phrase of a failure repeats its message (for adapters, ``error_message``)."""
     document = reply.document if reply.status >= 400 else None
-    said = (document.get("message") or document.get("error_message")) if isinstance(document, dict) else None
-    if isinstance(said, str):
-        refused = refuse(reply.status, said)
+    message = (document.get("message") or document.get("error_message")) if isinstance(document, dict) else None
+    if isinstance(message, str):
+        refused = refuse(reply.status, message)
         refused.body = reply.body
         return refused
     return web.Response(status=reply.status, body=reply.body, content_type=reply.content_type)
 
 
 @web.middleware
-async def _sentences(request: web.Request, handler: Handler) -> web.StreamResponse:  # noqa: PLR0911 - one per kind
-    """Answer every error with a message in SGLang's shape."""
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every other error with a message in SGLang's shape."""
     try:
         return await handler(request)
-    except RefusedError as error:
-        return refuse(error.status, str(error), error.headers)
     except EngineError as error:
         return refuse(503, f"{request.path}: {error}.")
     except RecordError as error:
@@ -282,56 +315,41 @@ async def _sentences(request: web.Request, handler: Handler) -> web.StreamRespon
         return refuse(405, f"{request.path} does not take {request.method}, only {', '.join(sorted(error.allowed_methods))}.")
 
 
-class Metrics:
-    """The agent's metrics; gauges are read off the agent when they are asked for."""
+def make_metrics(agent: Agent) -> CollectorRegistry:
+    """Return the agent's metrics. Gauges read the agent at each scrape."""
+    registry, prefix = CollectorRegistry(), "sglang_rollout_agent_"
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._registry = CollectorRegistry()
-        prefix = "sglang_rollout_agent_"
-        self._gauges = {
-            name: Gauge(prefix + name, text, registry=self._registry)
-            for name, text in {
-                "engine_up": "1 while the engine answers and has warmed up.",
-                "gate_may_open": "1 while the engine holds the committed version.",
-                "gate_open": "1 while the gate itself says that requests pass.",
-                "weights_dirty": "1 while the engine holds a mixture of weights.",
-                "paused": "1 while the engine is paused.",
-                "committed_step": "Step of the committed version within its run.",
-                "version_step": "Step of the version that the engine holds, -1 if it holds none.",
-                "term": "Highest coordinator term seen.",
-            }.items()
-        }
-        self._calls = Counter(
-            prefix + "control_calls", "Control calls by name and HTTP status.", ["call", "status"], registry=self._registry
-        )
-        self._seconds = Histogram(
-            prefix + "control_seconds",
-            "Seconds until the engine answered a control call.",
-            ["call"],
-            buckets=(0.01, 0.05, 0.25, 1, 5, 30, 120, 600),
-            registry=self._registry,
-        )
-        agent.observer = self.observe
+    def add_gauge(name: str, text: str, read: Callable[[s.EngineRecord], float]) -> None:
+        Gauge(prefix + name, text, registry=registry).set_function(lambda: float(read(agent.state.record)))
 
-    def observe(self, call: str, reply: Reply, seconds: float) -> None:
-        """Count one control call."""
-        self._calls.labels(call, str(reply.status)).inc()
-        self._seconds.labels(call).observe(seconds)
+    add_gauge("engine_up", "1 while the engine answers and has warmed up.", lambda _: agent.state.up)
+    add_gauge("gate_may_open", "1 while the engine holds the committed version.", lambda _: s.gate_may_open(agent.state))
+    add_gauge("gate_open", "1 while the gate reports that requests pass.", lambda _: agent.gate.view is not None and agent.gate.view.up)
+    add_gauge("weights_dirty", "1 while the engine holds a mixture of weights.", lambda record: record.state is EngineState.DIRTY)
+    add_gauge("paused", "1 while the engine is paused.", lambda record: record.interruption.is_pause)
+    add_gauge(
+        "committed_step",
+        "Step of the committed version within its run.",
+        lambda record: record.committed.step if record.committed else 0,
+    )
+    add_gauge(
+        "version_step",
+        "Step of the version that the engine holds, -1 if it holds none.",
+        lambda record: record.version.step if record.version else -1,
+    )
+    add_gauge("term", "Highest coordinator term seen.", lambda record: record.term)
+    calls = Counter(prefix + "control_calls", "Control calls by name and HTTP status.", ["call", "status"], registry=registry)
+    seconds = Histogram(
+        prefix + "control_seconds",
+        "Seconds until the engine answered a control call.",
+        ["call"],
+        buckets=(0.01, 0.05, 0.25, 1, 5, 30, 120, 600),
+        registry=registry,
+    )
 
-    def text(self) -> bytes:
-        """The present values in Prometheus' text format."""
-        state, record, view = self._agent.state, self._agent.state.record, self._agent.view
-        values: dict[str, float] = {
-            "engine_up": state.up,
-            "gate_may_open": gate_may_open(state),
-            "gate_open": view is not None and view.up,
-            "weights_dirty": record.state is EngineState.DIRTY,
-            "paused": record.interruption.is_pause,
-            "committed_step": record.committed.step if record.committed else 0,
-            "version_step": record.version.step if record.version else -1,
-            "term": record.term,
-        }
-        for name, value in values.items():
-            self._gauges[name].set(float(value))
-        return generate_latest(self._registry)
+    def count_call(call: str, reply: Reply, duration: float) -> None:
+        calls.labels(call, str(reply.status)).inc()
+        seconds.labels(call).observe(duration)
+
+    agent.on_call_ended = count_call
+    return registry

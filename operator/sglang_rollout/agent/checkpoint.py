@@ -1,9 +1,8 @@
-"""May the engine be told to load this folder? Asked of every agent before any engine hears of a disk update.
+"""Check whether the engine can load a folder. The coordinator asks every agent before a disk update begins.
 
-SGLang dies of truncated files and of tensors with other shapes, and loads an architecture that is not its own without a word when
-the shapes happen to agree; tensors that are missing keep their old values. So the folder is compared with the model that the engine
-runs, as far as this pod can read both. Where it cannot read the engine's model, the architecture is compared with the one that the engine
-reports, and the reply says what was not compared.
+SGLang ends if a file is truncated or a tensor has another shape. It loads another architecture silently if the shapes agree, and tensors
+that are missing keep their old values. So the folder is compared with the model that the engine runs. If this pod cannot read that model,
+the architecture is compared with the one that the engine reports, and the reply names what was not compared.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointReply, 
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""SGLang copies these into each other: the engine's own type decides."""
+"""SGLang converts these into the type of the engine's tensor."""
 _UNPACKED = _FLOATS | {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
-"""One element is one weight; integers may hold several."""
+"""Types with one weight per element; an integer may hold several."""
 
 _IDENTITY = ("architectures", "model_type")
 _SIZES = (
@@ -55,40 +54,40 @@ _SIZES = (
     "tie_word_embeddings",
     "quantization_config",
 )
-"""Fields that decide what the tensors mean. The engine keeps those it was started with, whatever the checkpoint's config.json says."""
+"""Fields that give the tensors their meaning. The engine keeps its own values, whatever the checkpoint's config.json contains."""
 
 _NESTED = ("text_config", "vision_config", "llm_config", "thinker_config")
 _TIED = "lm_head.weight"
 _COMPUTED = "rotary_emb.inv_freq"
-"""End of the names of tensors that old checkpoints carry and every engine computes by itself."""
+"""End of the names of tensors that old checkpoints contain, and that every engine computes by itself."""
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 * 1024
 
 
 class _LateError(Exception):
-    """Nobody waits for the answer any more."""
+    """The deadline has passed, so no caller waits for the answer."""
 
 
 class CheckpointCheck:
-    """Checks one folder at a time, in a thread that may hang on a dead file server without holding up the agent or its end."""
+    """Checks one folder at a time, in a thread. A dead file server may block the thread, but never the agent or its end."""
 
     def __init__(self) -> None:
         self._running: threading.Thread | None = None
-        self._what = ""
+        self._path = ""
         self._held = ExitStack()
 
     def release(self) -> None:
-        """Let the snapshot go that the last check found: the engine has loaded it, or never will."""
+        """Release the snapshot that the last check found: the engine has loaded it, or never will."""
         self._held.close()
 
     async def run(self, request: CheckpointRequest, engine_model: EngineModel) -> CheckpointReply:
-        """The verdict, within ``request.deadline`` seconds.
+        """Check a folder, or list the tensors of the engine's model; answer within ``request.deadline`` seconds.
 
-        A snapshot that is good is held, so that the trainer does not remove it while the engine loads it, until :meth:`release`.
+        A snapshot that can be loaded is locked until :meth:`release`, so that the trainer does not remove it while the engine loads it.
         """
         if self._running is not None and self._running.is_alive():
-            return _refuse(f"The check of {self._what} still runs: does its volume answer?", RefusalCode.UNAVAILABLE)
+            return _refuse(f"The check of {self._path} still runs: does its volume answer?", RefusalCode.UNAVAILABLE)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[CheckpointReply] = loop.create_future()
         end = time.monotonic() + request.deadline
@@ -98,8 +97,8 @@ class CheckpointCheck:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, done, reply)
 
-        self._what = request.path
-        # A daemon: the interpreter would wait for an executor's thread, and this one may be stuck in the kernel.
+        self._path = request.path
+        # The interpreter waits for all threads but daemons, and this one may be stuck in the kernel.
         self._running = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._running.start()
         try:
@@ -119,21 +118,29 @@ class CheckpointCheck:
 
 
 def resolve(request: CheckpointRequest) -> Path:
-    """The folder that is meant. Raises ProblemsError when there is no such snapshot."""
+    """Return the folder that the request names. Raise ProblemsError if there is no such snapshot."""
     wanted = request.snapshot
     if wanted is None:
         return Path(request.path)
-    there = [snapshot for snapshot in list_snapshots(request.path) if snapshot.manifest.fleet_id == request.fleet_id]
-    same = [one for one in there if (one.manifest.run, one.manifest.step, one.manifest.label) == (wanted.run, wanted.step, wanted.label)]
+    ours = [snapshot for snapshot in list_snapshots(request.path) if snapshot.manifest.fleet_id == request.fleet_id]
+    identity = (wanted.run, wanted.step, wanted.label)
+    same = [snapshot for snapshot in ours if (snapshot.manifest.run, snapshot.manifest.step, snapshot.manifest.label) == identity]
     if same:
         return same[-1].path
-    newest = f"the newest is {there[-1].manifest.label!r}" if there else "there is none of this fleet"
+    newest = f"the newest is {ours[-1].manifest.label!r}" if ours else "there is none of this fleet"
     raise ProblemsError([f"{request.path} holds no snapshot of version {wanted.label!r}; {newest}."])
 
 
 def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), names: bool = False) -> CheckpointReply:
-    """Compare ``path`` with the model of the engine. Blocks; gives up at ``end`` (monotonic seconds)."""
-    alive = _until(end)
+    """Compare a folder with the model of the engine. Blocks.
+
+    Args:
+        path: Folder to check.
+        engine_model: What is known about the engine's model.
+        end: Time of the monotonic clock at which the check ends without an answer.
+        names: True to return the names of the tensors that a complete checkpoint must have.
+    """
+    alive = _cancel_at(end)
     if not os.path.isabs(path):
         return _refuse(f"{path!r} is no absolute path: name the folder as the engines' pods see it.")
     try:
@@ -157,15 +164,15 @@ def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), na
 
 
 def own_tensors(engine_model: EngineModel, *, end: float = float("inf")) -> CheckpointReply:
-    """The tensors of the model that the engine runs; without ``names`` where this pod cannot read it."""
-    own, why = read_engine_model(engine_model, _until(end))
+    """Return the tensors of the model that the engine runs; without ``names`` if this pod cannot read the model."""
+    own, why = read_engine_model(engine_model, _cancel_at(end))
     if own is None:
         return CheckpointReply(refusal=None, why_unchecked=why)
     shapes = {name: list(entry.shape) if entry.dtype in _UNPACKED else None for name, (_, entry) in own.tensors.items()}
     return CheckpointReply(refusal=None, tensors=len(shapes), bytes=own.bytes, names=_needed(own), shapes=shapes, compared=True)
 
 
-def _until(end: float) -> Callable[[], None]:
+def _cancel_at(end: float) -> Callable[[], None]:
     def alive() -> None:
         if time.monotonic() > end:
             raise _LateError
@@ -174,13 +181,13 @@ def _until(end: float) -> Callable[[], None]:
 
 
 def _needed(model: Model) -> list[str]:
-    """The tensors without which nothing can be loaded."""
+    """Return the names of the tensors that a complete checkpoint must have."""
     tied = bool(model.config.get("tie_word_embeddings"))
     return [name for name in model.tensors if not _optional(name, tied=tied)]
 
 
 def differences(found: Model, own: Model) -> list[str]:
-    """Where a checkpoint does not fit the engine's model; each a sentence."""
+    """Return the differences between a checkpoint and the engine's model, as sentences."""
     where, than = found.path / CONFIG, own.path
     problems = _config_differences(found.config, own.config, f"{where}: ", than)
     tied = bool(own.config.get("tie_word_embeddings"))
@@ -196,7 +203,7 @@ def differences(found: Model, own: Model) -> list[str]:
 
 
 def _identity_differences(found: Model, engine: EngineModel) -> list[str]:
-    """Compare with what the engine reports of a model that this pod cannot read."""
+    """Compare with the architecture that the engine reports, if this pod cannot read its model."""
     theirs = found.config.get("architectures")
     if not engine.architectures or theirs == list(engine.architectures):
         return []
@@ -206,7 +213,7 @@ def _identity_differences(found: Model, engine: EngineModel) -> list[str]:
 def _config_differences(found: Mapping[str, Any], own: Mapping[str, Any], prefix: str, than: Path) -> list[str]:
     problems = []
     for key in (*_IDENTITY, *_SIZES):
-        # A size that only one side writes down is a default of the other: the tensors' shapes tell.
+        # A size that only one side contains is a default of the other, and the tensors' shapes show a difference.
         both = key in found and key in own
         needed = key in ("quantization_config", "architectures") and (found.get(key) or own.get(key))
         if (both or needed) and found.get(key) != own.get(key):
@@ -223,7 +230,7 @@ def _tensor_differences(what: str, found: TensorEntry, own: TensorEntry) -> list
     if found.shape != own.shape:
         problems.append(f"{what} has shape {list(found.shape)}, expected {list(own.shape)}.")
     if found.dtype != own.dtype and not {found.dtype, own.dtype} <= _FLOATS:
-        problems.append(f"{what} is {found.dtype}, expected {own.dtype}: its values would be taken for something else.")
+        problems.append(f"{what} is {found.dtype}, expected {own.dtype}: the engine would misread its values.")
     return problems
 
 
@@ -232,7 +239,7 @@ def _optional(name: str, *, tied: bool) -> bool:
 
 
 def _digest(model: Model, alive: Any) -> str:
-    """Tells whether two pods see the same files: names, headers and samples of the content, spread evenly over each file."""
+    """Return a hash of names, headers and evenly spread samples of the files. It shows whether two pods see the same files."""
     made = hashlib.sha256()
     for name, header in sorted(model.files.items()):
         made.update(f"{name}\0{header.file_bytes}\0".encode())
@@ -256,7 +263,7 @@ def _guarded(request: CheckpointRequest, engine_model: EngineModel, end: float) 
         return _refuse(str(error))
     except _LateError:
         return _late(request)
-    except Exception as error:  # noqa: BLE001 - whatever a file can hold: the caller gets a sentence, not a silent thread
+    except Exception as error:  # noqa: BLE001 - a file can contain anything, and the caller needs an answer
         return _refuse(f"{request.path} cannot be checked: {type(error).__name__}: {error}.", RefusalCode.INTERNAL_ERROR)
 
 
@@ -282,7 +289,7 @@ def _brief(value: Any) -> str:
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAIN = "main"
 _ROOTS_CACHE = Path("/root/.cache/huggingface/hub")
-"""Where SGLang's images keep the cache: their user is root, the agent's is not."""
+"""Cache in SGLang's images, which run as root. The agent does not."""
 _RENAMED = frozenset(
     {
         "Cosmos3EdgeForConditionalGeneration",
@@ -300,20 +307,20 @@ _RENAMED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """What is known of an engine's model without reading any file."""
+    """Facts about an engine's model that need no file."""
 
     path: str | None = None
-    """``--model-path``: a folder, or a name on the Hugging Face hub. None: not known."""
+    """``--model-path``: a folder, or a name on the Hugging Face hub. None if it is not known."""
     revision: str | None = None
     """``--revision``: branch, tag or commit on the hub; None: ``main``."""
     download_dir: str | None = None
     """``--download-dir``: SGLang's Hugging Face cache, if not the usual one."""
     architectures: tuple[str, ...] = ()
-    """As the engine reports; empty: not known, or not comparable with a ``config.json``."""
+    """As the engine reports; empty if not known, or not comparable with a ``config.json``."""
 
     @classmethod
     def reported(cls, path: str | None, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> EngineModel:
-        """Return the model of an engine that gives these answers. ``path``: ``--model-path`` where it is known without asking."""
+        """Return the model of an engine with these answers. ``path`` is ``--model-path`` if it is known otherwise."""
         reported = model_info.get("architectures")
         architectures = tuple(map(str, reported)) if isinstance(reported, list) else ()
         overridden = "architectures" in str(server_info.get("json_model_override_args") or "")
@@ -328,7 +335,7 @@ class EngineModel:
 def read_engine_model(model: EngineModel, alive: CancelCheck) -> tuple[Model | None, str]:
     """Return the engine's model, or None and the reason why this pod cannot read it, as a clause."""
     if model.path is None:
-        return None, "the engine has not said which model it runs"
+        return None, "the engine has not reported its model"
     folder = Path(model.path) if os.path.isabs(model.path) else hub_folder(model, os.environ)
     if folder is None:
         return None, f"no Hugging Face cache that its pod can read holds the engine's model {model.path}"
@@ -357,7 +364,7 @@ def hub_folder(model: EngineModel, environ: Mapping[str, str]) -> Path | None:
 
 
 def _caches(model: EngineModel, environ: Mapping[str, str]) -> list[Path]:
-    """The places where huggingface_hub looks, in its order of precedence, with the engine's variables that the agent was given."""
+    """Return the folders that huggingface_hub searches, in its order. The agent has the engine's environment variables."""
     home = environ.get("XDG_CACHE_HOME") or "~/.cache"
     usual = Path(environ.get("HF_HOME") or f"{home}/huggingface") / "hub"
     places = [environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or usual, _ROOTS_CACHE]

@@ -17,18 +17,15 @@ import uvloop
 from aiohttp import web
 
 from sglang_rollout.agent import events as ev
+from sglang_rollout.agent.access import Relay
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import make_app
-from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.engine import Engine, RunFiles
 from sglang_rollout.agent.gate import Gate
-from sglang_rollout.agent.launch.barrier import Barrier
-from sglang_rollout.agent.launch.head_pod import Leader
-from sglang_rollout.agent.launch.member_pod import Follower, follower_app
+from sglang_rollout.agent.launch.pods import HeadPod, MemberPod, StartBarrier, member_app
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.agent.relay import Relay
-from sglang_rollout.agent.run_files import RunFiles
 from sglang_rollout.agent.update import Fence
-from sglang_rollout.agent.watchdog import Hang, Lease, SpecState, watch_drain
+from sglang_rollout.agent.watchdog import Hang, SpecState, watch_drain
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS
@@ -37,30 +34,47 @@ from sglang_rollout.wire import ports
 log = logging.getLogger("sglang_rollout.agent")
 
 _INTERVAL = 0.5
-_TRUST_RECORD_AFTER = 3.0
-"""A restarted agent believes its record's committed version when no coordinator has spoken for so long. One that lives speaks twice a
+_TRUST_RECORD_SECONDS = 3.0
+"""Time without a coordinator's call after which a restarted agent trusts the committed version of its record. A coordinator calls twice a
 second, and may know of a commit that this engine missed."""
-
-
 _RESOLVE_INTERVAL = 5.0
-"""Pod 0 has another address when it was made anew, which takes longer than this."""
+"""A recreated pod 0 has another address. Its start takes longer than this."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where this pod stands in an engine that has several."""
+class Place:
+    """Place of this pod in an engine that has several."""
 
     nodes: int
     rank: int
-    leader: Address
+    head: Address
+    """Gate of the head pod."""
     own: Address
+    """This pod's gate, by its IP."""
     files: RunFiles
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of an agent. The options of the command describe them."""
+
+    name: str
+    engine_url: str
+    listen: Address
+    gate_socket: Path
+    state_dir: Path
+    token: str
+    boot_file: Path | None = None
+    tensor_size: int | None = None
+    model_path: str | None = None
+    fleet_url: str | None = None
+    place: Place | None = None
 
 
 @click.command(name="agent")
 @click.option("--name", required=True, help="Name of the engine.")
 @click.option("--engine-url", default=f"http://127.0.0.1:{ports.ENGINE_PORT}", show_default=True, help="The SGLang server.")
-@click.option("--listen", default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="Where the gate finds this agent.")
+@click.option("--listen", default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="Address at which the gate finds this agent.")
 @click.option("--gate-socket", required=True, type=click.Path(path_type=Path), help="haproxy's stats socket.")
 @click.option(
     "--state-dir",
@@ -72,38 +86,31 @@ class _Place:
 @click.option(
     "--boot-file",
     type=click.Path(path_type=Path),
-    help="File in which the engine's container writes a new id at each start; its folder also holds drain, drained and kill.",
+    help="File in which the engine's container writes a new boot ID at each start; its folder also holds drain, drained and kill.",
 )
-@click.option(
-    "--tensor-size", type=click.IntRange(1), help="Tensor parallel size of the engine; an engine with another size stays out of the fleet."
-)
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Pods of the engine.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Place of this pod among them; pod 0 serves.")
+@click.option("--tensor-size", type=click.IntRange(1), help="Tensor parallel size of the engine; an engine with another size is not used.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of pods of the engine.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Rank of this pod; pod 0 serves.")
 @click.option("--leader", type=ADDRESS, help="With --nodes: the gate of pod 0.")
 @click.option("--advertise", type=ADDRESS, help="With --nodes: this pod's own gate, by its IP.")
-@click.option("--model-path", help="What the engine was started with; checkpoints are compared with it [default: what the engine says].")
 @click.option(
-    "--fleet-url", help="Of an engine on its trainer's GPUs: where calls without a token that the trainer makes here are decided."
+    "--model-path", help="Model that the engine was started with; checkpoints are compared with it [default: as the engine reports]."
+)
+@click.option(
+    "--fleet-url", help="For an engine on its trainer's GPUs: URL of the fleet, which receives the trainer's calls without a token."
 )
 @logging_options
 def command(
     *,
-    name: str,
-    engine_url: str,
     listen: str,
-    gate_socket: Path,
-    state_dir: Path,
     token_file: Path,
-    boot_file: Path | None,
-    tensor_size: int | None,
     nodes: int,
     node_rank: int,
     leader: Address | None,
     advertise: Address | None,
-    model_path: str | None,
-    fleet_url: str | None,
     log_level: str,
     log_format: str,
+    **options: Any,
 ) -> None:
     """Run the sidecar of one engine."""
     configure_logging(log_level, log_format)
@@ -114,31 +121,15 @@ def command(
     except OSError as error:
         raise click.UsageError(f"the token file {token_file} cannot be read: {error.strerror}") from None
     if not token:
-        raise click.UsageError(f"the token file {token_file} is empty: anybody could call")
-    if urlsplit(engine_url).scheme != "http" or not urlsplit(engine_url).hostname:
-        raise click.BadParameter(f"{engine_url!r} is not an http URL", param_hint="--engine-url")
-    if fleet_url is not None:
-        _check_fleet_url(fleet_url)
-    place = _place(nodes, node_rank, leader, advertise, boot_file)
+        raise click.UsageError(f"the token file {token_file} is empty: every caller would be accepted")
+    place = _parse_place(nodes, node_rank, leader, advertise, options["boot_file"])
+    settings = Settings(listen=address, token=token, place=place, **options)
+    if urlsplit(settings.engine_url).scheme != "http" or not urlsplit(settings.engine_url).hostname:
+        raise click.BadParameter(f"{settings.engine_url!r} is not an http URL", param_hint="--engine-url")
+    if settings.fleet_url is not None:
+        _check_fleet_url(settings.fleet_url)
     try:
-        if place is not None and place.rank:
-            uvloop.run(_run_follower(place, name=name, url=engine_url, listen=address, token=token, model_path=model_path))
-            return
-        uvloop.run(
-            _run(
-                name=name,
-                url=engine_url,
-                listen=address,
-                socket=gate_socket,
-                folder=state_dir,
-                token=token,
-                boot_file=boot_file,
-                tensor_size=tensor_size,
-                model_path=model_path,
-                place=place,
-                fleet_url=fleet_url,
-            )
-        )
+        uvloop.run(run_member_pod(settings, place) if place is not None and place.rank else run(settings))
     except OSError as error:
         raise click.ClickException(f"the agent cannot listen on {address}: {error.strerror or error}") from None
 
@@ -146,77 +137,71 @@ def command(
 def _check_fleet_url(url: str) -> None:
     parts = urlsplit(url)
     try:
-        good = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
-        good = False
-    if not good or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+        is_valid = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # from the port
+        is_valid = False
+    if not is_valid or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
         raise click.BadParameter(f"{url!r} is not the URL of a fleet: write http://host:port", param_hint="--fleet-url")
 
 
-def _place(nodes: int, rank: int, leader: Address | None, own: Address | None, boot_file: Path | None) -> _Place | None:
+def _parse_place(nodes: int, rank: int, head: Address | None, own: Address | None, boot_file: Path | None) -> Place | None:
     if nodes == 1:
         return None
-    if leader is None or own is None or boot_file is None:
+    if head is None or own is None or boot_file is None:
         raise click.UsageError("--nodes needs --leader, --advertise and --boot-file: the pods of an engine must find one another")
     if rank >= nodes:
         raise click.BadParameter(f"{rank} is too large for {nodes} pods: they count from 0", param_hint="--node-rank")
-    return _Place(nodes, rank, leader, own, RunFiles(boot_file))
+    return Place(nodes, rank, head, own, RunFiles(boot_file))
 
 
-async def _run(
-    *,
-    name: str,
-    url: str,
-    listen: Address,
-    socket: Path,
-    folder: Path,
-    token: str,
-    boot_file: Path | None,
-    tensor_size: int | None,
-    model_path: str | None,
-    place: _Place | None = None,
-    fleet_url: str | None = None,
-) -> None:
+async def run(settings: Settings) -> None:
+    """Run the agent of an engine with one pod, or of the head pod of an engine with several."""
+    name, url, boot_file, place = settings.name, settings.engine_url, settings.boot_file, settings.place
     files = RunFiles(boot_file) if boot_file is not None else None
-    relaying = Relay(fleet_url, engine=name) if fleet_url is not None else nullcontext()
+    relaying = Relay(settings.fleet_url, engine=name) if settings.fleet_url is not None else nullcontext()
     async with Engine(url, boot_file=boot_file) as engine, relaying as relay:
-        agent = Agent(name=name, engine=engine, gate=Gate(socket), record_file=RecordFile(folder), tensor_size=tensor_size)
+        record_file = RecordFile(settings.state_dir)
+        agent = Agent(name=name, engine=engine, gate=Gate(settings.gate_socket), record_file=record_file, tensor_size=settings.tensor_size)
         fence = Fence(agent, kill_file=files.kill if files else None)
         work = [
-            _every(_INTERVAL, "watching the engine", agent.observe),
-            _every(_INTERVAL, "watching the engine's connection", agent.watch_connection),
-            _every(_INTERVAL, "watching the lease", Lease(agent, fence).watch),
-            _every(_INTERVAL, "following spec.state", SpecState(agent).watch),
+            _repeat(_INTERVAL, "polling the engine", agent.observe),
+            _repeat(_INTERVAL, "watching the engine's connection", agent.watch_connection),
+            _repeat(_INTERVAL, "checking the lease", fence.watch_lease),
+            _repeat(_INTERVAL, "following spec.state", SpecState(agent).watch),
             _follow_gate(agent),
             _trust_record(agent),
         ]
-        leader, draining = None, _nobody
+        head_pod, is_other_pod_draining = None, _never
         if place is not None:
-            leader = Leader(agent, Barrier(place.files), size=place.nodes, own=place.leader, folder=folder, token=token)
-            agent.why_down, draining = leader.why_down, leader.draining
-            work.append(_every(_INTERVAL, "watching the pods of the engine", leader.watch))
-            work.append(_every(_RESOLVE_INTERVAL, "asking the pods that are silent", leader.inquire))
+            barrier = StartBarrier(place.files)
+            head_pod = HeadPod(agent, barrier, size=place.nodes, own=place.head, folder=settings.state_dir, token=settings.token)
+            agent.explain_down, is_other_pod_draining = head_pod.explain_down, head_pod.is_other_pod_draining
+            work.append(_repeat(_INTERVAL, "watching the pods of the engine", head_pod.watch))
+            work.append(_repeat(_RESOLVE_INTERVAL, "questioning silent pods", head_pod.question_silent_pods))
         if files is not None:
-            work.append(_every(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, draining)))
-            work.append(_every(_INTERVAL, "watching for a hang", Hang(agent, files.kill).watch))
-        app = make_app(agent, token=token, fence=fence, model_path=model_path, leader=leader, relay=relay)
-        await _serve(app, listen, work, f"Agent of {name} at {listen}, engine {url}.")
+            work.append(_repeat(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, is_other_pod_draining)))
+            work.append(_repeat(_INTERVAL, "watching for a hang", Hang(agent, files.kill).watch))
+        app = make_app(agent, token=settings.token, fence=fence, model_path=settings.model_path, head_pod=head_pod, relay=relay)
+        await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
 
 
-async def _run_follower(place: _Place, *, name: str, url: str, listen: Address, token: str, model_path: str | None) -> None:
-    async with Engine(url) as engine:
-        follower = Follower(engine, Barrier(place.files), rank=place.rank, leader=place.leader, own=place.own, token=token)
+async def run_member_pod(settings: Settings, place: Place) -> None:
+    """Run the agent of a member pod of an engine with several pods."""
+    async with Engine(settings.engine_url) as engine:
+        barrier = StartBarrier(place.files)
+        member = MemberPod(engine, barrier, rank=place.rank, head=place.head, own=place.own, token=settings.token)
         work = [
-            _every(_INTERVAL, "watching SGLang", follower.observe),
-            _every(_INTERVAL, "speaking to pod 0", follower.report),
-            _every(_RESOLVE_INTERVAL, "resolving the name of pod 0", follower.resolve),
+            _repeat(_INTERVAL, "polling SGLang", member.observe),
+            _repeat(_INTERVAL, "reporting to pod 0", member.report),
+            _repeat(_RESOLVE_INTERVAL, "resolving the name of pod 0", member.resolve),
         ]
-        app = follower_app(follower, name=name, token=token, model_path=model_path)
-        await _serve(app, listen, work, f"Agent of {name}, rank {place.rank} of {place.nodes}, at {listen}; pod 0 is at {place.leader}.")
+        app = member_app(member, name=settings.name, token=settings.token, model_path=settings.model_path)
+        start = f"Agent of {settings.name}, rank {place.rank} of {place.nodes}, at {settings.listen}; pod 0 is at {place.head}."
+        await _serve(app, settings.listen, work, start)
 
 
-async def _serve(app: web.Application, listen: Address, work: list[Coroutine[Any, Any, None]], hello: str) -> None:
-    """Until SIGTERM."""
+async def _serve(app: web.Application, listen: Address, work: list[Coroutine[Any, Any, None]], start: str) -> None:
+    """Serve and do the work until SIGTERM. ``start`` is logged when the agent listens."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -225,41 +210,41 @@ async def _serve(app: web.Application, listen: Address, work: list[Coroutine[Any
     tasks = [asyncio.create_task(one) for one in work]
     try:
         await web.TCPSite(runner, listen.host, listen.port).start()
-        log.info("%s", hello)
+        log.info("%s", start)
         await stop.wait()
     finally:
-        # The engine goes on with what it was told, and the record says so: nothing has to be waited for.
+        # The engine completes its current call, which the record names: nothing has to be waited for.
         for task in tasks:
             task.cancel()
         await runner.cleanup()
 
 
-def _nobody() -> bool:
+def _never() -> bool:
     return False
 
 
-async def _every(seconds: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Do something again and again. A defect in one round must not end the watch: the gate would stay as it is."""
+async def _repeat(seconds: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Repeat the work at this interval. A defect in one round must not end the loop: the gate would stay as it is."""
     while True:
         try:
             await work()
         except Exception:
-            log.exception("A defect while %s; going on.", what)
+            log.exception("A defect while %s; continuing.", what)
         await asyncio.sleep(seconds)
 
 
 async def _follow_gate(agent: Agent) -> None:
-    """Set the gate at once when it is due, and look after it twice a second: a restarted haproxy is closed."""
+    """Set the gate as soon as that is due, and check it twice a second: a restarted haproxy is closed."""
     while True:
         try:
-            await agent.settle_gate()
+            await agent.gate.settle()
         except Exception:
-            log.exception("A defect while setting the gate; going on.")
+            log.exception("A defect while setting the gate; continuing.")
         with suppress(TimeoutError):
             async with asyncio.timeout(_INTERVAL):
-                await agent.gate_due.wait()
+                await agent.gate.due.wait()
 
 
 async def _trust_record(agent: Agent) -> None:
-    await asyncio.sleep(_TRUST_RECORD_AFTER)
+    await asyncio.sleep(_TRUST_RECORD_SECONDS)
     agent.dispatch(ev.RecordTrusted())

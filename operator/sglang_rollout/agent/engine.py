@@ -1,162 +1,79 @@
-"""Client of the local SGLang server: what it is, what it holds, and the control calls put to it."""
+"""The engine of this pod: its HTTP client, the files that its container shares with the agent, and how it identifies itself."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
-from urllib.parse import urlsplit
+from typing import Any
 
-import aiohttp
-
-from sglang_rollout.agent.run_files import read_all_reduce, read_nccl
 from sglang_rollout.agent.state import EngineFacts
-from sglang_rollout.sglang.api import FIRST_WITH_PING, FIRST_WITH_SESSIONS, LOADS, MODEL_INFO, OLDEST_SUPPORTED, SERVER_INFO, ControlCall
+from sglang_rollout.sglang.client import EngineClient, EngineError, Reply
+from sglang_rollout.wire.agent import Nccl
 from sglang_rollout.wire.trainer import ControlReply
 
-_POLL_TIMEOUT = 2.0
-_IDENTIFY_TIMEOUT = 10.0
-_LONGEST_CALL = 4 * 3600.0
-_KEPT = 1.0
-"""Seconds for which an idle connection is used again. SGLang closes its own after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE): a call never meets one
-that is closing."""
-_HEALTH_TIMEOUT = 25.0
-"""SGLang's own limit on a health check that generates is 20 s."""
-_HIDDEN = "(hidden)"
-NCCL_FILE = "nccl"
-"""Beside the boot file; written by the start script of the engine's container."""
-ALL_REDUCE_FILE = "all-reduce"
-"""The same, if it measures."""
+_CUMEM = "NCCL_CUMEM_ENABLE"
 
 
-class EngineError(Exception):
-    """The engine did not answer as it should; the message says what happened."""
+class RunFiles:
+    """Files in the folder of the boot file. The engine container's start script and hooks write those that describe the engine."""
 
+    def __init__(self, boot_file: Path) -> None:
+        folder = boot_file.parent
+        self.boot = boot_file
+        """Boot ID of the engine."""
+        self.drain = folder / "drain"
+        """The engine is about to stop: its preStop hook touches the file."""
+        self.drained = folder / "drained"
+        """No request runs: the hook waits for the file."""
+        self.kill = folder / "kill"
+        """The engine has to restart: its liveness probe fails while the file exists."""
+        self.nccl = folder / "nccl"
+        """NCCL of the container: ``version=…`` and a line for each ``NCCL_…`` variable."""
+        self.all_reduce = folder / "all-reduce"
+        """Measured bandwidth in GB/s."""
 
-class EngineGoneError(EngineError):
-    """Nothing listens, or the connection broke: the process ends or has ended."""
+    def boot_id(self) -> str | None:
+        """Return the boot ID of the engine's container; None while it does not run."""
+        return read_text(self.boot)
 
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An answer of the engine, ready to be passed on."""
-
-    status: int
-    body: bytes
-    content_type: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether the call succeeded: by HTTP status, and by SGLang's ``success`` where the body has one."""
-        if not 200 <= self.status < 300:
-            return False
-        document = self.document
-        return not (isinstance(document, dict) and document.get("success") is False)
-
-    @property
-    def document(self) -> Any:
-        """The JSON body, or None."""
+    def is_drain_requested(self) -> bool:
+        """Return whether a drain of the current engine is requested. A request older than its start was for the previous engine."""
         try:
-            return json.loads(self.body) if self.body else None
-        except ValueError:
-            return None
-
-    @classmethod
-    def json(cls, status: int, document: object) -> Self:
-        """An answer made here."""
-        return cls(status=status, body=json.dumps(document).encode(), content_type="application/json")
-
-
-def complaint(status: int, message: str) -> Reply:
-    """A refusal in SGLang's own shape."""
-    return Reply.json(status, ControlReply(success=False, message=message).model_dump(exclude_none=True))
+            requested = self.drain.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        try:
+            return requested >= self.boot.stat().st_mtime_ns
+        except FileNotFoundError:
+            return True
 
 
-class Engine:
-    """One SGLang server. Use as an async context manager."""
+class Engine(EngineClient):
+    """Client of the engine, which also knows its container. ``boot_file`` is None without a container."""
 
     def __init__(self, url: str, *, boot_file: Path | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._boot_file = boot_file
-        self._session: aiohttp.ClientSession | None = None
-        self._needs_session: bool | None = None
-        self.info: dict[str, Any] = {}
-        """The last /server_info, without secrets."""
-        self.model_info: dict[str, Any] = {}
-        """The last /model_info."""
-        self.vocabulary: int | None = None
-        """How many tokens the model knows; None if the engine did not tell."""
+        super().__init__(url)
+        self._files = RunFiles(boot_file) if boot_file is not None else None
 
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=_KEPT, limit=0))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    @property
-    def generates(self) -> bool:
-        """False for a model that gives embeddings or rewards."""
-        return self.model_info.get("is_generation") is not False
-
-    def container_boot(self) -> str | None:
-        """What the engine's container wrote at its start; None without such a file."""
-        if self._boot_file is None:
-            return None
-        try:
-            return self._boot_file.read_text().strip() or None
-        except OSError:
-            return None
-
-    async def until_it_ends(self) -> None:
-        """Hold an idle connection and return when the other side ends it: the process died, however soon another takes its place."""
-        parts = urlsplit(self.url)
-        try:
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        except OSError as error:
-            raise EngineGoneError(f"nothing listens at {self.url} ({error.strerror or error})") from None
-        try:
-            while await reader.read(1024):
-                pass
-        except OSError:
-            return  # reset: the same news
-        finally:
-            writer.close()
-
-    async def label(self, *, timeout: float = _POLL_TIMEOUT) -> str:
-        """The live weight version. Answers also while the scheduler is busy for minutes."""
-        info = (await self.get(MODEL_INFO, timeout=timeout)).document
-        if not isinstance(info, dict) or "weight_version" not in info:
-            raise EngineError(f"{self.url}/model_info names no weight_version: is this an SGLang server?")
-        self.model_info = info
-        return str(info["weight_version"])
-
-    async def refresh_info(self, *, timeout: float) -> dict[str, Any]:
-        """Ask for /server_info; ``info`` keeps it without secrets."""
-        info = (await self.get(SERVER_INFO, timeout=timeout)).document
-        if not isinstance(info, dict):
-            raise EngineError(f"{self.url}/server_info is not a JSON object: is this an SGLang server?")
-        self.info = redacted(info)
-        return info
+    def container_boot_id(self) -> str | None:
+        """Return the boot ID that the container wrote at its start; None without a boot file."""
+        return self._files.boot_id() if self._files is not None else None
 
     async def identify(self, label: str, known_boot_id: str | None) -> EngineFacts:
-        """Who the engine is. Raises EngineError while it is still warming up; the life ``known_boot_id`` has warmed up before."""
-        info = await self.refresh_info(timeout=_IDENTIFY_TIMEOUT)
-        if self._boot_file is not None and self.container_boot() is None:
-            raise EngineError(f"its container has not written {self._boot_file} yet")
-        boot_id = self.container_boot() or fingerprint(info)
-        version = info.get("version")
-        _check_age(version)
-        if boot_id != known_boot_id:
-            await self._warm(_numbers(version))
-        self._needs_session = await self._asks_for_session(version)
-        self.vocabulary = await self._vocabulary() or self.vocabulary
-        tensor_size = info.get("tp_size")
+        """Return the facts that the engine reports. Raise EngineError while it warms up.
+
+        Args:
+            label: Weight version that the engine reports now.
+            known_boot_id: Boot ID of an engine process that has finished its warm-up before.
+        """
+        info = await self.read_info()
+        boot_id = self.container_boot_id()
+        if boot_id is None and self._files is not None:
+            raise EngineError(f"its container has not written {self._files.boot} yet")
+        boot_id = boot_id or fingerprint(info)
+        version, tensor_size = info.get("version"), info.get("tp_size")
+        await self.prepare(version, is_warm=boot_id == known_boot_id)
         return EngineFacts(
             boot_id=boot_id,
             live_label=label,
@@ -164,126 +81,53 @@ class Engine:
             sglang_version=str(version) if version is not None else None,
             tensor_size=tensor_size if isinstance(tensor_size, int) else None,
             served_name=str(info["served_model_name"]) if info.get("served_model_name") else None,
-            nccl=read_nccl(self._boot_file.with_name(NCCL_FILE), info) if self._boot_file is not None else None,
-            all_reduce=read_all_reduce(self._boot_file.with_name(ALL_REDUCE_FILE)) if self._boot_file is not None else None,
+            nccl=read_nccl(self._files.nccl, info) if self._files is not None else None,
+            all_reduce=read_all_reduce(self._files.all_reduce) if self._files is not None else None,
         )
 
-    async def running(self) -> int:
-        """Requests that run or wait in the engine."""
-        loads = (await self.get(LOADS, timeout=_POLL_TIMEOUT)).document
-        rows = loads.get("loads", []) if isinstance(loads, dict) else []
-        return sum(int(row.get("num_running_reqs", 0)) + int(row.get("num_waiting_reqs", 0)) for row in rows)
 
-    async def prove_alive(self, *, timeout: float) -> None:
-        """Return when the scheduler has worked: SGLang generates a token, unless others come out anyway. Raises EngineError."""
-        reply = await self.get("/health_generate", timeout=timeout)
-        if reply.status != 200:
-            raise EngineError(f"/health_generate says HTTP {reply.status}: its scheduler does not work")
-
-    async def call(self, name: str, body: dict[str, Any]) -> Reply:
-        """Put a control call to the engine and wait for its answer, however long it takes."""
-        if name in (ControlCall.BEGIN_UPDATE, ControlCall.END_UPDATE) and self._needs_session is False:
-            return Reply.json(200, {"success": True, "message": "This SGLang knows no update sessions and needs none."})
-        if name == ControlCall.PAUSE and self._needs_session is False and body.get("mode") == "retract":
-            # Requests that wait keep SGLang 0.5.20 from flushing what it computed with the old weights, and an update that is to
-            # flush then ends it (scheduler.py, is_fully_idle).
-            body = {**body, "mode": "abort"}
-        reply = await self.post(f"/{name}", body, timeout=_LONGEST_CALL)
-        if name == ControlCall.BEGIN_UPDATE and reply.status == 400 and b"already open" in reply.body:
-            # Left behind by a trainer that died. A session belongs to the server, not to a client: end it and begin anew.
-            await self.post(f"/{ControlCall.END_UPDATE}", {}, timeout=_LONGEST_CALL)
-            reply = await self.post(f"/{name}", body, timeout=_LONGEST_CALL)
-        return reply
-
-    async def get(self, path: str, *, timeout: float) -> Reply:
-        """GET one path."""
-        return await self._request("GET", path, None, timeout)
-
-    async def post(self, path: str, body: dict[str, Any], *, timeout: float) -> Reply:
-        """POST a JSON object to one path."""
-        return await self._request("POST", path, body, timeout)
-
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> Reply:
-        if self._session is None:
-            raise RuntimeError("Engine is used outside its 'async with' block")
-        limit = aiohttp.ClientTimeout(total=timeout)
-        try:
-            async with self._session.request(method, self.url + path, json=body, timeout=limit) as answer:
-                return Reply(answer.status, await answer.read(), answer.content_type)
-        except TimeoutError:
-            raise EngineError(f"{path} was not answered within {timeout:g} s") from None
-        except aiohttp.ClientConnectorError as error:
-            raise EngineGoneError(f"nothing listens at {self.url} ({error.os_error.strerror or error.os_error})") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineGoneError(f"the connection broke during {path} ({type(error).__name__})") from None
-
-    async def _warm(self, version: tuple[int, ...] | None) -> None:
-        """Return when the engine has finished its warm-up: it listens before that, and its first request would take long."""
-        reply = await self.get("/ready", timeout=_POLL_TIMEOUT)
-        if reply.status == 200:
-            return
-        # /ready is 503 during a pause. /ping tells the rest since 0.5.23; before it says 200 of whatever listens, and there
-        # is only /health, which may generate a token.
-        path, timeout = ("/ping", _POLL_TIMEOUT) if version and version >= FIRST_WITH_PING else ("/health", _HEALTH_TIMEOUT)
-        if (await self.get(path, timeout=timeout)).status != 200:
-            raise EngineError("it listens but has not finished warming up")
-
-    async def _asks_for_session(self, version: object) -> bool:
-        """Whether updates must run in a session. Asked without opening one: a wrong method on a known path is 405, not 404."""
-        status = (await self.get(f"/{ControlCall.BEGIN_UPDATE}", timeout=_POLL_TIMEOUT)).status
-        if status in (404, 405):
-            return status == 405
-        numbers = _numbers(version)
-        return numbers is None or numbers >= FIRST_WITH_SESSIONS
-
-    async def _vocabulary(self) -> int | None:
-        """SGLang tells the size of the vocabulary only when it refuses a bias for a token that does not exist. Nothing is generated."""
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}}
-        try:
-            reply = await self.post("/generate", body, timeout=_POLL_TIMEOUT)
-        except EngineGoneError:
-            raise
-        except EngineError:
-            return None  # a paused engine holds the request
-        found = re.search(rb"logit_bias .*\[0, (\d+)\]", reply.body)
-        return int(found[1]) + 1 if found else None
-
-
-def _numbers(version: object) -> tuple[int, ...] | None:
-    """``(0, 5, 23)`` of a release's version; None if it is none."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
-    return tuple(int(number) for number in match.groups()) if match else None
-
-
-def _check_age(version: object) -> None:
-    """Refuse what is too old. A version that is no release's, of somebody's own build, is taken."""
-    numbers = _numbers(version)
-    if numbers is not None and numbers < OLDEST_SUPPORTED:
-        oldest = ".".join(map(str, OLDEST_SUPPORTED))
-        raise EngineError(f"it is SGLang {version}, and the oldest that can be driven is {oldest}: use a newer image or installation")
+def complaint(status: int, message: str) -> Reply:
+    """Return a refusal of the agent in SGLang's shape."""
+    return Reply.json(status, ControlReply(success=False, message=message).model_dump(exclude_none=True))
 
 
 def fingerprint(info: dict[str, Any]) -> str:
-    """Identifies one life of a server by what differs at every start: measured start-up times, seed and ports."""
-    telling = {key: info.get(key) for key in ("startup_time", "random_seed", "nccl_port", "launch_command")}
-    return hashlib.sha256(json.dumps(telling, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    """Return a boot ID made of what differs at every start of a server: measured start-up times, seed and ports."""
+    distinct = {key: info.get(key) for key in ("startup_time", "random_seed", "nccl_port", "launch_command")}
+    return hashlib.sha256(json.dumps(distinct, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def redacted(info: dict[str, Any]) -> dict[str, Any]:
-    """/server_info without API keys, wherever they appear: SGLang shows them in clear, also inside ``launch_command``."""
-    secrets = {value for key, value in info.items() if key.endswith("api_key") and isinstance(value, str) and value}
-    command = str(info.get("launch_command") or "")
-    secrets |= set(re.findall(r"--(?:admin-)?api-key[= ](\S+)", command))
-    cleaned = _without(info, secrets)
-    return cleaned if isinstance(cleaned, dict) else {}
+def read_nccl(file: Path, info: dict[str, Any]) -> Nccl | None:
+    """Return the NCCL of the engine's container, which is not the agent's own; None without the file.
+
+    SGLang adds a variable at its start, which depends on its options ``info``.
+    """
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    found = dict(line.split("=", 1) for line in lines if "=" in line)
+    version = found.pop("version", "").strip() or None
+    settings = {key: value for key, value in found.items() if key.startswith("NCCL_")}
+    # SGLang 0.5.23, entrypoints/engine.py, _set_envs_and_config. With these two options it depends on the hardware, too.
+    if info.get("enable_symm_mem"):
+        settings[_CUMEM] = "1"
+    elif _CUMEM not in settings and info.get("nnodes", 1) == 1 and not info.get("enable_kv_cache_sharding"):
+        settings[_CUMEM] = "0"
+    return Nccl(version=version, settings=settings)
 
 
-def _without(value: object, secrets: set[str]) -> object:
-    if isinstance(value, dict):
-        return {key: _HIDDEN if key.endswith("api_key") and item else _without(item, secrets) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without(item, secrets) for item in value]
-    if isinstance(value, str):
-        for secret in sorted(secrets, key=len, reverse=True):
-            value = value.replace(secret, _HIDDEN)
-    return value
+def read_all_reduce(file: Path) -> float | None:
+    """Return the all-reduce bandwidth in GB/s that the container measured before the start; None if it measured none."""
+    try:
+        return float(read_text(file) or "")
+    except ValueError:
+        return None
+
+
+def read_text(file: Path) -> str | None:
+    """Return a file's text without surrounding blanks; None if it is empty or cannot be read."""
+    try:
+        return file.read_text(errors="replace").strip() or None
+    except OSError:
+        return None

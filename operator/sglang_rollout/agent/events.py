@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
-from sglang_rollout.agent.state import UNSURE, EngineFacts, EngineRecord, State, gate_may_open
+from sglang_rollout.agent.state import UNKNOWN_PATH, EngineFacts, EngineRecord, State, gate_may_open
 from sglang_rollout.sglang.api import ControlCall, MemoryTag
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import BASE, EngineState, FleetState, Version
+
+_UPDATES = (ControlCall.UPDATE_DISTRIBUTED, ControlCall.UPDATE_TENSOR, ControlCall.UPDATE_DISK)
+"""Calls that write weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class CallBegan:
 
     call: str
     name: str = ""
-    """Process group, adapter, version label or mode of the call."""
+    """Process group, adapter, version label or pause mode of the call."""
     details: tuple[str, ...] = ()
     """Memory tags of the call, or an adapter's path."""
     by_spec: bool = False
@@ -80,7 +83,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class UpdateAcknowledged:
-    """The coordinator declared the update complete, and :func:`ack_refusal` allowed it."""
+    """The coordinator declared the update complete, and :func:`.state.ack_refusal` allowed it."""
 
     version: Version
     cohort: tuple[str, ...]
@@ -93,9 +96,9 @@ class UpdateGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class DrainingChanged:
-    """The pod is about to stop (``on``), or the drained engine has been replaced."""
+    """The pod is about to stop, or the drained engine has been replaced."""
 
-    on: bool
+    draining: bool
 
 
 Event: TypeAlias = (
@@ -114,7 +117,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write the memory to disk."""
+    """Write the record to disk."""
 
     record: EngineRecord
 
@@ -129,24 +132,26 @@ class SetGate:
 Effect: TypeAlias = Save | SetGate
 
 
-def restored(record: EngineRecord, *, usable: bool = True) -> State:
+def restore_state(record: EngineRecord, *, is_readable: bool = True) -> State:
     """Return the initial state of an agent with this record.
 
-    A call without an answer counts as failed, and the adapter that it named as unknown. ``usable`` is False if a record exists but
-    cannot be read."""
-    if not usable:
+    A call without an answer counts as failed, and the path of the adapter that it named as unknown. ``is_readable`` is False if a record
+    exists but cannot be read.
+    """
+    if not is_readable:
         return State(record=record.model_copy(update={"unreadable": True}))
     if not record.pending:
         return State(record=record)
-    doubted = {record.pending_adapter: UNSURE} if record.pending_adapter else {}
+    unknown = {record.pending_adapter: UNKNOWN_PATH} if record.pending_adapter else {}
     changes = {"pending": "", "pending_adapter": "", "failed": record.state is EngineState.DIRTY}
-    return State(record=record.model_copy(update={**changes, "adapters": {**record.adapters, **doubted}}))
+    return State(record=record.model_copy(update={**changes, "adapters": {**record.adapters, **unknown}}))
 
 
 def step(state: State, event: Event) -> tuple[State, list[Effect]]:
     """Apply one event. Return the same state object if nothing changes.
 
-    ``Save`` precedes ``SetGate``: the record is on disk before the gate moves or the engine is called."""
+    ``Save`` precedes ``SetGate``: the record is on disk before the gate moves or the engine is called.
+    """
     new = _apply(state, event)
     if new is state:
         return state, []
@@ -163,56 +168,55 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
         case EngineDown(message, code):
             return replace(state, up=False, down=Refusal(code, message))
         case EngineIdentified(facts):
-            return _identified(state, facts)
+            return _apply_facts(state, facts)
         case LabelPolled(label, calls):
-            return _label_seen(state, label) if state.up and calls == state.calls else state
+            return _apply_label(state, label) if state.up and calls == state.calls else state
         case CoordinatorCalled():
-            return _told(state, event)
+            return _apply_sync(state, event)
         case RecordTrusted():
             return replace(state, informed=state.informed or state.record.committed is not None)
         case CallBegan():
-            return _call_began(replace(state, calls=state.calls + 1), event)
+            return _begin_call(replace(state, calls=state.calls + 1), event)
         case CallEnded():
-            return _call_ended(replace(state, calls=state.calls + 1), event)
+            return _end_call(replace(state, calls=state.calls + 1), event)
         case UpdateAcknowledged(version, cohort):
             clean = {"state": EngineState.CLEAN, "version": version, "label": version.label, "cohort": list(cohort)}
-            return replace(_remember(state, **clean, received=0, failed=False, unverified=False), calls=state.calls + 1)
+            return replace(_change(state, **clean, received=0, failed=False, unverified=False), calls=state.calls + 1)
         case UpdateGivenUp():
-            return _remember(state, failed=True) if state.record.state is EngineState.DIRTY else state
-        case DrainingChanged(on):
-            return replace(state, draining=on)
+            return _fail_update(state)
+        case DrainingChanged(draining):
+            return replace(state, draining=draining)
         case _:
             assert_never(event)
 
 
-def _told(state: State, event: CoordinatorCalled) -> State:
+def _apply_sync(state: State, event: CoordinatorCalled) -> State:
     """Ignore an out-of-order sync. It could reopen the gate for a version that has since been replaced."""
-    record = state.record
-    sender = (event.term, event.sender)
-    is_overtaken = sender == state.synced_by and 0 < event.seq < state.synced_seq
-    if event.term < record.term or is_overtaken:
+    record, sender = state.record, (event.term, event.sender)
+    is_late = sender == state.synced_by and 0 < event.seq < state.synced_seq
+    if event.term < record.term or is_late:
         return state
     if event.seq:
         state = replace(state, synced_by=sender, synced_seq=event.seq)
-    state = _remember(state, term=event.term, applied_state=record.applied_state if event.spec_state is None else event.spec_state)
+    state = _change(state, term=event.term, applied_state=record.applied_state if event.spec_state is None else event.spec_state)
     if event.committed is None:
         return state
-    state = _remember(state, committed=event.committed, tolerated=list(event.tolerated))
+    state = _change(state, committed=event.committed, tolerated=list(event.tolerated))
     return state if state.informed else replace(state, informed=True)
 
 
-def _identified(state: State, facts: EngineFacts) -> State:
+def _apply_facts(state: State, facts: EngineFacts) -> State:
     record = state.record
     if facts.boot_id == record.boot_id:
-        return _label_seen(replace(state, up=True, facts=facts), facts.live_label)
+        return _apply_label(replace(state, up=True, facts=facts), facts.live_label)
     # A new engine process holds model.path unless its label has changed already. Without a readable record it may also be an old process
     # that received tensors and not yet their label. If it is new after all, the next push makes it clean.
-    pristine = facts.live_label == facts.launch_label and not record.unreadable
+    is_base = facts.live_label == facts.launch_label and not record.unreadable
     record = EngineRecord(
         boot_id=facts.boot_id,
-        state=EngineState.CLEAN if pristine else EngineState.UNKNOWN,
-        version=BASE if pristine else None,
-        label=facts.live_label if pristine else None,
+        state=EngineState.CLEAN if is_base else EngineState.UNKNOWN,
+        version=BASE if is_base else None,
+        label=facts.live_label if is_base else None,
         # The committed version of a record from an earlier engine process may be outdated.
         committed=record.committed if state.informed else None,
         tolerated=record.tolerated if state.informed else [],
@@ -223,89 +227,90 @@ def _identified(state: State, facts: EngineFacts) -> State:
     return replace(state, record=record, up=True, facts=facts)
 
 
-def _label_seen(state: State, label: str) -> State:
+def _apply_label(state: State, label: str) -> State:
     record = state.record
     if record.pending or record.state is not EngineState.CLEAN or record.label == label:
         return state
-    return _remember(state, state=EngineState.UNKNOWN, version=None, label=None, cohort=[])
+    return _lose_version(state, EngineState.UNKNOWN)
 
 
-def _call_began(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one line per case
+def _begin_call(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one line per case
     """Record the worst effect that the call can have on the engine."""
     record = state.record
-    state = _remember(state, pending=event.call)
+    state = _change(state, pending=event.call)
     match event.call:
         case ControlCall.BEGIN_UPDATE:
-            return _dirty(state, received=0, failed=False, session=True)
+            return _lose_version(state, EngineState.DIRTY, received=0, failed=False, session=True)
         case ControlCall.UPDATE_DISTRIBUTED | ControlCall.UPDATE_TENSOR:
-            return _dirty(state)
+            return _lose_version(state, EngineState.DIRTY)
         case ControlCall.UPDATE_DISK:
-            return _dirty(state) if record.session else _dirty(state, received=0, failed=False)
+            begins = {} if record.session else {"received": 0, "failed": False}
+            return _lose_version(state, EngineState.DIRTY, **begins)
         case ControlCall.PAUSE:
-            return _remember(state, interruption=record.interruption.begin_pause(event.name))
+            return _change(state, interruption=record.interruption.begin_pause(event.name))
         case ControlCall.INIT_GROUP:
-            return _remember(state, groups=_with(record.groups, [event.name]))
+            return _change(state, groups=list(dict.fromkeys([*record.groups, event.name])))
         case ControlCall.RELEASE_MEMORY:
-            state = _remember(state, interruption=record.interruption.release(event.details, by_spec=event.by_spec))
-            return _unverified(state) if MemoryTag.WEIGHTS in event.details else state
+            state = _change(state, interruption=record.interruption.release(event.details, by_spec=event.by_spec))
+            # Not a mixture: the weights may come back unchanged.
+            return _lose_version(state, EngineState.UNKNOWN, unverified=True) if MemoryTag.WEIGHTS in event.details else state
         case ControlCall.LOAD_ADAPTER | ControlCall.UNLOAD_ADAPTER:
-            return _remember(state, pending_adapter=event.name)
+            return _change(state, pending_adapter=event.name)
         case _:
             return state
 
 
-def _call_ended(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one line per case
+def _end_call(state: State, event: CallEnded) -> State:
     if event.boot_id != state.record.boot_id:
         return state  # the called engine process has ended, and its pending call with it
-    state = _remember(state, pending="", pending_adapter="")
+    state = _change(state, pending="", pending_adapter="")
+    return _succeed(state, event) if event.ok else _fail(state, event)
+
+
+def _succeed(state: State, event: CallEnded) -> State:  # noqa: PLR0911 - one line per case
     record = state.record
-    match event.call, event.ok:
-        case ((ControlCall.UPDATE_DISTRIBUTED | ControlCall.UPDATE_TENSOR | ControlCall.UPDATE_DISK), True):
-            return _remember(state, received=record.received + 1)
-        case (
-            (
-                ControlCall.BEGIN_UPDATE
-                | ControlCall.END_UPDATE
-                | ControlCall.UPDATE_DISTRIBUTED
-                | ControlCall.UPDATE_TENSOR
-                | ControlCall.UPDATE_DISK
-            ),
-            False,
-        ):
-            return _remember(state, failed=True) if record.state is EngineState.DIRTY else state
-        case ControlCall.END_UPDATE, True:
-            return _remember(state, session=False)
-        case ControlCall.CONTINUE, True:
-            return _remember(state, interruption=record.interruption.end_pause())
-        case (ControlCall.INIT_GROUP, False) | (ControlCall.DESTROY_GROUP, True):
-            return _remember(state, groups=[group for group in record.groups if group != event.name])
-        case ControlCall.RESUME_MEMORY, True:
-            return _remember(state, interruption=record.interruption.restore(event.details))
-        case ControlCall.LOAD_ADAPTER, True:
-            return _remember(state, adapters={**record.adapters, event.name: event.details[0]})
-        case ControlCall.UNLOAD_ADAPTER, True:
-            return _remember(state, adapters={name: path for name, path in record.adapters.items() if name != event.name})
-        case ControlCall.SET_VERSION, True:
-            return _remember(state, label=event.name) if record.state is EngineState.CLEAN else state
+    match event.call:
+        case ControlCall.UPDATE_DISTRIBUTED | ControlCall.UPDATE_TENSOR | ControlCall.UPDATE_DISK:
+            return _change(state, received=record.received + 1)
+        case ControlCall.END_UPDATE:
+            return _change(state, session=False)
+        case ControlCall.CONTINUE:
+            return _change(state, interruption=record.interruption.end_pause())
+        case ControlCall.DESTROY_GROUP:
+            return _leave_group(state, event.name)
+        case ControlCall.RESUME_MEMORY:
+            return _change(state, interruption=record.interruption.restore(event.details))
+        case ControlCall.LOAD_ADAPTER:
+            return _change(state, adapters={**record.adapters, event.name: event.details[0]})
+        case ControlCall.UNLOAD_ADAPTER:
+            return _change(state, adapters={name: path for name, path in record.adapters.items() if name != event.name})
+        case ControlCall.SET_VERSION:
+            return _change(state, label=event.name) if record.state is EngineState.CLEAN else state
         case _:
             return state
 
 
-def _dirty(state: State, /, **changes: object) -> State:
-    return _remember(state, state=EngineState.DIRTY, version=None, label=None, cohort=[], **changes)
+def _fail(state: State, event: CallEnded) -> State:
+    if event.call in (ControlCall.BEGIN_UPDATE, ControlCall.END_UPDATE, *_UPDATES):
+        return _fail_update(state)
+    return _leave_group(state, event.name) if event.call == ControlCall.INIT_GROUP else state
 
 
-def _unverified(state: State) -> State:
-    """Mark the weights as unknown, not as a mixture: they may be unchanged."""
-    return _remember(state, state=EngineState.UNKNOWN, version=None, label=None, cohort=[], unverified=True)
+def _fail_update(state: State) -> State:
+    return _change(state, failed=True) if state.record.state is EngineState.DIRTY else state
 
 
-def _remember(state: State, /, **changes: object) -> State:
+def _leave_group(state: State, name: str) -> State:
+    return _change(state, groups=[group for group in state.record.groups if group != name])
+
+
+def _lose_version(state: State, engine_state: EngineState, /, **changes: object) -> State:
+    return _change(state, state=engine_state, version=None, label=None, cohort=[], **changes)
+
+
+def _change(state: State, /, **changes: object) -> State:
+    """Return the state with these changes to its record; the same object if nothing changes."""
     record = state.record
     if all(getattr(record, name) == value for name, value in changes.items()):
         return state
     return replace(state, record=record.model_copy(update=changes))
-
-
-def _with(present: list[str], more: list[str] | tuple[str, ...]) -> list[str]:
-    return [*present, *(item for item in more if item not in present)]

@@ -1,9 +1,10 @@
-"""Client of one gate: commands to haproxy's stats socket."""
+"""The gate (haproxy) of this pod: commands to its stats socket, and the order in which they lead to the required state."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from sglang_rollout.proxy.config import (
     version_map_of,
 )
 
+log = logging.getLogger(__name__)
+
 _SERVER = "engine/e"
 _VIEW = "show info; show servers state engine"
 _VIEW_BEGINS = "Name:"
@@ -30,6 +33,8 @@ _QUOTED = 500
 """Characters of a command that an error quotes: the path of the map and what is set; a list of adapters has up to 15,000."""
 _LACKS = ("Unknown map identifier", "entry not found")
 """haproxy's answers to ``set map`` for an unknown map or key; haproxy has no codes."""
+_CHECK_CLOSES_SECONDS = 2.0
+"""Time after which the gate has closed because of its check of the agent, if the agent's command was lost."""
 
 
 class GateError(Exception):
@@ -79,40 +84,22 @@ class Gate:
         """Open the gate, or close it for new requests, and return the state after it. Requests in flight continue."""
         command = f"set server {_SERVER} state {'ready' if is_open else 'maint'}"
         # Both commands share a connection, because an update waits for the gate and each connection costs two context switches.
-        said, name, view = (await self._command(f"{command}; {_VIEW}")).partition(_VIEW_BEGINS)
-        self._check_silence(command, said)
+        answer, name, view = (await self._command(f"{command}; {_VIEW}")).partition(_VIEW_BEGINS)
+        self._check_empty(command, answer)
         return self._view_of(name + view)
 
-    async def name_version(self, label: str) -> None:
-        """Set the label in the header of answers to new requests. Empty: no header."""
-        path = version_map_of(str(self.socket))
-        await self._tell(f"set map {path} {VERSION_KEY} {encoded(label)}")
-
-    async def name_vocabulary(self, size: int) -> None:
-        """Let the gate refuse requests with tokens outside of the model's vocabulary."""
-        await self._tell(f"set map {version_map_of(str(self.socket))} {VOCABULARY_KEY} {size}")
-
-    async def name_tokenizer(self, *, present: bool) -> None:
-        """Let the gate refuse requests that need a tokenizer, unless there is one."""
-        await self._tell(f"set map {version_map_of(str(self.socket))} {TOKENIZER_KEY} {'yes' if present else 'no'}")
-
-    async def name_generation(self, *, generates: bool) -> None:
-        """Let the gate refuse requests for tokens, unless the engine's model generates."""
-        await self._tell(f"set map {version_map_of(str(self.socket))} {GENERATES_KEY} {'yes' if generates else 'no'}")
-
-    async def name_adapters(self, names: Collection[str] | None) -> None:
-        """Let the gate refuse requests that name other adapters. None: SGLang decides."""
-        value = NO_VERSION if names is None else listed(names)
-        await self._tell(f"set map {version_map_of(str(self.socket))} {ADAPTERS_KEY} {value}")
+    async def set_entry(self, key: str, value: str) -> None:
+        """Set one entry of the map that the gate reads for each request."""
+        await self._send(f"set map {version_map_of(str(self.socket))} {key} {value}")
 
     async def cut(self) -> None:
         """Close every connection from the gate to the engine."""
-        await self._tell(f"shutdown sessions server {_SERVER}")
+        await self._send(f"shutdown sessions server {_SERVER}")
 
-    async def _tell(self, command: str) -> None:
-        self._check_silence(command, await self._command(command))
+    async def _send(self, command: str) -> None:
+        self._check_empty(command, await self._command(command))
 
-    def _check_silence(self, command: str, answer: str) -> None:
+    def _check_empty(self, command: str, answer: str) -> None:
         """Raise GateError if haproxy said anything: a command that works has an empty answer."""
         answer = answer.strip()
         if answer:
@@ -139,3 +126,123 @@ class Gate:
 
 def _quoted(command: str) -> str:
     return command if len(command) <= _QUOTED else f"{command[:_QUOTED]}…"
+
+
+def gate_entries(
+    *, label: str, vocabulary: int | None, has_tokenizer: bool, adapters: Collection[str] | None, generates: bool
+) -> dict[str, str]:
+    """Return the entries of the gate's map, by which it labels answers and refuses requests.
+
+    Args:
+        label: Version label in the header of every answer. Empty: no header.
+        vocabulary: Number of the model's tokens; requests with other tokens are refused. None if it is not known.
+        has_tokenizer: False to refuse requests that need a tokenizer.
+        adapters: Adapters that requests may name; None if SGLang decides.
+        generates: False to refuse requests for tokens.
+    """
+    size = {} if vocabulary is None else {VOCABULARY_KEY: str(vocabulary)}
+    return {
+        VERSION_KEY: encoded(label),
+        **size,
+        TOKENIZER_KEY: "yes" if has_tokenizer else "no",
+        ADAPTERS_KEY: NO_VERSION if adapters is None else listed(adapters),
+        GENERATES_KEY: "yes" if generates else "no",
+    }
+
+
+class GateKeeper:
+    """Keeps a gate as the agent's state requires.
+
+    Args:
+        client: Client of the gate.
+        may_open: Returns whether the gate may be open.
+        entries: Returns :func:`gate_entries` of the engine.
+    """
+
+    def __init__(self, client: Gate, *, may_open: Callable[[], bool], entries: Callable[[], dict[str, str]]) -> None:
+        self.client = client
+        self.view: GateView | None = None
+        """Last state reported by the gate; None while the gate does not answer."""
+        self.due = asyncio.Event()
+        """Set when the gate has to open or close."""
+        self._may_open = may_open
+        self._entries = entries
+        self._written: tuple[int, dict[str, str]] | None = None
+        """Process ID of the haproxy and the entries that it holds; None if some of them may be missing."""
+        self._lock = asyncio.Lock()
+
+    async def settle(self) -> None:
+        """Read the gate's state and open or close it as required. This reopens the gate of a restarted haproxy."""
+        async with self._lock:
+            self.due.clear()
+            try:
+                self.view = await self._settled_view()
+            except GateError as error:
+                if self.view is not None:
+                    log.warning("%s.", error)
+                self.view = None
+
+    async def _settled_view(self) -> GateView:
+        # Close an open gate without reading its state first, because an update waits for it.
+        must_close = self.view is not None and self.view.ready and not self._may_open()
+        view = self.view if must_close and self.view is not None else await self.client.view()
+        wanted = self._may_open()
+        if wanted:
+            await self._write_entries(view.pid)
+        if view.ready != wanted:
+            view = await self.client.set(is_open=wanted)
+            log.info("The gate (haproxy, pid %d) is %s.", view.pid, "open" if wanted else "closed for new requests")
+        return view
+
+    async def settle_if_due(self) -> None:
+        """Call :meth:`settle` unless the last known state of the gate is the required one.
+
+        For answers that an update waits for. The next settling, within half a second, notices a restarted haproxy.
+        """
+        async with self._lock:  # a concurrent settling may suffice
+            if self._is_settled():
+                return
+        await self.settle()
+
+    def _is_settled(self) -> bool:
+        view, wanted = self.view, self._may_open()
+        if view is None or self.due.is_set() or (view.ready, view.up) != (wanted, wanted):
+            return False
+        return not wanted or (self._written is not None and self._written[1][VERSION_KEY] == self._entries()[VERSION_KEY])
+
+    async def _write_entries(self, pid: int) -> None:
+        """Write changed entries before the gate opens.
+
+        An entry that an older gate does not know is left out. After any other error the gate stays closed, and all entries are written
+        again.
+        """
+        entries = self._entries()
+        before = self._written[1] if self._written is not None and self._written[0] == pid else {}
+        self._written = None
+        try:
+            for key, value in entries.items():
+                if before.get(key) != value:
+                    await self.client.set_entry(key, value)
+        except GateLacksError as error:
+            log.warning("Answers will not name their version, or tokens and adapters are not checked: %s.", error)
+        self._written = (pid, entries)
+
+    async def close(self) -> None:
+        """Return when no new request can reach the engine. The agent's state must already require a closed gate."""
+        async with self._lock:  # sees the result of a concurrent settling
+            if self.view is not None and not self.view.ready:
+                return
+            try:
+                self.view = await self.client.set(is_open=False)
+            except GateAbsentError:
+                return  # nothing passes without haproxy, which starts closed
+            except GateError as error:
+                log.warning("%s; waiting until the gate closes because of its check.", error)
+                await asyncio.sleep(_CHECK_CLOSES_SECONDS)
+
+    async def cut_connections(self) -> None:
+        """Close the gate's connections to the engine."""
+        try:
+            await self.client.cut()
+        except GateError as error:
+            log.warning("Connections to the engine could not be cut: %s.", error)

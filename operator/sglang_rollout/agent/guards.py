@@ -1,7 +1,7 @@
 """Refusals of control calls that would harm the engine. Pure.
 
-SGLang dies of some calls (resuming memory that is not released), hangs in others (a process group's name in use), and would serve a
-mixture of weights after others (resuming after half an update). :func:`refusal` refuses such calls with a message.
+Some calls end SGLang's process (a restore of memory that is not released), some block it (the name of an open process group), and after
+others it would serve a mixture of weights (a resume after half an update). :func:`refusal` refuses such calls with a message.
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ FORWARDED = frozenset(
         ControlCall.CHECK_WEIGHTS,
     }
 )
-"""SGLang's control calls that an agent passes on, one at a time."""
+"""SGLang's control calls that an agent forwards, one at a time."""
 
 NOT_OFFERED: Mapping[str, str] = {
     ControlCall.LOAD_ADAPTER_FROM_TENSORS: "its tensors belong to the ranks of one engine; use load_lora_adapter with a shared path",
     ControlCall.UPDATE_IPC: "it has no session; use update_weights_from_distributed, or update_weights_from_tensor on the same GPUs",
-    ControlCall.INIT_SEND_GROUP: "a peer that fails can block the serving engine for good",
+    ControlCall.INIT_SEND_GROUP: "a peer that fails can block the serving engine forever",
     ControlCall.SEND_WEIGHTS: "with an unknown group it ends the engine's process",
 }
 """SGLang's calls that are refused, and why."""
-
 
 _NEED_WEIGHTS = frozenset(
     {
@@ -67,9 +66,9 @@ _NEED_WEIGHTS = frozenset(
         ControlCall.GET_WEIGHTS,
     }
 )
-"""Calls that would read or write memory that is not there."""
+"""Calls that would read or write released memory."""
 _CHECKER_ACTIONS = ("checksum",)
-"""Of the others, one overwrites the weights and one keeps a copy of them in host memory."""
+"""Allow only ``checksum``. The other actions overwrite the weights or copy them to host memory."""
 
 
 def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None:  # noqa: PLR0911, PLR0912 - one line per rule
@@ -113,12 +112,12 @@ def _invalid(message: str) -> Refusal:
 
 
 def group_of(body: dict[str, Any]) -> str:
-    """The group that a call names."""
+    """Return the process group that a call names."""
     return str(body.get("group_name", DEFAULT_GROUP))
 
 
 def name_of(call: str, body: dict[str, Any]) -> str:
-    """What a call is about: a version, a mode, who asks for a release, or a group."""
+    """Return the version label, pause mode, adapter or process group that a call names."""
     if call == ControlCall.SET_VERSION:
         return str(body.get("new_version", ""))
     if call == ControlCall.PAUSE:
@@ -129,7 +128,7 @@ def name_of(call: str, body: dict[str, Any]) -> str:
 
 
 def tags_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, ...]:
-    """The memory tags that a release or resume means: none named means all that is not released, or that is."""
+    """Return the memory tags of a release or restore. Without ``tags`` it means all that are not released, or all that are."""
     tags = body.get("tags")
     if call == ControlCall.RELEASE_MEMORY:
         named = tags if isinstance(tags, list) and tags else MEMORY_TAGS
@@ -138,14 +137,14 @@ def tags_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, 
 
 
 def details_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, ...]:
-    """What is remembered of a call beside its name: memory tags, or an adapter's path."""
+    """Return the memory tags of a call, or the path of an adapter to load."""
     if call == ControlCall.LOAD_ADAPTER:
         return (str(body.get("lora_path", "")),)
     return tags_of(call, body, released) if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY) else ()
 
 
 def prepared(call: str, body: dict[str, Any], record: s.EngineRecord) -> dict[str, Any]:
-    """The body as the engine should get it."""
+    """Return the body that the engine receives."""
     if call == ControlCall.SET_VERSION:
         # SGLang's default is to abort every running request.
         return {**body, "abort_all_requests": False}
@@ -177,18 +176,16 @@ def _value_refusal(call: str, body: dict[str, Any]) -> Refusal | None:
 def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refusal | None:
     form, payloads, ranks = body.get("load_format"), body.get("serialized_named_tensors"), (facts and facts.tensor_size) or 1
     if form not in TENSOR_LOAD_FORMATS:
-        said = f"load_format {form!r} may end the engine's process: use flattened_bucket or direct, or leave it out."
-        return _invalid(f"{ControlCall.UPDATE_TENSOR}: {said}")
+        advice = "use flattened_bucket or direct, or leave it out."
+        return _invalid(f"{ControlCall.UPDATE_TENSOR}: load_format {form!r} may end the engine's process: {advice}")
     if not isinstance(payloads, list) or len(payloads) < ranks:
-        said = (
-            f"serialized_named_tensors must hold one payload for each of the engine's {ranks} ranks; a rank without one ends its process."
-        )
-        return _invalid(f"{ControlCall.UPDATE_TENSOR}: {said}")
+        needed = f"one payload for each of the engine's {ranks} ranks; a rank without one ends its process."
+        return _invalid(f"{ControlCall.UPDATE_TENSOR}: serialized_named_tensors must hold {needed}")
     return None
 
 
 def _load_refusal(record: s.EngineRecord, name: str) -> Refusal | None:
-    """The gate refuses requests for adapters that it was not told of."""
+    """Refuse an adapter whose name does not fit into the gate's list, because the gate would refuse all requests for it."""
     if name in record.adapters or len(listed({*record.adapters, name})) <= ADAPTERS_LONGEST:
         return None
     return _invalid(

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sglang_rollout.agent.state import EngineRecord
 from sglang_rollout.wire import Message
 
-_Kept = TypeVar("_Kept", bound=Message)
+_Record = TypeVar("_Record", bound=Message)
 
 
 class RecordError(Exception):
@@ -22,50 +22,45 @@ class RecordError(Exception):
 
 
 class RecordFile:
-    """``record.json`` in the agent's state folder: the persisted state of the engine's weights."""
+    """``record.json`` in the agent's state folder: the persisted state of the engine."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "record.json"
 
     def load(self) -> tuple[EngineRecord, str]:
         """Return the last record, and a warning if a record exists that cannot be read."""
-        record, why = load(self.path, EngineRecord)
-        known = "until its weights are known: after a complete update, or a restart of the engine."
-        return record, f"{why}; the engine stays closed {known}" if why else ""
+        record, problem = load(self.path, EngineRecord)
+        end = "until its weights are known: after a complete update, or a restart of the engine."
+        return record, f"{problem}; the engine stays closed {end}" if problem else ""
 
     def save(self, record: EngineRecord) -> None:
         """Replace the record. Raise RecordError if that fails."""
         save(self.path, record)
 
 
-def load(path: Path, kept: type[_Kept]) -> tuple[_Kept, str]:
+def load(path: Path, model: type[_Record]) -> tuple[_Record, str]:
     """Return the last record, or the default one; and why an existing record cannot be read."""
     try:
-        return kept.model_validate_json(path.read_bytes()), ""
+        return model.model_validate_json(path.read_bytes()), ""
     except FileNotFoundError:
-        return kept(), ""
+        return model(), ""
     except (OSError, ValidationError) as error:
-        return kept(), f"The record {path} cannot be used ({str(error).splitlines()[0]})"
+        return model(), f"The record {path} cannot be used ({str(error).splitlines()[0]})"
 
 
-def save(path: Path, message: Message) -> None:
+def save(path: Path, record: Message) -> None:
     """Replace a record. Raise RecordError if that fails."""
-    # A record is written twice for each control call, while a trainer waits: the folder is made only when it is missing.
-    temporary = f"{path}.new"
+    new = Path(f"{path}.new")
     try:
-        data = message.model_dump_json().encode()
+        data = record.model_dump_json().encode()
+        # The agent writes twice for each control call, while a trainer waits: it makes the folder only when it is missing.
         try:
-            _write(temporary, data)
+            new.write_bytes(data)
         except FileNotFoundError:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(temporary, data)
-        os.replace(temporary, path)
+            new.write_bytes(data)
+        os.replace(new, path)
     except OSError as error:
         raise RecordError(f"The agent's record {path} cannot be written: {error.strerror}.") from error
-    except ValueError as error:  # of pydantic: a text in it is half of a character
+    except ValueError as error:  # from pydantic: a text with a lone surrogate
         raise RecordError(f"The agent's record {path} cannot be written: {error}.") from error
-
-
-def _write(path: str, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)

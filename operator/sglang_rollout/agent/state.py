@@ -14,18 +14,16 @@ from sglang_rollout.agent.interruption import Interruption
 from sglang_rollout.sglang.api import MemoryTag
 from sglang_rollout.wire import Message
 from sglang_rollout.wire.agent import AgentStatus, Nccl
-from sglang_rollout.wire.ports import WIRE_VERSION
 from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState, FleetState, Version, describe_state
 
-UNSURE = ""
-"""Path of an adapter that the engine may or may not have loaded, possibly in an older version. Unloading it makes that certain."""
+UNKNOWN_PATH = ""
+"""Path of an adapter that the engine may or may not hold, possibly in an older version. After an unload the engine does not hold it."""
 
 
 class EngineRecord(Message):
     """Persisted part of the state. It is written to disk before the engine receives the call that it describes."""
 
-    wire: int = WIRE_VERSION
     boot_id: str | None = None
     """Boot ID of the engine process that the other fields describe."""
     state: EngineState = EngineState.UNKNOWN
@@ -42,9 +40,9 @@ class EngineRecord(Message):
     interruption: Interruption = Interruption()
     """The engine's pause, and its released memory."""
     applied_state: FleetState = FleetState.ACTIVE
-    """Applied ``spec.state`` of the last sync. It survives restarts of coordinator and engine."""
+    """Applied ``spec.state`` of the last sync. The record keeps it when the coordinator or the engine restarts."""
     adapters: dict[str, str] = Field(default_factory=dict)
-    """Path of each loaded adapter by name; ``UNSURE`` if the agent does not know whether it is loaded."""
+    """Path of each loaded adapter by name; ``UNKNOWN_PATH`` if the agent does not know whether it is loaded."""
     unverified: bool = False
     """The weights were released in this engine process, and their version has not been verified since."""
     received: int = 0
@@ -87,11 +85,11 @@ class State:
 
     record: EngineRecord = field(default_factory=EngineRecord)
     up: bool = False
-    """The engine answers, has warmed up, and ``memory.boot_id`` is its boot ID."""
+    """The engine answers, has warmed up, and ``record.boot_id`` is its boot ID."""
     down: Refusal = _NOT_ANSWERED
     """Why the engine is not up, as a clause; meaningless while ``up``."""
     informed: bool = False
-    """``memory.committed`` is valid: a sync has confirmed it since the agent's start, or no coordinator contradicted it."""
+    """``record.committed`` is valid: a sync has confirmed it since the agent's start, or no coordinator contradicted it."""
     synced_by: tuple[int, str] = (0, "")
     """Term and process of the coordinator whose sync was applied last."""
     synced_seq: int = 0
@@ -115,9 +113,9 @@ def closed_reason(state: State) -> Refusal | None:  # noqa: PLR0911 - one line p
     if record.interruption.released:
         return Refusal(GateReason.RELEASED, f"The engine's memory is released: {', '.join(record.interruption.released)}.")
     if record.state is EngineState.DIRTY:
-        if record.failed:
-            return Refusal(GateReason.DIRTY, "The engine holds a mixture of weights after a failed update; it waits for a complete update.")
-        return Refusal(GateReason.UPDATE_IN_PROGRESS, "A weight update is in progress.")
+        if is_update_open(record):
+            return Refusal(GateReason.UPDATE_IN_PROGRESS, "A weight update is in progress.")
+        return Refusal(GateReason.DIRTY, "The engine holds a mixture of weights after a failed update; it waits for a complete update.")
     if record.unverified and record.state is not EngineState.CLEAN:
         return Refusal(
             GateReason.UNVERIFIED,
@@ -141,6 +139,19 @@ def closed_message(state: State) -> str:
     return "" if closed is None else closed.message
 
 
+def is_update_open(record: EngineRecord) -> bool:
+    """Return whether a weight update has begun on the engine and has neither been acknowledged nor failed."""
+    return record.state is EngineState.DIRTY and not record.failed
+
+
+def waits_for_coordinator(state: State) -> bool:
+    """Return whether the engine is paused, or an update is open on it, until a coordinator calls."""
+    record, interruption = state.record, state.record.interruption
+    # A pause by the spec, or for released memory, ends otherwise.
+    is_paused = interruption.is_pause and record.applied_state is FleetState.ACTIVE and not interruption.released
+    return state.up and (is_paused or record.session or is_update_open(record))
+
+
 def stays_paused(record: EngineRecord) -> bool:
     """Return whether an engine stays paused when its update is given up: its memory is released, or the spec pauses it.
 
@@ -151,7 +162,14 @@ def stays_paused(record: EngineRecord) -> bool:
 
 
 def ack_refusal(state: State, boot_id: str, version: Version, *, verified: bool = False) -> Refusal | None:
-    """Return why this engine cannot acknowledge ``version``; None if it can. ``verified``: its weights were compared."""
+    """Return why this engine cannot acknowledge a version; None if it can.
+
+    Args:
+        state: State of the agent.
+        boot_id: Boot ID of the engine that took part in the update.
+        version: Version to acknowledge.
+        verified: True if the checksum of the engine's weights equals that of the version.
+    """
     message = _why_not_acknowledged(state, boot_id, version, verified=verified)
     return None if message is None else Refusal(RefusalCode.CONFLICT, message)
 
@@ -169,7 +187,7 @@ def _why_not_acknowledged(  # noqa: PLR0911 - one line per case
     if verified and record.unverified and record.state is EngineState.UNKNOWN and MemoryTag.WEIGHTS not in record.interruption.released:
         return None
     if record.state is not EngineState.DIRTY:
-        return "The engine has seen no update since it was clean."
+        return "The engine has received no update since it was clean."
     if record.session:
         return "The update session is still open on the engine: end_weight_update comes first."
     if record.failed:
@@ -180,7 +198,7 @@ def _why_not_acknowledged(  # noqa: PLR0911 - one line per case
 
 
 def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
-    """Return the status message. ``gate_open`` is what the gate itself reports."""
+    """Return the status message. ``gate_open`` is the state that the gate itself reports."""
     record, facts = state.record, state.facts
     clean = state.up and record.state is EngineState.CLEAN
     closed = closed_reason(state)

@@ -1,4 +1,4 @@
-"""End of a weight update on one engine: acknowledge it or give it up."""
+"""End of a weight update on one engine: the agent acknowledges it or gives it up."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.engine import EngineError, Reply
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.client import EngineError, Reply
 from sglang_rollout.wire.agent import AckRequest, FenceRequest
 from sglang_rollout.wire.reasons import Refusal, RefusalCode, RefusedError
 from sglang_rollout.wire.states import EngineState
 
 log = logging.getLogger(__name__)
 
-_IDLE_DEADLINE = 5.0
-FENCE_ANSWERS = 8.0
-"""Seconds after which a fence call is answered, finished or not. The engine may be stuck in a collective that only SIGKILL ends."""
+_IDLE_SECONDS = 5.0
+FENCE_ANSWER_SECONDS = 8.0
+"""Time after which a fence call is answered, finished or not. The engine may be stuck in a collective that only SIGKILL ends."""
 
 
 async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> None:
@@ -28,28 +28,28 @@ async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> Non
 
     The engine has ``deadline`` seconds to answer, because without its answer the whole update fails.
     """
-    refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
-    if refused is None and agent.fencing:
-        refused = Refusal(RefusalCode.CONFLICT, "The update is being given up.")
-    if refused is not None:
-        raise RefusedError(refused)
-    record = agent.state.record
+    _check_ack(agent, request)
+    record, label = agent.state.record, request.version.label
     if record.state is EngineState.CLEAN and record.version == request.version:
         return  # a repeated call
     try:
-        label = await agent.engine.label(timeout=deadline)
+        reported = await agent.engine.read_label(timeout=deadline)
     except EngineError as error:
         raise RefusedError(f"The engine does not report its version: {error}.", status=409) from error
-    if label != request.version.label:
-        reply = await agent.control(ControlCall.SET_VERSION, {"new_version": request.version.label}, deadline)
+    if reported != label:
+        reply = await agent.control(ControlCall.SET_VERSION, {"new_version": label}, deadline)
         if not reply.ok:
-            raise RefusedError(f"The engine did not take the version's label {request.version.label!r}: HTTP {reply.status}.", status=409)
-    refused = s.ack_refusal(
-        agent.state, request.boot_id, request.version, verified=request.verified
-    )  # the engine may have restarted meanwhile
+            raise RefusedError(f"The engine did not take the version's label {label!r}: HTTP {reply.status}.", status=409)
+    _check_ack(agent, request)  # the engine may have restarted meanwhile
+    agent.dispatch(ev.UpdateAcknowledged(request.version, tuple(request.cohort)))
+
+
+def _check_ack(agent: Agent, request: AckRequest) -> None:
+    refused = s.ack_refusal(agent.state, request.boot_id, request.version, verified=request.verified)
+    if refused is None and agent.giving_up_since is not None:
+        refused = Refusal(RefusalCode.CONFLICT, "The update is being given up.")
     if refused is not None:
         raise RefusedError(refused)
-    agent.dispatch(ev.UpdateAcknowledged(request.version, tuple(request.cohort)))
 
 
 class Fence:
@@ -68,29 +68,35 @@ class Fence:
         self._stuck_after = request.stuck_after
         agent.dispatch(ev.UpdateGivenUp())
         if agent.state.record.state is EngineState.DIRTY:
-            await agent.shut_gate()
-            await agent.cut()
+            await agent.gate.close()
+            await agent.gate.cut_connections()
         if self._task is None or self._task.done():
-            agent.fencing_since = time.monotonic()
+            agent.giving_up_since = time.monotonic()
             self._task = asyncio.create_task(self._clean_up(), name="fence")
-        await asyncio.wait({self._task}, timeout=FENCE_ANSWERS)
+        await asyncio.wait({self._task}, timeout=FENCE_ANSWER_SECONDS)
+
+    async def watch_lease(self) -> None:
+        """Give up an update if no coordinator has called for the lease of the last sync."""
+        agent, lease = self._agent, self._agent.limits.lease
+        silence = time.monotonic() - agent.last_call_at
+        if silence < lease or agent.giving_up_since is not None or not s.waits_for_coordinator(agent.state):
+            return
+        agent.last_call_at = time.monotonic()  # give up once per lease
+        reason = f"no coordinator has called for {silence:.0f} s"
+        log.warning("The engine is paused or half updated, and %s: giving up the update.", reason)
+        await self.give_up(FenceRequest(message=reason, stuck_after=lease))
 
     async def _clean_up(self) -> None:
         try:
-            await self._wait_for_engine()
-            await self._release_engine()
+            if self._agent.running is not None:
+                await self._wait_for_answer(self._agent.running)
+            await self._free_engine()
         except EngineError as error:
             log.warning("Giving up the update failed: %s.", error)
         finally:
-            self._agent.fencing_since = None
+            self._agent.giving_up_since = None
 
-    async def _wait_for_engine(self) -> None:
-        """Wait until the engine has answered the current call."""
-        running = self._agent.running
-        if running is not None:
-            await self._answered(running)
-
-    async def _answered(self, running: asyncio.Task[Reply]) -> None:
+    async def _wait_for_answer(self, running: asyncio.Task[Reply]) -> None:
         """Wait until this call is answered. An engine that takes too long is restarted, which ends the call."""
         if running.done():
             return
@@ -98,7 +104,7 @@ class Fence:
         if done:
             return
         call = running.get_name()
-        todo = "it has to be restarted" if self._kill_file is None else "asking for its restart"
+        todo = "it has to be restarted" if self._kill_file is None else "requesting its restart"
         log.error("The engine has not answered %s for %g s after the update was given up: %s.", call, self._stuck_after, todo)
         if self._kill_file is not None:
             await asyncio.to_thread(self._kill_file.touch)
@@ -106,24 +112,25 @@ class Fence:
         if self._kill_file is not None:  # the engine has answered or restarted
             await asyncio.to_thread(self._kill_file.unlink, missing_ok=True)
 
-    async def _release_engine(self) -> None:
+    async def _free_engine(self) -> None:
+        """End the session. Abort the requests of a dirty engine, and resume the engine unless something else pauses it."""
         agent = self._agent
         if not agent.state.up:
             return
         if agent.state.record.session:
-            await self._answered(agent.start(ControlCall.END_UPDATE, {}))
+            await self._wait_for_answer(agent.start(ControlCall.END_UPDATE, {}))
         if agent.state.record.state is EngineState.DIRTY:
-            await agent.engine.post(ControlCall.ABORT_REQUEST.path, {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
+            await agent.engine.abort_requests(timeout=_IDLE_SECONDS)
         if agent.state.record.interruption.is_pause and not s.stays_paused(agent.state.record):
-            await self._answered(agent.start(ControlCall.CONTINUE, {}))
+            await self._wait_for_answer(agent.start(ControlCall.CONTINUE, {}))
         if agent.state.record.state is EngineState.DIRTY:
-            await self._until_idle()
+            await self._wait_until_idle()
 
-    async def _until_idle(self) -> None:
+    async def _wait_until_idle(self) -> None:
         """Abort requests until none runs, because some reach the engine late."""
         for _ in range(10):
-            if await self._agent.engine.running() == 0:
+            if await self._agent.engine.count_requests() == 0:
                 return
-            await self._agent.engine.post(ControlCall.ABORT_REQUEST.path, {"rid": "", "abort_all": True}, timeout=_IDLE_DEADLINE)
-            await asyncio.sleep(_IDLE_DEADLINE / 10)
-        log.warning("Requests still run on the engine %g s after they were aborted; their connections are closed.", _IDLE_DEADLINE)
+            await self._agent.engine.abort_requests(timeout=_IDLE_SECONDS)
+            await asyncio.sleep(_IDLE_SECONDS / 10)
+        log.warning("Requests still run on the engine %g s after they were aborted; their connections are closed.", _IDLE_SECONDS)

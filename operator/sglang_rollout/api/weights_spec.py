@@ -7,7 +7,7 @@ from enum import StrEnum
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.schema import ApiModel, rule, rules
-from sglang_rollout.sglang import api as sglang
+from sglang_rollout.sglang.api import PauseMode
 
 
 class Backend(StrEnum):
@@ -22,19 +22,6 @@ class Transport(StrEnum):
 
     DISTRIBUTED = "Distributed"
     DISK = "Disk"
-
-
-class PauseMode(StrEnum):
-    """Treatment of running requests while weights change."""
-
-    RETRACT = "Retract"
-    ABORT = "Abort"
-    IN_PLACE = "InPlace"
-
-    @property
-    def sglang(self) -> sglang.PauseMode:
-        """SGLang's name of the mode (``/pause_generation``)."""
-        return sglang.PauseMode[self.name]
 
 
 class Deadlines(ApiModel):

@@ -20,13 +20,14 @@ import aiohttp
 import click
 from pydantic import ValidationError
 
-from sglang_rollout.api.weights_spec import Backend, PauseMode, Weights
+from sglang_rollout.api.weights_spec import Backend, Weights
 from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, parse_engine
 from sglang_rollout.local.sizes import SizesError, check_sizes, read_sizes
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS, find_haproxy
 from sglang_rollout.proxy.smg import POLICIES
+from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
 
 _START_SECONDS = 60.0

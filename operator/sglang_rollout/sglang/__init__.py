@@ -1,1 +1,1 @@
-"""The vocabulary and the limits of SGLang and of its router, smg. The lowest layer: every process imports from here."""
+"""The vocabulary and the limits of SGLang and of its router, smg, and a client of one SGLang server. The lowest layer."""

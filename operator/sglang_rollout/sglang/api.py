@@ -71,15 +71,22 @@ agent, the front to the coordinator."""
 
 
 class PauseMode(StrEnum):
-    """Modes of ``/pause_generation``."""
+    """Modes of ``/pause_generation``: what happens to running requests. The values are those of ``spec.weights.pauseMode``."""
 
-    RETRACT = "retract"
-    ABORT = "abort"
-    IN_PLACE = "in_place"
+    RETRACT = "Retract"
+    ABORT = "Abort"
+    IN_PLACE = "InPlace"
+
+    @property
+    def sglang(self) -> str:
+        """SGLang's name of the mode."""
+        return self.name.lower()
 
 
-DEFAULT_PAUSE_MODE = PauseMode.ABORT
-"""The mode of a pause that names none."""
+PAUSE_MODES = tuple(mode.sglang for mode in PauseMode)
+"""SGLang's names of all modes."""
+DEFAULT_PAUSE_MODE = PauseMode.ABORT.sglang
+"""Mode of a pause that names none."""
 
 
 class MemoryTag(StrEnum):

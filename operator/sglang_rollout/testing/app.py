@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import ValidationError
 
-from sglang_rollout.sglang.api import MEMORY_TAGS, ControlCall
+from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, MEMORY_TAGS, PAUSE_MODES, ControlCall
 from sglang_rollout.testing import info, samples, updates
 from sglang_rollout.testing.boot import Boot, Unavailable
 from sglang_rollout.testing.faults import Fault, Phase
@@ -23,7 +23,6 @@ _FLUSHED = (
 )
 _GROUP_FIELDS = ("master_address", "master_port", "rank_offset", "world_size")
 _UPDATE_FIELDS = ("names", "dtypes", "shapes")
-_MODES = ("abort", "retract", "in_place")
 _HEALTH_STEP_SECONDS = 1.0
 """SGLang polls its scheduler at this interval, first after one interval. So a healthy /health_generate takes a second."""
 
@@ -174,8 +173,8 @@ class App:
 
     async def _pause(self, request: web.Request) -> web.Response:
         body = await body_of(request)
-        mode = body.get("mode", "abort")
-        if mode not in _MODES:
+        mode = body.get("mode", DEFAULT_PAUSE_MODE)
+        if mode not in PAUSE_MODES:
             raise Invalid("literal_error", ("body", "mode"))
         await self._boot.pause(mode)
         return json_reply({"message": "Generation paused successfully.", "status": "ok"})

@@ -29,7 +29,7 @@ from sglang_rollout.coordinator.update.requests import (
     Update,
 )
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
-from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, TENSOR_LOAD_FORMATS, ControlCall, PauseMode
+from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, PAUSE_MODES, TENSOR_LOAD_FORMATS, ControlCall
 from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.trainer import ControlReply
@@ -76,10 +76,10 @@ def close_group(body: Fields) -> Request:
 def pause(body: Fields) -> Request:
     """``/pause_generation``."""
     mode = body.get("mode")
-    if mode is not None and mode not in list(PauseMode):  # not a set: the mode may be anything
-        raise RefusedError(f"mode {_clip(mode)} is not a pause mode: use {', '.join(mode.value for mode in PauseMode)}.")
+    if mode is not None and mode not in PAUSE_MODES:
+        raise RefusedError(f"mode {_clip(mode)} is not a pause mode: use {', '.join(PAUSE_MODES)}.")
     # SGLang's default is written out, because the fleet must know the mode.
-    mode = mode or DEFAULT_PAUSE_MODE.value
+    mode = mode or DEFAULT_PAUSE_MODE
     return Pause(mode, {**body, "mode": mode})
 
 

@@ -161,7 +161,7 @@ async def _open_gate(fleet: Fleet, engine: Engine, version: Version) -> None:
     if fleet.engines.get(name) is not engine or engine.boot is None:
         raise _FailedError("the engine is gone")
     if fleet.pause is not None or fleet.applied_state is FleetState.PAUSED:
-        mode = fleet.pause.mode if fleet.pause is not None else fleet.policy.pause_mode.sglang.value
+        mode = fleet.pause.mode if fleet.pause is not None else fleet.policy.pause_mode.sglang
         paused = await _call_one(name, ControlCall.PAUSE.path, {"mode": mode} if mode else {}, fleet.policy.deadlines.pause_seconds)
         if not paused.ok:
             raise _FailedError(f"it could not be paused like the rest of the fleet: {paused.message.rstrip('.')}")

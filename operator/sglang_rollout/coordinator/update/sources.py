@@ -93,7 +93,7 @@ def keep_cache_in_place(fleet: Fleet, body: Body) -> Body:
     In pause mode ``in_place`` it asks for no flush: running requests keep their cache, so SGLang would write the tensors and then answer
     400.
     """
-    in_place = fleet.pause is not None and fleet.pause.mode == PauseMode.IN_PLACE
+    in_place = fleet.pause is not None and fleet.pause.mode == PauseMode.IN_PLACE.sglang
     return {**body, "flush_cache": False} if in_place else body
 
 

@@ -48,7 +48,7 @@ async def pause_all(fleet: Fleet, cause: Cause, mode: str | None, body: Body) ->
 
 async def pause_by_policy(fleet: Fleet, cause: Cause) -> Answer | None:
     """Pause all engines in the mode of the policy."""
-    mode = fleet.policy.pause_mode.sglang.value
+    mode = fleet.policy.pause_mode.sglang
     return await pause_all(fleet, cause, mode, {"mode": mode})
 
 

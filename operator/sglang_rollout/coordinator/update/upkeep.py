@@ -197,7 +197,7 @@ async def _before_sleep(fleet: Fleet) -> None:
 
 async def keep_paused(fleet: Fleet, names: list[str]) -> Answer:
     """Pause these engines for ``spec.state``: engines that have started since, or whose pause failed."""
-    body = {"mode": fleet.policy.pause_mode.sglang.value}
+    body = {"mode": fleet.policy.pause_mode.sglang}
     failed = failures(await send(ControlCall.PAUSE.path, same_body(names, body), fleet.policy.deadlines.pause_seconds))
     for name in failed:
         fleet.engines[name].pause_at = fleet.now + RETRY_SECONDS

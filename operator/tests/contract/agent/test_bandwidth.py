@@ -1,4 +1,4 @@
-"""What an engine's container measured before its start reaches the discovery document."""
+"""The bandwidth that an engine's container measured is in the discovery document."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sglang_rollout.coordinator.update.engine import Engine as Member
 from tests.contract.support.stub_engine import stub_engine
 
 
-@pytest.mark.parametrize(("written", "told"), [("412.3\n", 412.3), (None, None), ("", None)])
-async def test_the_bandwidth_of_an_engine(tmp_path: Path, written: str | None, told: float | None) -> None:
+@pytest.mark.parametrize(("written", "expected"), [("412.3\n", 412.3), (None, None), ("", None)])
+async def test_the_bandwidth_of_an_engine(tmp_path: Path, written: str | None, expected: float | None) -> None:
     boot = tmp_path / Path(names.BOOT_FILE).name
     boot.write_text("b1")
     if written is not None:
@@ -27,4 +27,4 @@ async def test_the_bandwidth_of_an_engine(tmp_path: Path, written: str | None, t
     status = s.status(state, name="e0", gate_open=True)
     member = Member(WantedEngine(name="e0"))
     member.status, member.misses = status, 0
-    assert member.row().all_reduce == told
+    assert member.row().all_reduce == expected

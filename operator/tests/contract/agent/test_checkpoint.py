@@ -1,4 +1,4 @@
-"""The checkpoint check over HTTP, and that a folder which passes is one that the real engine loads."""
+"""The checkpoint check over HTTP: the real engine loads every folder that passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def ask(lab: Pod, **request: Any) -> CheckpointReply:
     return CheckpointReply.model_validate(answer.body)
 
 
-async def test_an_agent_looks_at_its_own_files_and_wants_the_token(tmp_path: Path) -> None:
+async def test_an_agent_checks_its_own_files_and_needs_the_token(tmp_path: Path) -> None:
     async with stub_engine() as engine, pod(tmp_path, engine.url) as lab:
         own, new = write_model(tmp_path / "own"), write_model(tmp_path / "new", fill=1, shards=2)
         assert (await lab.control(AGENT_CHECKPOINT, {"path": str(new)}, token="wrong")).status == 403
@@ -84,7 +84,7 @@ def reversed_head(folder: Path) -> Path:
 
 @pytest.mark.engine
 @pytest.mark.timeout(420)
-async def test_what_passes_is_loaded_by_the_real_engine(
+async def test_a_checkpoint_that_passes_is_loaded_by_the_real_engine(
     engine: Engine, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
@@ -98,7 +98,7 @@ async def test_what_passes_is_loaded_by_the_real_engine(
         loaded = await lab.control("/update_weights_from_disk", {"model_path": str(new), "weight_version": "disk-1"})
         assert (loaded.status, loaded.body["success"]) == (200, True)
         status = await lab.status({"run": 0, "step": 0, "label": "base"})
-        assert not status.gate_open, "nobody acknowledged the new version"
+        assert not status.gate_open, "the new version was not acknowledged"
         async with lab.http.post(f"{engine.url}/generate", json={"text": "alpha", "sampling_params": {"max_new_tokens": 8}}) as answer:
             assert (await answer.json())["output_ids"] != before
         # The very file that ends an engine's process is refused before any engine hears of it.
@@ -114,7 +114,7 @@ async def test_what_passes_is_loaded_by_the_real_engine(
 
 
 def other_architecture(folder: Path) -> Path:
-    """A checkpoint that SGLang takes without a word: every shape is right."""
+    """A checkpoint with other weights that SGLang loads silently, because every shape is right."""
     shutil.copytree(environment.model(), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}))

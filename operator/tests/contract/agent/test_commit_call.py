@@ -41,7 +41,7 @@ class Caller:
             return reply.status, await reply.json()
 
     async def update(self, *, up_to: str = AGENT_ACK) -> None:
-        """An update to version 1, up to and with this call."""
+        """Make the calls of an update to version 1, up to and including this one."""
         steps: list[tuple[str, Any]] = [
             ("/init_weights_update_group", GROUP),
             ("/pause_generation", {"mode": "retract"}),
@@ -81,27 +81,27 @@ async def test_one_call_commits_continues_and_opens_the_gate(caller: Caller, eng
     assert (code, status.committed, status.gate_open, status.paused) == (200, Version(**V1), True, False)
     assert engine.calls[-1] == "continue_generation"
     assert engine.bodies["continue_generation"] == {}
-    assert caller.agent.lease == 7.0
+    assert caller.agent.limits.lease == 7.0
 
 
-async def test_an_acknowledgement_does_not_wait_for_a_look_at_the_closed_gate(
+async def test_an_acknowledgement_does_not_read_the_state_of_the_closed_gate(
     caller: Caller, engine: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await caller.update(up_to="/end_weight_update")
-    await caller.agent.settle_gate()
-    view, looks = caller.agent.gate.view, []
+    await caller.agent.gate.settle()
+    view, reads = caller.agent.gate.client.view, []
 
     async def counted() -> GateView:
-        looks.append("view")
+        reads.append("view")
         return await view()
 
-    monkeypatch.setattr(caller.agent.gate, "view", counted)
+    monkeypatch.setattr(caller.agent.gate.client, "view", counted)
     body = {"version": V1, "boot_id": caller.agent.status().boot_id, "cohort": ["e0"]}
     status = AgentStatus.model_validate((await caller.post(AGENT_ACK, body))[1])
-    assert (status.version, status.gate_open, looks) == (Version(**V1), False, [])
+    assert (status.version, status.gate_open, reads) == (Version(**V1), False, [])
 
 
-async def test_a_dirty_engine_takes_over_what_is_committed_and_does_not_go_on(caller: Caller, engine: StubEngine) -> None:
+async def test_a_dirty_engine_applies_the_committed_version_and_does_not_resume(caller: Caller, engine: StubEngine) -> None:
     await caller.update(up_to="/end_weight_update")
     code, answer = await caller.post(AGENT_RUN, {"committed": V1})
     assert (code, "mixture" in answer["message"] or "in progress" in answer["message"]) == (409, True)
@@ -110,14 +110,14 @@ async def test_a_dirty_engine_takes_over_what_is_committed_and_does_not_go_on(ca
     assert (status["committed"], status["gate_open"], status["paused"]) == (V1, False, True)
 
 
-async def test_an_engine_whose_continue_fails_says_why_and_stays_paused(caller: Caller, engine: StubEngine) -> None:
+async def test_an_engine_that_fails_to_resume_reports_why_and_stays_paused(caller: Caller, engine: StubEngine) -> None:
     await caller.update()
     engine.failing.add("continue_generation")
     assert await caller.post(AGENT_RUN, {"committed": V1}) == (400, {"success": False, "message": "continue_generation failed on purpose"})
     assert caller.agent.status().paused
 
 
-async def test_an_engine_that_takes_long_answers_at_the_deadline_and_is_asked_meanwhile(caller: Caller, engine: StubEngine) -> None:
+async def test_a_slow_engine_is_answered_for_at_the_deadline_and_accepts_syncs_meanwhile(caller: Caller, engine: StubEngine) -> None:
     await caller.update()
     engine.held["continue_generation"] = asyncio.Event()
     code, answer = await caller.post(AGENT_RUN, {"committed": V1}, deadline=0.2)
@@ -125,13 +125,13 @@ async def test_an_engine_that_takes_long_answers_at_the_deadline_and_is_asked_me
     assert (await caller.post(AGENT_SYNC, {"committed": V1}))[1]["paused"]
     engine.held["continue_generation"].set()
 
-    async def goes_on() -> bool:
+    async def is_resumed() -> bool:
         return not (await caller.post(AGENT_SYNC, {"committed": V1}))[1]["paused"]
 
-    await until(goes_on, 30, "the engine goes on")
+    await until(is_resumed, 30, "the engine resumes")
 
 
-async def test_a_coordinator_that_is_deposed_lets_nobody_go_on(caller: Caller, engine: StubEngine) -> None:
+async def test_a_coordinator_with_a_lower_term_resumes_no_engine(caller: Caller, engine: StubEngine) -> None:
     await caller.update()
     await caller.post(AGENT_SYNC, {"committed": BASE_WIRE}, term=5)
     code, answer = await caller.post(AGENT_RUN, {"committed": V1}, term=4)
@@ -147,8 +147,8 @@ async def test_released_memory_keeps_the_engine_paused(caller: Caller, engine: S
     assert "continue_generation" not in engine.calls
 
 
-async def test_a_sync_that_arrives_behind_a_later_one_does_not_open_the_gate_again(caller: Caller) -> None:
-    """Its coordinator has waited for the answer in vain, and has committed another version since."""
+async def test_an_out_of_order_sync_does_not_reopen_the_gate(caller: Caller) -> None:
+    """Its coordinator received no answer and has committed another version since."""
     assert (await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "sender": "c", "seq": 5}))[1]["gate_open"]
     assert not (await caller.post(AGENT_SYNC, {"committed": V1, "sender": "c", "seq": 7}))[1]["gate_open"]
     late = AgentStatus.model_validate((await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "sender": "c", "seq": 6}))[1])

@@ -1,4 +1,4 @@
-"""Calls that end or hang a real SGLang server, sent the way clients send them: each is refused with a reason, and the server lives on."""
+"""Calls that end or hang a real SGLang server, sent the way clients send them: each is refused with a reason, and the server survives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.router, pyte
 
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 GROUP = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-TENSOR = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
+TENSOR = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "unknown"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -35,11 +35,11 @@ async def guarded(sglang_server: Server, tmp_path_factory: pytest.TempPathFactor
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def lab(guarded: Pod, sglang_server: Server) -> AsyncIterator[Pod]:
-    """The same, and the proof that the engine outlives the test."""
-    life = sglang_server.get("/server_info")[1]["random_seed"]
+    """The same pod; check that the engine survives the test."""
+    seed = sglang_server.get("/server_info")[1]["random_seed"]
     yield guarded
     assert (await guarded.generate(2)).status == 200, "the engine answers as before"
-    assert sglang_server.get("/server_info")[1]["random_seed"] == life, "the engine was restarted"
+    assert sglang_server.get("/server_info")[1]["random_seed"] == seed, "the engine was restarted"
 
 
 def params(**more: Any) -> dict[str, Any]:
@@ -85,12 +85,12 @@ async def test_requests_for_tokens_that_end_the_engine(lab: Pod, path: str, body
     [
         ({"sampling_params": params(logit_bias={"99999": 1.0})}, "logit_bias must has keys in [0, 2047], got 99999."),
         ({"token_ids_logprob": [99999], "return_logprob": True}, "out-of-vocabulary token id 99999"),
-        ({"lora_path": "nobody"}, "LoRA is not enabled"),
+        ({"lora_path": "unknown"}, "LoRA is not enabled"),
         ({"routed_dp_rank": 5}, "routed_dp_rank=5 out of range [0, 1)"),
-        ({"session_params": {"id": "nobody"}}, "session id nobody does not exist"),
+        ({"session_params": {"id": "unknown"}}, "session id unknown does not exist"),
     ],
 )
-async def test_what_sglang_refuses_itself_is_left_to_it(lab: Pod, body: dict[str, Any], sentence: str) -> None:
+async def test_the_gate_passes_requests_that_sglang_refuses_itself(lab: Pod, body: dict[str, Any], sentence: str) -> None:
     answer = await lab.ask("POST", GENERATE, {"input_ids": [5, 6], "sampling_params": params(), **body})
     assert answer.status == 400, answer
     assert sentence in answer.body["error"]["message"]
@@ -106,7 +106,7 @@ async def test_what_sglang_refuses_itself_is_left_to_it(lab: Pod, body: dict[str
         ("resume_memory_occupation", {}, 409, "resuming memory that is not released ends the engine's process"),
         ("release_memory_occupation", {"tags": ["bogus"]}, 400, "bogus is no kind of memory"),
         ("send_weights_to_remote_instance", {"master_address": "127.0.0.1", "ports": "1", "group_name": "x"}, 501, "ends the engine's"),
-        ("init_weights_send_group_for_remote_instance", {}, 501, "can block the serving engine for good"),
+        ("init_weights_send_group_for_remote_instance", {}, 501, "can block the serving engine forever"),
         (
             "update_weights_from_tensor",
             {"serialized_named_tensors": ["AAAA"]},
@@ -130,14 +130,14 @@ async def test_control_calls_that_end_or_hang_the_engine(lab: Pod, call: str, bo
     assert sentence in answer.reason or len(said) > 200
 
 
-async def test_a_loader_that_sglang_does_not_know(lab: Pod) -> None:
+async def test_an_unknown_loader_is_refused(lab: Pod) -> None:
     answer = await lab.control("/update_weights_from_disk", {"model_path": str(environment.model()), "load_format": "nosuch"})
     assert (answer.status, "use auto or safetensors" in answer.body["message"]) == (400, True), answer
 
 
 @pytest.mark.parametrize("how", ["truncated", "misshapen"])
-async def test_folders_that_end_the_engine_are_found_out(lab: Pod, how: str, tmp_path: Path) -> None:
-    """The coordinator asks this before it tells any engine."""
+async def test_folders_that_end_the_engine_are_refused(lab: Pod, how: str, tmp_path: Path) -> None:
+    """The coordinator makes this check before the call."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(environment.model(), folder)
     file = folder / "model.safetensors"

@@ -1,4 +1,4 @@
-"""The agent as a process behind a real gate, in front of a stub engine: who may call, what is forwarded, what is remembered."""
+"""The agent as a process behind a real gate, in front of a stub engine: access, forwarded calls and the record."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def update(lab: Pod, version: Version = V1) -> None:
     assert answer.status == 200, answer.body
 
 
-async def test_who_may_call(lab: Pod, engine: StubEngine) -> None:
+async def test_only_the_coordinator_may_call(lab: Pod, engine: StubEngine) -> None:
     plain = await lab.ask("POST", "/pause_generation", {})
     assert plain.status == 401
     assert "Authorization: Bearer" in plain.reason
@@ -69,7 +69,7 @@ async def test_who_may_call(lab: Pod, engine: StubEngine) -> None:
         assert (await lab.ask("GET", path)).status == 200, path
 
 
-async def test_an_overtaken_sync_does_not_reopen_the_gate(lab: Pod) -> None:
+async def test_an_out_of_order_sync_does_not_reopen_the_gate(lab: Pod) -> None:
     later = {"committed": V1_WIRE, "sender": "c", "seq": 2}
     assert (await lab.control(AGENT_SYNC, later)).body["gate_open"] is False
     answer = await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "sender": "c", "seq": 1})
@@ -100,7 +100,7 @@ async def test_an_update_from_begin_to_commit(lab: Pod, engine: StubEngine) -> N
     assert await lab.is_open()
 
 
-async def test_dirty_is_on_disk_and_the_gate_closed_before_the_engine_hears_of_it(lab: Pod, engine: StubEngine) -> None:
+async def test_dirty_is_on_disk_and_the_gate_closed_before_the_engine_receives_the_call(lab: Pod, engine: StubEngine) -> None:
     engine.held["begin_weight_update"] = asyncio.Event()
     begin = asyncio.create_task(lab.control("/begin_weight_update"))
     await until(lambda: _true("begin_weight_update" in engine.calls), 5, "the engine hears of begin")
@@ -111,21 +111,21 @@ async def test_dirty_is_on_disk_and_the_gate_closed_before_the_engine_hears_of_i
     assert (await begin).status == 200
 
 
-async def test_one_call_at_a_time_and_the_engine_goes_on_after_the_deadline(lab: Pod, engine: StubEngine) -> None:
+async def test_one_call_at_a_time_and_the_engine_continues_after_the_deadline(lab: Pod, engine: StubEngine) -> None:
     engine.held["init_weights_update_group"] = asyncio.Event()
     late = await lab.control("/init_weights_update_group", GROUP, **{DEADLINE_HEADER: "0.5"})
     assert late.status == 504
     second = await lab.control("/pause_generation")
     assert second.status == 409
     assert "has not answered init_weights_update_group" in second.reason
-    assert (await lab.status()).gate_open  # joining a group changes no weights: sync and gate go on
+    assert (await lab.status()).gate_open  # joining a group changes no weights: sync and gate continue
     assert await lab.is_open()
     engine.held["init_weights_update_group"].set()
     await until(lambda: _status(lab, "/pause_generation", 200), 5, "calls are taken again")
     assert (await lab.status()).groups == ["g"]
 
 
-async def test_a_caller_that_goes_away_does_not_stop_the_call(lab: Pod, engine: StubEngine) -> None:
+async def test_a_caller_that_disconnects_does_not_stop_the_call(lab: Pod, engine: StubEngine) -> None:
     engine.held["pause_generation"] = asyncio.Event()
     call = asyncio.create_task(lab.control("/pause_generation"))
     await until(lambda: _true("pause_generation" in engine.calls), 5, "the engine hears of the pause")
@@ -136,7 +136,7 @@ async def test_a_caller_that_goes_away_does_not_stop_the_call(lab: Pod, engine: 
     assert engine.calls == ["pause_generation", "flush_cache"]
 
 
-async def test_an_engine_that_is_slow_to_say_its_version_does_not_lose_the_update(lab: Pod, engine: StubEngine) -> None:
+async def test_an_engine_that_is_slow_to_report_its_version_does_not_fail_the_update(lab: Pod, engine: StubEngine) -> None:
     boot = (await lab.status()).boot_id
     for path, body in UPDATE:
         assert (await lab.control(path, body)).status == 200
@@ -185,14 +185,14 @@ async def test_a_fence_while_the_engine_is_stuck_answers_and_finishes_later(lab:
     assert "end_weight_update" in engine.calls
 
 
-async def test_a_fence_on_a_clean_engine_only_lets_it_run(lab: Pod, engine: StubEngine) -> None:
+async def test_a_fence_on_a_clean_engine_only_resumes_it(lab: Pod, engine: StubEngine) -> None:
     await lab.control("/pause_generation")
     status = await lab.fence()
     assert (status.state, status.version, status.gate_open, status.paused) == (EngineState.CLEAN, BASE, True, False)
     assert engine.calls == ["pause_generation", "continue_generation"]
 
 
-async def test_a_session_left_behind_is_ended_by_the_next_begin(lab: Pod, engine: StubEngine) -> None:
+async def test_a_session_that_was_left_open_is_ended_by_the_next_begin(lab: Pod, engine: StubEngine) -> None:
     engine.session = True
     assert (await lab.control("/begin_weight_update")).status == 200
     assert engine.calls == ["begin_weight_update", "end_weight_update", "begin_weight_update"]
@@ -219,7 +219,7 @@ async def test_keys_are_never_shown(lab: Pod) -> None:
     assert answer.body["launch_command"] == "--admin-api-key (hidden) --port 1"
 
 
-async def test_an_engine_before_sessions_existed(tmp_path: Path) -> None:
+async def test_an_engine_without_sessions_is_updated(tmp_path: Path) -> None:
     async with stub_engine(old=True) as engine, pod(tmp_path, engine.url) as lab:
         await lab.open_with_base()
         await update(lab)
@@ -227,7 +227,7 @@ async def test_an_engine_before_sessions_existed(tmp_path: Path) -> None:
         assert "begin_weight_update" not in engine.calls
 
 
-async def test_an_engine_that_is_too_old_is_never_up_and_says_why(tmp_path: Path) -> None:
+async def test_an_engine_that_is_too_old_is_never_up_and_reports_why(tmp_path: Path) -> None:
     async with stub_engine() as engine, pod(tmp_path, engine.url) as lab:
         await until(lab.engine_up, 10, "the agent sees the engine")
         await engine.stop()
@@ -235,10 +235,10 @@ async def test_an_engine_that_is_too_old_is_never_up_and_says_why(tmp_path: Path
         await engine.start()
         sentence = "it is SGLang 0.5.19, and the oldest that can be driven is 0.5.20: use a newer image or installation"
 
-        async def told() -> bool:
+        async def is_reported() -> bool:
             return sentence in (await lab.status(BASE_WIRE)).message
 
-        await until(told, 10, "the status says why")
+        await until(is_reported, 10, "the status has the reason")
         health = await lab.ask("GET", "/health")
         assert (health.status, sentence in health.reason) == (503, True)
         assert await lab.is_closed()
@@ -248,7 +248,7 @@ async def test_an_engine_that_is_too_old_is_never_up_and_says_why(tmp_path: Path
         await until(lab.engine_up, 10, "a build of the same release is taken")
 
 
-async def test_an_engine_restarted_in_place_is_closed_and_base(lab: Pod, engine: StubEngine) -> None:
+async def test_an_engine_that_restarts_in_place_is_closed_and_at_base(lab: Pod, engine: StubEngine) -> None:
     await update(lab)
     assert (await lab.status(V1.model_dump())).gate_open
     first = (await lab.status()).boot_id
@@ -270,12 +270,12 @@ async def test_a_restarted_container_is_noticed_by_its_boot_file(tmp_path: Path)
         assert (await lab.status()).boot_id == "first"
         await lab.control("/begin_weight_update")
         lab.boot("second")  # the engine behind it may answer already
-        await until(lambda: _boot(lab, "second"), 5, "the new life is seen")
+        await until(lambda: _boot(lab, "second"), 5, "the new boot ID is noticed")
         status = await lab.status()
         assert (status.state, status.session) == (EngineState.CLEAN, False)
 
 
-async def test_an_engine_that_the_spec_holds_does_not_wait_for_requests_that_cannot_end(tmp_path: Path) -> None:
+async def test_an_engine_paused_by_spec_drains_without_waiting_for_paused_requests(tmp_path: Path) -> None:
     async with stub_engine() as engine, pod(tmp_path, engine.url, with_boot_file=True, start=False) as lab:
         lab.boot("first")
         await lab.start()

@@ -1,4 +1,4 @@
-"""An engine whose process lives but does nothing is restarted; one that has a reason to be silent is not."""
+"""An engine whose process runs but does not answer is restarted, unless it is silent for a known reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def killed(lab: Pod) -> bool:
     return kill_file(lab).exists()
 
 
-async def test_an_engine_that_generates_nothing_any_more_is_to_be_killed(lab: Pod, engine: StubEngine) -> None:
+async def test_the_restart_of_an_engine_that_stopped_generating_is_requested(lab: Pod, engine: StubEngine) -> None:
     await until(lambda: asked(engine, 8), 30, "the agent asks again and again while all is well")
     assert not await killed(lab)
     engine.held[HEALTH] = asyncio.Event()
@@ -49,18 +49,18 @@ async def test_an_engine_that_generates_nothing_any_more_is_to_be_killed(lab: Po
     assert (await lab.status()).gate_open  # /model_info still answers, and so may requests that run
 
 
-async def test_a_new_life_starts_with_a_clean_slate(lab: Pod, engine: StubEngine) -> None:
+async def test_the_checks_of_a_restarted_engine_start_from_zero(lab: Pod, engine: StubEngine) -> None:
     engine.held[HEALTH] = asyncio.Event()
     await until(lambda: killed(lab), 30, "the agent asks the kubelet for a restart")
     kill_file(lab).unlink()  # as the start of the engine's container does
     engine.held.pop(HEALTH).set()
     lab.boot("second")
     before = engine.calls.count(HEALTH)
-    await until(lambda: asked(engine, before + 8), 30, "the agent watches over the new life")
+    await until(lambda: asked(engine, before + 8), 30, "the agent checks the restarted engine")
     assert not await killed(lab)
 
 
-async def test_a_paused_engine_is_silent_for_a_reason(lab: Pod, engine: StubEngine) -> None:
+async def test_a_paused_engine_is_not_restarted(lab: Pod, engine: StubEngine) -> None:
     assert (await lab.control("/pause_generation")).status == 200
     engine.held[HEALTH] = asyncio.Event()
     await asyncio.sleep(0.1)
@@ -72,27 +72,27 @@ async def test_a_paused_engine_is_silent_for_a_reason(lab: Pod, engine: StubEngi
     await until(lambda: killed(lab), 30, "not paused any more, it has no reason left")
 
 
-async def test_a_fence_ends_an_engine_that_does_not_resume(lab: Pod, engine: StubEngine) -> None:
+async def test_a_fence_restarts_an_engine_that_does_not_resume(lab: Pod, engine: StubEngine) -> None:
     engine.held["continue_generation"] = asyncio.Event()
     assert (await lab.control("/pause_generation")).status == 200
     await lab.fence(stuck_after=1.0)
     await until(lambda: killed(lab), 30, "the call that lets it run again is not answered either")
 
 
-async def test_a_fence_ends_an_engine_that_never_takes_its_tensors(lab: Pod, engine: StubEngine) -> None:
+async def test_a_fence_restarts_an_engine_that_never_receives_its_tensors(lab: Pod, engine: StubEngine) -> None:
     engine.held["end_weight_update"] = asyncio.Event()
     assert (await lab.control("/begin_weight_update")).status == 200
     await lab.fence(stuck_after=1.0)
     await until(lambda: killed(lab), 30, "the agent asks the kubelet for a restart")
 
 
-async def test_an_engine_that_answers_after_all_is_left_alone(lab: Pod, engine: StubEngine) -> None:
+async def test_an_engine_that_answers_late_is_not_restarted(lab: Pod, engine: StubEngine) -> None:
     engine.held["end_weight_update"] = asyncio.Event()
     assert (await lab.control("/begin_weight_update")).status == 200
     await lab.fence(stuck_after=1.0)
     await until(lambda: killed(lab), 30, "the agent asks the kubelet for a restart")
     engine.held["end_weight_update"].set()
-    await until(lambda: no_kill_file(lab), 30, "the wish is taken back before the kubelet has seen it")
+    await until(lambda: no_kill_file(lab), 30, "the request is withdrawn before the kubelet has seen it")
 
 
 async def no_kill_file(lab: Pod) -> bool:

@@ -1,4 +1,4 @@
-"""An agent that hears of no coordinator any more gives up by itself what is half done."""
+"""An agent without calls of a coordinator gives up an unfinished update by itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_rollout.agent.app import make_app
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
-from sglang_rollout.agent.watchdog import Lease
+from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.ports import AGENT_SYNC
 from tests.contract.agent.test_commit_call import BASE_WIRE, Caller
 from tests.contract.support.agent_pod import until
@@ -27,8 +27,8 @@ UPDATE = "update_weights_from_distributed"
 LEASE = 0.2
 
 
-class Touched(type(Path())):  # type: ignore[misc]
-    """A kill file that counts how often it was made."""
+class CountedFile(type(Path())):  # type: ignore[misc]
+    """A kill file that counts how often it was touched."""
 
     touches = 0
 
@@ -44,9 +44,9 @@ async def engine() -> AsyncIterator[StubEngine]:
 
 
 @pytest.fixture
-async def pod(engine: StubEngine, tmp_path: Path) -> AsyncIterator[tuple[Caller, Lease, Touched]]:
-    Touched.touches = 0
-    kill = Touched(tmp_path / "kill")
+async def pod(engine: StubEngine, tmp_path: Path) -> AsyncIterator[tuple[Caller, Fence, CountedFile]]:
+    CountedFile.touches = 0
+    kill = CountedFile(tmp_path / "kill")
     async with Engine(engine.url, boot_file=None) as client, aiohttp.ClientSession() as session:
         agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record_file=RecordFile(tmp_path))
         fence = Fence(agent, kill_file=kill)
@@ -54,49 +54,49 @@ async def pod(engine: StubEngine, tmp_path: Path) -> AsyncIterator[tuple[Caller,
             await agent.observe()
             caller = Caller(session, str(server.make_url("")).rstrip("/"), agent)
             assert (await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "lease": LEASE}))[1]["gate_open"]
-            yield caller, Lease(agent, fence), kill
+            yield caller, fence, kill
             for event in engine.held.values():
                 event.set()
 
 
 def silent(agent: Agent, seconds: float) -> None:
-    """Nobody has spoken for so long."""
-    agent.heard_at = time.monotonic() - seconds
+    """Let the last call of a coordinator be this many seconds ago."""
+    agent.last_call_at = time.monotonic() - seconds
 
 
-async def test_a_clean_engine_that_was_paused_goes_on(pod: tuple[Caller, Lease, Touched], engine: StubEngine) -> None:
-    caller, lease, kill = pod
+async def test_a_clean_engine_that_was_paused_resumes(pod: tuple[Caller, Fence, CountedFile], engine: StubEngine) -> None:
+    caller, fence, kill = pod
     await caller.post("/pause_generation", {"mode": "retract"})
-    caller.agent.lease = 60.0
+    caller.agent.limits = SyncRequest(committed=None, lease=60.0)
     silent(caller.agent, 30.0)
-    await lease.watch()
+    await fence.watch_lease()
     assert caller.agent.status().paused, "the lease has not ended"
     silent(caller.agent, 61.0)
-    await lease.watch()
+    await fence.watch_lease()
     status = caller.agent.status()
     assert (status.paused, status.gate_open, engine.calls.count("continue_generation")) == (False, True, 1)
     assert not kill.exists()
 
 
-async def test_a_stuck_engine_in_an_update_stays_closed_and_is_to_be_killed_once(
-    pod: tuple[Caller, Lease, Touched], engine: StubEngine
+async def test_a_stuck_engine_in_an_update_stays_closed_and_its_restart_is_requested_once(
+    pod: tuple[Caller, Fence, CountedFile], engine: StubEngine
 ) -> None:
-    caller, lease, kill = pod
+    caller, fence, kill = pod
     await caller.update(up_to="/begin_weight_update")
     engine.held[UPDATE] = asyncio.Event()
     call = asyncio.create_task(caller.post(f"/{UPDATE}", {"names": [], "group_name": "g"}))
     await until(lambda: _is(UPDATE in engine.calls), 30, "the engine has the tensors' call")
     silent(caller.agent, 1.0)
-    caller.agent.lease = LEASE
-    watching = asyncio.create_task(lease.watch())
+    caller.agent.limits = SyncRequest(committed=None, lease=LEASE)
+    watching = asyncio.create_task(fence.watch_lease())
     await until(lambda: _is(kill.exists()), 30, "the kill file is there")
     silent(caller.agent, 1.0)
-    await lease.watch()
-    assert (Touched.touches, caller.agent.status().gate_open) == (1, False)
+    await fence.watch_lease()
+    assert (CountedFile.touches, caller.agent.status().gate_open) == (1, False)
     engine.held[UPDATE].set()
     await asyncio.gather(watching, call)
-    await until(lambda: _is(not caller.agent.fencing), 30, "it has given up")
-    assert not kill.exists(), "it has answered after all"
+    await until(lambda: _is(caller.agent.giving_up_since is None), 30, "it has given up")
+    assert not kill.exists(), "the engine has answered"
     assert (caller.agent.status().state, caller.agent.status().gate_open) == ("dirty", False)
 
 

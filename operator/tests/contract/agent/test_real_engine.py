@@ -98,7 +98,7 @@ async def push(lab: Pod, version: Version, ranks: int = 1) -> None:
         assert (await lab.control("/continue_generation")).status == 200
 
 
-async def test_opens_only_on_sync_and_serves_base(lab: Pod) -> None:
+async def test_the_gate_opens_only_after_a_sync_and_serves_base(lab: Pod) -> None:
     assert await lab.is_closed()
     status = await lab.status()
     assert (status.state, status.version, status.tensor_size) == (EngineState.CLEAN, BASE, 1)
@@ -115,7 +115,7 @@ async def test_an_update_is_served_with_its_version(lab: Pod) -> None:
     after = (await lab.generate(16)).body
     assert after["meta_info"]["weight_version"] == "step-1"
     assert after["text"] != before
-    # The agent's death closes the gate for new requests; what runs goes on. Its record opens the gate again.
+    # The agent's death closes the gate for new requests. Running requests continue. The record reopens the gate.
     first = asyncio.Event()
     stream = asyncio.create_task(lab.stream(600, first))
     await first.wait()
@@ -126,8 +126,8 @@ async def test_an_update_is_served_with_its_version(lab: Pod) -> None:
     await until(lab.is_open, 30, "the gate opens by the record")
 
 
-async def test_a_trainer_that_dies_half_way_leaves_nothing_of_a_mixture(lab: Pod) -> None:
-    """Held and running requests are cut, the gate stays closed, and the next complete update heals the engine."""
+async def test_no_mixture_is_served_after_a_trainer_dies_during_an_update(lab: Pod) -> None:
+    """Held and running requests are cut, the gate stays closed, and the next complete update makes the engine clean."""
     # The engine was updated by an earlier test and this agent is new: nothing can be proved about its weights.
     version = Version(run=1, step=2, label="step-2")
     await push(lab, version)

@@ -1,4 +1,4 @@
-"""Calls that a trainer makes at an engine's own URL: the real agent's application, a stub engine, and a coordinator that is played."""
+"""Calls of a trainer at an engine's own URL, with the real application of an agent, a stub engine and a simulated coordinator."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 
+from sglang_rollout.agent.access import RELAYED, Relay
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import MAX_BODY, make_app
 from sglang_rollout.agent.cli import command
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.agent.relay import RELAYED, Relay
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.wire.ports import FLEET_LEASE, TERM_HEADER, VERSION_HEADER
 from tests.contract.support.agent_pod import TOKEN, until
@@ -32,7 +32,7 @@ COORDINATORS = {"Authorization": f"Bearer {TOKEN}", TERM_HEADER: "1"}
 
 @dataclass
 class Coordinator:
-    """Writes down what it is asked and answers as told."""
+    """Records its requests and gives the configured answer."""
 
     port: int = field(default_factory=free_port)
     asked: list[tuple[str, str, bytes, str | None]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Coordinator:
     silent: bool = False
     breaks: bool = False
     left: bool = False
-    """A call that it had not answered was taken back."""
+    """The caller closed the connection before the answer."""
 
     @property
     def url(self) -> str:
@@ -58,7 +58,7 @@ class Coordinator:
             self.left = True
             raise
         headers = {VERSION_HEADER: "step 7", "Content-Type": "application/json"}
-        return web.Response(status=409, reason="The fleet sleeps.", body=b'{"success": false, "message": "As it is."}', headers=headers)
+        return web.Response(status=409, reason="The fleet is asleep.", body=b'{"success": false, "message": "As it is."}', headers=headers)
 
 
 @dataclass
@@ -87,9 +87,9 @@ async def agent_lab(folder: Path, *, relays: bool = True, answers: bool = True) 
     async with AsyncExitStack() as stack:
         stub, coordinator, port = await stack.enter_async_context(stub_engine()), Coordinator(), free_port()
         if answers:
-            played = web.Application(client_max_size=2 * MAX_BODY)
-            played.router.add_route("*", "/{path:.*}", coordinator.handle)
-            await serve(stack, played, coordinator.port, cancels=True)
+            app = web.Application(client_max_size=2 * MAX_BODY)
+            app.router.add_route("*", "/{path:.*}", coordinator.handle)
+            await serve(stack, app, coordinator.port, cancels=True)
         engine = await stack.enter_async_context(Engine(stub.url))
         agent = Agent(name="e0", engine=engine, gate=Gate(folder / "gate.sock"), record_file=RecordFile(folder))
         await agent.observe()
@@ -106,13 +106,13 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
 
 
 @pytest.mark.parametrize("call", RELAYED)
-async def test_a_trainers_call_is_the_coordinators_to_decide(lab: Lab, call: str) -> None:
+async def test_a_trainers_call_is_forwarded_to_the_coordinator(lab: Lab, call: str) -> None:
     body = b'{"tags": ["kv_cache"],  "serialized_named_tensors": ["gASV"]}'
     status, reason, said, reply = await lab.ask(f"/{call}?timeout=5&a=b%20c", data=body, headers={"Content-Type": "application/json"})
     assert lab.coordinator.asked == [("POST", f"/fleet/engines/e0/{call}?timeout=5&a=b%20c", body, "application/json")]
-    assert (status, reason, said) == (409, "The fleet sleeps.", '{"success": false, "message": "As it is."}')
+    assert (status, reason, said) == (409, "The fleet is asleep.", '{"success": false, "message": "As it is."}')
     assert (reply.headers[VERSION_HEADER], reply.content_type) == ("step 7", "application/json")
-    assert lab.engine.calls == [], "the engine hears of it from the coordinator only"
+    assert lab.engine.calls == [], "only the coordinator calls the engine"
 
 
 async def test_flush_cache_may_be_a_get(lab: Lab) -> None:
@@ -130,7 +130,7 @@ async def test_the_coordinators_own_calls_reach_the_engine(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("path", ["/continue_generation", "/init_weights_update_group", "/update_weights_from_ipc", "/agent/sync"])
-async def test_every_other_call_still_needs_the_token_and_is_told_what_does_not(lab: Lab, path: str) -> None:
+async def test_every_other_call_needs_the_token(lab: Lab, path: str) -> None:
     status, reason, said, _ = await lab.ask(path, json={})
     assert status == 401
     assert "Authorization: Bearer" in reason
@@ -139,7 +139,7 @@ async def test_every_other_call_still_needs_the_token_and_is_told_what_does_not(
     assert lab.coordinator.asked == []
 
 
-async def test_without_a_fleets_url_nothing_is_taken_without_the_token(tmp_path: Path) -> None:
+async def test_without_a_fleet_url_every_call_needs_the_token(tmp_path: Path) -> None:
     async with agent_lab(tmp_path, relays=False) as lab:
         for call in RELAYED:
             status, _, said, _ = await lab.ask(f"/{call}", json={})
@@ -148,7 +148,7 @@ async def test_without_a_fleets_url_nothing_is_taken_without_the_token(tmp_path:
         assert (lab.engine.calls, lab.coordinator.asked) == ([], [])
 
 
-async def test_a_coordinator_that_is_away_is_named_and_the_call_may_be_tried_again(tmp_path: Path) -> None:
+async def test_an_unreachable_coordinator_is_named_and_the_call_may_be_repeated(tmp_path: Path) -> None:
     async with agent_lab(tmp_path, answers=False) as lab:
         status, reason, said, reply = await lab.ask("/update_weights_from_tensor", json={})
         assert (status, reply.headers.get("Retry-After")) == (503, "1")
@@ -157,14 +157,14 @@ async def test_a_coordinator_that_is_away_is_named_and_the_call_may_be_tried_aga
         assert lab.engine.calls == []
 
 
-async def test_a_coordinator_that_breaks_off_leaves_the_outcome_open(lab: Lab) -> None:
+async def test_a_coordinator_that_closes_the_connection_leaves_the_outcome_open(lab: Lab) -> None:
     lab.coordinator.breaks = True
     status, _, said, _ = await lab.ask("/end_weight_update", json={})
-    assert (status, "GET /fleet there tells what came of the call" in said) == (503, True)
+    assert (status, "GET /fleet there shows the result of the call" in said) == (503, True)
     assert len(lab.coordinator.asked) == 1, "nothing is done twice"
 
 
-async def test_a_trainer_that_goes_away_takes_its_call_back(lab: Lab) -> None:
+async def test_a_trainer_that_disconnects_cancels_its_call(lab: Lab) -> None:
     lab.coordinator.silent = True
     call = asyncio.create_task(lab.ask("/update_weights_from_tensor", json={}))
     await until(lambda: _true(bool(lab.coordinator.asked)), 30, "the coordinator is asked")
@@ -173,7 +173,7 @@ async def test_a_trainer_that_goes_away_takes_its_call_back(lab: Lab) -> None:
     assert lab.coordinator.left
 
 
-async def test_a_body_as_large_as_an_agent_takes_passes_and_a_larger_one_does_not(lab: Lab) -> None:
+async def test_a_body_up_to_the_limit_passes_and_a_larger_body_does_not(lab: Lab) -> None:
     assert (await lab.ask("/update_weights_from_tensor", data=bytes(MAX_BODY)))[0] == 409
     assert [len(asked[2]) for asked in lab.coordinator.asked] == [MAX_BODY]
     status, _, said, _ = await lab.ask("/update_weights_from_tensor", data=bytes(MAX_BODY + 1))
@@ -184,7 +184,7 @@ async def test_a_body_as_large_as_an_agent_takes_passes_and_a_larger_one_does_no
 @pytest.mark.parametrize(
     "url", ["demo-router:30000", "https://demo-router:30000", "http://", "http://demo-router:x", f"http://demo-router:30000{FLEET_LEASE}"]
 )
-def test_a_url_that_cannot_be_a_fleets_is_refused_at_the_start(tmp_path: Path, url: str) -> None:
+def test_an_invalid_fleet_url_is_refused_at_the_start(tmp_path: Path, url: str) -> None:
     (tmp_path / "token").write_text(TOKEN)
     line = ["--name", "e0", "--gate-socket", "s", "--state-dir", str(tmp_path), "--token-file", str(tmp_path / "token"), "--fleet-url", url]
     refused = CliRunner().invoke(command, line)

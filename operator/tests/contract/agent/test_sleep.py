@@ -1,7 +1,7 @@
-"""An engine that its spec puts to sleep and wakes, with a real agent and a real gate; against SGLang and the stand-in.
+"""``spec.state: Asleep`` on one engine, with a real agent and a real gate, against SGLang and the stand-in.
 
-SGLang releases nothing on a CPU, but it counts tags and dies of wrong ones just the same. So a proxy says in its place that it
-was started with --enable-memory-saver, and writes down what it is told.
+SGLang releases nothing on a CPU, but it counts tags and ends if they are wrong. So a proxy reports --enable-memory-saver in its place, and
+records the calls.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ ALL = ["kv_cache", "weights", "cuda_graph"]
 
 
 class Saver:
-    """Passes everything on to the engine."""
+    """Forwards all requests to the engine."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
         self.port = free_port()
-        self.told: list[tuple[str, Any]] = []
+        self.calls: list[tuple[str, Any]] = []
         self._url, self._http = url, http
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         data = await request.read()
         if request.path in WATCHED:
-            self.told.append((request.path.split("_")[0].strip("/"), await request.json()))
+            self.calls.append((request.path.split("_")[0].strip("/"), await request.json()))
         async with self._http.request(request.method, self._url + request.path_qs, data=data, headers=_json(data)) as reply:
             if request.path == "/server_info":
                 return web.json_response({**await reply.json(), "enable_memory_saver": True, "weight_version": "base"})
@@ -73,39 +73,39 @@ async def lab(saver: Saver, tmp_path: Path) -> AsyncIterator[Pod]:
         yield made
 
 
-async def told(lab: Pod, hold: str, drain: float = 300.0) -> AgentStatus:
-    """What the coordinator says twice a second."""
-    answer = await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "spec_state": hold, "drain": drain})
+async def sync(lab: Pod, state: str, drain: float = 300.0) -> AgentStatus:
+    """Send a coordinator's sync."""
+    answer = await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "spec_state": state, "drain": drain})
     assert answer.status == 200, answer.body
     return AgentStatus.model_validate(answer.body)
 
 
-async def released(lab: Pod, tags: list[str], hold: str) -> AgentStatus:
-    async def said() -> bool:
-        status = await told(lab, hold)
+async def released(lab: Pod, tags: list[str], state: str) -> AgentStatus:
+    async def is_released() -> bool:
+        status = await sync(lab, state)
         return status.released == tags and status.paused == bool(tags)
 
     async def answered() -> bool:
         return "one control call at a time" not in str((await lab.control("/flush_cache", {})).body)
 
-    await until(said, 60, f"released: {tags}")
-    await until(answered, 60, "the engine has answered: the record says so before")
-    return await told(lab, hold)
+    await until(is_released, 60, f"released: {tags}")
+    await until(answered, 60, "the engine has answered, after the record was written")
+    return await sync(lab, state)
 
 
 async def prove(lab: Pod, status: AgentStatus, **more: Any) -> Answer:
     return await lab.control("/agent/ack", {"version": BASE_WIRE, "boot_id": status.boot_id, "cohort": ["e0"], **more})
 
 
-async def test_it_sleeps_when_its_requests_have_ended_and_serves_again_when_it_is_proved(lab: Pod, saver: Saver, engine: Server) -> None:
+async def test_it_sleeps_when_its_requests_have_ended_and_serves_again_when_it_is_verified(lab: Pod, saver: Saver, engine: Server) -> None:
     tokens = engine.generate(8)["output_ids"]
     long = engine.start_long(800)
-    status = await told(lab, "asleep")
+    status = await sync(lab, "asleep")
     assert not status.gate_open, "no new request"
     assert (await lab.generate()).status == 503
-    assert (await asyncio.wrap_future(long))["meta_info"]["finish_reason"]["type"] == "length", "what runs may end"
+    assert (await asyncio.wrap_future(long))["meta_info"]["finish_reason"]["type"] == "length", "running requests finish"
     status = await released(lab, ALL, "asleep")
-    assert saver.told == [("pause", {"mode": "abort"}), ("release", {"tags": ALL})]
+    assert saver.calls == [("pause", {"mode": "abort"}), ("release", {"tags": ALL})]
     assert (status.state, status.woken) == (EngineState.UNKNOWN, False)
 
     again = await lab.control("/resume_memory_occupation", {"tags": ["weights"]})
@@ -114,24 +114,26 @@ async def test_it_sleeps_when_its_requests_have_ended_and_serves_again_when_it_i
         answer = await lab.control(path, {})
         assert (answer.status, "released" in answer.body["message"]) == (409, True), answer
 
-    saver.told.clear()
+    saver.calls.clear()
     status = await released(lab, [], "active")
-    assert saver.told == [("resume", {"tags": ALL}), ("continue", {})]
+    assert saver.calls == [("resume", {"tags": ALL}), ("continue", {})]
     assert (status.state, status.woken, status.gate_open) == (EngineState.UNKNOWN, True, False)
-    assert (await prove(lab, status)).status == 409, "nobody has looked at what it holds"
+    assert (await prove(lab, status)).status == 409, "its weights have not been compared"
     assert (await prove(lab, status, verified=True)).status == 200
-    status = await told(lab, "active")
+    status = await sync(lab, "active")
     assert (status.gate_open, status.version) == (True, BASE), status.message
     assert (await lab.generate()).status == 200
     assert engine.generate(8)["output_ids"] == tokens
 
 
-async def test_what_does_not_end_in_time_is_aborted(lab: Pod, engine: Server, saver: Saver) -> None:
+async def test_requests_that_do_not_end_in_time_are_aborted(lab: Pod, engine: Server, saver: Saver) -> None:
     long = engine.start_long()
-    await told(lab, "asleep", drain=0.5)
+    await sync(lab, "asleep", drain=0.5)
     await until(lambda: _says(lab, ALL), 60, "it sleeps")
     assert (await asyncio.wrap_future(long))["meta_info"]["finish_reason"]["type"] == "abort"
-    await until(lambda: _true([call for call, _ in saver.told if call == "release"] == ["release"]), 30, "the engine has heard of it")
+    await until(
+        lambda: _true([call for call, _ in saver.calls if call == "release"] == ["release"]), 30, "the engine has received the release"
+    )
     await released(lab, [], "active")
 
 
@@ -140,28 +142,28 @@ async def _true(value: bool) -> bool:
 
 
 async def _says(lab: Pod, tags: list[str]) -> bool:
-    return (await told(lab, "asleep", drain=0.5)).released == tags
+    return (await sync(lab, "asleep", drain=0.5)).released == tags
 
 
-async def test_an_agent_that_dies_beside_a_sleeping_engine_resumes_nothing_and_wakes_it_once(lab: Pod, saver: Saver) -> None:
+async def test_a_restarted_agent_of_a_sleeping_engine_restores_its_memory_once(lab: Pod, saver: Saver) -> None:
     await released(lab, ALL, "asleep")
-    saver.told.clear()
+    saver.calls.clear()
     await lab.agent.end(signal.SIGKILL)
     await lab.agent.start()
     await until(lab.agent_answers, 30, "the agent is back")
     await until(lab.engine_up, 30, "the agent sees the engine")
     assert (await released(lab, ALL, "asleep")).released == ALL
-    assert saver.told == []
+    assert saver.calls == []
     await released(lab, [], "active")
-    assert saver.told == [("resume", {"tags": ALL}), ("continue", {})]
+    assert saver.calls == [("resume", {"tags": ALL}), ("continue", {})]
 
 
-async def test_a_trainers_release_is_undone_by_its_resume_and_by_nothing_else(lab: Pod, saver: Saver) -> None:
+async def test_a_trainers_release_lasts_until_a_restore(lab: Pod, saver: Saver) -> None:
     assert (await lab.control("/release_memory_occupation", {"tags": ["kv_cache"]})).status == 200
     await released(lab, ["kv_cache"], "active")
     await released(lab, ALL, "asleep")
-    saver.told.clear()
+    saver.calls.clear()
     assert (await lab.control("/release_memory_occupation", {"tags": ["kv_cache"]})).status == 200
     assert (await lab.fence()).released == ALL, "a fence leaves it asleep"
     await released(lab, [], "active")
-    assert [call for call, _ in saver.told] == ["resume", "continue"], "it was released already"
+    assert [call for call, _ in saver.calls] == ["resume", "continue"], "it was released already"

@@ -37,7 +37,7 @@ async def lab(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Pod]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The smallest that is whole."""
+    """The smallest complete model."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
@@ -47,7 +47,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def snapshot(directory: Path, model: Path) -> Path:
-    """As the trainer writes it, of the engine's own files."""
+    """A snapshot as the trainer writes it, from the engine's own files."""
     folder = directory / "1-3-step-3"
     shutil.copytree(model, folder)
     files = {file.name: FileEntry(bytes=file.stat().st_size, sha256="") for file in folder.iterdir()}
@@ -59,7 +59,7 @@ def snapshot(directory: Path, model: Path) -> Path:
 
 
 async def removable(folder: Path) -> bool:
-    """What the trainer tries before it removes a snapshot."""
+    """Return whether a trainer could remove the snapshot."""
     with (folder / MANIFEST).open("rb") as manifest:
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,7 +68,7 @@ async def removable(folder: Path) -> bool:
     return True
 
 
-async def test_it_is_held_from_the_check_to_the_end_of_loading(lab: Pod, engine: StubEngine, model: Path, tmp_path: Path) -> None:
+async def test_a_snapshot_is_locked_from_the_check_to_the_end_of_loading(lab: Pod, engine: StubEngine, model: Path, tmp_path: Path) -> None:
     folder = snapshot(tmp_path / "snapshots", model)
     ask = {"path": str(folder.parent), "snapshot": WANTED, "fleet_id": "f", "model_path": str(model)}
     reply = await lab.control(AGENT_CHECKPOINT, ask)
@@ -77,12 +77,12 @@ async def test_it_is_held_from_the_check_to_the_end_of_loading(lab: Pod, engine:
     engine.held[LOAD] = asyncio.Event()
     late = await lab.control(f"/{LOAD}", {"model_path": str(folder)}, **{DEADLINE_HEADER: "0.5"})
     assert late.status == 504
-    assert not await removable(folder), "nobody waits for the answer any more, but the engine still loads"
+    assert not await removable(folder), "no caller waits for the answer, but the engine still loads"
     engine.held[LOAD].set()
     await until(lambda: removable(folder), 10, "the snapshot may be removed once the engine has loaded it")
 
 
-async def test_a_snapshot_that_is_not_good_is_not_held(lab: Pod, model: Path, tmp_path: Path) -> None:
+async def test_a_snapshot_that_cannot_be_loaded_is_not_locked(lab: Pod, model: Path, tmp_path: Path) -> None:
     folder = snapshot(tmp_path / "snapshots", model)
     (folder / "model.safetensors").write_bytes(b"")
     ask = {"path": str(folder.parent), "snapshot": WANTED, "fleet_id": "f", "model_path": str(model)}

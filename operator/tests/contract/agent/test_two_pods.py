@@ -1,4 +1,4 @@
-"""Two pods of one engine, with real agents and gates: they start together, end together, and speak with one voice."""
+"""Two pods of one engine, with real agents and gates: they start together, end together, and answer as one engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.router
 
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    """Both run, and the engine serves."""
+    """Return two pods of an engine that serves."""
     async with two_pods(tmp_path) as made:
         await made.leader.start(made.leader.relay)
         await made.follower.start(made.leader.relay)
@@ -27,7 +27,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
         yield made
 
 
-async def test_nothing_starts_before_both_are_there(tmp_path: Path) -> None:
+async def test_sglang_starts_only_when_both_pods_run(tmp_path: Path) -> None:
     async with two_pods(tmp_path) as made:
         await made.leader.start(made.leader.relay)
 
@@ -41,12 +41,12 @@ async def test_nothing_starts_before_both_are_there(tmp_path: Path) -> None:
         assert made.starts == (1, 1)
 
 
-async def test_only_pod_0_serves_and_takes_calls(pair: Pair) -> None:
+async def test_only_pod_0_serves_and_accepts_calls(pair: Pair) -> None:
     assert (await pair.leader.pod.generate()).status == 200
     assert await pair.follower.pod.is_closed()
     refused = await pair.follower.pod.control("/pause_generation")
     assert (refused.status, "only its pod 0 answers" in refused.reason) == (421, True)
-    report = {"rank": 1, "address": "127.0.0.1:1", "boot_id": "somebody's"}
+    report = {"rank": 1, "address": "127.0.0.1:1", "boot_id": "unknown"}
     assert (await pair.leader.pod.control(AGENT_GROUP, report, token="wrong")).status == 403
     assert (await pair.leader.pod.control(AGENT_GROUP, {**report, "rank": 2})).status == 400
     await asyncio.sleep(2)
@@ -72,7 +72,7 @@ async def test_every_pod_must_reach_the_trainer_and_see_the_same_checkpoint(pair
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_dies_takes_the_other_along_and_both_start_anew(pair: Pair, rank: int) -> None:
+async def test_a_dead_rank_ends_the_other_rank_and_both_restart(pair: Pair, rank: int) -> None:
     (pair.leader, pair.follower)[rank].kill()
     await pair.wait_for_restart((1, 1))
     assert (await pair.leader.pod.status(BASE_WIRE)).gate_open
@@ -81,7 +81,7 @@ async def test_a_rank_that_dies_takes_the_other_along_and_both_start_anew(pair: 
     assert any(f"pod e0-{rank} {what}" in words for what in ("has ended", "was restarted")), "its last words say why"
 
 
-async def test_agents_that_die_end_nobody(pair: Pair) -> None:
+async def test_agents_that_die_end_no_rank(pair: Pair) -> None:
     boots = [member.pod.boot_file.read_text() for member in (pair.leader, pair.follower)]
     for member in (pair.leader, pair.follower):
         await member.pod.agent.end()
@@ -94,7 +94,7 @@ async def test_agents_that_die_end_nobody(pair: Pair) -> None:
     assert [member.pod.boot_file.read_text() for member in (pair.leader, pair.follower)] == boots
 
 
-async def test_a_cut_link_ends_both_and_they_start_when_it_is_mended(pair: Pair) -> None:
+async def test_a_cut_link_ends_both_ranks_and_they_start_when_it_is_restored(pair: Pair) -> None:
     pair.leader.relay.cut()
     pair.follower.relay.cut()
     await until(lambda: restarted(pair), 60, "both notice that the other is out of reach", every=0.2)
@@ -105,7 +105,7 @@ async def test_a_cut_link_ends_both_and_they_start_when_it_is_mended(pair: Pair)
     await until(pair.runs, 60, "they start together again")
 
 
-async def test_a_pod_that_goes_away_drains_the_engine_first(pair: Pair) -> None:
+async def test_a_pod_that_stops_drains_the_engine_first(pair: Pair) -> None:
     (pair.follower.run / "drain").touch()  # its preStop hook
     await until(pair.leader.pod.is_closed, 30, "pod 0 takes no new requests")
     await until(lambda: exists(pair.follower.run / "drained"), 30, "the hook hears that nothing runs any more")

@@ -1,4 +1,4 @@
-"""A real SGLang server over two pods, with real agents and gates: an update reaches both ranks, and they die and come back together."""
+"""A real SGLang server over two pods, with real agents and gates: an update reaches both ranks, and they end and restart together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def checksums(lab: Pod) -> list[str]:
     return [rank["per_gpu_checksum"] for rank in answer.body["ranks"]]
 
 
-async def test_an_update_reaches_both_and_a_dead_rank_takes_the_other_along(pair: Pair) -> None:
+async def test_an_update_reaches_both_ranks_and_a_dead_rank_ends_the_other(pair: Pair) -> None:
     lab = pair.leader.pod
     sizes = await read_sizes([EngineArg(Address("127.0.0.1", pair.leader.engine_port))])
     assert list(sizes.values()) == [Sizes(2)], "what a local fleet reads at its start"
@@ -60,7 +60,7 @@ async def test_an_update_reaches_both_and_a_dead_rank_takes_the_other_along(pair
 
     starts = pair.starts
     os.kill(_server(pair.follower.engine_port), signal.SIGKILL)
-    await until(lambda: anew(pair, starts), 90, "both containers are started anew", every=0.2)
+    await until(lambda: are_restarted(pair, starts), 90, "both containers are restarted", every=0.2)
     assert await lab.is_closed()
     await until(pair.runs, 300, "both ranks have loaded again", every=0.5)
     assert await checksums(lab) == base
@@ -70,12 +70,12 @@ async def test_an_update_reaches_both_and_a_dead_rank_takes_the_other_along(pair
     assert (await lab.status(BASE_WIRE)).version == version
 
 
-async def anew(pair: Pair, before: tuple[int, int]) -> bool:
+async def are_restarted(pair: Pair, before: tuple[int, int]) -> bool:
     return pair.starts == (before[0] + 1, before[1] + 1)
 
 
 def _server(port: int) -> int:
-    """The process of ``sglang.launch_server`` on this port: its children have other command lines."""
+    """Return the process of ``sglang.launch_server`` on this port. Its children have other command lines."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")

@@ -37,7 +37,7 @@ class Engine:
     content: object = "base"
     """Contents of the weights: one token per completed update, or a mixture."""
     tensors: dict[str, object] = field(default_factory=lambda: dict.fromkeys(NAMES, "base"))
-    """What was written to each tensor last."""
+    """Last content written to each tensor."""
     label: str = "default"
     session: bool = False
     groups: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Engine:
     handles: list[str] = field(default_factory=list)
     """Handles that `/update_weights_from_tensor` received since the session was opened."""
     read: dict[str, str] = field(default_factory=dict)
-    """The contents of each loaded adapter."""
+    """Content of each loaded adapter."""
     pinned: set[str] = field(default_factory=set)
     loaded: str | None = None
     """The folder of the last update from disk."""
@@ -64,7 +64,7 @@ class SimulatedAgent:
     chosen: tuple[int, int] | None = None
     """The snapshot that the last check found."""
     folders: dict[str, str] = field(default_factory=dict)
-    """What an adapter's path holds; empty: nothing that can be loaded. A path not named here holds itself."""
+    """Content of an adapter's path; empty if it cannot be loaded. Any other path contains its own name."""
     backup: bool = True
     """Released weights come back as they were."""
     readable: bool = True
@@ -203,7 +203,7 @@ class SimulatedAgent:
         self.engine = Engine()
         self.apply(ev.EngineDown("it restarts"))
         self._identify()
-        self.apply(ev.DrainingChanged(on=False))
+        self.apply(ev.DrainingChanged(draining=False))
 
     def apply(self, event: ev.Event) -> None:
         self.core, _ = ev.step(self.core, event)
@@ -222,14 +222,14 @@ class SimulatedAgent:
         Args:
             path: Path of the call, with its query.
             body: JSON body.
-            token: What an update of this call brings; for an acknowledgement: what the weights are from now on.
+            token: Content that an update writes; for an acknowledgement, content of the weights after it.
             works: False if the engine fails to do its part.
         """
         path = path.partition("?")[0]
         if not self.answers:
             return Result(ok=False, message="no answer within 60 s.")
         if path in (AGENT_SYNC, AGENT_RUN):
-            self._take_over(SyncRequest.model_validate(body))
+            self._apply_sync(SyncRequest.model_validate(body))
             continued = self._control(ControlCall.CONTINUE, {}, token, works) if path == AGENT_RUN else DONE
             return self._report() if continued.ok else continued
         if path == AGENT_FENCE:
@@ -317,7 +317,7 @@ class SimulatedAgent:
         if call in WRITES and self.record != record and (record.state is not EngineState.DIRTY or not record.session):
             self.engine.content = "mixture"
         result = self._engine_call(call, guards.prepared(call, body, record), token, works)
-        if call is ControlCall.UNLOAD_ADAPTER and record.adapters.get(name) == s.UNSURE and name not in self.engine.read:
+        if call is ControlCall.UNLOAD_ADAPTER and record.adapters.get(name) == s.UNKNOWN_PATH and name not in self.engine.read:
             result = DONE
         self.apply(ev.CallEnded(call, ok=result.ok, boot_id=record.boot_id, name=name, details=details))
         return result

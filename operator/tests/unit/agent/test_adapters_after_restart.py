@@ -1,4 +1,4 @@
-"""Adapters of an agent that was restarted while its engine loaded or unloaded one: until somebody has unloaded it, it is not known."""
+"""Adapters of an agent that was restarted while its engine loaded or unloaded one: its state is unknown until it is unloaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.engine import Engine, Reply
+from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateView
 from sglang_rollout.agent.record import RecordFile
+from sglang_rollout.proxy.config import ADAPTERS_KEY
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.client import Reply
 from sglang_rollout.wire.states import BASE, EngineState
 
 FACTS = s.EngineFacts("b1", "default", "default")
@@ -33,7 +35,7 @@ class FakeEngine:
         self.held = {*held}
         self.sick = ""
 
-    def container_boot(self) -> str:
+    def container_boot_id(self) -> str:
         return "b1"
 
     async def call(self, name: str, body: dict[str, Any]) -> Reply:
@@ -49,7 +51,7 @@ class FakeEngine:
 
 
 class FakeGate:
-    """Lets requests pass for the adapters that it was told."""
+    """Records the adapters that requests may name."""
 
     names: Collection[str] | None = None
 
@@ -59,17 +61,9 @@ class FakeGate:
     async def set(self, *, is_open: bool) -> None:
         pass
 
-    async def name_version(self, label: str) -> None:
-        pass
-
-    async def name_tokenizer(self, *, present: bool) -> None:
-        pass
-
-    async def name_generation(self, *, generates: bool) -> None:
-        pass
-
-    async def name_adapters(self, names: Collection[str] | None) -> None:
-        self.names = names
+    async def set_entry(self, key: str, value: str) -> None:
+        if key == ADAPTERS_KEY:
+            self.names = value.strip(",").split(",") if value != "," else []
 
 
 def restarted(folder: Path, engine: FakeEngine, call: str, name: str) -> tuple[Agent, FakeGate]:
@@ -86,14 +80,14 @@ def restarted(folder: Path, engine: FakeEngine, call: str, name: str) -> tuple[A
 
 @pytest.mark.parametrize("done", [True, False], ids=["the engine has done it", "it has not"])
 @pytest.mark.parametrize(("call", "name"), [(ControlCall.LOAD_ADAPTER, "new"), (ControlCall.UNLOAD_ADAPTER, "old")])
-async def test_it_is_unloaded_whatever_became_of_the_call(tmp_path: Path, call: str, name: str, done: bool) -> None:
+async def test_an_adapter_of_an_interrupted_call_can_be_unloaded(tmp_path: Path, call: str, name: str, done: bool) -> None:
     engine = FakeEngine("old")
     if done:
         engine.held ^= {name}
     agent, gate = restarted(tmp_path, engine, call, name)
     others = {"old": "/old"} if name == "new" else {}
     assert agent.status().adapters == {**others, name: ""}
-    await agent.settle_gate()
+    await agent.gate.settle()
     assert set(gate.names or ()) == set(others), "no request may name it"
     reply = await agent.control(ControlCall.UNLOAD_ADAPTER, {"lora_name": name}, 5)
     assert reply.ok
@@ -104,7 +98,7 @@ async def test_it_is_unloaded_whatever_became_of_the_call(tmp_path: Path, call: 
     assert set(gate.names or ()) == {*others, name}
 
 
-async def test_another_refusal_leaves_it_unknown(tmp_path: Path) -> None:
+async def test_an_adapter_that_cannot_be_unloaded_stays_unknown(tmp_path: Path) -> None:
     engine = FakeEngine("old", "new")
     agent, _ = restarted(tmp_path, engine, ControlCall.LOAD_ADAPTER, "new")
     engine.sick = "out of memory"
@@ -112,13 +106,13 @@ async def test_another_refusal_leaves_it_unknown(tmp_path: Path) -> None:
     assert agent.status().adapters == {"old": "/old", "new": ""}
 
 
-async def test_what_the_agent_knows_to_be_loaded_is_not_unloaded_when_the_engine_denies_it(tmp_path: Path) -> None:
+async def test_the_unload_of_a_known_adapter_fails_if_the_engine_does_not_hold_it(tmp_path: Path) -> None:
     agent, _ = restarted(tmp_path, FakeEngine(), ControlCall.LOAD_ADAPTER, "new")
     reply = await agent.control(ControlCall.UNLOAD_ADAPTER, {"lora_name": "old"}, 5)
     assert (reply.status, "does not exist" in reply.body.decode()) == (400, True)
 
 
-def test_calls_that_have_ended_and_other_lives_leave_nothing_unknown(tmp_path: Path) -> None:
+def test_completed_calls_and_earlier_engine_processes_leave_no_adapter_unknown(tmp_path: Path) -> None:
     state = s.State(record=HELD, up=True)
     for event in (
         ev.CallBegan(ControlCall.LOAD_ADAPTER, "new", ("/new",)),
@@ -126,7 +120,7 @@ def test_calls_that_have_ended_and_other_lives_leave_nothing_unknown(tmp_path: P
         ev.CallBegan(ControlCall.PAUSE),
     ):
         state, _ = ev.step(state, event)
-    assert ev.restored(state.record).record.adapters == {"old": "/old"}
+    assert ev.restore_state(state.record).record.adapters == {"old": "/old"}
     agent, _ = restarted(tmp_path, FakeEngine(), ControlCall.LOAD_ADAPTER, "new")
     agent.dispatch(ev.EngineIdentified(s.EngineFacts("b2", "default", "default")))
     assert agent.status().adapters == {}

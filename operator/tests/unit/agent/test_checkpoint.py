@@ -1,4 +1,4 @@
-"""What an agent says about a folder that its engine may be told to load."""
+"""The check of a folder before an engine loads it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def message_of(reply: CheckpointReply) -> str:
 
 
 @pytest.mark.parametrize("shards", [0, 1, 3])
-def test_a_whole_checkpoint_of_the_same_model_passes(tmp_path: Path, own: Path, shards: int) -> None:
+def test_a_complete_checkpoint_of_the_same_model_passes(tmp_path: Path, own: Path, shards: int) -> None:
     reply = check(str(write_model(tmp_path / "new", shards=shards)), model(own))
     assert (reply.refusal, reply.compared) == (None, True)
     assert (reply.tensors, reply.bytes) == (4, (32 + 16 + 4 + 32) * 4)
@@ -50,26 +50,26 @@ def test_float_types_are_converted_by_the_engine(tmp_path: Path, own: Path, dtyp
     assert verdict(write_model(tmp_path / "new", other), own) == ""
 
 
-def test_without_the_engines_model_the_files_alone_are_checked(tmp_path: Path) -> None:
+def test_without_the_engines_model_only_the_files_are_checked(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "new", {"a": ("I8", (3,))}, architectures=["Other"])
     for unknown in (None, tmp_path / "nowhere", Path("org/model-7b"), Path("/" + "x" * 300)):
         reply = check(str(folder), model(unknown))
         assert (reply.refusal, reply.compared) == (None, False)
 
 
-def test_an_agent_names_the_tensors_of_the_model_that_its_engine_runs(own: Path) -> None:
+def test_an_agent_lists_the_tensors_of_its_engines_model(own: Path) -> None:
     reply = own_tensors(model(own))
     assert (reply.refusal, reply.compared, set(reply.names or [])) == (None, True, set(TENSORS))
     assert reply.shapes == {name: list(shape) for name, (_, shape) in TENSORS.items()}
     assert own_tensors(EngineModel("org/model-7b")).names is None
 
 
-def test_the_shape_of_packed_values_is_not_told(tmp_path: Path) -> None:
+def test_the_shape_of_packed_values_is_not_reported(tmp_path: Path) -> None:
     packed = write_model(tmp_path / "packed", {"a": ("I8", (3,)), "b": ("BF16", (2, 3))})
     assert own_tensors(model(packed)).shapes == {"a": None, "b": [2, 3]}
 
 
-async def test_it_is_asked_for_them_without_a_folder(own: Path) -> None:
+async def test_a_request_without_a_folder_lists_the_engines_tensors(own: Path) -> None:
     reply = await CheckpointCheck().run(CheckpointRequest(path="", names=True), model(own))
     assert set(reply.names or []) == set(TENSORS)
 
@@ -90,7 +90,7 @@ def test_truncation_at_any_byte_is_refused(tmp_path_factory: pytest.TempPathFact
 @given(
     st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(["F32", "BF16"]), st.lists(st.integers(1, 4), max_size=3)))
 )
-def test_what_the_writer_describes_the_reader_understands(tensors: dict[str, tuple[str, list[int]]]) -> None:
+def test_a_written_header_is_read_back(tensors: dict[str, tuple[str, list[int]]]) -> None:
     tensors.pop("__metadata__", None)
     header = build_header((name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items())
     assert len(header) % 8 == 0
@@ -116,13 +116,13 @@ def entry(dtype: str, shape: list[Any], start: Any, end: Any) -> dict[str, Any]:
         ({"a": 7}, "without a type, a shape and a byte range"),
     ],
 )
-def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, header: dict[str, Any], words: str) -> None:
+def test_an_inconsistent_header_is_refused(tmp_path: Path, header: dict[str, Any], words: str) -> None:
     folder = write_model(tmp_path / "new")
     (folder / "model.safetensors").write_bytes(file_bytes({"a": ("F32", (2,))}, **header))
     assert words in verdict(folder, None)
 
 
-def test_bytes_that_are_no_safetensors_file_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "new")
     file = folder / "model.safetensors"
     whole = file.read_bytes()
@@ -147,7 +147,7 @@ def test_a_path_that_this_pod_does_not_see_names_the_mount(tmp_path: Path) -> No
     assert "is a file" in verdict(tmp_path / "file", None)
 
 
-def test_folders_that_are_no_model_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     folder.mkdir()
     assert "config.json is missing" in verdict(folder, None)
@@ -161,7 +161,7 @@ def test_folders_that_are_no_model_are_refused(tmp_path: Path) -> None:
     assert "config.json is not JSON" in verdict(folder, None)
 
 
-def test_every_weights_file_of_a_folder_without_index_counts_as_sglang_reads_them_all(tmp_path: Path, own: Path) -> None:
+def test_without_an_index_all_weights_files_are_checked(tmp_path: Path, own: Path) -> None:
     folder = write_model(tmp_path / "new")
     (folder / "extra.safetensors").write_bytes(file_bytes({"model.norm.weight": ("F32", (4,))}))
     assert "it is not defined which one is used" in verdict(folder, own)
@@ -169,7 +169,7 @@ def test_every_weights_file_of_a_folder_without_index_counts_as_sglang_reads_the
     assert verdict(folder, own) == ""  # Mistral's second copy, which SGLang leaves out
 
 
-def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
+def test_an_index_must_match_the_files(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "new", shards=2)
     index = json.loads((folder / INDEX).read_text())
     first, second = sorted(set(index["weight_map"].values()))
@@ -197,7 +197,7 @@ def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
     ],
 )
-def test_another_architecture_is_refused_though_all_shapes_agree(tmp_path: Path, own: Path, config: dict[str, Any], words: str) -> None:
+def test_another_architecture_with_equal_shapes_is_refused(tmp_path: Path, own: Path, config: dict[str, Any], words: str) -> None:
     assert words in verdict(write_model(tmp_path / "new", **config), own)
 
 
@@ -232,7 +232,7 @@ def test_a_model_on_the_hub_is_compared_in_the_cache_of_its_revision(tmp_path: P
     [{"HF_HUB_CACHE": "{}/hub"}, {"HUGGINGFACE_HUB_CACHE": "{}/hub"}, {"HF_HOME": "{}"}, {"XDG_CACHE_HOME": "{}/xdg"}, {}],
     ids=lambda variables: "+".join(variables) or "--download-dir",
 )
-def test_a_cache_is_where_huggingface_hub_has_it(tmp_path: Path, hub: Path, variables: dict[str, str]) -> None:
+def test_the_cache_is_found_as_huggingface_hub_finds_it(tmp_path: Path, hub: Path, variables: dict[str, str]) -> None:
     (tmp_path / "xdg").mkdir()
     (tmp_path / "xdg" / "huggingface").symlink_to(tmp_path)
     found = EngineModel("org/model-7b", download_dir=None if variables else str(tmp_path / "hub"))
@@ -244,7 +244,7 @@ def test_a_cache_is_where_huggingface_hub_has_it(tmp_path: Path, hub: Path, vari
 @pytest.mark.parametrize(
     "engine", [EngineModel("org/other"), EngineModel("../hub"), EngineModel("org/model-7b", "../../x"), EngineModel("s3://a/b")]
 )
-def test_what_is_in_no_cache_is_not_looked_for_elsewhere(hub: Path, engine: EngineModel) -> None:
+def test_a_model_outside_of_the_caches_is_not_found(hub: Path, engine: EngineModel) -> None:
     assert hub_folder(engine, os.environ) is None
 
 
@@ -273,9 +273,9 @@ def test_without_files_the_architecture_is_compared_with_the_one_that_the_engine
         ({"json_model_override_args": '{"architectures": ["Other"]}'}, {"architectures": ["Other"]}),
         ({}, {"architectures": ["DeepseekVL2ForCausalLM"]}),
     ],
-    ids=["not told", "null", "overridden on the command line", "renamed by SGLang"],
+    ids=["not reported", "null", "overridden on the command line", "renamed by SGLang"],
 )
-def test_an_architecture_that_the_engine_cannot_vouch_for_refuses_nothing(
+def test_an_unknown_architecture_of_the_engine_refuses_no_checkpoint(
     tmp_path: Path, server_info: dict[str, Any], model_info: dict[str, Any]
 ) -> None:
     reply = check(str(write_model(tmp_path / "new")), EngineModel.reported("org/nowhere", server_info, model_info))
@@ -297,30 +297,30 @@ def test_shapes_types_and_names_are_compared(tmp_path: Path, own: Path) -> None:
     assert "tensor model.embed_tokens.weight is missing; the engine would keep its old values." in reason
 
 
-def test_a_tied_head_may_be_left_out_and_an_untied_one_not(tmp_path: Path) -> None:
+def test_a_checkpoint_may_omit_a_tied_head_but_no_untied_head(tmp_path: Path) -> None:
     without = {name: spec for name, spec in TENSORS.items() if name != "lm_head.weight"}
     for tied, fits in ((True, True), (False, False)):
         own = write_model(tmp_path / f"own-{tied}", tie_word_embeddings=tied)
         assert (verdict(write_model(tmp_path / f"new-{tied}", without, tie_word_embeddings=tied), own) == "") == fits
 
 
-def test_names_are_told_if_asked_for_without_a_tied_head_that_no_trainer_needs_to_push(tmp_path: Path) -> None:
+def test_requested_names_omit_a_tied_head(tmp_path: Path) -> None:
     for tied in (True, False):
         folder = write_model(tmp_path / str(tied), tie_word_embeddings=tied)
-        told = check(str(folder), EngineModel(), names=True).names
-        assert told is not None
-        assert ("lm_head.weight" in told, "model.embed_tokens.weight" in told) == (not tied, True)
+        names = check(str(folder), EngineModel(), names=True).names
+        assert names is not None
+        assert ("lm_head.weight" in names, "model.embed_tokens.weight" in names) == (not tied, True)
         assert check(str(folder), EngineModel()).names is None
 
 
-def test_a_wrong_model_is_told_in_a_few_sentences(tmp_path: Path, own: Path) -> None:
+def test_the_refusal_of_another_model_is_short(tmp_path: Path, own: Path) -> None:
     many = {f"layer.{number}": ("F32", (1,)) for number in range(500)}
     reason = verdict(write_model(tmp_path / "new", many), own)
     assert len(reason) < 5000
     assert reason.endswith("And 484 more problems.")
 
 
-def test_the_digest_tells_content_apart(tmp_path: Path, own: Path) -> None:
+def test_the_digest_depends_on_the_content(tmp_path: Path, own: Path) -> None:
     one, same, other = (
         check(str(write_model(tmp_path / name, fill=fill)), model(own)).digest for name, fill in (("a", 1), ("b", 1), ("c", 2))
     )
@@ -335,7 +335,7 @@ def test_files_that_the_agent_cannot_read_are_named(tmp_path: Path) -> None:
     assert "cannot be read here" in verdict(folder, None)
 
 
-async def test_a_volume_that_hangs_is_given_up_and_not_asked_twice(tmp_path: Path) -> None:
+async def test_a_volume_that_hangs_is_given_up_and_not_read_twice(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "new")
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")  # opening it blocks, as a dead file server would

@@ -1,4 +1,4 @@
-"""What the agent tells its gate, and what it does when that does not take it."""
+"""The entries that an agent writes into its gate, and its reaction to a gate that refuses them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateError, GateView
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.state import EngineRecord, State
+from sglang_rollout.proxy.config import ADAPTERS_KEY, listed
 from sglang_rollout.wire.states import BASE, EngineState, Version
 
 ADAPTERS = {f"adapter-{number}": "/a" for number in range(1000)}
@@ -72,7 +73,7 @@ def state_of(version: Version) -> State:
 @asynccontextmanager
 async def agent_of(haproxy: Haproxy, folder: Path, *, timeout: float = 30) -> AsyncIterator[Agent]:
     async with await asyncio.start_unix_server(haproxy.serve, folder / "gate.sock"):
-        engine: Any = SimpleNamespace(vocabulary=100, generates=True, info={"enable_lora": True}, container_boot=lambda: None)
+        engine: Any = SimpleNamespace(vocabulary=100, generates=True, info={"enable_lora": True}, container_boot_id=lambda: None)
         gate = Gate(folder / "gate.sock", timeout=timeout)
         agent = Agent(name="e0", engine=cast("Engine", engine), gate=gate, record_file=RecordFile(folder))
         agent.state = state_of(BASE)
@@ -81,26 +82,26 @@ async def agent_of(haproxy: Haproxy, folder: Path, *, timeout: float = 30) -> As
             await ended.wait()
 
 
-async def test_a_gate_that_was_too_slow_is_told_again(tmp_path: Path) -> None:
+async def test_a_gate_that_was_too_slow_receives_its_entries_again(tmp_path: Path) -> None:
     haproxy = Haproxy()
     haproxy.answers["adapters"] = None
     async with agent_of(haproxy, tmp_path, timeout=1) as agent:
-        await agent.settle_gate()
+        await agent.gate.settle()
         assert not haproxy.is_open, "it would refuse by an older list"
         haproxy.answers.clear()
-        agent.gate = Gate(agent.gate.socket, timeout=30)
-        await agent.settle_gate()
+        agent.gate.client = Gate(agent.gate.client.socket, timeout=30)
+        await agent.gate.settle()
     assert "adapter-7" in haproxy.entries["adapters"]
     assert haproxy.is_open
 
 
 @pytest.mark.parametrize("answer", ["Unknown map identifier. Please use #<id> or <file>.\n", "entry not found.\n"])
-async def test_an_older_gate_without_the_map_is_opened_and_told_once(tmp_path: Path, answer: str) -> None:
+async def test_an_older_gate_without_the_map_is_opened_and_asked_once(tmp_path: Path, answer: str) -> None:
     haproxy = Haproxy()
     haproxy.answers["adapters"] = answer
     async with agent_of(haproxy, tmp_path) as agent:
-        await agent.settle_gate()
-        await agent.settle_gate()
+        await agent.gate.settle()
+        await agent.gate.settle()
     assert haproxy.is_open
     assert haproxy.heard.count("adapters") == 1
 
@@ -111,39 +112,39 @@ async def test_an_error_quotes_the_beginning_of_a_long_command(tmp_path: Path, a
     haproxy.answers["adapters"] = answer
     async with agent_of(haproxy, tmp_path, timeout=1) as agent:
         with pytest.raises(GateError, match=r"set map .* adapters ,adapter") as raised:
-            await agent.gate.name_adapters(ADAPTERS)
+            await agent.gate.client.set_entry(ADAPTERS_KEY, listed(ADAPTERS))
     assert len(str(raised.value)) < 2000
 
 
-async def test_an_update_costs_the_gate_few_connections(tmp_path: Path) -> None:
+async def test_an_update_needs_few_connections_to_the_gate(tmp_path: Path) -> None:
     haproxy = Haproxy()
     async with agent_of(haproxy, tmp_path) as agent:
-        await agent.settle_gate()
+        await agent.gate.settle()
         haproxy.connections = 0
         agent.state = replace(agent.state, record=agent.state.record.model_copy(update={"state": EngineState.DIRTY}))
-        await agent.settle_gate()
-        assert (haproxy.is_open, agent.view, haproxy.connections) == (False, GateView(pid=7, ready=False, up=False), 1)
+        await agent.gate.settle()
+        assert (haproxy.is_open, agent.gate.view, haproxy.connections) == (False, GateView(pid=7, ready=False, up=False), 1)
         haproxy.heard.clear()
         agent.state = state_of(Version(run=1, step=1, label="v1"))
-        await agent.settle_gate()
+        await agent.gate.settle()
     assert (haproxy.is_open, haproxy.entries["version"], haproxy.connections) == (True, "v1", 4)
     assert [heard for heard in haproxy.heard if not heard.startswith(("show", "set server"))] == ["version"], "the rest has not changed"
 
 
-async def test_a_new_haproxy_is_told_everything(tmp_path: Path) -> None:
+async def test_a_new_haproxy_receives_all_entries(tmp_path: Path) -> None:
     haproxy = Haproxy()
     async with agent_of(haproxy, tmp_path) as agent:
-        await agent.settle_gate()
+        await agent.gate.settle()
         haproxy.heard.clear()
         haproxy.pid, haproxy.is_open = 8, False
-        await agent.settle_gate()
+        await agent.gate.settle()
     assert {"version", "vocabulary", "tokenizer", "adapters"} <= set(haproxy.heard)
     assert haproxy.is_open
 
 
-async def test_a_gate_that_refuses_to_move_is_an_error(tmp_path: Path) -> None:
+async def test_a_gate_that_refuses_to_open_or_close_is_an_error(tmp_path: Path) -> None:
     haproxy = Haproxy()
     haproxy.answers["server"] = "No such server.\n"
     async with agent_of(haproxy, tmp_path) as agent:
         with pytest.raises(GateError, match=r"refused 'set server engine/e state maint': No such server"):
-            await agent.gate.set(is_open=False)
+            await agent.gate.client.set(is_open=False)

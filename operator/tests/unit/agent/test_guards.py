@@ -1,4 +1,4 @@
-"""Calls that an engine must not be asked for."""
+"""Refusals of calls that would harm the engine."""
 
 from dataclasses import replace
 from typing import Any
@@ -73,7 +73,7 @@ def test_allowed(state: s.State, call: str, body: dict[str, Any]) -> None:
     assert guards.refusal(state, call, body) is None
 
 
-def test_no_more_adapters_are_loaded_than_the_gate_can_be_told() -> None:
+def test_no_more_adapters_are_loaded_than_fit_into_the_gates_list() -> None:
     full, held = with_record(adapters={f"{n:060}": "/a" for n in range(245)}), f"{0:060}"
     assert (
         guards.refusal(with_record(adapters={f"{n:060}": "/a" for n in range(244)}), ControlCall.LOAD_ADAPTER, {"lora_name": f"{244:060}"})
@@ -87,11 +87,11 @@ def test_no_more_adapters_are_loaded_than_the_gate_can_be_told() -> None:
     assert guards.refusal(full, ControlCall.LOAD_ADAPTER, {"lora_name": held}) is None, "it is on the list already"
     assert guards.refusal(full, ControlCall.UNLOAD_ADAPTER, {"lora_name": held}) is None
     assert guards.refusal(CLEAN, ControlCall.LOAD_ADAPTER, {"lora_name": "é" * 2500}) is not None, (
-        "as the gate is told: each é is six characters"
+        "in the gate's list each é has six characters"
     )
 
 
-def test_bodies_are_made_safe() -> None:
+def test_bodies_are_prepared_for_sglang() -> None:
     record = s.EngineRecord(interruption=RELEASED_CACHE)
     assert guards.prepared(ControlCall.SET_VERSION, {"new_version": "7", "abort_all_requests": True}, record)["abort_all_requests"] is False
     assert guards.prepared(ControlCall.RESUME_MEMORY, {"tags": None}, record) == {"tags": ["kv_cache"]}

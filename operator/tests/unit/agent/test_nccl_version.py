@@ -1,4 +1,4 @@
-"""Which NCCL an engine's container says it has."""
+"""The NCCL that an engine's container reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_rollout.agent.run_files import read_nccl
+from sglang_rollout.agent.engine import read_nccl
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,9 @@ from sglang_rollout.agent.run_files import read_nccl
         ("Traceback (most recent call last)\n", {}, None, "0"),
     ],
 )
-def test_what_sglang_adds_is_known(tmp_path: Path, text: str, info: dict[str, Any], version: str | None, cumem: str | None) -> None:
+def test_the_variable_that_sglang_adds_is_included(
+    tmp_path: Path, text: str, info: dict[str, Any], version: str | None, cumem: str | None
+) -> None:
     file = tmp_path / "nccl"
     file.write_text(text)
     found = read_nccl(file, info)
@@ -29,7 +31,7 @@ def test_what_sglang_adds_is_known(tmp_path: Path, text: str, info: dict[str, An
     assert (found.version, found.settings.get("NCCL_CUMEM_ENABLE")) == (version, cumem)
 
 
-def test_settings_are_told_whole(tmp_path: Path) -> None:
+def test_settings_keep_their_complete_values(tmp_path: Path) -> None:
     file = tmp_path / "nccl"
     file.write_text("version=2.28.3\nNCCL_IB_HCA=mlx5_0=1\nPATH=/bin\n")
     found = read_nccl(file, {})
@@ -37,5 +39,5 @@ def test_settings_are_told_whole(tmp_path: Path) -> None:
     assert found.settings == {"NCCL_IB_HCA": "mlx5_0=1", "NCCL_CUMEM_ENABLE": "0"}
 
 
-def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
+def test_without_a_file_nccl_is_not_known(tmp_path: Path) -> None:
     assert read_nccl(tmp_path / "nccl", {}) is None

@@ -8,17 +8,18 @@ import pytest
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.engine import Engine, Reply
+from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateError
 from sglang_rollout.agent.record import RecordError, RecordFile
 from sglang_rollout.agent.state import EngineFacts, EngineRecord, State
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.sglang.client import Reply
 from sglang_rollout.wire.states import BASE, EngineState
 
 MEMORY = EngineRecord(boot_id="a", state=EngineState.CLEAN, version=BASE, label="base", cohort=["e0"], committed=BASE, term=7, groups=["g"])
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_record_is_loaded(tmp_path: Path) -> None:
     record = RecordFile(tmp_path / "made" / "here")
     assert record.load() == (EngineRecord(), "")
     record.save(MEMORY)
@@ -27,7 +28,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"term": "high"}', "[]"])
-def test_a_broken_record_is_told_and_proves_nothing(tmp_path: Path, text: str) -> None:
+def test_a_broken_record_is_reported_and_ignored(tmp_path: Path, text: str) -> None:
     record = RecordFile(tmp_path)
     record.path.write_text(text)
     record, complaint = record.load()
@@ -35,20 +36,20 @@ def test_a_broken_record_is_told_and_proves_nothing(tmp_path: Path, text: str) -
     assert "cannot be used" in complaint
 
 
-def test_a_half_written_record_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_half_written_record_leaves_the_old_record(tmp_path: Path) -> None:
     record = RecordFile(tmp_path)
     record.save(MEMORY)
     (tmp_path / "record.json.new").write_text('{"boot')
     assert record.load() == (MEMORY, "")
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_a_record_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=r"cannot be written: "):
         RecordFile(tmp_path / "file").save(MEMORY)
 
 
-def test_what_cannot_be_written_is_a_sentence_and_leaves_the_old_record(tmp_path: Path) -> None:
+def test_text_that_cannot_be_written_is_a_record_error_and_leaves_the_old_record(tmp_path: Path) -> None:
     record = RecordFile(tmp_path)
     record.save(MEMORY)
     with pytest.raises(RecordError, match=r"cannot be written: "):
@@ -56,8 +57,8 @@ def test_what_cannot_be_written_is_a_sentence_and_leaves_the_old_record(tmp_path
     assert record.load() == (MEMORY, "")
 
 
-async def test_a_call_ends_also_when_what_came_of_it_cannot_be_written(tmp_path: Path) -> None:
-    """Else the agent would take no call any more: one is under way for ever."""
+async def test_a_call_ends_even_if_its_result_cannot_be_written(tmp_path: Path) -> None:
+    """Otherwise the agent would refuse all later calls, because this one never ends."""
 
     async def call(*_: object) -> Reply:
         return Reply.json(200, {"success": True})
@@ -65,7 +66,7 @@ async def test_a_call_ends_also_when_what_came_of_it_cannot_be_written(tmp_path:
     async def view() -> None:
         raise GateError("no gate here")
 
-    engine: Any = SimpleNamespace(vocabulary=None, info={}, container_boot=lambda: None, call=call)
+    engine: Any = SimpleNamespace(vocabulary=None, info={}, container_boot_id=lambda: None, call=call)
     gate: Any = SimpleNamespace(view=view)
     agent = Agent(name="e0", engine=engine, gate=gate, record_file=RecordFile(tmp_path))
     agent.state = State(record=MEMORY, up=True, informed=True)
@@ -80,7 +81,7 @@ def test_fields_of_a_newer_agent_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{"])
-def test_an_agent_opens_no_gate_to_an_engine_whose_record_cannot_be_used(tmp_path: Path, text: str | None) -> None:
+def test_the_gate_stays_closed_if_the_record_cannot_be_used(tmp_path: Path, text: str | None) -> None:
     record = RecordFile(tmp_path)
     if text is not None:
         record.path.write_text(text)

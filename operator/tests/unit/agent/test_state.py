@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.watchdog import in_the_middle
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.states import BASE, EngineState, FleetState, Version, describe_state
@@ -39,14 +38,14 @@ SERVING = run(FRESH, ev.CoordinatorCalled(1, BASE))
 UPDATED = run(SERVING, *call(ControlCall.BEGIN_UPDATE), *call(ControlCall.UPDATE_DISTRIBUTED), *call(ControlCall.END_UPDATE))
 
 
-def test_a_fresh_engine_is_clean_base_and_closed_until_told() -> None:
+def test_a_fresh_engine_is_clean_base_and_closed_until_syncs() -> None:
     assert FRESH.record.state is EngineState.CLEAN
     assert FRESH.record.version == BASE
     assert not s.gate_may_open(FRESH)
     assert s.gate_may_open(SERVING)
 
 
-def test_an_engine_that_was_changed_before_we_saw_it_is_unknown() -> None:
+def test_an_engine_whose_label_has_changed_before_the_first_poll_is_unknown() -> None:
     state = run(s.State(), ev.EngineIdentified(facts(live="7")), ev.CoordinatorCalled(1, BASE))
     assert state.record.state is EngineState.UNKNOWN
     assert not s.gate_may_open(state)
@@ -108,11 +107,11 @@ def test_the_record_is_saved_before_the_gate_moves_and_dirty_before_the_call(beg
         ((ev.EngineDown("x"),), "gone"),
     ],
 )
-def test_what_cannot_be_acknowledged(events: tuple[ev.Event, ...], why: str) -> None:
+def test_an_incomplete_update_cannot_be_acknowledged(events: tuple[ev.Event, ...], why: str) -> None:
     assert why in message(s.ack_refusal(run(SERVING, *events), "a", V1))
 
 
-def test_an_ack_for_another_life_is_refused() -> None:
+def test_an_ack_for_another_boot_id_is_refused() -> None:
     assert "gone" in message(s.ack_refusal(UPDATED, "b", V1))
 
 
@@ -139,7 +138,7 @@ def test_a_restarted_engine_is_base_and_closed_when_another_version_is_committed
     assert status.message == "The engine holds version base, and version 1/1 is committed."
 
 
-def test_an_answer_from_an_earlier_life_changes_nothing() -> None:
+def test_an_answer_of_an_earlier_engine_process_changes_nothing() -> None:
     began = run(
         SERVING,
         *call(ControlCall.BEGIN_UPDATE),
@@ -150,56 +149,56 @@ def test_an_answer_from_an_earlier_life_changes_nothing() -> None:
     assert run(began, ev.CallEnded(ControlCall.UPDATE_DISTRIBUTED, True, "a")).record == began.record
 
 
-def test_a_version_that_changes_behind_the_agents_back_closes_the_gate() -> None:
+def test_a_label_that_changes_without_a_call_closes_the_gate() -> None:
     state = run(SERVING, ev.LabelPolled("9", SERVING.calls))
     assert state.record.state is EngineState.UNKNOWN
     assert not s.gate_may_open(state)
 
 
-def test_an_observation_from_before_the_last_call_does_not_count() -> None:
+def test_a_poll_from_before_the_last_call_is_ignored() -> None:
     acked = run(UPDATED, ev.UpdateAcknowledged(V1, ()), ev.CoordinatorCalled(1, V1))
     assert s.gate_may_open(run(acked, ev.LabelPolled("base", UPDATED.calls)))
 
 
-def test_a_restarted_agent_believes_its_record_only_unchallenged() -> None:
+def test_a_restarted_agent_trusts_its_record_only_if_no_coordinator_contradicts() -> None:
     record = run(UPDATED, ev.UpdateAcknowledged(V1, ()), ev.CoordinatorCalled(4, V1)).record
-    again = run(ev.restored(record), ev.EngineIdentified(facts(live="1")))
+    again = run(ev.restore_state(record), ev.EngineIdentified(facts(live="1")))
     assert again.record.term == 4
     assert not s.gate_may_open(again)
     assert s.gate_may_open(run(again, ev.RecordTrusted()))
     assert not s.gate_may_open(run(again, ev.CoordinatorCalled(4, V2), ev.RecordTrusted()))
 
 
-def test_a_record_of_another_life_says_nothing_about_what_is_committed() -> None:
-    again = run(ev.restored(SERVING.record), ev.EngineIdentified(facts("b")), ev.RecordTrusted())
+def test_a_record_of_an_earlier_engine_process_has_no_committed_version() -> None:
+    again = run(ev.restore_state(SERVING.record), ev.EngineIdentified(facts("b")), ev.RecordTrusted())
     assert again.record.committed is None
     assert not s.gate_may_open(again)
 
 
-def test_a_call_whose_answer_nobody_heard_counts_as_failed() -> None:
+def test_a_call_without_an_answer_counts_as_failed() -> None:
     record = run(SERVING, *call(ControlCall.BEGIN_UPDATE), ev.CallBegan(ControlCall.UPDATE_DISTRIBUTED)).record
-    again = run(ev.restored(record), ev.EngineIdentified(facts()))
+    again = run(ev.restore_state(record), ev.EngineIdentified(facts()))
     assert again.record.pending == ""
     assert again.record.failed
     assert "failed" in message(s.ack_refusal(run(again, *call(ControlCall.END_UPDATE)), "a", V1))
 
 
-def test_released_weights_are_lost_and_released_cache_closes_the_gate() -> None:
+def test_released_weights_must_be_verified_and_released_cache_closes_the_gate() -> None:
     state = run(SERVING, *call(ControlCall.RELEASE_MEMORY, tags=("kv_cache",)))
     assert not s.gate_may_open(state)
     assert s.gate_may_open(run(state, *call(ControlCall.RESUME_MEMORY, tags=("kv_cache",))))
     lost = run(SERVING, *call(ControlCall.RELEASE_MEMORY, tags=("weights",)))
     assert lost.record.state is EngineState.UNKNOWN
-    assert s.ack_refusal(lost, "a", BASE, verified=True), "not while they are away"
+    assert s.ack_refusal(lost, "a", BASE, verified=True), "not while they are released"
     back = run(lost, *call(ControlCall.RESUME_MEMORY, tags=("weights",)))
     assert not s.gate_may_open(back)
-    assert s.ack_refusal(back, "a", BASE), "nobody has compared them"
+    assert s.ack_refusal(back, "a", BASE), "the weights have not been compared"
     assert s.ack_refusal(back, "a", BASE, verified=True) is None
     assert s.gate_may_open(run(back, ev.UpdateAcknowledged(BASE, ("e0",))))
     assert s.ack_refusal(run(SERVING, ev.LabelPolled("9", SERVING.calls)), "a", BASE, verified=True), "only after a release"
 
 
-def test_adapters_of_one_life_are_remembered() -> None:
+def test_the_record_names_the_adapters_of_one_engine_process() -> None:
     load = (ev.CallBegan(ControlCall.LOAD_ADAPTER, "a", ("/a",)), ev.CallEnded(ControlCall.LOAD_ADAPTER, True, "a", "a", ("/a",)))
     refused = (ev.CallBegan(ControlCall.LOAD_ADAPTER, "b", ("/b",)), ev.CallEnded(ControlCall.LOAD_ADAPTER, False, "a", "b", ("/b",)))
     state = run(SERVING, *load, *refused)
@@ -214,7 +213,7 @@ def test_draining_closes_the_gate() -> None:
     assert s.gate_may_open(run(SERVING, ev.DrainingChanged(True), ev.DrainingChanged(False)))
 
 
-def test_groups_and_pause_are_remembered() -> None:
+def test_the_record_contains_groups_and_pause() -> None:
     state = run(
         SERVING, *call(ControlCall.INIT_GROUP, what="g"), *call(ControlCall.INIT_GROUP, ok=False, what="h"), *call(ControlCall.PAUSE)
     )
@@ -223,27 +222,27 @@ def test_groups_and_pause_are_remembered() -> None:
     assert (state.record.groups, state.record.interruption.is_pause) == ([], False)
 
 
-def test_what_the_spec_holds_is_closed_through_restarts_of_agent_and_engine() -> None:
+def test_an_engine_paused_by_spec_stays_closed_after_restarts_of_agent_and_engine() -> None:
     held = run(SERVING, ev.CoordinatorCalled(1, BASE, spec_state=FleetState.PAUSED))
     assert s.closed_reason(held) == Refusal(GateReason.PAUSED, describe_state(FleetState.PAUSED))
     assert not s.gate_may_open(run(held, ev.CoordinatorCalled(1, BASE))), "a coordinator that does not know yet changes nothing"
-    again = run(ev.restored(held.record), ev.EngineIdentified(facts("b")), ev.CoordinatorCalled(1, BASE))
+    again = run(ev.restore_state(held.record), ev.EngineIdentified(facts("b")), ev.CoordinatorCalled(1, BASE))
     assert not s.gate_may_open(again)
     assert s.gate_may_open(run(again, ev.CoordinatorCalled(1, BASE, spec_state=FleetState.ACTIVE)))
 
 
-def test_no_lease_of_a_coordinator_ends_what_the_spec_holds() -> None:
+def test_the_lease_does_not_end_a_pause_by_spec() -> None:
     paused = run(SERVING, *call(ControlCall.PAUSE))
-    assert in_the_middle(paused)
+    assert s.waits_for_coordinator(paused)
     held = run(paused, ev.CoordinatorCalled(1, BASE, spec_state=FleetState.PAUSED))
-    assert not in_the_middle(held)
+    assert not s.waits_for_coordinator(held)
     assert s.stays_paused(held.record)
     half_updated = run(held, *call(ControlCall.BEGIN_UPDATE))
-    assert in_the_middle(half_updated)
-    assert not s.stays_paused(half_updated.record), "what a mixture would answer is ended"
+    assert s.waits_for_coordinator(half_updated)
+    assert not s.stays_paused(half_updated.record), "requests to a mixture must end"
 
 
-def test_status_speaks_of_the_engine_only_while_it_is_up() -> None:
+def test_status_describes_the_engine_only_while_it_is_up() -> None:
     status = s.status(replace(SERVING, up=False, down=Refusal(GateReason.RESTART_BUDGET_EXHAUSTED, "it fell")), name="e0", gate_open=False)
     assert (status.boot_id, status.state, status.version) == (None, EngineState.UNKNOWN, None)
     assert (status.reason, status.message) == (GateReason.RESTART_BUDGET_EXHAUSTED, "The engine is not up: it fell.")
@@ -285,11 +284,11 @@ _events = st.one_of(
 @given(st.lists(_events | st.sampled_from(["restart", "restart without a usable record"]), max_size=40))
 @settings(deadline=None, max_examples=400)
 def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event | str]) -> None:
-    """Whatever happens, in whatever order, restarts of the agent included. Acks pass their check first, as in the agent."""
-    state, truth = s.State(), None  # truth: the version that all tensors of the present life belong to, None for a mixture
+    """Apply any events in any order, with restarts of the agent. Acknowledgements pass their check first, as in the agent."""
+    state, truth = s.State(), None  # truth: the version that all tensors of the current engine process belong to, None for a mixture
     for event in events:
         if isinstance(event, str):
-            state = ev.restored(state.record) if event == "restart" else ev.restored(s.EngineRecord(), usable=False)
+            state = ev.restore_state(state.record) if event == "restart" else ev.restore_state(s.EngineRecord(), is_readable=False)
             continue
         if isinstance(event, ev.UpdateAcknowledged) and s.ack_refusal(state, state.record.boot_id or "", event.version):
             continue
@@ -318,17 +317,17 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
             assert s.rank(truth) == s.rank(record.version) == s.rank(record.committed)
         assert (record.version is not None) == (record.state is EngineState.CLEAN)
         assert record.term >= before.record.term
-        # Whoever carries the effects out knows everything: what is to be remembered, and every move of the gate.
+        # The effects contain every change of the record and of the gate.
         assert (ev.Save(record) in effects) == (record != before.record)
         assert (ev.SetGate(opened) in effects) == (opened != s.gate_may_open(before))
 
 
-def test_a_tolerated_version_may_be_served_and_only_that() -> None:
+def test_only_committed_and_tolerated_versions_are_served() -> None:
     holding_1 = run(UPDATED, ev.UpdateAcknowledged(V1, ("e0",)), ev.CoordinatorCalled(1, V1))
     assert not s.gate_may_open(run(holding_1, ev.CoordinatorCalled(1, V2)))
     assert s.gate_may_open(run(holding_1, ev.CoordinatorCalled(1, V2, (V1,))))
     assert not s.gate_may_open(run(holding_1, ev.CoordinatorCalled(1, V2, (BASE,))))
-    restarted = ev.restored(run(holding_1, ev.CoordinatorCalled(1, V2, (V1,))).record)
+    restarted = ev.restore_state(run(holding_1, ev.CoordinatorCalled(1, V2, (V1,))).record)
     assert s.gate_may_open(run(restarted, ev.EngineIdentified(facts(live="1")), ev.RecordTrusted())), "the record knows what was tolerated"
 
 
@@ -352,37 +351,40 @@ def test_a_sync_without_sequence_number_is_always_applied() -> None:
     assert s.gate_may_open(run(holding_1, ev.CoordinatorCalled(1, V1)))
 
 
-_told = st.builds(
+_syncs = st.builds(
     ev.CoordinatorCalled, st.just(1), st.none() | _versions, spec_state=st.none() | st.sampled_from(FleetState), sender=st.just("c")
 )
 
 
-@given(st.lists(_told, max_size=6), st.data())
-def test_syncs_in_any_order_have_the_effect_of_their_order_of_sending(sent: list[ev.CoordinatorCalled], data: st.DataObject) -> None:
+@given(st.lists(_syncs, max_size=6), st.data())
+def test_syncs_that_arrive_in_any_order_have_the_effect_of_the_order_of_sending(
+    sent: list[ev.CoordinatorCalled], data: st.DataObject
+) -> None:
     """A sync that is lost, repeated or delivered late changes nothing that a later sync has said."""
-    numbered = [replace(told, seq=place + 1) for place, told in enumerate(sent)]
+    numbered = [replace(sync, seq=place + 1) for place, sync in enumerate(sent)]
     arriving = data.draw(st.lists(st.sampled_from(numbered), max_size=12) if numbered else st.just([]))
     newest, applied = 0, []
-    for told in arriving:
-        if told.seq >= newest:
-            newest = told.seq
-            applied.append(told)
+    for sync in arriving:
+        if sync.seq >= newest:
+            newest = sync.seq
+            applied.append(sync)
     late, in_order = run(SERVING, *arriving), run(SERVING, *applied)
     assert late == in_order
     assert s.closed_reason(late) == s.closed_reason(in_order)
 
 
-def test_an_engine_that_is_met_with_a_record_that_cannot_be_used_is_unknown_until_its_next_life() -> None:
-    blind = ev.restored(s.EngineRecord(), usable=False)
+def test_an_engine_without_a_usable_record_is_unknown_until_an_update_or_a_restart() -> None:
+    blind = ev.restore_state(s.EngineRecord(), is_readable=False)
     met = run(blind, ev.CoordinatorCalled(1, BASE), ev.EngineIdentified(facts()))
     assert (met.record.state, met.record.version) == (EngineState.UNKNOWN, None)
     assert not s.gate_may_open(met)
     closed = s.closed_reason(met)
     assert closed is not None
     assert closed.code is GateReason.UNKNOWN
-    again = run(ev.restored(met.record), ev.CoordinatorCalled(1, BASE), ev.EngineIdentified(facts()))
+    again = run(ev.restore_state(met.record), ev.CoordinatorCalled(1, BASE), ev.EngineIdentified(facts()))
     assert not s.gate_may_open(again), "the agent's next start changes nothing"
-    early = run(ev.restored(run(blind, ev.CoordinatorCalled(1, BASE)).record), ev.EngineIdentified(facts()), ev.CoordinatorCalled(1, BASE))
+    early = ev.restore_state(run(blind, ev.CoordinatorCalled(1, BASE)).record)
+    early = run(early, ev.EngineIdentified(facts()), ev.CoordinatorCalled(1, BASE))
     assert not s.gate_may_open(early), "nor does one before it has met the engine"
     updated = run(
         met,
@@ -393,4 +395,6 @@ def test_an_engine_that_is_met_with_a_record_that_cannot_be_used_is_unknown_unti
         ev.CoordinatorCalled(1, V1),
     )
     assert s.gate_may_open(updated)
-    assert s.gate_may_open(run(met, ev.EngineDown("gone"), ev.EngineIdentified(facts("b")))), "a new life holds what it was started with"
+    assert s.gate_may_open(run(met, ev.EngineDown("gone"), ev.EngineIdentified(facts("b")))), (
+        "a new engine process holds its launch weights"
+    )

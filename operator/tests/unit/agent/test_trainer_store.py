@@ -38,13 +38,13 @@ async def test_a_store_that_listens_late_is_reached() -> None:
         assert (await task).refusal is None
 
 
-async def test_nobody_there_is_a_sentence_after_the_deadline() -> None:
+async def test_a_store_that_never_listens_is_reported_after_the_deadline() -> None:
     reply = await preflight(PreflightRequest(host="127.0.0.1", port=free_port(), deadline=0.5))
     assert reply.refusal is not None
     assert "connection refused, nothing listens there (tried for 0.5 s)" in reply.refusal.message
 
 
-async def test_a_name_that_does_not_resolve_is_a_sentence() -> None:
+async def test_a_name_that_does_not_resolve_is_reported() -> None:
     reply = await preflight(PreflightRequest(host="nowhere.invalid", port=1, deadline=0.3))
     assert reply.refusal is not None
     assert "nowhere.invalid" in reply.refusal.message

@@ -1,4 +1,4 @@
-"""A pod that cannot reach pod 0 of its engine: who says so, and how often."""
+"""A pod that cannot reach pod 0 of its engine reports the reason once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ import pytest
 from aiohttp import web
 
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.engine import Engine
+from sglang_rollout.agent.engine import Engine, RunFiles
 from sglang_rollout.agent.launch import rank_lifecycle as g
-from sglang_rollout.agent.launch.barrier import Barrier
-from sglang_rollout.agent.launch.head_pod import Leader
-from sglang_rollout.agent.launch.member_pod import Follower, follower_app
-from sglang_rollout.agent.run_files import RunFiles
+from sglang_rollout.agent.launch.pods import HeadPod, MemberPod, StartBarrier, member_app
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.agent import GroupReply, MemberReport, Verdict
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_GROUP
@@ -35,7 +32,7 @@ Names = dict[str, str]
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> Names:
-    """What the name server knows; everything at the start but pods."""
+    """Return the names that the name server knows, at first all but pods."""
     known: Names = {}
     really: Callable[..., Any] = socket.getaddrinfo
 
@@ -48,25 +45,25 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
     return known
 
 
-def barrier(folder: Path) -> Barrier:
+def barrier(folder: Path) -> StartBarrier:
     folder.mkdir(exist_ok=True)
-    return Barrier(RunFiles(folder / "boot"))
+    return StartBarrier(RunFiles(folder / "boot"))
 
 
-def follower(folder: Path, port: int) -> Follower:
-    place = {"rank": 1, "leader": Address(POD_0, port), "own": Address("127.0.0.1", port)}
-    return Follower(Engine("http://127.0.0.1:1"), barrier(folder), token="t", **place)  # type: ignore[arg-type]
+def member(folder: Path, port: int) -> MemberPod:
+    place = {"rank": 1, "head": Address(POD_0, port), "own": Address("127.0.0.1", port)}
+    return MemberPod(Engine("http://127.0.0.1:1"), barrier(folder), token="t", **place)  # type: ignore[arg-type]
 
 
-def message(head: Leader) -> str:
-    why = head.why_down()
+def message(head: HeadPod) -> str:
+    why = head.explain_down()
     return "" if why is None else why.message
 
 
-def leader(folder: Path, port: int) -> Leader:
+def head_pod(folder: Path, port: int) -> HeadPod:
     agent = cast(Agent, SimpleNamespace(name="demo-engine-1", state=SimpleNamespace(up=False)))
-    made = Leader(agent, barrier(folder), size=2, own=Address(POD_0, port), folder=folder, token="t")
-    (folder / "boot").write_text("life of pod 0")
+    made = HeadPod(agent, barrier(folder), size=2, own=Address(POD_0, port), folder=folder, token="t")
+    (folder / "boot").write_text("boot-0")
     return made
 
 
@@ -81,20 +78,18 @@ async def served(app: web.Application, host: str, port: int) -> AsyncIterator[No
         await runner.cleanup()
 
 
-async def test_a_name_that_is_not_known_is_said_once_and_in_the_answer(
-    names: Names, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unknown_name_is_logged_once_and_reported(names: Names, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
-    pod = follower(tmp_path, port)
+    pod = member(tmp_path, port)
     with caplog.at_level(logging.INFO):
         await pod.report()
-        assert not caplog.records, "nobody has looked yet"
+        assert not caplog.records, "no attempt has been made"
         for _ in range(3):
             await pod.resolve()
             await pod.report()
     assert [record.message for record in caplog.records] == [f"Pod 1 of the engine: {NAMELESS}."]
     async with (
-        served(follower_app(pod, name="demo-engine-1", token="t", model_path=None), "127.0.0.1", port),
+        served(member_app(pod, name="demo-engine-1", token="t", model_path=None), "127.0.0.1", port),
         aiohttp.ClientSession() as http,
         http.get(f"http://127.0.0.1:{port}{AGENT_ENGINE}") as answer,
     ):
@@ -102,28 +97,28 @@ async def test_a_name_that_is_not_known_is_said_once_and_in_the_answer(
         assert NAMELESS in (await answer.json())["message"]
 
 
-async def test_a_pod_0_that_takes_no_connection_is_said_with_its_address(names: Names, tmp_path: Path) -> None:
+async def test_a_pod_0_that_refuses_connections_is_reported_with_its_address(names: Names, tmp_path: Path) -> None:
     port = free_port()
     names[POD_0] = "127.0.0.1"
-    pod = follower(tmp_path, port)
+    pod = member(tmp_path, port)
     await pod.resolve()
     await pod.report()
-    assert pod.unheard.startswith(f"it cannot reach pod 0: 127.0.0.1:{port}: ")
+    assert pod.unreachable.startswith(f"it cannot reach pod 0: 127.0.0.1:{port}: ")
     del names[POD_0]
     await pod.resolve()
     await pod.report()
-    assert f"127.0.0.1:{port}" in pod.unheard, "the last known address stays"
-    assert "Name or service not known" in pod.unheard
+    assert f"127.0.0.1:{port}" in pod.unreachable, "the last known address stays"
+    assert "Name or service not known" in pod.unreachable
 
 
 @needs_ipv6
-async def test_a_pod_0_with_an_ipv6_address_is_spoken_to(names: Names, tmp_path: Path) -> None:
+async def test_a_pod_0_with_an_ipv6_address_receives_reports(names: Names, tmp_path: Path) -> None:
     port = free_port()
     names[POD_0] = "::1"
-    pod = follower(tmp_path, port)
+    pod = member(tmp_path, port)
     await pod.resolve()
     await pod.report()
-    assert f"[::1]:{port}" in pod.unheard
+    assert f"[::1]:{port}" in pod.unreachable
     heard: list[MemberReport] = []
 
     async def group(request: web.Request) -> web.Response:
@@ -135,35 +130,35 @@ async def test_a_pod_0_with_an_ipv6_address_is_spoken_to(names: Names, tmp_path:
     async with served(app, "::1", port):
         await pod.report()
     assert [report.rank for report in heard] == [1]
-    assert not pod.unheard
+    assert not pod.unreachable
 
 
-async def test_pod_0_asks_a_silent_pod_and_says_its_words(names: Names, tmp_path: Path) -> None:
+async def test_pod_0_asks_a_silent_pod_and_reports_its_answer(names: Names, tmp_path: Path) -> None:
     port = free_port()
-    first, second = leader(tmp_path / "0", port), follower(tmp_path / "1", port)
+    first, second = head_pod(tmp_path / "0", port), member(tmp_path / "1", port)
     await first.watch()
-    await first.inquire()
+    await first.question_silent_pods()
     assert f"now for demo-engine-1-1 (pod 0 does not find {POD_1}: Name or service not known)" in message(first)
 
     names[POD_1] = "127.0.0.1"
     await second.resolve()
     await second.report()
-    await first.inquire()
-    assert message(first).endswith("now for demo-engine-1-1"), "it does not answer: nothing is known"
-    async with served(follower_app(second, name="demo-engine-1", token="t", model_path=None), "127.0.0.1", port):
-        await first.inquire()
+    await first.question_silent_pods()
+    assert message(first).endswith("now for demo-engine-1-1"), "the pod does not answer"
+    async with served(member_app(second, name="demo-engine-1", token="t", model_path=None), "127.0.0.1", port):
+        await first.question_silent_pods()
     assert message(first).endswith(f"now for demo-engine-1-1 ({NAMELESS})")
 
-    first.report(MemberReport(rank=1, address=f"127.0.0.1:{port}", boot_id="life of pod 1"))
-    assert first.group.lives, "what was said is forgotten when it is heard"
+    first.report(MemberReport(rank=1, address=f"127.0.0.1:{port}", boot_id="boot-1"))
+    assert first.ranks.is_running, "a report replaces the answer"
     assert NAMELESS not in message(first)
 
 
 async def test_a_silent_pod_of_a_generation_that_runs_is_not_asked(names: Names, tmp_path: Path) -> None:
-    first = leader(tmp_path, free_port())
+    first = head_pod(tmp_path, free_port())
     await first.watch()
-    first.report(MemberReport(rank=1, address="127.0.0.1:1", boot_id="life of pod 1"))
-    first.group = g.heard(first.group, 1, g.Member("life of pod 1", at=-100.0))
-    assert first.group.lives
-    await first.inquire()
-    assert not first.group.unheard[1]
+    first.report(MemberReport(rank=1, address="127.0.0.1:1", boot_id="boot-1"))
+    first.ranks = g.record_report(first.ranks, 1, g.Member("boot-1", reported_at=-100.0))
+    assert first.ranks.is_running
+    await first.question_silent_pods()
+    assert not first.ranks.unreachable[1]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from e2e.engine import LabError, environment
 
-from sglang_rollout.agent.run_files import read_all_reduce
+from sglang_rollout.agent.engine import read_all_reduce
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.render import names

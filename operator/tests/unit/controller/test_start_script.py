@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_rollout.agent.run_files import RunFiles
+from sglang_rollout.agent.engine import RunFiles
 from sglang_rollout.api.engine_spec import NODE_RANK_ENV
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.start import (
@@ -143,7 +143,7 @@ def test_drain_during_the_start_is_repeated(tmp_path: Path, member: Callable[...
     hook = subprocess.Popen(["/bin/sh", "-c", DRAIN_SCRIPT.replace(names.RUN_DIR, str(tmp_path))])
     starting.wait_for("boot")
     deadline = time.monotonic() + 20
-    while not files.drain_wanted():
+    while not files.is_drain_requested():
         assert time.monotonic() < deadline, "the request to drain was lost"
         time.sleep(0.1)
     files.drained.touch()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import ADAPTERS_LONGEST, NO_VERSION, UNSET, encoded, listed, version_map_of
+from sglang_rollout.proxy.config import ADAPTERS_KEY, ADAPTERS_LONGEST, NO_VERSION, UNSET, encoded, listed, version_map_of
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ async def test_haproxy_takes_the_longest_list_of_adapters(tmp_path: Path) -> Non
         name = "x" * (ADAPTERS_LONGEST - 2)
         assert len(listed([name])) == ADAPTERS_LONGEST
         gate = Gate(socket, timeout=30)
-        await gate.name_adapters([name])
+        await gate.set_entry(ADAPTERS_KEY, listed([name]))
         assert name in await gate._command(f"show map {version_map_of(str(socket))}")
     finally:
         haproxy.kill()

@@ -346,10 +346,10 @@ def test_example_of_the_documentation_runs() -> None:
 async def test_agent_controls_the_stand_in(sessions: bool) -> None:
     with StandIn(sessions=sessions, tensor=2, weight_version="base") as stand_in:
         async with Engine(stand_in.url) as engine:
-            facts = await engine.identify(await engine.label(), None)
+            facts = await engine.identify(await engine.read_label(), None)
             assert (facts.live_label, facts.launch_label, facts.tensor_size) == ("base", "base", 2)
             assert facts.sglang_version == ("0.5.23" if sessions else "0.5.20")
-            assert await engine.running() == 0
+            assert await engine.count_requests() == 0
             for _ in range(2):  # the agent ends a session that a dead trainer left open
                 assert (await engine.call("begin_weight_update", {})).status == 200
             await asyncio.to_thread(stand_in.restart)
