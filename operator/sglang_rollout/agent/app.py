@@ -204,7 +204,7 @@ class Routes:
     async def not_offered(self, request: web.Request) -> web.StreamResponse:
         """Refuse a call of SGLang that cannot work here."""
         call = request.path.removeprefix("/")
-        return refuse(501, f"{call} is not offered: {guards.NOT_OFFERED[call]}.")
+        return refuse(501, f"{call} is not offered: {guards.NOT_OFFERED[ControlCall(call)]}.")
 
     async def member_report(self, request: web.Request) -> web.StreamResponse:
         """Accept a report of a member pod, which knows no term."""

@@ -25,37 +25,15 @@ from sglang_rollout.wire import find_lone_surrogate
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState, FleetState, describe_state
 
-FORWARDED = frozenset(
-    {
-        ControlCall.BEGIN_UPDATE,
-        ControlCall.END_UPDATE,
-        ControlCall.UPDATE_DISTRIBUTED,
-        ControlCall.UPDATE_TENSOR,
-        ControlCall.UPDATE_DISK,
-        ControlCall.INIT_GROUP,
-        ControlCall.DESTROY_GROUP,
-        ControlCall.PAUSE,
-        ControlCall.CONTINUE,
-        ControlCall.RELEASE_MEMORY,
-        ControlCall.RESUME_MEMORY,
-        ControlCall.SET_VERSION,
-        ControlCall.LOAD_ADAPTER,
-        ControlCall.UNLOAD_ADAPTER,
-        ControlCall.FLUSH_CACHE,
-        ControlCall.GET_WEIGHTS,
-        ControlCall.CHECK_WEIGHTS,
-    }
-)
-"""SGLang's control calls that an agent forwards, one at a time."""
-
-NOT_OFFERED: Mapping[str, str] = {
+NOT_OFFERED: Mapping[ControlCall, str] = {
     ControlCall.LOAD_ADAPTER_FROM_TENSORS: "its tensors belong to the ranks of one engine; use load_lora_adapter with a shared path",
     ControlCall.UPDATE_IPC: "it has no session; use update_weights_from_distributed, or update_weights_from_tensor on the same GPUs",
     ControlCall.INIT_SEND_GROUP: "a peer that fails can block the serving engine forever",
     ControlCall.SEND_WEIGHTS: "with an unknown group it ends the engine's process",
 }
 """SGLang's calls that are refused, and why."""
-
+FORWARDED = frozenset(ControlCall) - NOT_OFFERED.keys() - {ControlCall.ABORT_REQUEST}
+"""SGLang's control calls that an agent forwards, one at a time. An abort may overtake them."""
 _NEED_WEIGHTS = frozenset(
     {
         ControlCall.BEGIN_UPDATE,
@@ -67,8 +45,6 @@ _NEED_WEIGHTS = frozenset(
     }
 )
 """Calls that would read or write released memory."""
-_CHECKER_ACTIONS = ("checksum",)
-"""Allow only ``checksum``. The other actions overwrite the weights or copy them to host memory."""
 
 
 def refusal(state: s.State, call: str, body: dict[str, Any]) -> Refusal | None:  # noqa: PLR0911, PLR0912 - one line per rule
@@ -168,7 +144,7 @@ def _value_refusal(call: str, body: dict[str, Any]) -> Refusal | None:
         return _invalid(
             f"{call}: load_format {form!r} may end the engine's process: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out."
         )
-    if call == ControlCall.CHECK_WEIGHTS and action not in _CHECKER_ACTIONS:
+    if call == ControlCall.CHECK_WEIGHTS and action != "checksum":
         return _invalid(f"{call}: action {action!r} is not offered, only checksum: others change or copy the weights.")
     return None
 

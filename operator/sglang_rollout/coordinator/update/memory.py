@@ -3,7 +3,7 @@
 On a fleet with its trainer's GPUs (``spec.mode: Colocated`` and ``Hybrid``) the last release or resume call, at the fleet's URL or at an
 engine's, says what the trainer has. The record keeps it, because engines and coordinators that start later do not know that call.
 
-Engines that ``spec.state`` puts to sleep release their memory by themselves (``agent.suspend``).
+Engines that ``spec.state`` puts to sleep release their memory by themselves (``agent.watchdog``).
 """
 
 from __future__ import annotations
