@@ -58,6 +58,10 @@ class AddressType(click.ParamType[Address]):
 ADDRESS = AddressType()
 
 
+def _address(flag: str, default: str, text: str) -> Callable[[_F], _F]:
+    return click.option(flag, type=ADDRESS, default=default, show_default=True, help=text)
+
+
 _print = click.option("--print", "only_print", is_flag=True, help="Print the configuration or command, and exit.")
 
 
@@ -85,11 +89,9 @@ def command() -> None:
 
 
 @command.command(short_help="In front of one engine (haproxy); closed until the agent opens it.")
-@click.option(
-    "--listen", type=ADDRESS, default=f"[::]:{ports.GATE_PORT}", show_default=True, help="Address at which the engine is reached."
-)
-@click.option("--engine", type=ADDRESS, default=f"127.0.0.1:{ports.ENGINE_PORT}", show_default=True, help="The SGLang server.")
-@click.option("--agent", type=ADDRESS, default=f"127.0.0.1:{ports.AGENT_PORT}", show_default=True, help="The engine's agent.")
+@_address("--listen", f"[::]:{ports.GATE_PORT}", "Address at which the engine is reached.")
+@_address("--engine", f"127.0.0.1:{ports.ENGINE_PORT}", "The SGLang server.")
+@_address("--agent", f"127.0.0.1:{ports.AGENT_PORT}", "The engine's agent.")
 @click.option("--socket", required=True, metavar="PATH", help="haproxy's stats socket, through which the agent opens and closes the gate.")
 @_metrics_listen
 @_runtime_dir("the socket's folder")
@@ -121,13 +123,11 @@ def gate(
 
 
 @command.command(short_help="The fleet's URL (haproxy): generation goes to smg, other calls to the coordinator.")
-@click.option("--listen", type=ADDRESS, default=f"[::]:{ports.FRONT_PORT}", show_default=True, help="Address of the fleet's URL.")
-@click.option("--smg", type=ADDRESS, default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, help="The SGLang router.")
-@click.option("--coordinator", type=ADDRESS, default=f"127.0.0.1:{ports.COORDINATOR_PORT}", show_default=True, help="The coordinator.")
+@_address("--listen", f"[::]:{ports.FRONT_PORT}", "Address of the fleet's URL.")
+@_address("--smg", f"127.0.0.1:{ports.SMG_PORT}", "The SGLang router.")
+@_address("--coordinator", f"127.0.0.1:{ports.COORDINATOR_PORT}", "The coordinator.")
 @_metrics_listen
-@click.option(
-    "--smg-metrics", type=ADDRESS, default=f"127.0.0.1:{ports.SMG_METRICS_PORT}", show_default=True, help="The SGLang router's metrics."
-)
+@_address("--smg-metrics", f"127.0.0.1:{ports.SMG_METRICS_PORT}", "The SGLang router's metrics.")
 @_runtime_dir("the system's folder for temporary files")
 @_maxconn(FRONT_CONNECTIONS)
 @click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads of haproxy.")
@@ -156,28 +156,19 @@ def front(
 @command.command(
     context_settings={"ignore_unknown_options": True}, short_help="The SGLang router, with the settings that weight updates need."
 )
-@click.option(
-    "--listen", default=f"127.0.0.1:{ports.SMG_PORT}", show_default=True, metavar="HOST:PORT", help="Address at which smg accepts requests."
-)
-@click.option(
-    "--metrics-listen",
-    default=f"127.0.0.1:{ports.SMG_METRICS_PORT}",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Address of smg's metrics.",
-)
+@_address("--listen", f"127.0.0.1:{ports.SMG_PORT}", "Address at which smg accepts requests.")
+@_address("--metrics-listen", f"127.0.0.1:{ports.SMG_METRICS_PORT}", "Address of smg's metrics.")
 @click.option(
     "--policy", type=click.Choice(list(POLICIES)), default="CacheAware", show_default=True, help="Policy by which smg chooses an engine."
 )
 @click.option("--served-name", metavar="NAME", help="Name of the model, also for requests for the model 'default'.")
 @_print
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SMG_OPTIONS...]")
-def smg(*, listen: str, metrics_listen: str, policy: str, served_name: str | None, only_print: bool, extra: tuple[str, ...]) -> None:
+def smg(
+    *, listen: Address, metrics_listen: Address, policy: str, served_name: str | None, only_print: bool, extra: tuple[str, ...]
+) -> None:
     """Run smg, the SGLang router, with the settings that weight updates need. Arguments after -- are passed to smg unchanged."""
-    try:
-        args = smg_args(listen=listen, metrics_listen=metrics_listen, policy=policy, served_name=served_name, extra=extra)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    args = smg_args(listen=listen, metrics_listen=metrics_listen, policy=policy, served_name=served_name, extra=extra)
     line = [sys.executable, "-m", "smg.launch_router", *args]
     if only_print:
         click.echo(" ".join(line))

@@ -33,18 +33,13 @@ def engine_labels(policy: str | None) -> dict[str, str]:
     return {"policy": POLICIES[policy]} if policy in _NOT_AT_START else {}
 
 
-def smg_args(*, listen: str, metrics_listen: str, policy: str, served_name: str | None = None, extra: Sequence[str] = ()) -> list[str]:
-    """Return the arguments of ``python -m smg.launch_router``. ``extra`` comes last, so it overrides the others.
-
-    Raises:
-        ValueError: The policy is unknown or an address is invalid; the message is for people.
-    """
-    if policy not in POLICIES:
-        raise ValueError(f"there is no router policy {policy!r}: choose one of {', '.join(POLICIES)}")
-    serve, metrics = Address.parse(listen), Address.parse(metrics_listen)
+def smg_args(
+    *, listen: Address, metrics_listen: Address, policy: str, served_name: str | None = None, extra: Sequence[str] = ()
+) -> list[str]:
+    """Return the arguments of ``python -m smg.launch_router``. ``extra`` comes last, so it overrides the others."""
     args = [
-        *("--host", serve.host, "--port", str(serve.port)),
-        *("--prometheus-host", metrics.host, "--prometheus-port", str(metrics.port)),
+        *("--host", listen.host, "--port", str(listen.port)),
+        *("--prometheus-host", metrics_listen.host, "--prometheus-port", str(metrics_listen.port)),
         *("--policy", POLICIES["Random" if policy in _NOT_AT_START else policy]),
         *("--routing-key-override", "--routing-key-headers", "x-smg-routing-key", "x-session-id"),
         # /model_info answers during a pause; the default, /health, may generate a token, which a paused engine cannot.
