@@ -57,33 +57,33 @@ def structural(schema: Schema) -> Schema:
 
 def _convert(node: Schema, defs: Mapping[str, Schema]) -> Schema:
     node = _without_null(_without_reference(node, defs), defs)
-    made = {key: value for key, value in node.items() if key not in _DROPPED}
-    if "description" in made:
-        made["description"] = re.sub(r"\s+", " ", made["description"]).strip()
-    if made.get(_INT_OR_STRING):
-        made.pop("type", None)
-        return made
-    if "properties" in made:
+    converted = {key: value for key, value in node.items() if key not in _DROPPED}
+    if "description" in converted:
+        converted["description"] = re.sub(r"\s+", " ", converted["description"]).strip()
+    if converted.get(_INT_OR_STRING):
+        converted.pop("type", None)
+        return converted
+    if "properties" in converted:
         # An API server refuses additionalProperties beside properties. Pruning means "false", and PRESERVE means "true".
-        made.pop("additionalProperties", None)
-        made["properties"] = {name: _property(child, defs) for name, child in made["properties"].items()}
-    elif isinstance(made.get("additionalProperties"), dict):
-        made["additionalProperties"] = _convert(made["additionalProperties"], defs)
-    elif made.pop("additionalProperties", False):
-        made[PRESERVE] = True
-    if "items" in made:
-        made["items"] = _convert(made["items"], defs)
-    return made
+        converted.pop("additionalProperties", None)
+        converted["properties"] = {name: _property(child, defs) for name, child in converted["properties"].items()}
+    elif isinstance(converted.get("additionalProperties"), dict):
+        converted["additionalProperties"] = _convert(converted["additionalProperties"], defs)
+    elif converted.pop("additionalProperties", False):
+        converted[PRESERVE] = True
+    if "items" in converted:
+        converted["items"] = _convert(converted["items"], defs)
+    return converted
 
 
 def _property(node: Schema, defs: Mapping[str, Schema]) -> Schema:
-    made = _convert(node, defs)
-    if made.get("type") == "object" and isinstance(made.get("default"), dict):
+    converted = _convert(node, defs)
+    if converted.get("type") == "object" and isinstance(converted.get("default"), dict):
         # The API server fills an empty object from the defaults of its fields.
-        made["default"] = {}
-    if "default" in made and made["default"] is None:
-        del made["default"]
-    return made
+        converted["default"] = {}
+    if "default" in converted and converted["default"] is None:
+        del converted["default"]
+    return converted
 
 
 def _without_reference(node: Schema, defs: Mapping[str, Schema]) -> Schema:
@@ -194,14 +194,14 @@ def _limits(node: Schema) -> str:
 
 def schema() -> dict[str, Any]:
     """Return the structural schema of the custom resource."""
-    made = structural(api.SGLangRollout.model_json_schema(by_alias=True))
-    properties = made["properties"]
+    root = structural(api.SGLangRollout.model_json_schema(by_alias=True))
+    properties = root["properties"]
     # The API server owns these fields and allows no schema below metadata.
     properties["metadata"] = {"type": "object"}
     for name in ("apiVersion", "kind"):
         properties[name] = {"type": "string", "description": properties[name]["description"]}
-    made["required"] = ["spec"]
-    return made
+    root["required"] = ["spec"]
+    return root
 
 
 def crd() -> dict[str, Any]:

@@ -106,19 +106,19 @@ FLAGS: Mapping[str, str] = {
 
 def rules_against_repeated_flags() -> list[dict[str, str]]:
     """Return the rules that no argument repeats a field, because SGLang would silently use the last of both."""
-    made = []
+    flag_rules = []
     for field, flag in FLAGS.items():
         info = EngineFlags.model_fields[field]
         name = str(info.alias)
         if info.default is True:
             # An argument that repeats the field's default is accepted.
             message = f"engine.{name} is false, but {flag} in engine.args says the opposite: leave one of them out."
-            made.append(rule(f"self.{name} || !({sets_flag(flag)})", message, field=f".{name}"))
+            flag_rules.append(rule(f"self.{name} || !({sets_flag(flag)})", message, field=f".{name}"))
             continue
         given = f"self.{name}" if info.annotation is bool else f"has(self.{name})"
         message = f"engine.{name} and {flag} in engine.args say the same: leave one of them out."
-        made.append(rule(f"!{given} || !({sets_flag(flag)})", message, field=f".{name}"))
-    return made
+        flag_rules.append(rule(f"!{given} || !({sets_flag(flag)})", message, field=f".{name}"))
+    return flag_rules
 
 
 LORA_FLAGS = ("--enable-lora", "--max-lora-rank", "--lora-target-modules", "--max-loras-per-batch", "--lora-backend", "--lora-paths")

@@ -54,8 +54,8 @@ _NO_SIDECARS = _no_container(
 )
 
 
-def _containers(*made: dict[str, str]) -> Any:
-    return Field(default=None, max_length=16, json_schema_extra=map_list() | rules(*made))
+def _containers(*list_rules: dict[str, str]) -> Any:
+    return Field(default=None, max_length=16, json_schema_extra=map_list() | rules(*list_rules))
 
 
 def _volumes(template: str, reserved: Iterable[str]) -> Any:

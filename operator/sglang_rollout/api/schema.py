@@ -45,10 +45,10 @@ def rule(expression: str, message: str, *, field: str | None = None) -> dict[str
         message: The sentence that a user reads.
         field: Path of the offending field in the object, such as ``.nodes``.
     """
-    made = {"rule": expression, "message": message}
+    content = {"rule": expression, "message": message}
     if field:
-        made["fieldPath"] = field
-    return made
+        content["fieldPath"] = field
+    return content
 
 
 def map_list(key: str = "name") -> dict[str, Any]:
@@ -56,9 +56,9 @@ def map_list(key: str = "name") -> dict[str, Any]:
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
-def rules(*made: dict[str, str]) -> dict[str, Any]:
+def rules(*items: dict[str, str]) -> dict[str, Any]:
     """Return the schema extension that carries CEL rules."""
-    return {CEL: list(made)}
+    return {CEL: list(items)}
 
 
 def refuse_flags(flags: tuple[str, ...], message: str) -> dict[str, str]:

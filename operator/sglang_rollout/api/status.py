@@ -337,11 +337,11 @@ class Finding:
 def conditions(findings: Iterable[Finding], previous: Iterable[Mapping[str, Any]], *, generation: int, now: str) -> list[Condition]:
     """Return the conditions. ``lastTransitionTime`` is ``now`` where ``status`` has changed, else it is kept."""
     before = {str(condition.get("type")): condition for condition in previous}
-    made = []
+    result = []
     for finding in findings:
         old = before.get(finding.type.value, {})
         since = old.get("lastTransitionTime") if old.get("status") == finding.status else None
-        made.append(
+        result.append(
             Condition(
                 type=finding.type.value,
                 status=finding.status,
@@ -351,7 +351,7 @@ def conditions(findings: Iterable[Finding], previous: Iterable[Mapping[str, Any]
                 last_transition_time=since or now,
             )
         )
-    return made
+    return result
 
 
 def find(status: Mapping[str, Any] | None, kind: ConditionType) -> Mapping[str, Any]:

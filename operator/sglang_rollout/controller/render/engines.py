@@ -47,11 +47,11 @@ RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
 
 def engine_statefulsets(rollout: SGLangRollout, settings: Settings, avoided: Sequence[str] = ()) -> list[Object]:
     """Return the StatefulSets of all wanted engines. Their pods keep off the nodes ``avoided``."""
-    made = [_statefulset(rollout, settings, index, current) for index, current in enumerate(revisions(rollout).values())]
-    for statefulset in made:
+    statefulsets = [_statefulset(rollout, settings, index, current) for index, current in enumerate(revisions(rollout).values())]
+    for statefulset in statefulsets:
         # After the user's overlay, because it adds to the overlay's affinity. Running pods do not change.
         keep_off(statefulset["spec"]["template"]["spec"], avoided)
-    return made
+    return statefulsets
 
 
 def engine_template(rollout: SGLangRollout, settings: Settings, index: int, revision: str) -> Object:
@@ -60,17 +60,17 @@ def engine_template(rollout: SGLangRollout, settings: Settings, index: int, revi
     if overlay is None:
         return with_shared_mounts(own)
     # exclude_unset, not exclude_none: a null that the user wrote removes a key.
-    made = merge(own, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
-    made = merge(made, {"metadata": {"labels": own["metadata"]["labels"]}})
-    keep_near(made["spec"], rollout, index)
-    return with_shared_mounts(made)
+    merged = merge(own, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    merged = merge(merged, {"metadata": {"labels": own["metadata"]["labels"]}})
+    keep_near(merged["spec"], rollout, index)
+    return with_shared_mounts(merged)
 
 
 def _statefulset(rollout: SGLangRollout, settings: Settings, index: int, revision: str) -> Object:
     name = names.engine_name(rollout.name, index)
-    made = common.child(rollout, "apps/v1", "StatefulSet", name, names.COMPONENT_ENGINE, engine=name)
-    made["metadata"]["labels"] |= queue_labels(rollout)
-    made["spec"] = {
+    statefulset = common.child(rollout, "apps/v1", "StatefulSet", name, names.COMPONENT_ENGINE, engine=name)
+    statefulset["metadata"]["labels"] |= queue_labels(rollout)
+    statefulset["spec"] = {
         "replicas": rollout.spec.engine.pods,
         "serviceName": names.engines_service(rollout.name),
         "podManagementPolicy": "Parallel",
@@ -80,7 +80,7 @@ def _statefulset(rollout: SGLangRollout, settings: Settings, index: int, revisio
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE, name)},
         "template": engine_template(rollout, settings, index, revision),
     }
-    return made
+    return statefulset
 
 
 def _pod_template(rollout: SGLangRollout, settings: Settings, index: int, revision: str) -> Object:
@@ -196,13 +196,13 @@ def _engine_ports(ports: EnginePorts) -> list[Object]:
 
 def _engine_resources(rollout: SGLangRollout) -> Object:
     engine, sharing = rollout.spec.engine, rollout.spec.sharing
-    made = common.container_resources(engine.resources)
+    resources = common.container_resources(engine.resources)
     # An extended resource must be a limit; Kubernetes copies it to the requests.
     devices = {engine.gpu_resource: str(engine.pod_gpus)} if engine.gpu_resource else {}
     if engine.rdma:
         devices[engine.rdma.resource] = str(engine.rdma.count)
     if devices:
-        made["limits"] = {**made.get("limits", {}), **devices}
+        resources["limits"] = {**resources.get("limits", {}), **devices}
     if sharing is not None and sharing.resource_claim_name:
-        made["claims"] = [{"name": CLAIM}]
-    return made
+        resources["claims"] = [{"name": CLAIM}]
+    return resources

@@ -119,9 +119,9 @@ def intent(rollout: SGLangRollout, gates: Mapping[str, int]) -> Object:
         adapters=_adapters(rollout),
         mode=_MODES[spec.mode],
     )
-    made = child(rollout, "v1", "ConfigMap", names.intent_name(rollout.name), names.COMPONENT_ROUTER)
-    made["data"] = {names.INTENT_KEY: content.model_dump_json(by_alias=True, exclude_none=True)}
-    return made
+    config_map = child(rollout, "v1", "ConfigMap", names.intent_name(rollout.name), names.COMPONENT_ROUTER)
+    config_map["data"] = {names.INTENT_KEY: content.model_dump_json(by_alias=True, exclude_none=True)}
+    return config_map
 
 
 def _wanted_engine(rollout: SGLangRollout, index: int, gates: Mapping[str, int]) -> WantedEngine:

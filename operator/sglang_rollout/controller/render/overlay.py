@@ -29,18 +29,18 @@ _PORT_PROTOCOL = "TCP"
 
 def merge(base: dict[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` with ``overlay`` merged into it. None in the overlay removes a key. The arguments do not change."""
-    made = dict(base)
+    merged = dict(base)
     for key, value in overlay.items():
         if value is None:
-            made.pop(key, None)
+            merged.pop(key, None)
         elif isinstance(value, Mapping):
-            below = made.get(key)
-            made[key] = merge(below if isinstance(below, dict) else {}, value)
-        elif isinstance(value, list) and key in MERGE_KEYS and isinstance(made.get(key), list):
-            made[key] = _merge_lists(made[key], value, MERGE_KEYS[key], added_first=key in ADDED_FIRST)
+            below = merged.get(key)
+            merged[key] = merge(below if isinstance(below, dict) else {}, value)
+        elif isinstance(value, list) and key in MERGE_KEYS and isinstance(merged.get(key), list):
+            merged[key] = _merge_lists(merged[key], value, MERGE_KEYS[key], added_first=key in ADDED_FIRST)
         else:
-            made[key] = value
-    return made
+            merged[key] = value
+    return merged
 
 
 def identity(item: Any, keys: tuple[str, ...]) -> tuple[Any, ...] | None:
@@ -53,12 +53,12 @@ def identity(item: Any, keys: tuple[str, ...]) -> tuple[Any, ...] | None:
 
 def _merge_lists(base: list[Any], overlay: list[Any], keys: tuple[str, ...], *, added_first: bool) -> list[Any]:
     positions = {identity(item, keys): position for position, item in enumerate(base)}
-    made = list(base)
+    merged = list(base)
     added = []
     for item in overlay:
         which = identity(item, keys)
         if which is not None and which in positions:
-            made[positions[which]] = merge(made[positions[which]], item)
+            merged[positions[which]] = merge(merged[positions[which]], item)
         else:
             added.append(item)
-    return [*added, *made] if added_first else [*made, *added]
+    return [*added, *merged] if added_first else [*merged, *added]

@@ -21,43 +21,43 @@ _UNSATISFIABLE = {Spread.PREFERRED: "ScheduleAnyway", Spread.REQUIRED: "DoNotSch
 
 def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
     """Return the fields of the spec of an engine's pods, without those that are empty."""
-    wanted, elastic = rollout.spec.scheduling, rollout.spec.elastic
+    scheduling, elastic = rollout.spec.scheduling, rollout.spec.elastic
     surplus = elastic.priority_class_name if elastic and engine >= elastic.base else None
-    affinity = _add_affinity_terms(wanted.affinity, _affinity_terms(rollout, engine))
-    made = _placement(wanted, affinity, surplus or wanted.priority_class_name)
-    if wanted.gang:
-        made["schedulerName"] = wanted.gang.scheduler
-    if wanted.spread_engines is not Spread.OFF:
-        made["topologySpreadConstraints"] = [
+    affinity = _add_affinity_terms(scheduling.affinity, _affinity_terms(rollout, engine))
+    fields = _placement(scheduling, affinity, surplus or scheduling.priority_class_name)
+    if scheduling.gang:
+        fields["schedulerName"] = scheduling.gang.scheduler
+    if scheduling.spread_engines is not Spread.OFF:
+        fields["topologySpreadConstraints"] = [
             {
                 "maxSkew": 1,
                 "topologyKey": _NODE,
-                "whenUnsatisfiable": _UNSATISFIABLE[wanted.spread_engines],
+                "whenUnsatisfiable": _UNSATISFIABLE[scheduling.spread_engines],
                 "labelSelector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ENGINE)},
             }
         ]
     sharing = rollout.spec.sharing
     if sharing is not None and sharing.resource_claim_name:
         claim = sharing.resource_claim_name.replace(ENGINE_INDEX, str(engine))
-        made["resourceClaims"] = [{"name": CLAIM, "resourceClaimName": claim}]
-    return made
+        fields["resourceClaims"] = [{"name": CLAIM, "resourceClaimName": claim}]
+    return fields
 
 
 def router_placement(rollout: SGLangRollout) -> Object:
     """Return the fields of the router pod's spec that say where it may run."""
-    wanted = rollout.spec.router.scheduling
-    return _placement(wanted, wanted.affinity, wanted.priority_class_name)
+    scheduling = rollout.spec.router.scheduling
+    return _placement(scheduling, scheduling.affinity, scheduling.priority_class_name)
 
 
-def _placement(wanted: Placement, affinity: Any, priority: str | None) -> Object:
+def _placement(scheduling: Placement, affinity: Any, priority: str | None) -> Object:
     """Return the fields that engine pods and the router pod share, without those that are empty."""
-    made = {
-        "nodeSelector": wanted.node_selector,
-        "tolerations": [toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in wanted.tolerations],
+    fields = {
+        "nodeSelector": scheduling.node_selector,
+        "tolerations": [toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in scheduling.tolerations],
         "affinity": affinity,
         "priorityClassName": priority,
     }
-    return {field: value for field, value in made.items() if value}
+    return {field: value for field, value in fields.items() if value}
 
 
 def pod_labels(rollout: SGLangRollout, engine: int) -> dict[str, str]:
@@ -83,15 +83,15 @@ def pod_groups(rollout: SGLangRollout, members: int | None = None) -> list[Objec
         return []
     version, kind = POD_GROUPS.api_version, POD_GROUPS.kind
     base = names.base_group(rollout.name)
-    made = []
+    groups = []
     for name in dict.fromkeys(_group_of(rollout, engine) for engine in range(rollout.spec.engines)):
         engine = None if name == base else name
         group = child(rollout, version, kind, name, names.COMPONENT_ENGINE, engine=engine)
         base_size = rollout.spec.base * pods if members is None else members
         size = pods if engine else base_size
         group["spec"] = {"minMember": size, "scheduleTimeoutSeconds": gang.timeout_seconds}
-        made.append(group)
-    return made
+        groups.append(group)
+    return groups
 
 
 def _group_of(rollout: SGLangRollout, engine: int) -> str:
@@ -128,11 +128,11 @@ def _affinity_terms(rollout: SGLangRollout, engine: int) -> list[Object]:
 
     The first pod of an engine may run anywhere in the topology, because its term matches the pod itself. For a trainer it waits.
     """
-    wanted, sharing = rollout.spec.scheduling, rollout.spec.sharing
+    scheduling, sharing = rollout.spec.scheduling, rollout.spec.sharing
     near = []
-    if wanted.topology_key is not None:
+    if scheduling.topology_key is not None:
         name = names.engine_name(rollout.name, engine)
-        near.append((names.selector(rollout.name, names.COMPONENT_ENGINE, name), wanted.topology_key))
+        near.append((names.selector(rollout.name, names.COMPONENT_ENGINE, name), scheduling.topology_key))
     if sharing is not None and sharing.trainer_labels:
         near.append((sharing.trainer_labels, _NODE))
     return [{"labelSelector": {"matchLabels": labels}, "topologyKey": key} for labels, key in near]

@@ -44,12 +44,12 @@ def prefetch(rollout: SGLangRollout, settings: Settings) -> list[Object]:
     if download is None:  # spec.podTemplate removed it
         return []
     name, component = names.prefetch_name(rollout.name), names.COMPONENT_PREFETCH
-    made = child(rollout, "apps/v1", "DaemonSet", name, component)
+    daemonset = child(rollout, "apps/v1", "DaemonSet", name, component)
     spec = _pod_spec(engine, download)
     # Clouds inject credentials into new pods only, so changed annotations need new pods.
     annotations = rollout.spec.engine.service_account_annotations
     made_from = [spec, annotations] if annotations else spec
-    made["spec"] = {
+    daemonset["spec"] = {
         "selector": {"matchLabels": names.selector(rollout.name, component)},
         # These pods serve nothing, so all nodes download a changed model at once.
         "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}},
@@ -59,7 +59,7 @@ def prefetch(rollout: SGLangRollout, settings: Settings) -> list[Object]:
             "spec": spec,
         },
     }
-    return [made]
+    return [daemonset]
 
 
 def _pod_spec(engine: Object, download: Object) -> Object:

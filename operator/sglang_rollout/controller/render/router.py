@@ -25,8 +25,8 @@ comes before its start.
 
 def router_deployment(rollout: SGLangRollout, settings: Settings) -> Object:
     """Return the router's Deployment."""
-    made = common.child(rollout, "apps/v1", "Deployment", names.router_name(rollout.name), names.COMPONENT_ROUTER)
-    made["spec"] = {
+    deployment = common.child(rollout, "apps/v1", "Deployment", names.router_name(rollout.name), names.COMPONENT_ROUTER)
+    deployment["spec"] = {
         "replicas": 1,
         # Never two coordinators at once. Terms would fence the older one, but an overlap has no use.
         "strategy": {"type": "Recreate"},
@@ -34,7 +34,7 @@ def router_deployment(rollout: SGLangRollout, settings: Settings) -> Object:
         "selector": {"matchLabels": names.selector(rollout.name, names.COMPONENT_ROUTER)},
         "template": _pod_template(rollout, settings),
     }
-    return made
+    return deployment
 
 
 def _pod_template(rollout: SGLangRollout, settings: Settings) -> Object:
@@ -43,13 +43,13 @@ def _pod_template(rollout: SGLangRollout, settings: Settings) -> Object:
     if annotations := rollout.spec.router.service_account_annotations:
         # Clouds inject credentials into new pods only, so changed annotations need a new pod.
         metadata["annotations"] = {names.ANNOTATION_ACCOUNT: digest(annotations)}
-    made: Object = {"metadata": metadata, "spec": _pod_spec(rollout, settings)}
+    template: Object = {"metadata": metadata, "spec": _pod_spec(rollout, settings)}
     overlay = rollout.spec.router.pod_template
     if overlay is None:
-        return made
+        return template
     # exclude_unset, not exclude_none: a null that the user wrote removes a key.
-    made = merge(made, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
-    return merge(made, {"metadata": metadata})
+    template = merge(template, overlay.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return merge(template, {"metadata": metadata})
 
 
 def _pod_spec(rollout: SGLangRollout, settings: Settings) -> Object:

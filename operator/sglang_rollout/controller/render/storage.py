@@ -34,28 +34,28 @@ _MOUNT_FIELDS = ("name", "mountPath", "subPath")
 def volumes(rollout: SGLangRollout) -> list[Object]:
     """Return the volumes of model and cache."""
     model, cache = rollout.spec.model, rollout.spec.engine.cache
-    made: list[Object] = []
+    result: list[Object] = []
     if model.volume:
         # Only a download may create the folder. A missing folder is otherwise a mistake, which the kubelet reports.
         kind = "DirectoryOrCreate" if model.download else "Directory"
-        made.append({"name": MODEL_VOLUME, **_source(model.volume.claim, model.volume.host_path, kind)})
+        result.append({"name": MODEL_VOLUME, **_source(model.volume.claim, model.volume.host_path, kind)})
     elif model.download:
-        made.append({"name": MODEL_VOLUME, "emptyDir": {}})
+        result.append({"name": MODEL_VOLUME, "emptyDir": {}})
     if cache:
-        made.append({"name": CACHE_VOLUME, **_source(cache.claim, cache.host_path, "DirectoryOrCreate")})
-    return made
+        result.append({"name": CACHE_VOLUME, **_source(cache.claim, cache.host_path, "DirectoryOrCreate")})
+    return result
 
 
 def mounts(rollout: SGLangRollout) -> list[Object]:
     """Return the mounts of the engine container."""
     model, engine = rollout.spec.model, rollout.spec.engine
-    made: list[Object] = []
+    result: list[Object] = []
     if model.volume or model.download:
-        made.append({"name": MODEL_VOLUME, "mountPath": _model_mount(rollout), "readOnly": True})
+        result.append({"name": MODEL_VOLUME, "mountPath": _model_mount(rollout), "readOnly": True})
     if engine.cache:
         # A folder per image, because another release of torch or SGLang may find kernels by their names only.
-        made.append({"name": CACHE_VOLUME, "mountPath": CACHE_DIR, "subPath": digest(engine.image)})
-    return made
+        result.append({"name": CACHE_VOLUME, "mountPath": CACHE_DIR, "subPath": digest(engine.image)})
+    return result
 
 
 def downloads(rollout: SGLangRollout) -> list[Object]:
@@ -101,11 +101,11 @@ def with_shared_mounts(template: Object) -> Object:
     if not shared:
         return template
     caches = [variable for variable in engine.get("env") or [] if _is_cache(variable)]
-    made = [
+    containers = [
         _add_mounts(container, shared, caches) if container["name"] == AGENT_CONTAINER else container
         for container in spec.get("initContainers") or []
     ]
-    return {**template, "spec": {**spec, "initContainers": made}}
+    return {**template, "spec": {**spec, "initContainers": containers}}
 
 
 def _add_mounts(agent: Object, shared: list[Object], caches: list[Object]) -> Object:
