@@ -247,7 +247,7 @@ class SimulatedAgent:
     def _report(self) -> Result:
         return Result(ok=True, status=200, agent=self.status())
 
-    def _take_over(self, sync: SyncRequest) -> None:
+    def _apply_sync(self, sync: SyncRequest) -> None:
         self.apply(ev.CoordinatorCalled(self.term, sync.committed, tuple(sync.tolerated), sync.spec_state, sync.sender, sync.seq))
         self._follow_the_spec()
 
