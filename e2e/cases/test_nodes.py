@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,19 +117,27 @@ def test_network_cut_between_the_pods_restarts_both_ranks(kubectl: Kubectl, wide
         pytest.skip("only on the lab can a pod's network be cut from outside")
     found = pods(kubectl)
     before, boot = restarts(kubectl), document(url)["members"][0]["boot_id"]
-    inside, other = nodes.processes(f"{ENGINE}-0")[0], found[1]["status"]["podIP"]
-    _drop("-I", inside, other)
-    try:
+    with no_traffic(f"{ENGINE}-0", found[1]["status"]["podIP"]):
         assert eventually("both ranks have restarted", lambda: restarts(kubectl) == [count + 1 for count in before], every=1)
         why = f"now for {ENGINE}-1; it ended because pod {ENGINE}-1 could not be reached"
         assert eventually("the row names the unreachable pod", lambda: why in document(url)["members"][0]["message"])
-    finally:
-        _drop("-D", inside, other)
     back(kubectl, url, boot)
 
 
-def _drop(action: str, inside: int, other: str) -> None:
-    """Add or delete rules that drop all traffic between two pods, in the network of the pod of process ``inside``."""
-    for chain, side in (("INPUT", "-s"), ("OUTPUT", "-d")):
-        command = ["nsenter", "-t", str(inside), "--net", "iptables", action, chain, side, other, "-j", "DROP"]
-        subprocess.run(command, check=True, capture_output=True, timeout=10)
+@contextmanager
+def no_traffic(pod: str, other: str) -> Iterator[None]:
+    """Drop all traffic between a pod and the address of another pod, in the first pod's network."""
+    # The open file keeps the network's name valid: containers of the pod restart meanwhile, with other process IDs.
+    with Path(f"/proc/{nodes.processes(pod)[0]}/ns/net").open() as network:
+
+        def change_rules(action: str) -> None:
+            for chain, side in (("INPUT", "-s"), ("OUTPUT", "-d")):
+                rule = ["iptables", action, chain, side, other, "-j", "DROP"]
+                command = ["nsenter", f"--net=/proc/self/fd/{network.fileno()}", *rule]
+                subprocess.run(command, check=True, capture_output=True, timeout=10, pass_fds=[network.fileno()])
+
+        change_rules("-I")
+        try:
+            yield
+        finally:
+            change_rules("-D")

@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import requests
 from e2e.child import start_child
@@ -125,7 +126,13 @@ class Peer:
     """A trainer process."""
 
     process: subprocess.Popen[str]
+    log: IO[str]
     group: str = ""
+
+    def errors(self) -> str:
+        """Return the end of what the process wrote to its error output."""
+        self.log.seek(0)
+        return self.log.read()[-2000:]
 
     def send_command(self, what: str, **fields: Any) -> None:
         assert self.process.stdin is not None
@@ -135,7 +142,7 @@ class Peer:
     def read_answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "the peer ended"
+        assert line, f"the trainer process ended with {self.process.wait(10)}: {self.errors()}"
         return dict(json.loads(line))
 
     def open(self, servers: Sequence[Server | str], *, group: str | None = None, world: int | None = None) -> list[tuple[int, Any]]:
@@ -190,22 +197,23 @@ class Peer:
 
 @contextmanager
 def peer() -> Iterator[Peer]:
-    process = start_child(
-        [str(environment.python(make=False)), str(PEER)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    watchdog = threading.Timer(240, process.kill)  # a peer without an answer must not block the tests
-    watchdog.start()
-    try:
-        yield Peer(process)
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait(10)
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+    with TemporaryFile("w+") as log:
+        process = start_child(
+            [str(environment.python(make=False)), str(PEER)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+        watchdog = threading.Timer(240, process.kill)  # a peer without an answer must not block the tests
+        watchdog.start()
+        try:
+            yield Peer(process, log)
+        finally:
+            watchdog.cancel()
+            process.kill()
+            process.wait(10)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
 
 
 @contextmanager
