@@ -87,7 +87,7 @@ set -m # starts a process group, so that finish can end the whole job
 test_on_cluster > "$out/cluster.log" 2>&1 < /dev/null &
 cluster_job=$!
 set +m
-run "unit, property, golden and contract tests" tests contract -n 2 --dist loadgroup operator/tests e2e/tests -m "not controlplane" || failed=1
+run "unit, property, golden and contract tests" tests contract -n 2 --dist loadgroup operator/tests e2e/tests -m "not controlplane and not long" || failed=1
 await_kubernetes || failed=1
 run "integration tests with an API server" tests integration -n 2 --dist loadgroup operator/tests -m controlplane || failed=1
 run "wait for the end-to-end cases" await_cluster_job || failed=1

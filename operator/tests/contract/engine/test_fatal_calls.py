@@ -31,9 +31,9 @@ def misshapen(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "make"),
     [
-        ("/update_weights_from_disk", truncated),
-        ("/update_weights_from_disk", misshapen),
-        ("/resume_memory_occupation", lambda _: {"tags": ["weights"]}),
+        pytest.param("/update_weights_from_disk", truncated, marks=pytest.mark.long),
+        pytest.param("/update_weights_from_disk", misshapen, marks=pytest.mark.long),
+        pytest.param("/resume_memory_occupation", lambda _: {"tags": ["weights"]}, marks=pytest.mark.long),
         ("/generate", lambda _: {"input_ids": [99999], "sampling_params": {"max_new_tokens": 1}}),
         ("/generate", lambda _: {"text": "", "sampling_params": {"max_new_tokens": 1}}),
     ],

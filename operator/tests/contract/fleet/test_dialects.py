@@ -239,7 +239,7 @@ def test_a_trainer_commits_once_per_update_and_at_the_right_call(lab: Fleet, dia
     assert watch.violations == []
 
 
-@pytest.mark.parametrize("lab", ["old", "mixed", "sglang-old", "sglang-mixed"], indirect=True)
+@pytest.mark.parametrize("lab", ["old", "mixed", pytest.param("sglang-old", marks=pytest.mark.long), "sglang-mixed"], indirect=True)
 @pytest.mark.parametrize("dialect", EACH_WAY, ids=lambda dialect: dialect.push.__name__)
 def test_engines_without_sessions_take_part(lab: Fleet, dialect: Dialect) -> None:
     """All engines have SGLang 0.5.20, or one of them has."""

@@ -130,20 +130,18 @@ def test_closing_a_group_does_not_wait_for_an_unreachable_peer() -> None:
     assert engine_python(str(TRAINERS / "silent_peer.py"), seconds=120).split() == ["running"]
 
 
-def test_the_reward_of_the_example_rises_only_with_pushes(url: str, tmp_path: Path) -> None:
-    def final_reward(seed: int, *more: str) -> float:
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_the_reward_of_the_example_rises_only_with_pushes(url: str, tmp_path: Path, seed: int) -> None:
+    def final_reward(*more: str) -> float:
         out = tmp_path / "curve.json"
         small = ["--steps", "14", "--batch", "32", "--tokens", "12", "--learning-rate", "4e-3", "--no-check"]
         fixed = ["--url", url, "--model", str(environment.model()), "--seed", str(seed), "--out", str(out)]
         engine_python(str(EXAMPLE), *fixed, *small, *more, seconds=240)
         return mean(row["reward"] for row in json.loads(out.read_text())["rows"][-3:])
 
-    gaps = []
-    for seed in range(3):
-        pushed, frozen = final_reward(seed), final_reward(seed, "--no-push")
-        assert frozen < 0.35, f"seed {seed}: without pushes the reward went to {frozen:.2f}"
-        gaps.append(pushed - frozen)
-    assert min(gaps) > 0.15, gaps
+    pushed, frozen = final_reward(), final_reward("--no-push")
+    assert frozen < 0.35, "without pushes the reward stays low"
+    assert pushed - frozen > 0.15
 
 
 def test_the_example_checks_every_engine(url: str) -> None:
