@@ -17,22 +17,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import click
-from aiohttp.web import RouteDef
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
 
 from sglang_rollout import cli
-from sglang_rollout.agent.app import Metrics as AgentMetrics
+from sglang_rollout.agent.app import make_metrics as make_agent_metrics
 from sglang_rollout.api.engine_flags import FLAGS, EngineFlags
 from sglang_rollout.api.status import ConditionType, Reason
 from sglang_rollout.controller.metrics import Metrics as OperatorMetrics
-from sglang_rollout.coordinator.generate.routes import routes as data_routes
-from sglang_rollout.coordinator.http.control import routes as control_routes
-from sglang_rollout.coordinator.http.info import routes as info_routes
 from sglang_rollout.coordinator.metrics import Metrics as CoordinatorMetrics
-from sglang_rollout.wire import ports
-from sglang_rollout.wire.reasons import GateReason, RefusalCode
+from sglang_rollout.wire.reasons import GateReason
 
 TARGET = Path(__file__).parent / "_generated"
+RUNBOOK = Path(__file__).parent / "operations/conditions.md"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -52,44 +49,15 @@ def markdown(docstring: str) -> str:
     return " ".join(paragraph.replace("``", "`").split())
 
 
-# --- HTTP routes -------------------------------------------------------------------------------------------------------
-
-
-def http_routes() -> str:
-    """Return the table of all routes of the fleet's URL."""
-    listed = [
-        *((ports.FLEET_METRICS, "GET", "Prometheus metrics of the coordinator."),),
-        *(
-            (route.path, route.method, route_summary(route.handler))
-            for route in cast("list[RouteDef]", [*info_routes, *control_routes, *data_routes])
-        ),
-    ]
-    merged: dict[tuple[str, str], list[str]] = {}
-    for path, method, summary in listed:
-        merged.setdefault((path, summary), []).append(method)
-    return table(
-        ("path", "method", "answer"),
-        ((code(path), ", ".join(sorted(methods)), summary) for (path, summary), methods in sorted(merged.items())),
-    )
-
-
-def route_summary(handler: Callable[..., Any]) -> str:
-    """Return the docstring of a handler, or of the parser that it wraps."""
-    around = inspect.getclosurevars(handler).nonlocals
-    wrapped = around.get("parse") or around.get("handler") or handler
-    return markdown(wrapped.__doc__ or "")
-
-
 # --- metrics -----------------------------------------------------------------------------------------------------------
 
 
 def metrics() -> str:
     """Return a table of metrics for each process of this project."""
-    agent = AgentMetrics(cast("Any", SimpleNamespace()))
     registries = {
         "Operator": OperatorMetrics().registry,
         "Coordinator": CoordinatorMetrics().registry,
-        "Agent": agent._registry,
+        "Agent": make_agent_metrics(cast("Any", SimpleNamespace())),
     }
     parts = []
     for process, registry in registries.items():
@@ -100,13 +68,13 @@ def metrics() -> str:
 
 def metric_rows(registry: CollectorRegistry) -> Iterator[tuple[str, str, str, str]]:
     """Yield name, type, labels and help text of each metric in a registry."""
-    for family in registry.collect():
-        collector = registry._names_to_collectors.get(family.name)
-        labels = {name: None for sample in family.samples for name in sample.labels if name != "le"}
-        labels |= dict.fromkeys(getattr(collector, "_labelnames", ()))
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        text = family.documentation.rstrip(".") + "."
-        yield code(name), family.type, ", ".join(code(label) for label in labels), text
+    for collector in registry._collector_to_names:
+        described = isinstance(collector, MetricWrapperBase)
+        for family in collector.describe() if described else collector.collect():
+            names = collector._labelnames if described else dict.fromkeys(name for sample in family.samples for name in sample.labels)
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            text = family.documentation.rstrip(".") + "."
+            yield code(name), family.type, ", ".join(code(label) for label in names), text
 
 
 # --- codes -------------------------------------------------------------------------------------------------------------
@@ -123,16 +91,21 @@ def attribute_docstrings(owner: type) -> dict[str, str]:
     return found
 
 
-def codes(owner: type[StrEnum], *, status: bool = False) -> str:
-    """Return a table of the values of an enum with their docstrings, and with their HTTP status on request."""
+def codes(owner: type[StrEnum]) -> str:
+    """Return a table of the values of an enum with their docstrings."""
     texts = attribute_docstrings(owner)
-    rows = [[code(member.value), *([str(cast("Any", member).status)] if status else []), texts.get(member.name, "")] for member in owner]
-    return table(["code", *(["HTTP status"] if status else []), "meaning"], rows)
+    return table(("code", "meaning"), ((code(member.value), texts[member.name]) for member in owner))
 
 
 def condition_reasons() -> str:
-    """Return a list of all reasons of conditions and rows of status."""
-    return ", ".join(code(reason.value) for reason in sorted(Reason)) + ".\n"
+    """Return a table of all reasons of conditions and rows of status. A reason links to its section of the runbook, if there is one."""
+    texts = attribute_docstrings(Reason)
+    described = set(re.findall(r"^### `(\w+)`$", RUNBOOK.read_text(), re.MULTILINE))
+    rows = []
+    for reason in sorted(Reason):
+        name = code(reason.value)
+        rows.append((f"[{name}](../operations/conditions.md#{reason.lower()})" if reason.value in described else name, texts[reason.name]))
+    return table(("reason", "meaning"), rows)
 
 
 # --- engine settings ---------------------------------------------------------------------------------------------------
@@ -162,10 +135,9 @@ def command_line() -> str:
 def command_sections(command: click.Command, name: str) -> Iterator[str]:
     """Yield the section of a command, and those of its own subcommands."""
     context = click.Context(command, info_name=f"sglang-rollout {name}")
-    help_text = inspect.cleandoc(command.help or "").replace("\b\n", "").split("\n\n")
-    paragraphs = [" ".join(part.split()) for part in help_text]
-    yield f"## {name}\n\n" + "\n\n".join(part if not part.startswith("sglang-rollout ") else f"`{part}`" for part in paragraphs) + "\n"
-    records = [record for option in command.params if (record := option.get_help_record(context)) and record[0] != "--help"]
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    yield f"## {name}\n\n" + "\n\n".join(help_paragraph(text) for text in paragraphs) + "\n"
+    records = [record for option in command.params if isinstance(option, click.Option) and (record := option.get_help_record(context))]
     if records:
         yield table(("option", "meaning"), ((code(option), text) for option, text in records))
     if isinstance(command, click.Group):
@@ -175,13 +147,17 @@ def command_sections(command: click.Command, name: str) -> Iterator[str]:
                 yield from command_sections(found, f"{name} {child}")
 
 
+def help_paragraph(text: str) -> str:
+    """Return a paragraph of a command's help as one line. click does not wrap a paragraph after the character BACKSPACE."""
+    line = " ".join(text.removeprefix("\b").split())
+    return code(line) if text.startswith("\b") else line
+
+
 PAGES: dict[str, Callable[[], str]] = {
-    "http-routes.md": http_routes,
     "metrics.md": metrics,
     "condition-types.md": lambda: codes(ConditionType),
     "condition-reasons.md": condition_reasons,
     "gate-reasons.md": lambda: codes(GateReason),
-    "refusal-codes.md": lambda: codes(RefusalCode, status=True),
     "engine-settings.md": engine_settings,
     "cli.md": command_line,
 }

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.paths import REPOSITORY
+from sglang_rollout.coordinator.generate.routes import routes as data_routes
+from sglang_rollout.coordinator.http.control import routes as control_routes
+from sglang_rollout.coordinator.http.info import routes as info_routes
+from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_HELD
 
 PAGES = sorted(
     page
@@ -53,6 +57,20 @@ def test_make_targets_that_pages_name_exist() -> None:
     assert named - TARGETS == set()
     phony = {word for line in re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE) for word in line.split()}
     assert phony == TARGETS
+
+
+def test_generated_tables_explain_every_row() -> None:
+    pages = runpy.run_path(str(REPOSITORY / "docs/generate.py"))["PAGES"]
+    texts = {name: page() for name, page in pages.items()}
+    unexplained = {name: [line for line in text.splitlines() if line.endswith("|  |")] for name, text in texts.items()}
+    assert {name: lines for name, lines in unexplained.items() if lines} == {}
+    assert [name for name, text in texts.items() if "\\b" in text or not text] == []
+
+
+def test_page_of_the_http_api_names_every_route() -> None:
+    page = (REPOSITORY / "docs/reference/http-api.md").read_text()
+    paths = {route.path.partition("{")[0].rstrip("/") for route in (*control_routes, *info_routes, *data_routes)}
+    assert {path for path in paths if not re.search(f"[` ]{re.escape(path)}[`/]", page)} == {FLEET_HELD, FLEET_ENGINES}  # calls of the front and of the agents
 
 
 def test_committed_diagrams_are_those_that_the_program_draws() -> None:

@@ -84,7 +84,7 @@ def describe_plan(plan: Plan) -> list[str]:
 @click.option("--live", "live_file", type=click.File(), help="YAML of the live objects, from kubectl get.  [default: an empty namespace]")
 @image_options
 def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_image: str, router_image: str, image_pull_policy: str) -> None:
-    r"""Print the steps that the operator would take in its next pass.
+    """Print the steps that the operator would take in its next pass.
 
     Without --live, the steps create a new fleet. Take the live objects from the cluster:
 
@@ -93,7 +93,7 @@ def plan_command(rollout_file: TextIO, live_file: TextIO | None, coordinator_ima
 
     Give the images of your operator, because other images are a difference. Queues, nodes, quotas and changes of children by other
     clients are not known here.
-    """
+    """  # noqa: D301 - click reads the character \b, which a raw string would not contain
     rollout = find_rollout(load_objects(rollout_file), rollout_file.name)
     fleet = build_preview(rollout, load_objects(live_file) if live_file else [])
     if fleet.rollout is None:

@@ -99,14 +99,14 @@ def command(
     state_dir: Path | None,
     base_port: int | None,
 ) -> None:
-    r"""Run a fleet on this machine, without Kubernetes, in front of SGLang servers. Ctrl-C or SIGTERM ends the fleet, not the servers.
+    """Run a fleet on this machine, without Kubernetes, in front of SGLang servers. Ctrl-C or SIGTERM ends the fleet, not the servers.
 
     \b
     sglang-rollout local --engine http://127.0.0.1:30101 --engine http://127.0.0.1:30102,tp=2
 
     The parallel sizes of engines that answer are checked at the start. An engine that is not up yet joins later. If its tensor parallel
     size is not the given one, it stays out of the fleet, and GET /fleet says why.
-    """
+    """  # noqa: D301 - click reads the character \b, which a raw string would not contain
     try:
         parsed = tuple(parse_engine(text, tensor_size) for text in engines)
     except ValueError as error:
