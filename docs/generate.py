@@ -26,6 +26,7 @@ from sglang_rollout.api.engine_flags import FLAGS, EngineFlags
 from sglang_rollout.api.status import ConditionType, Reason
 from sglang_rollout.controller.metrics import Metrics as OperatorMetrics
 from sglang_rollout.coordinator.metrics import Metrics as CoordinatorMetrics
+from sglang_rollout.coordinator.update.phases import TRANSITIONS, Phase
 from sglang_rollout.wire.reasons import GateReason
 
 TARGET = Path(__file__).parent / "_generated"
@@ -108,6 +109,14 @@ def condition_reasons() -> str:
     return table(("reason", "meaning"), rows)
 
 
+def update_phases() -> str:
+    """Return a table of the phases of an update, and the phases that may follow each."""
+    texts = attribute_docstrings(Phase)
+    entered = [phase for phase in Phase if phase in TRANSITIONS]
+    rows = ((phase.value, texts[phase.name], ", ".join(after.value for after in Phase if after in TRANSITIONS[phase])) for phase in entered)
+    return table(("phase", "meaning", "next"), rows)
+
+
 # --- engine settings ---------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +167,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "condition-types.md": lambda: codes(ConditionType),
     "condition-reasons.md": condition_reasons,
     "gate-reasons.md": lambda: codes(GateReason),
+    "update-phases.md": update_phases,
     "engine-settings.md": engine_settings,
     "cli.md": command_line,
 }

@@ -149,10 +149,10 @@ class Parallelism(ApiModel):
     """Copies of the model behind one server, each of `tensor * pipeline` ranks, all in one pod. Above 1 only with
     `weights.transport: Disk`. More engines (`replicas`) have the same effect and can be updated over a process group."""
     expert: int = Field(default=1, ge=1, le=64)
-    """Number of groups of these ranks over which the experts of a mixture-of-experts model are spread; must divide `tensor`."""
+    """Expert-parallel size of a mixture-of-experts model (`--ep-size`); must divide `tensor`."""
     attention_data: int = Field(default=1, ge=1, le=64)
-    """Number of groups of ranks that compute attention for separate requests; must divide `tensor`. For models whose KV cache
-    cannot be split by heads (MLA)."""
+    """Data-parallel size of the attention layers (`--attn-dp-size`); must divide `tensor`. For models whose KV cache cannot be split
+    by heads (MLA)."""
 
 
 class EnvVar(ApiModel):

@@ -99,7 +99,7 @@ class Elastic(ApiModel):
     """A fleet that needs only its first engines, and runs further (surplus) engines where there is room."""
 
     base: int = Field(ge=1, le=1000)
-    """Number of engines of the base, from the first on. `Ready` requires them, and so does a fleet's first weight update. Surplus
+    """Engines of the base: engine 0 and those that follow. `Ready` requires them, and so does a fleet's first weight update. Surplus
     engines start when there is room, and are removed first when `replicas` shrinks."""
     priority_class_name: str | None = Field(default=None, min_length=1, max_length=253)
     """PriorityClass of surplus engines, instead of `scheduling.priorityClassName`. With a lower priority they are preempted first, also

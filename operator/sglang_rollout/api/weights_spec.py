@@ -32,17 +32,17 @@ class Deadlines(ApiModel):
     update_seconds: int = Field(default=300, ge=1, le=86400)
     """Seconds for one call of an update: begin, one bucket of tensors, or end."""
     idle_seconds: int = Field(default=120, ge=1, le=86400)
-    """Seconds without a call of the trainer after which a paused or partly updated fleet abandons the update."""
+    """Seconds without a call or heartbeat of the trainer after which its pause or update is aborted."""
     pause_seconds: int = Field(default=60, ge=1, le=86400)
-    """Seconds to pause or resume all engines."""
+    """Seconds for the calls that pause or resume the engines."""
     total_seconds: int = Field(default=1800, ge=1, le=86400)
-    """Seconds for a whole pause or update, also of an active trainer."""
+    """Seconds after which a pause or an update is aborted, also if the trainer is active."""
     stuck_seconds: int = Field(default=30, ge=1, le=86400)
-    """Seconds after which an engine that has not answered a call of an abandoned update is restarted. Only a restart ends a
-    collective without its peer."""
+    """Seconds after which an engine that has not answered a call of an aborted update is restarted, because nothing else ends a
+    broadcast whose sender is gone."""
     silent_seconds: int = Field(default=120, ge=1, le=86400)
-    """Seconds after which an engine that was up, has no open call and generates no token is restarted, because its process hangs.
-    It must exceed the time to prefill the longest prompt."""
+    """Seconds without an answer to a health check, which generates one token, after which an engine is restarted. It must exceed the
+    time to prefill the longest prompt."""
 
 
 class OnLoss(StrEnum):
@@ -57,7 +57,7 @@ class TrainerLease(ApiModel):
 
     ttl_seconds: int = Field(default=20, ge=1, le=86400)
     """Seconds without a call or heartbeat after which the coordinator probes the trainer's store. If the store is gone, the
-    trainer's open update is abandoned."""
+    trainer's pause or update is aborted."""
     on_loss: OnLoss = OnLoss.KEEP_SERVING
     """Reaction of an idle fleet. `KeepServing`: it serves the committed version. `Pause`: it generates nothing until a trainer calls."""
 
@@ -66,14 +66,14 @@ class CatchUp(ApiModel):
     """Source of the committed version for engines that restart or start later. Without a source they wait for the next push."""
 
     disk: str | None = Field(default=None, min_length=1, max_length=1024, pattern="^/")
-    """Path in the engine pods: the folder of snapshots that the client library writes, or the path of the trainer's own checkpoints with
-    `{version}` for the version's name, for example `/ckpt/step_{version}/hf`. `podTemplate` mounts the volume."""
+    """Path in the engine pods: the folder of snapshots that the client writes, or the path of the trainer's own checkpoints with
+    `{version}` in place of the label, for example `/ckpt/step_{version}/hf`. `podTemplate` mounts the volume."""
     parallel: int = Field(default=4, ge=1, le=1000)
     """Maximum number of engines that load at a time."""
 
 
 class Verify(StrEnum):
-    """Updates before whose commit the engines' weights are compared."""
+    """Updates that are verified before their commit."""
 
     ALWAYS = "Always"
     EVERY_N = "EveryN"
@@ -126,12 +126,13 @@ class Weights(ApiModel):
             ),
         },
     )
-    """Engines that must hold a new version before it is committed: a number, or a share of `replicas` such as `75%`. Engines that fail at
-    the end of an update are then fenced individually, and the first update need not wait for all engines. Default: all engines
-    that take part."""
+    """Engines that must hold a new version before it is committed: a number, or a share of `replicas` such as `75%`. Only the engines that
+    fail at the end of an update are then fenced, and the first update does not wait for all engines. Default: all engines that take
+    part."""
     verify: Verify = Verify.EVERY_N
-    """Updates before whose commit the engines' weights are compared by checksum. An engine that differs from the others of its shape is
-    fenced and named. `Always`: every update. `EveryN`: the first update, and each `verifyEvery`-th after it. `Off`: none."""
+    """Updates that are verified: before the commit, checksums of the weights are compared among engines of the same tensor-parallel size.
+    An engine that differs is fenced. `Always`: every update. `EveryN`: the first update, and each `verifyEvery`-th after it. `Off`:
+    none."""
     verify_every: int = Field(default=10, ge=1, le=1000000)
     """Interval of `verify: EveryN`, in updates."""
     deadlines: Deadlines = Deadlines()

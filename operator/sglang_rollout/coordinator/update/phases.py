@@ -4,17 +4,9 @@ Between two operations the fleet rests in IDLE, PAUSE (a trainer paused it, or w
 
 ```
   IDLE ──► PAUSE ──► OPEN ──► TRANSFER ──► VERIFY ──► COMMIT ──► RESUME ──► IDLE
-                                  │           │          │
-                                  └───────────┴──────────┴── failed, abandoned ──► IDLE
-
-  PAUSE ──► TRANSFER     a checkpoint on disk needs no session and no process group
-  PAUSE ──► RESUME       the trainer resumed without an update
-  IDLE ──► OPEN          a process group is opened while engines generate
-  OPEN ──► PAUSE, IDLE   the process group is open (or could not be opened), no update is
-  TRANSFER ──► PAUSE, OPEN   engines that joined since are paused, and their sessions are opened
-  COMMIT ──► PAUSE       the trainer paused by itself, and resumes by itself
-  IDLE ──► RESUME        a call resumes engines, or ``spec.state`` does, and no update was open
 ```
+
+:data:`TRANSITIONS` has the shorter ways and the ways back. The documentation's diagram and table of phases are made from it.
 """
 
 from __future__ import annotations
@@ -31,22 +23,34 @@ class Phase(StrEnum):
     """Where the weight update stands."""
 
     IDLE = "idle"
+    """No update; engines generate."""
     PREPARE = "prepare"
-    """Only reported, never entered: the fleet is idle and an operation checks a request before its turn."""
+    """Only reported, never entered: the fleet is idle, and an operation checks a request before its turn."""
     PAUSE = "pause"
+    """Engines are paused. A trainer may stay here between its pause and its update."""
     OPEN = "open"
+    """A process group, or a session on every engine, is being opened."""
     TRANSFER = "transfer"
+    """An update is open, and tensors arrive."""
     VERIFY = "verify"
+    """Sessions end, and checksums are compared."""
     COMMIT = "commit"
+    """Engines acknowledge the version, and the record is written."""
     RESUME = "resume"
+    """Gates open, and engines continue."""
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    # OPEN: a process group is opened while engines generate. RESUME: engines are resumed, and no update was open.
     Phase.IDLE: frozenset({Phase.PAUSE, Phase.OPEN, Phase.RESUME}),
+    # TRANSFER: a checkpoint on disk needs no session. RESUME: the trainer resumed without an update. IDLE: the pause was given up.
     Phase.PAUSE: frozenset({Phase.OPEN, Phase.TRANSFER, Phase.RESUME, Phase.IDLE}),
+    # PAUSE, IDLE: the process group is open, or could not be opened, and no update is.
     Phase.OPEN: frozenset({Phase.TRANSFER, Phase.PAUSE, Phase.IDLE}),
+    # PAUSE, OPEN: engines that joined since are paused, and their sessions are opened. IDLE: the update failed or was abandoned.
     Phase.TRANSFER: frozenset({Phase.PAUSE, Phase.OPEN, Phase.VERIFY, Phase.IDLE}),
     Phase.VERIFY: frozenset({Phase.COMMIT, Phase.IDLE}),
+    # PAUSE: the trainer paused by itself, and resumes by itself.
     Phase.COMMIT: frozenset({Phase.RESUME, Phase.PAUSE, Phase.IDLE}),
     Phase.RESUME: frozenset({Phase.IDLE}),
 }
