@@ -323,7 +323,7 @@ def make_metrics(agent: Agent) -> CollectorRegistry:
         Gauge(prefix + name, text, registry=registry).set_function(lambda: float(read(agent.state.record)))
 
     add_gauge("engine_up", "1 while the engine answers and has warmed up.", lambda _: agent.state.up)
-    add_gauge("gate_may_open", "1 while the engine holds the committed version.", lambda _: s.gate_may_open(agent.state))
+    add_gauge("gate_may_open", "1 while the agent lets requests pass.", lambda _: s.gate_may_open(agent.state))
     add_gauge("gate_open", "1 while the gate reports that requests pass.", lambda _: agent.gate.view is not None and agent.gate.view.up)
     add_gauge("weights_dirty", "1 while the engine holds a mixture of weights.", lambda record: record.state is EngineState.DIRTY)
     add_gauge("paused", "1 while the engine is paused.", lambda record: record.interruption.is_pause)

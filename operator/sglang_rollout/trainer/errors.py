@@ -27,7 +27,9 @@ class FleetRefused(FleetError):
         super().__init__(f"The fleet refused {path} with HTTP {status}: {reason}")
         self.path = path
         self.status = status
+        """HTTP status."""
         self.reason = reason
+        """The fleet's message."""
         self.fleet = fleet or {}
         """Results of each engine, and the values to use instead (``epoch``, ``world_size``, ``members``)."""
 

@@ -207,8 +207,8 @@ class Fleet:
             timeout: Seconds for each step (begin, a bucket, end), and for ranks of the trainer to wait for each other. The
                 default is above the fleet's own deadline, so that the fleet's error, which has the reason, comes first.
             snapshot: True or False: write this push to disk or not. None: ``snapshots`` decides.
-            checksums: Checksums that engines of a tensor size must hold after the push, rank by rank, as SGLang's
-                ``/weights_checker`` reports them, for example of a reference engine. The fleet compares them before it
+            checksums: Expected checksums of an engine, by its number of tensor-parallel ranks: the ``per_gpu_checksum`` of each
+                rank, as SGLang's ``/weights_checker`` reports it for a reference engine. The fleet compares them before it
                 commits, also with ``weights.verify: Off``.
             specs: Name, shape and type of each tensor, in order. With these an iterator is checked before the push begins.
             check_model: Compare names and shapes with the model that the engines were started with, if the fleet can read it.
