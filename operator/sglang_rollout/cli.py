@@ -16,12 +16,12 @@ from sglang_rollout import __version__
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Where a subcommand is defined, and what must be installed for it."""
+    """Where a subcommand is defined, and which libraries it needs."""
 
     target: str
     """``module:attribute`` of a click command."""
     extra: str
-    """Extra of the package that installs its libraries."""
+    """Extra of the package ``sglang-rollout`` that installs the libraries."""
     help: str
     part: bool = False
     """True for processes of a fleet, which the operator's pods and ``local`` start, rarely a person."""

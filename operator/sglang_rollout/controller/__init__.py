@@ -1,1 +1,1 @@
-"""The operator: it watches rollouts, reads their objects, carries out what ``decide`` plans, and writes their status."""
+"""The operator process: watches rollouts, reads their objects, carries out the plans of ``decide``, and writes the status."""

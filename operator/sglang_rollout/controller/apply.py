@@ -25,7 +25,7 @@ class Outcome:
     """Result of a plan."""
 
     writes: int
-    """Number of requests that the server accepted. 0: nothing differs from what the plan saw."""
+    """Number of requests that the server accepted. 0: the live objects are still those that the plan saw."""
     failure: Failure | None = None
     """Why the first failed action failed; None if all succeeded."""
 
@@ -92,7 +92,11 @@ async def _get_live(kube: Kube, namespace: str, obj: Object) -> Object | None:
 
 
 async def _create_or_adopt(kube: Kube, action: Apply, live: Object | None) -> Object:
-    """Apply over the live object. If there is none, do not overwrite a faster writer: raise Conflict, so that all is read again."""
+    """Apply over the live object, or create the object if there is no live object.
+
+    Raises:
+        Conflict: Another writer created the object first. The next reconcile reads that object.
+    """
     obj = action.object
     if action.needs_token:
         # Keep an existing token, because engines may have read it. The plan does not see the Secret if its label was removed.
@@ -101,8 +105,8 @@ async def _create_or_adopt(kube: Kube, action: Apply, live: Object | None) -> Ob
         return await kube.apply(obj)
     if action.needs_token:
         # An apply alone is not safe: during an upgrade two operators run with one field manager, and each could replace the token.
-        # The apply that follows changes no value. The API server keeps the fields of a create apart from those of an apply, so
-        # that the first apply after a restart would otherwise change the Secret's managedFields.
+        # The apply after the create changes no value. The API server keeps fields of a create apart from fields of an apply.
+        # Without this apply, the first apply after a restart would change the Secret's managedFields.
         await kube.create(obj)
         return await kube.apply(obj)
     return await kube.apply(obj, force=False)

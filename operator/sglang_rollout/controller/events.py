@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_CHARACTERS = 1024
 """The API server refuses longer messages."""
 MAX_REMEMBERED_COUNTS = 2000
-"""Events whose count is kept in memory. The count of others is read from the API server."""
+"""Events whose count is kept in memory. The count of any other Event is read from the API server."""
 
 
 class EventPoster:
@@ -49,7 +49,7 @@ class EventPoster:
             try:
                 await self._kube.create(obj)
             except Conflict:
-                # The operator posted it before its last restart.
+                # The operator posted this Event before its last restart.
                 found = await self._kube.get(EVENTS, *key)
                 count = int(found.get("count") or 1)
             else:

@@ -1,6 +1,6 @@
 """``sglang-rollout operator``: the operator process.
 
-It connects, checks the CRD, starts the workers, and watches until a signal.
+The process connects to the API server, checks the CRD, starts the workers, and watches until SIGTERM or SIGINT.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def command(
 async def _until_stopped(settings: OperatorSettings) -> None:
     """Run until SIGTERM or SIGINT, which end the process with exit code 0.
 
-    kopf handles both signals while it watches. Before that, this function does: PID 1 of a container ignores SIGTERM without a
-    handler, and its pod would take the full grace period to stop.
+    kopf handles both signals while it watches. Before that, this function handles them. Without a handler, PID 1 of a container
+    ignores SIGTERM, and the pod takes the full grace period to stop.
     """
     main = asyncio.ensure_future(run(settings))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -177,7 +177,7 @@ async def _require_crd(kube: Kube) -> None:
     """Wait for the API server and for the CRD.
 
     Raises:
-        StartupError: One of them did not appear in time, or the API server refuses access.
+        StartupError: The API server or the CRD did not appear in time, or the API server refuses access.
     """
     started = time.monotonic()
     while True:
@@ -218,7 +218,7 @@ async def run(settings: OperatorSettings) -> None:
         workers = Workers(queue, reconciler.reconcile, metrics=metrics)
         metrics.follow_queue(queue)
         stack.callback(queue.close)
-        # Health comes before anything that waits: the kubelet must not kill the operator while the API server is slow.
+        # The health server starts before anything that waits: the kubelet must not kill the operator while the API server is slow.
         await _serve(stack, settings, metrics, workers)
         await _require_crd(kube)
         log.info("watching %s of %s", ", ".join(settings.namespaces) or "all namespaces", kube.server)

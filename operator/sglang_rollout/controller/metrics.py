@@ -103,7 +103,7 @@ def build_metrics_app(metrics: Metrics) -> web.Application:
 def build_health_app(find_problem: Callable[[], str]) -> web.Application:
     """Return an app that serves ``GET /healthz``: 200, or 500 with the message of ``find_problem``.
 
-    The health does not depend on the API server, because a restart of the operator would not repair it.
+    The health does not depend on the API server, because a restart of the operator would not repair the API server.
     """
 
     async def show(_request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
 """Read everything that a decision about one rollout needs, live from the API server, and join it into a view.
 
 Children and pods are found by label. Facts about the cluster are read only for rollouts that ask for them, and only while they
-matter, so a running fleet costs no reads beyond its own objects.
+matter. So a running fleet costs no reads beyond its own objects.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def _add_cluster(kube: Kube, fleet: FleetView) -> FleetView:
         largest = await _find_largest_node(kube, rollout)
         cluster = replace(cluster, queue_problem=absent, queue_stopped=stopped, largest=largest)
     if any(engine.lacks_pods for engine in fleet.existing):
-        cluster = replace(cluster, uncreated=await _find_creation_errors(kube, fleet, rollout))
+        cluster = replace(cluster, creation_errors=await _find_creation_errors(kube, fleet, rollout))
     children = {**fleet.children, **{(group["kind"], group["metadata"]["name"]): group for group in groups}}
     return replace(fleet, children=children, cluster=cluster)
 
@@ -74,7 +74,7 @@ def _lacks_nodes(fleet: FleetView, rollout: SGLangRollout) -> bool:
 async def _list_pod_groups(kube: Kube, fleet: FleetView, rollout: SGLangRollout) -> tuple[list[Object], str]:
     """Return the PodGroups, and why none can be created.
 
-    They are listed if the spec wants them, or if a pod belongs to one, which shows that the spec wanted them earlier.
+    PodGroups are listed if the spec asks for them, or if a pod belongs to a PodGroup that an earlier spec asked for.
     """
     wanted = rollout.spec.scheduling.gang is not None
     if not wanted and not any(pod.pod_group for pod in _engine_pods(fleet)):
@@ -93,7 +93,7 @@ async def _check_queue(kube: Kube, rollout: SGLangRollout) -> tuple[str, str]:
     if name is None:
         return "", ""
     try:
-        # Any version of Kueue's API will do, because the fields that are read are the same in all of them.
+        # Any version of Kueue's API suffices, because the fields that are read are the same in all versions.
         group = await kube.get_path(f"/apis/{KUEUE}")
     except NotFound:
         return "", describe_missing_queue(name, rollout.namespace, installed=False)
@@ -103,11 +103,11 @@ async def _check_queue(kube: Kube, rollout: SGLangRollout) -> tuple[str, str]:
     except NotFound:
         return "", describe_missing_queue(name, rollout.namespace, installed=True)
     except Refused:
-        return "", ""  # the operator may not read queues: only Kueue itself can tell
+        return "", ""  # the operator may not read queues, so the state of the queue is unknown
 
 
 async def _find_creation_errors(kube: Kube, fleet: FleetView, rollout: SGLangRollout) -> dict[str, str]:
-    """Return why pods of engines cannot be created. Only the StatefulSet controller knows, and it reports that in Events alone."""
+    """Return why pods of engines cannot be created. The StatefulSet controller reports the reason only in Events."""
     try:
         events = await kube.list(EVENTS, rollout.namespace, fields={"involvedObject.kind": "StatefulSet", "reason": "FailedCreate"})
     except Refused:

@@ -41,7 +41,7 @@ def find_rollout(objects: Sequence[Object], source: str) -> Object:
     """Return the only SGLangRollout among ``objects``, with the namespace ``default`` if it names none.
 
     Raises:
-        click.ClickException: There is none, or more than one.
+        click.ClickException: The objects contain no SGLangRollout, or several.
     """
     found = [obj for obj in objects if obj["kind"] == KIND]
     if len(found) != 1:
@@ -67,7 +67,7 @@ def build_preview(rollout: Object, live: Sequence[Object]) -> FleetView:
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """Return one line per step, and one that says when the operator would look again without an event."""
+    """Return one line per step, then the delay until the operator would look again without an event."""
     lines = []
     for action in plan.actions:
         if isinstance(action, Apply):

@@ -1,4 +1,4 @@
-"""One reconcile: observe → plan → apply → status → Events. It only connects these steps; ``decide`` makes the decisions."""
+"""One reconcile: observe → plan → apply → status → Events. This module only connects the steps; ``decide`` makes the decisions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Result:
 class Reconciler:
     """Brings rollouts to their specs.
 
-    Between calls it keeps only what its last applies own. After a restart it applies each child once, which changes nothing if
-    nothing differs.
+    Between calls the reconciler keeps only which fields its last applies own. After a restart it applies each child once, which
+    changes nothing if no child differs.
     """
 
     def __init__(self, kube: Kube, settings: Settings, *, events: EventPoster, metrics: Metrics, now: Callable[[], str]) -> None:
@@ -62,7 +62,7 @@ class Reconciler:
         fleet = await observe(self._kube, namespace, name)
         if fleet is None or fleet.is_being_deleted:
             # Owner references remove the children. New children would only be in the way.
-            return self._gone(key)
+            return self._forget(key)
         uids = {child["metadata"].get("uid") for child in fleet.children.values()}
         ownership = {uid: owned for uid, owned in self._ownership.get(key, {}).items() if uid in uids}
         self._ownership[key] = ownership
@@ -73,21 +73,22 @@ class Reconciler:
             # previous generation as ready under the new observedGeneration.
             fleet = await observe(self._kube, namespace, name)
             if fleet is None:
-                return self._gone(key)
-        status = await self._report(fleet, outcome)
+                return self._forget(key)
+        status = await self._update_status(fleet, outcome)
         self._metrics.set_ready(key, ready_status(status))
         if outcome.failure:
             log.warning("%s/%s: %s", namespace, name, outcome.failure.message)
         delays = [delay for delay in (plan.requeue_after, seconds_until_expiry(status, self._now())) if delay is not None]
         return Result("refused" if outcome.failure else "ok", min(delays, default=None), retry=bool(outcome.failure))
 
-    def _gone(self, key: Key) -> Result:
+    def _forget(self, key: Key) -> Result:
+        """Drop the state of a rollout that no longer exists."""
         self._ownership.pop(key, None)
         self._metrics.set_ready(key, None)
         return Result("gone")
 
     def _plan(self, fleet: FleetView) -> tuple[Plan, Failure | None]:
-        """Return the plan, or the defect that prevents one: the user learns of it from the rollout, not only from the log."""
+        """Return the plan, or the defect that prevents a plan, so that the status reports the defect as well as the log."""
         try:
             return make_plan(fleet, self._settings, self._now()), None
         except Exception as error:
@@ -97,8 +98,8 @@ class Reconciler:
             advice = "Check spec.podTemplate and spec.scheduling.affinity first: do they have the shape of a Pod's fields?"
             return Plan(), Failure(Reason.APPLY_FAILED, f"{problem} {advice} The operator's log has more; please report this defect.")
 
-    async def _report(self, fleet: FleetView, outcome: Outcome) -> Object:
-        """Write the status if it differs, then post Events about the change."""
+    async def _update_status(self, fleet: FleetView, outcome: Outcome) -> Object:
+        """Write the status if it differs, then post Events about the change. Return the status."""
         rollout = fleet.cr
         old = rollout.get("status")
         status = build_status(fleet, self._now(), failure=outcome.failure)
@@ -124,7 +125,7 @@ class Reconciler:
             # Apply, not patch: fields that are missing from the status are removed, because no other writer owns them.
             await self._kube.apply(body, subresource="status")
         except (NotFound, Conflict):
-            # The rollout was deleted, and perhaps recreated, since it was read. Its event is on the way.
+            # The rollout was deleted, and perhaps recreated, since it was read. A watch event about this change will follow.
             log.debug("%s/%s is gone, its status is not needed", metadata["namespace"], metadata["name"])
             return False
         except Refused as error:

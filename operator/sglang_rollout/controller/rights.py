@@ -34,7 +34,7 @@ OPERATOR_RULES: list[Object] = [
 """``rules`` of the operator's ClusterRole, or of its Role in each namespace."""
 
 CLUSTER_RULES: list[Object] = [
-    # Shows whether any node has the GPUs that an engine pod asks for. All else works without it.
+    # Shows whether any node has the GPUs that an engine pod asks for. Without this rule, only that message is missing.
     {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]},
 ]
 """Rules that only a ClusterRole can grant."""

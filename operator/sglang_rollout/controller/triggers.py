@@ -44,7 +44,7 @@ def build_registry(wake: Wake, login: Login) -> kopf.OperatorRegistry:
     @kopf.on.login(registry=registry)
     async def on_login(**_: Any) -> kopf.ConnectionInfo:
         # The same credentials as our own client: kopf's own search has another order and supports no exec plug-ins.
-        # Proxies from the environment, too: otherwise one of the two clients may not reach the server.
+        # trust_env: use the proxies of the environment as our own client does. Without them, kopf may not reach the server.
         return kopf.ConnectionInfo(**asdict(await login()), trust_env=True)
 
     return registry
@@ -93,7 +93,7 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
     settings.posting.enabled = False
     # Watching CRDs and namespaces would need more RBAC rules. The CRD is checked at start.
     settings.scanning.disabled = True
-    # There is one replica. Two during an upgrade are harmless, because they apply the same fields as the same manager.
+    # There is one replica. Two operators during an upgrade are harmless, because they apply the same fields as the same manager.
     settings.peering.standalone = True
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5

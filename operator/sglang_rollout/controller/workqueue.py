@@ -36,8 +36,8 @@ _Item = TypeVar("_Item", bound=Hashable)
 FIRST_DELAY_SECONDS = 0.1
 LAST_DELAY_SECONDS = 60.0
 SETTLE_SECONDS = 0.1
-"""The operator's own writes return as a burst of events. This delay turns them into one more reconcile instead of five, and limits
-the rate of a fight with another writer of the same fields."""
+"""The operator's own writes return as a burst of events. This delay turns the burst into one more reconcile instead of five. It also
+limits the rate of writes if another client keeps changing the same fields."""
 RECONCILE_TIMEOUT_SECONDS = 120.0
 """Each request has a deadline of 30 s; a reconcile of many slow requests must end as well."""
 OUTAGE_DELAY_SECONDS = 3.0
@@ -46,7 +46,7 @@ RELIST_RETRY_SECONDS = 5.0
 
 
 class WorkQueue(Generic[_Item]):
-    """_Items that wait for a worker. Use it from one event loop only."""
+    """Keys that wait for a worker. Use a queue from one event loop only."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class WorkQueue(Generic[_Item]):
             self._wake.set()
 
     def add_after(self, key: _Item, delay: float) -> None:
-        """Queue ``key`` in ``delay`` seconds. Of several such requests, the earliest counts."""
+        """Queue ``key`` in ``delay`` seconds. Of several such requests, the earliest applies."""
         loop = asyncio.get_running_loop()
         waiting = self._timers.get(key)
         if waiting is not None:
@@ -117,7 +117,7 @@ class WorkQueue(Generic[_Item]):
         return key
 
     def done(self, key: _Item) -> None:
-        """End the processing of ``key``. If it was added meanwhile, it is queued again soon."""
+        """End the processing of ``key``. If the key was added meanwhile, queue it again after the settle delay."""
         self._processing.discard(key)
         if key in self._dirty:
             self._dirty.discard(key)
@@ -244,7 +244,7 @@ class Workers:
 
 
 async def relist_periodically(kube: Kube, queue: WorkQueue[Key], namespaces: tuple[str, ...], *, seconds: float, metrics: Metrics) -> None:
-    """List and queue all rollouts every ``seconds``, so that a watch that died silently costs only time."""
+    """List and queue all rollouts every ``seconds``, so that a watch that ended silently only delays a reconcile."""
     while True:
         try:
             for namespace in namespaces or (None,):

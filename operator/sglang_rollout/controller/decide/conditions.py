@@ -38,13 +38,13 @@ SEVERITY = (
     Reason.PAUSED,
     Reason.ASLEEP,
 )
-"""Of several engines that do not serve, a condition describes the one whose reason comes first here."""
+"""Of several engines that do not serve, a condition describes the engine whose reason comes first here."""
 _RANKS = {reason: rank for rank, reason in enumerate(SEVERITY)}
 
 _NORMAL_FOR_SURPLUS = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE, Reason.PODS_NOT_READY, Reason.WAITING_FOR_WEIGHTS})
 """Reasons that need no attention for a surplus engine."""
 _WAITS_FOR_ROOM = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE})
-"""Reasons that end when others free room or quota."""
+"""Reasons that end when other workloads free room or quota."""
 _NEEDS_ATTENTION = frozenset(
     {
         Reason.IMAGE_PULL_FAILED,
@@ -61,7 +61,7 @@ _NOT_UP = frozenset({EnginePhase.PENDING, EnginePhase.STARTING, EnginePhase.STOP
 
 @dataclass(frozen=True)
 class FleetSummary:
-    """The engines of a fleet, sorted by what conditions ask about them."""
+    """The facts that conditions need: the engines of a fleet by state, and what prevents progress."""
 
     fleet: FleetView
     reports: Sequence[EngineReport]
@@ -119,7 +119,7 @@ class FleetSummary:
 
     @cached_property
     def waiting(self) -> list[EngineReport]:
-        """Engines that are not up because they wait for room, for quota or for the end of the obstacle; the worst comes first."""
+        """Engines that wait for room, for quota, or until :attr:`obstacle` is resolved; the worst comes first."""
         pending = [report for report in self.coming if report.status.phase is EnginePhase.PENDING]
         found = [
             report for report in pending if self.obstacle or report.reason in _WAITS_FOR_ROOM or is_held_for_base(self.fleet, report.engine)
@@ -163,7 +163,7 @@ class FleetSummary:
 
 def describe_invalid_spec(why: str) -> list[Finding]:
     """Return the conditions of an object that cannot be read."""
-    message = f"The spec cannot be acted on: {why} Nothing is changed until then."
+    message = f"The spec is invalid: {why} The operator changes nothing until the spec is valid."
     return [
         Finding(ConditionType.READY, "False", Reason.INVALID_SPEC, message),
         Finding(ConditionType.AVAILABLE, "Unknown", Reason.INVALID_SPEC, message),
@@ -231,7 +231,7 @@ def _find_interruption(summary: FleetSummary) -> tuple[Reason, str] | None:
             " They resume when a trainer calls the fleet's URL; by hand: POST /continue_generation there."
         )
         return Reason.TRAINER_LOST, message
-    if not is_released_by_trainer(fleet) and _was_held_by_spec(fleet):
+    if not is_released_by_trainer(fleet) and _was_interrupted_by_spec(fleet):
         return summary.interrupted[0].reason or Reason.PAUSED, f"spec.state is Active again: {engines} have not resumed yet."
     return Reason.ASLEEP_FOR_TRAINER, f"Asleep: the trainer {_describe_trainer_sleep(fleet, engines)}"
 
@@ -244,11 +244,11 @@ def _describe_trainer_sleep(fleet: FleetView, engines: str) -> str:
     return f"has released memory of {engines}. They serve when their memory is restored."
 
 
-def _was_held_by_spec(fleet: FleetView) -> bool:
+def _was_interrupted_by_spec(fleet: FleetView) -> bool:
     """Return True if engines come out of a pause or sleep by ``spec.state``.
 
-    The alternative is a sleep that the trainer of a fleet with GPUs of its own requested. The record does not distinguish them
-    once ``spec.state`` is Active; the reason of the last ``Ready`` does.
+    The alternative is a sleep that the trainer of a fleet with GPUs of its own requested. Once ``spec.state`` is Active, the
+    record does not distinguish the two cases, but the reason of the last ``Ready`` does.
     """
     is_applied = fleet.record is not None and fleet.record.state is not FleetState.ACTIVE
     return is_applied or find(fleet.previous, ConditionType.READY).get("reason") == Reason.ASLEEP
@@ -369,7 +369,7 @@ def _check_last_update(summary: FleetSummary) -> tuple[Reason, str] | None:
 
 
 def _check_nodes(summary: FleetSummary) -> tuple[Reason, str] | None:
-    """Report avoided nodes: such a node may need repair even while the fleet does without it."""
+    """Report avoided nodes, which may need repair even if the fleet runs without them."""
     message = " ".join(f"Node {row.node} is avoided until {row.until}: {row.message}" for row in summary.avoided)
     return (Reason.NODES_AVOIDED, message) if message else None
 

@@ -3,8 +3,8 @@
 Each of these signs suffices:
 
 - The digest of the rendered object, kept in an annotation, differs: the operator wants another object.
-- The fields that the operator owns (``metadata.managedFields``) differ from those after its last apply: another client changed
-  a field, so the API server took the field from the operator. Fields that the operator never set are left to other clients.
+- The fields that the operator owns (``metadata.managedFields``) differ from those after its last apply. If another client changes
+  a field, the API server takes the ownership from the operator. Fields that the operator never set are left to other clients.
 """
 
 from __future__ import annotations

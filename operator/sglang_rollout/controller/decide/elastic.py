@@ -1,4 +1,4 @@
-"""Fleets with a base and surplus engines (``spec.elastic``): who waits for room, and who gives it back. Pure."""
+"""Fleets with a base and surplus engines (``spec.elastic``): which engines wait for room, and which give room back. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sglang_rollout.controller.decide.view import EngineView, FleetView
 from sglang_rollout.controller.render import names
 
 WAITING_FOR_ROOM_SECONDS = 60
-"""Age after which a pod without a node counts as waiting for room. Schedulers and queues need less to look at a new pod, even with
+"""Age after which a pod without a node counts as waiting for room. Schedulers and queues need less time for a new pod, even with
 several attempts."""
 
 
 def count_base_group_members(fleet: FleetView) -> int | None:
     """Return the current number of pods in the base's PodGroup; None if the group has its final size.
 
-    A scheduler starts no pod of a group that has fewer pods than its ``minMember``, and starts pods one by one if the group
-    has more. A pod gets its group when it is created. So while a rolling update moves engines into the base or out of it,
-    or changes their number of pods, the group is as large as its present members plus those that will rejoin it.
+    A scheduler starts no pod of a group with fewer pods than ``minMember``. If the group has more pods, it starts pods one by
+    one. A pod gets its group when the pod is created. A rolling update may move engines into the base or out of it, or change
+    their number of pods. Meanwhile, the group counts its present pods and the pods that will rejoin it.
     """
     rollout = fleet.rollout
     if rollout is None or rollout.spec.elastic is None or not fleet.pods:

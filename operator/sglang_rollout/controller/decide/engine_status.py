@@ -16,15 +16,15 @@ from sglang_rollout.wire.record import EngineRow
 from sglang_rollout.wire.states import BASE_LABEL, EngineState, FleetState, Version
 
 _WORST_FIRST = (EnginePhase.FAILED, EnginePhase.PENDING, EnginePhase.STARTING)
-"""Of several pods of an engine, the status describes the one whose phase comes first here."""
+"""Of several pods of an engine, the status describes the pod whose phase comes first here."""
 _INTERRUPTIONS = frozenset({Reason.UPDATING_WEIGHTS, Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP, Reason.ROUTER_NOT_READY})
-"""Reasons for which an engine does not serve that leave open whether it was lost before."""
+"""Reasons that do not show whether the engine was lost before. The row keeps its last answer (``lost``)."""
 _GATE_VERDICTS: Mapping[GateReason, tuple[EnginePhase, Reason]] = {
     GateReason.RESTART_BUDGET_EXHAUSTED: (EnginePhase.FAILED, Reason.RESTART_BUDGET_EXHAUSTED),
     GateReason.CATCHING_UP: (EnginePhase.WAITING, Reason.WAITING_FOR_WEIGHTS),
     GateReason.UPDATE_IN_PROGRESS: (EnginePhase.UPDATING, Reason.UPDATING_WEIGHTS),
 }
-"""Phase and reason of an engine whose agent or coordinator gives one of these codes. Other codes need the engine's weights as well."""
+"""Phase and reason of an engine whose agent or coordinator gives one of these codes. Other codes do not decide by themselves."""
 _TROUBLE_REASONS = {
     TroubleKind.IMAGE: Reason.IMAGE_PULL_FAILED,
     TroubleKind.CRASH: Reason.ENGINE_CRASHED,
@@ -78,18 +78,18 @@ def is_waiting_for_trainer(fleet: FleetView) -> bool:
 
 
 def is_released_by_trainer(fleet: FleetView) -> bool:
-    """Return True if engines that sleep do so for the trainer on the same GPUs, and not by ``spec.state``."""
+    """Return True if engines sleep for the trainer on the same GPUs, and not by ``spec.state``."""
     return fleet.record is not None and fleet.record.state is not FleetState.ASLEEP and fleet.record.released_to_trainer is not None
 
 
 def holds_trainer_memory(fleet: FleetView) -> bool:
-    """Return True if the trainer on the same GPUs still uses memory of engines. If not, engines that sleep are waking up."""
+    """Return True if the trainer on the same GPUs still uses memory of engines. If not, sleeping engines are waking up."""
     return is_released_by_trainer(fleet) and fleet.record is not None and fleet.record.has_released_memory
 
 
 def _report_wanted(fleet: FleetView, engine: EngineView) -> EngineReport:
     verdict = _judge(fleet, engine)
-    lost = engine.previous.get("lost") if verdict.reason in _INTERRUPTIONS else verdict.reason is not None or None
+    lost = engine.previous.get("lost") if verdict.reason in _INTERRUPTIONS else (verdict.reason is not None or None)
     return EngineReport(engine, _build_row(engine, verdict, lost=lost), verdict.reason)
 
 
@@ -226,7 +226,7 @@ def _judge_interruption(fleet: FleetView, engine: EngineView, row: EngineRow) ->
 
 
 def _judge_weights(fleet: FleetView, engine: EngineView, row: EngineRow) -> Verdict:
-    """Return what the weights of an engine with a closed gate lack."""
+    """Return the verdict on an engine whose weights keep its gate closed."""
     report = f" {end_sentence(row.message)}" if row.message else ""
     if row.state is EngineState.DIRTY:
         message = f"it holds part of an unfinished weight update and waits for a complete one.{report}"

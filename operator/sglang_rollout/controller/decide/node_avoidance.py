@@ -9,7 +9,7 @@ A node with a bad device fails one engine after the other; a bad spec fails engi
     a quarter of the nodes avoided already?     -> yes: nothing; chance or a shared cause must not take the fleet's room
     otherwise                                   -> avoid the node until its time is over
 
-The plan reads the result back from the status (:attr:`FleetView.avoided_nodes`), so a restart forgets no reason for a move.
+The plan reads the result back from the status (:attr:`FleetView.avoided_nodes`), so the result survives a restart of the operator.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _find_new_nodes(
 
 
 def _count_incidents(failures: Sequence[NodeFailure]) -> int:
-    """Return the number of failures; those within ``AT_ONCE_SECONDS`` of the first of them are one."""
+    """Return the number of incidents. Failures within ``AT_ONCE_SECONDS`` of the first of them count as one incident."""
     count, until = 0, ""
     for failure in failures:
         if failure.time >= until:

@@ -34,7 +34,7 @@ class Apply:
     reason: str
     """Why, for the log."""
     needs_token: bool = False
-    """True for the control Secret while it holds no token: a random one must be added."""
+    """True for the control Secret while it holds no token: a random token must be added."""
     unseen: bool = False
     """True if no object of this name carries the rollout's label.
 
@@ -95,10 +95,10 @@ def make_plan(fleet: FleetView, settings: Settings, now: str = "") -> Plan:
 
 
 def find_ownership_conflict(live: Object, wanted: Object) -> str:
-    """Return why ``live``, which has the name of ``wanted``, must be left alone, as a sentence; empty if it may be applied to.
+    """Return why the operator must not apply ``wanted`` over ``live``, as a sentence; empty if it may.
 
-    An object is ours if it carries our label or our owner reference: a child without its label is healed, and a child
-    without its owner is adopted. Anything else is a user's object with the same name.
+    An object with our label or our owner reference is ours: the apply restores a removed label, and adopts a child without
+    an owner. Any other object of this name belongs to a user.
     """
     name, rollout = wanted["metadata"]["name"], wanted["metadata"]["labels"][names.LABEL_ROLLOUT]
     if (live["metadata"].get("labels") or {}).get(names.LABEL_ROLLOUT) == rollout:
@@ -153,8 +153,8 @@ def _plan_applies(fleet: FleetView, wanted: Sequence[Object]) -> tuple[list[Appl
 def _is_leftover(live: Object, uid: str) -> bool:
     """Return True if the object is being deleted, or belongs to an earlier custom resource of the same name.
 
-    An apply would give it two controllers, which the API server refuses. Objects with our label and without a controller
-    (left by ``kubectl delete --cascade=orphan``) are adopted.
+    An apply would give the object two controllers, which the API server refuses. Objects with our label and without a
+    controller (left by ``kubectl delete --cascade=orphan``) are adopted.
     """
     if live["metadata"].get("deletionTimestamp"):
         return True
@@ -168,7 +168,7 @@ def _find_controller(live: Object) -> Object | None:
 
 
 def _plan_prunes(fleet: FleetView, wanted: Sequence[Object]) -> list[Delete]:
-    """Return deletes of our children that are no longer wanted; of engines the highest index first."""
+    """Return deletes of our children that are no longer wanted; engines with the highest index come first."""
     keep = {(child["kind"], child["metadata"]["name"]) for child in wanted}
     found = [
         Delete(child["apiVersion"], kind, name, child["metadata"].get("uid", ""), "not wanted any more")
@@ -184,7 +184,7 @@ def _is_prunable(child: Object, uid: str) -> bool:
 
 
 def _delete(restart: Restart) -> Delete:
-    """Return the delete of a pod, or of the StatefulSet of an engine with another number of pods."""
+    """Return the delete of a pod, or of the StatefulSet of an engine whose number of pods changes."""
     engine, pod = restart.engine, restart.pod
     if pod is not None:
         return Delete("v1", "Pod", pod.name, pod.uid, restart.reason)

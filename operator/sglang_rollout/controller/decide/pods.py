@@ -1,4 +1,4 @@
-"""Typed readings of one pod: its place, its readiness, and why it does not run. Pure."""
+"""One live pod as typed properties: its node, its readiness, and why it does not run. Pure."""
 
 from __future__ import annotations
 
@@ -146,8 +146,9 @@ class Pod:
     @cached_property
     def gate_port(self) -> int | None:
         """Port of the gate in this pod. The current spec may want another port."""
-        found = next((one.get("ports") for one in self.spec.get("initContainers") or [] if one.get("name") == GATE_CONTAINER), None)
-        return int(found[0]["containerPort"]) if found else None
+        containers = self.spec.get("initContainers") or []
+        ports = next((container.get("ports") for container in containers if container.get("name") == GATE_CONTAINER), None)
+        return int(ports[0]["containerPort"]) if ports else None
 
     @cached_property
     def engine_restarts(self) -> int:
@@ -161,7 +162,7 @@ class Pod:
 
     @cached_property
     def label(self) -> str:
-        """Name and node of the pod, for messages about an engine that has several."""
+        """Name and node of the pod, for messages about an engine of several pods."""
         return f"pod {self.name}" + (f" on node {self.node}" if self.node else "")
 
     @cached_property
@@ -180,8 +181,8 @@ class Pod:
         """Return why the pod does not come up; None if no problem is known.
 
         Args:
-            failed_before: True if the engine was Failed in the last status. It stays Failed until it has come up, because
-                each restart of a crash loop would otherwise look like a recovery.
+            failed_before: True if the engine was Failed in the last status. The engine stays Failed until it has come up,
+                because each restart of a crash loop would otherwise look like a recovery.
         """
         for status in self._container_statuses:
             name = str(status.get("name"))
@@ -225,24 +226,24 @@ class Pod:
 
     @cached_property
     def _container_statuses(self) -> list[Object]:
-        """The engine comes first: if it and a sidecar fail, the engine is the one that the user can repair."""
+        """The engine's container comes first: if it and a sidecar fail, the user can repair the engine."""
         found = [*(self.status.get("containerStatuses") or []), *(self.status.get("initContainerStatuses") or [])]
-        return sorted(found, key=lambda one: one.get("name") != ENGINE_CONTAINER)
+        return sorted(found, key=lambda status: status.get("name") != ENGINE_CONTAINER)
 
     def _container_status(self, name: str) -> Object:
-        return next((one for one in self._container_statuses if one.get("name") == name), {})
+        return next((status for status in self._container_statuses if status.get("name") == name), {})
 
     def _condition(self, kind: str) -> Object:
-        return next((one for one in self.status.get("conditions") or [] if one.get("type") == kind), {})
+        return next((condition for condition in self.status.get("conditions") or [] if condition.get("type") == kind), {})
 
     def _failed_end(self, status: Object) -> Object | None:
-        """Return how a container ended that has not come up since.
+        """Return how a container ended; None if the container has come up since.
 
-        An init container comes up by ending well; the kubelet reports it as started while it runs. Sidecars are init
-        containers with restartPolicy Always.
+        An init container must end with 0, and the kubelet reports it as started while it runs. Sidecars are init containers
+        with restartPolicy Always.
         """
-        name = str(status.get("name"))
-        if any(one.get("name") == name and one.get("restartPolicy") != "Always" for one in self.spec.get("initContainers") or []):
+        name, containers = str(status.get("name")), self.spec.get("initContainers") or []
+        if any(container.get("name") == name and container.get("restartPolicy") != "Always" for container in containers):
             return self.last_failure(name)
         return None if status.get("ready") or status.get("started") else _last_end(status)
 
@@ -254,7 +255,7 @@ class Pod:
 
 
 def count_designed_pods(statefulset: Object) -> int:
-    """Return the number of pods that SGLang in this StatefulSet expects. Someone may have scaled the StatefulSet itself."""
+    """Return the number of pods that SGLang in this StatefulSet expects. ``spec.replicas`` differs if a user scaled the StatefulSet."""
     arguments = _container(statefulset.get("spec", {}).get("template", {}).get("spec", {}), ENGINE_CONTAINER).get("args") or []
     return int(arguments[arguments.index(names.NODES_FLAG) + 1]) if names.NODES_FLAG in arguments else 1
 
@@ -276,7 +277,7 @@ def find_error_line(text: str) -> str:
 
 
 def _container(pod_spec: Object, name: str) -> Object:
-    return next((one for one in pod_spec.get("containers") or [] if one.get("name") == name), {})
+    return next((container for container in pod_spec.get("containers") or [] if container.get("name") == name), {})
 
 
 def _follows_other_pod(ended: Object) -> bool:
@@ -285,7 +286,7 @@ def _follows_other_pod(ended: Object) -> bool:
 
 
 def _last_end(status: Object) -> Object | None:
-    """Return how the container ended last; None if it ended well (an init container that has completed)."""
+    """Return how the container ended last; None for an init container that has completed."""
     for state in (status.get("state") or {}, status.get("lastState") or {}):
         ended: Object | None = state.get("terminated")
         if ended:

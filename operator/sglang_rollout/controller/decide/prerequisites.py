@@ -13,7 +13,7 @@ from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.render.common import parse_quantity
 from sglang_rollout.kube.resources import Object
 
-_RETRIES_BEFORE_ERROR = timedelta(seconds=5)
+_MIN_ERROR_DURATION = timedelta(seconds=5)
 _FAILED = " failed error: "
 """The StatefulSet controller names pod and StatefulSet before this text."""
 _KUEUE_GATE_PREFIX = "kueue.x-k8s.io/"
@@ -40,8 +40,8 @@ class Cluster:
     gang_problem: str = ""
     """Why PodGroups cannot be created, as a sentence."""
     largest: LargestNode | None = None
-    """The node with most GPUs; None if unknown, for example because the operator may not list nodes."""
-    uncreated: Mapping[str, str] = field(default_factory=dict)
+    """The node with the most GPUs; None if unknown, for example because the operator may not list nodes."""
+    creation_errors: Mapping[str, str] = field(default_factory=dict)
     """Why pods of engines cannot be created, quoting the StatefulSet controller, by engine."""
 
 
@@ -61,7 +61,7 @@ def describe_missing_queue(name: str, namespace: str, *, installed: bool) -> str
 def find_queue_stop(local_queue: Object) -> str:
     """Return why a LocalQueue is stopped, quoting Kueue; empty if it is active."""
     conditions = (local_queue.get("status") or {}).get("conditions") or []
-    active: Object = next((one for one in conditions if one.get("type") == "Active"), {})
+    active: Object = next((condition for condition in conditions if condition.get("type") == "Active"), {})
     return str(active.get("message") or active.get("reason") or "") if active.get("status") == "False" else ""
 
 
@@ -78,8 +78,8 @@ def describe_gang_problem(refusal: str = "") -> str:
 def find_creation_errors(events: Iterable[Object], statefulsets: Iterable[Object]) -> dict[str, str]:
     """Return why pods of these StatefulSets cannot be created, from Events with the reason FailedCreate.
 
-    Errors that ended within seconds are ignored, because the API server may learn of what a pod needs a moment after it
-    learns of the StatefulSet.
+    Errors that ended within seconds are ignored, because objects that a pod needs may reach the API server a moment after the
+    StatefulSet.
     """
     uids = {live["metadata"]["name"]: live["metadata"].get("uid") for live in statefulsets}
     found: dict[str, list[tuple[datetime, datetime, str]]] = {}
@@ -91,12 +91,12 @@ def find_creation_errors(events: Iterable[Object], statefulsets: Iterable[Object
     return {
         engine: max(errors)[2].rpartition(_FAILED)[2]
         for engine, errors in found.items()
-        if max(errors)[0] - min(first for _, first, _ in errors) >= _RETRIES_BEFORE_ERROR
+        if max(errors)[0] - min(first for _, first, _ in errors) >= _MIN_ERROR_DURATION
     }
 
 
 def _event_times(event: Object) -> tuple[datetime, datetime]:
-    """Return first and last time; Events of events.k8s.io have only one."""
+    """Return the first and the last time of an Event. Events of events.k8s.io have only one time."""
     once = event.get("eventTime") or (event.get("metadata") or {}).get("creationTimestamp")
     first, last = (datetime.fromisoformat(str(event.get(key) or once)) for key in ("firstTimestamp", "lastTimestamp"))
     return first, last
@@ -140,7 +140,7 @@ def _describe_queueing(cluster: Cluster, name: str | None) -> str:
 def _describe_oversize(pod: Pod, cluster: Cluster, gpu_resource: str) -> str:
     """Return the message for a pod that no node can ever take. Neither scheduler nor queue can tell this."""
     containers: list[Object] = pod.spec.get("containers") or []
-    engine: Object = next((one for one in containers if one.get("name") == ENGINE_CONTAINER), {})
+    engine: Object = next((container for container in containers if container.get("name") == ENGINE_CONTAINER), {})
     asked = _amount(((engine.get("resources") or {}).get("limits") or {}).get(gpu_resource))
     largest = cluster.largest
     if largest is None or asked <= largest.amount:

@@ -8,9 +8,10 @@ At most one engine is taken out of service per pass, in the order of these quest
     outdated engine                                         -> delete its pods; an engine that does not serve comes first
     fleet Asleep by spec.state, so that no engine serves    -> delete the pods of one engine that was made without memorySaver
 
-An engine on an avoided node that does not come up is moved at the same time: its StatefulSet gets the affinity first, then
-its pods are deleted. So are the remaining pods of a surplus engine that was partly preempted: its pod group returns when there
-is room for all pods.
+Two restarts happen beside this order:
+
+- An engine on an avoided node that does not come up is moved. Its StatefulSet gets the affinity first, then its pods are deleted.
+- The remaining pods of a partly preempted surplus engine are deleted. Its pod group returns when there is room for all pods.
 
 If the number of pods per engine changes, the engine is recreated with its StatefulSet when its turn comes. SGLang cannot add
 ranks, and pods that are removed one by one would stop the engine before its turn.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import attrgetter
 
 from sglang_rollout.api.engine_flags import FLAGS
 from sglang_rollout.controller.decide.elastic import find_stranded_pods, waits_for_room
@@ -34,8 +36,12 @@ class Restart:
 
     engine: EngineView
     pod: Pod | None
-    """None: the whole engine."""
+    """The pod to delete; None to delete the StatefulSet."""
     reason: str
+
+
+Outdated = Mapping[int, Sequence[Pod | None]]
+"""Result of :func:`_find_outdated` for each outdated engine, by its index."""
 
 
 def plan_restarts(fleet: FleetView, unapplied: Set[str], now: str) -> tuple[list[Restart], bool]:
@@ -60,22 +66,19 @@ def plan_restarts(fleet: FleetView, unapplied: Set[str], now: str) -> tuple[list
     return [*_plan_next_engine(fleet, considered, settled, outdated), *moves], True
 
 
-Outdated = Mapping[int, Sequence[Pod | None]]
-"""What to delete of each outdated engine, by its index."""
-
-
 def _plan_next_engine(
     fleet: FleetView, considered: Sequence[EngineView], settled: Sequence[EngineView], outdated: Outdated
 ) -> list[Restart]:
+    """Return the restarts of the next engine of the rolling update; none if the update must wait."""
     away = {engine.index for engine in considered if not (engine.is_serving or engine.is_paused_by_spec)}
     # An outdated engine that does not serve comes first; then the highest index, as everywhere in Kubernetes.
-    for engine in sorted(settled, key=lambda one: (one.index not in away, -one.index)):
+    for engine in sorted(settled, key=lambda candidate: (candidate.index not in away, -candidate.index)):
         if away <= {engine.index}:
             return _restart_all([engine], outdated, "outdated, and all other engines serve")
     # No engine of a sleeping fleet serves, so an engine that cannot sleep has to be recreated anyway, one at a time.
     awake = [engine for engine in settled if _cannot_sleep(fleet, engine)]
     if awake and all(engine.is_ready for engine in considered):
-        return _restart_all([max(awake, key=lambda one: one.index)], outdated, "outdated, and cannot sleep")
+        return _restart_all([max(awake, key=attrgetter("index"))], outdated, "outdated, and cannot sleep")
     return []
 
 
@@ -84,7 +87,7 @@ def _restart_all(engines: Sequence[EngineView], outdated: Outdated, reason: str)
 
 
 def _find_outdated(fleet: FleetView, engine: EngineView) -> list[Pod | None]:
-    """Return what to delete of an engine to renew it: no pod, pods, or (``None``) all of the engine."""
+    """Return the outdated pods of an engine. ``[None]`` stands for its StatefulSet, if the number of pods changes."""
     if fleet.rollout is not None and engine.statefulset is not None and engine.size != fleet.rollout.spec.engine.pods:
         return [] if engine.statefulset["metadata"].get("deletionTimestamp") else [None]
     return [pod for pod in engine.pods if pod.revision != engine.revision and not pod.is_terminating]
@@ -113,7 +116,7 @@ def _is_settled(engine: EngineView, unapplied: Set[str]) -> bool:
 
 
 def _cannot_sleep(fleet: FleetView, engine: EngineView) -> bool:
-    """Return True if the fleet sleeps by ``spec.state`` but this engine was made without what sleeping needs.
+    """Return True if the fleet sleeps by ``spec.state`` but this engine was created without ``memorySaver``.
 
     Such an engine keeps its memory and serves no request until it is recreated.
     """

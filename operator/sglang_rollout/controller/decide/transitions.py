@@ -1,4 +1,4 @@
-"""Which Kubernetes Events a change of status deserves: what a person reads in ``kubectl describe``. Pure."""
+"""Choose the Kubernetes Events for a change of status, which people read with ``kubectl describe``. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sglang_rollout.controller.decide.conditions import describe_partial_commit
 
 Status = Mapping[str, Any]
 
-_HELD_BY_SPEC: Mapping[str, str] = {
+_SPEC_STATE_MESSAGES: Mapping[str, str] = {
     Reason.PAUSED: "Paused by spec.state: engines stop generating, weight updates are accepted.",
     Reason.ASLEEP: "Asleep by spec.state: engines release their memory.",
 }
 """Messages for the start of a pause or sleep; the condition shows its progress. A sleep for the trainer gets no Event, because
-every training step brings one."""
+every training step has such a sleep."""
 _RETURNS_BY_ITSELF = frozenset({EnginePhase.UPDATING, EnginePhase.PAUSED, EnginePhase.ASLEEP})
 """Phases of an engine that serves again without help."""
 _UNCHANGED_BY_STEPS = (ConditionType.PROGRESSING, ConditionType.ROUTER_READY, ConditionType.WAITING_FOR_WEIGHTS, ConditionType.DEGRADED)
@@ -48,7 +48,7 @@ class EventToPost:
 
 
 def find_events(old: Status | None, new: Status) -> list[EventToPost]:
-    """Return the Events for the change from ``old`` to ``new``; none if the change interests no person."""
+    """Return the Events for the change from ``old`` to ``new``; none for routine changes, for example a training step."""
     if not old:
         return [_first_event(new)]
     return [
@@ -96,7 +96,7 @@ def _waits_for_router(status: Status, row: Mapping[str, Any]) -> bool:
 
 
 def _has_served(status: Status, row: Mapping[str, Any]) -> bool:
-    """Return True if the engine serves, or did before the present interruption: an update, a pause, a sleep, an absent router."""
+    """Return True if the engine serves, or served until the present interruption: an update, a pause, a sleep, an absent router."""
     if row.get("phase") in _RETURNS_BY_ITSELF:
         return not row.get("lost")
     if not _waits_for_router(status, row):
@@ -164,8 +164,8 @@ def _ready_events(old: Status, new: Status) -> Iterator[EventToPost]:
     if after.get("status") == "True":
         if not _only_stepped(old):
             yield EventToPost("Normal", "Ready", str(after.get("message")), "Ready")
-    elif reason in _HELD_BY_SPEC:
-        yield EventToPost("Normal", reason, _HELD_BY_SPEC[reason], reason)
+    elif reason in _SPEC_STATE_MESSAGES:
+        yield EventToPost("Normal", reason, _SPEC_STATE_MESSAGES[reason], reason)
     elif reason == Reason.ROUTER_NOT_READY and before.get("status") is None:
         return
     elif reason in _REPORTED_REASONS:

@@ -51,7 +51,7 @@ class EngineView:
     previous: Mapping[str, Any]
     """Row of the engine in the last status; empty if there is none."""
     creation_error: str
-    """Why its pods cannot be created, quoting the StatefulSet controller; empty if no such error is known."""
+    """Why the engine's pods cannot be created, quoting the StatefulSet controller; empty if no such error is known."""
     holds_committed: bool
     """True if the coordinator has recorded that the engine holds all of the committed version."""
     is_serving: bool
@@ -86,13 +86,13 @@ class EngineView:
 
     @cached_property
     def lacks_pods(self) -> bool:
-        """True if pods are missing although the StatefulSet controller has acted: it reports how many it has created."""
+        """True if pods are missing although the StatefulSet controller has reported how many pods it created."""
         created = _status(self.statefulset).get("replicas")
         return created is not None and max(created, len(self.pods)) < self.size
 
     @cached_property
     def is_observed(self) -> bool:
-        """True if the StatefulSet controller has seen the newest template. Before that it would recreate a pod from the old one."""
+        """True if the StatefulSet controller has seen the newest template. Before that, it recreates pods from the old template."""
         return _is_observed(self.statefulset)
 
     @cached_property
@@ -148,8 +148,8 @@ class FleetView:
     def avoided_nodes(self) -> tuple[str, ...]:
         """Nodes that engines must not use, sorted.
 
-        Read from the status, because pods do not tell why they were moved. So a decision takes effect only after it was
-        written down.
+        Read from the status, because a pod does not show why it was moved. So a decision takes effect only after the status
+        contains it.
         """
         return tuple(sorted(str(row["node"]) for row in self.previous.get("avoidedNodes") or []))
 
@@ -187,8 +187,8 @@ class FleetView:
     def router_creation_error(self) -> str:
         """The API server's message that refuses the router's pod; empty if there is none."""
         conditions = _status(self._router).get("conditions") or []
-        failed: Object = next((one for one in conditions if one.get("type") == "ReplicaFailure" and one.get("status") == "True"), {})
-        return str(failed.get("message") or "")
+        failed = [condition for condition in conditions if (condition.get("type"), condition.get("status")) == ("ReplicaFailure", "True")]
+        return str(failed[0].get("message") or "") if failed else ""
 
     @cached_property
     def router_pods(self) -> tuple[Pod, ...]:
@@ -219,7 +219,7 @@ class FleetView:
 def build_fleet_view(cr: Object, children: Iterable[Object], pods: Iterable[Object]) -> FleetView:
     """Build the view of one rollout from objects of the API server.
 
-    Never raises: the view says what could not be read.
+    Never raises: ``invalid`` and ``record_problem`` of the view describe what could not be read.
     """
     by_key = {(child["kind"], child["metadata"]["name"]): child for child in children}
     rollout, invalid = _parse_rollout(cr)
@@ -262,7 +262,7 @@ def _join_engines(fleet: FleetView, rollout: SGLangRollout) -> Iterator[EngineVi
             pods=members,
             row=row,
             previous=previous.get(name, {}),
-            creation_error=fleet.cluster.uncreated.get(name, ""),
+            creation_error=fleet.cluster.creation_errors.get(name, ""),
             holds_committed=holds,
             is_serving=is_up and row is not None and row.gate_open,
             is_paused_by_spec=is_up and is_paused and holds,

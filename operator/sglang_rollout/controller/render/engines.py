@@ -38,9 +38,9 @@ The agents limit the start itself, because they know when it began.
 """
 PROBE_SECONDS = 5
 GRACE_SECONDS = DRAIN_SECONDS + 30
-"""The drain, and then SGLang's own exit, which checks every 5 s if the engine is idle."""
+"""Time for the drain, and for SGLang's own exit, which checks every 5 s if the engine is idle."""
 KILL_GRACE_SECONDS = 3
-"""Grace after a failed liveness probe. A process that the agent wants killed does not react to SIGTERM."""
+"""Grace after a failed liveness probe. An engine that the agent wants killed does not react to SIGTERM."""
 
 RUN_MOUNT: Object = {"name": "run", "mountPath": names.RUN_DIR}
 

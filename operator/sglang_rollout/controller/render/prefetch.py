@@ -1,7 +1,7 @@
 """DaemonSet that downloads the model on nodes before engines need it there (``model.prefetch``).
 
-Its pods run the download of an engine's pod, on the nodes that an engine may use. A container that only waits keeps the pod there,
-so that nodes that join later download the model, too, and the engine's image stays on the node.
+Its pods run the download of an engine's pod, on the nodes that an engine may use. Then a container that only waits keeps each pod
+running. So nodes that join later download the model, too, and the engine's image stays on its nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sglang_rollout.controller.render.common import Object, Settings, child, req
 from sglang_rollout.controller.render.engines import engine_template
 from sglang_rollout.controller.render.hashing import digest
 
-_TAKEN_OVER = (
+_COPIED_FIELDS = (
     "serviceAccountName",
     "automountServiceAccountToken",
     "enableServiceLinks",
@@ -40,7 +40,8 @@ def prefetch(rollout: SGLangRollout, settings: Settings) -> list[Object]:
     if not rollout.spec.model.prefetch:
         return []
     engine = engine_template(rollout, settings, 0, "")["spec"]
-    download = next((one for one in engine.get("initContainers") or [] if one["name"] == DOWNLOAD_CONTAINER), None)
+    containers = engine.get("initContainers") or []
+    download = next((container for container in containers if container["name"] == DOWNLOAD_CONTAINER), None)
     if download is None:  # spec.podTemplate removed it
         return []
     name, component = names.prefetch_name(rollout.name), names.COMPONENT_PREFETCH
@@ -66,7 +67,7 @@ def _pod_spec(engine: Object, download: Object) -> Object:
     mounted = {mount.get("name") for mount in download.get("volumeMounts") or []}
     nodes = (engine.get("affinity") or {}).get("nodeAffinity")
     return {
-        **{key: engine[key] for key in _TAKEN_OVER if key in engine},
+        **{key: engine[key] for key in _COPIED_FIELDS if key in engine},
         **({"affinity": {"nodeAffinity": nodes}} if nodes else {}),
         "initContainers": [download],
         "containers": [

@@ -1,7 +1,7 @@
 """Start and stop scripts of the engine's container, in shell, because the image is the user's.
 
-An engine of one pod starts at once. The pods of a larger engine wait until the agent writes the file ``go``, so that all ranks
-are there when torch's rendezvous begins, and none meets a rank of an earlier boot.
+An engine of one pod starts at once. The pods of a larger engine wait until the agent writes the file ``go``. So all ranks are
+present when torch's rendezvous begins, and no rank meets a rank of an earlier boot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ENDED_BY_ITSELF = 70
 DRAIN_SECONDS = 300
 """How long a deleted pod waits for running requests. A long rollout takes minutes."""
 FOLLOWER_SECONDS = 10
-"""Time after SIGTERM until a rank other than 0 is killed. Rank 0 ends all ranks within 3 s, but they never end without rank 0."""
+"""Time after SIGTERM until a rank other than 0 is killed. Rank 0 ends all ranks within 3 s. Without rank 0 they never end."""
 
 _NCCL_VERSION = """\
 from importlib.metadata import distributions
@@ -24,7 +24,7 @@ print("version=" + next((d.version for d in distributions() if (d.name or "").st
 """Print the version of NCCL from its package. Importing torch takes longer than some engines need to start."""
 
 HANDLER = "trap 'exit 143' TERM\n"
-"""First line of every script. Without a handler, a container's first process ignores SIGTERM, and a pod that is deleted early lingers."""
+"""First line of every script. Without a handler, a container's first process ignores SIGTERM, and its pod ends only after its grace."""
 
 _IDENTITY = f"""\
 {{ python3 -c '{_NCCL_VERSION}'; env | grep '^NCCL_'; }} > {names.NCCL_FILE} 2> /dev/null
@@ -97,8 +97,8 @@ for _ in $(seq {DRAIN_SECONDS}); do touch {names.DRAIN_FILE}; test -e {names.DRA
 """
 """preStop hook: wait until the agent has drained the engine.
 
-A file informs the agent, because sidecars receive SIGTERM only after this container has ended. It is touched repeatedly: a start
-script that has just begun removes it, and the agent ignores a file that is older than the engine's boot.
+A file informs the agent, because sidecars receive SIGTERM only after this container has ended. The hook touches the file repeatedly,
+because a start script that has just begun removes it. The agent ignores a file that is older than the engine's boot.
 """
 
 

@@ -198,7 +198,7 @@ def unmade(*events: Object, made: int = 0, **spec: Any) -> FleetView:
     live["status"] = {"observedGeneration": 1, "replicas": made}
     return replace(
         found,
-        cluster=Cluster(uncreated=find_creation_errors(events, [live])),
+        cluster=Cluster(creation_errors=find_creation_errors(events, [live])),
     )
 
 
