@@ -1,7 +1,7 @@
 """Who may call an agent: the coordinator with the rollout's token and the highest term.
 
-A co-located trainer calls each engine's own URL without a token. :class:`Relay` forwards its calls to the coordinator, which decides about
-updates and memory, and returns the coordinator's answers unchanged.
+A co-located trainer calls each engine's own URL without a token. :class:`Relay` forwards these calls to the coordinator, which decides
+about updates and memory. The coordinator's answers are returned unchanged.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Relay:
     @property
     def hint(self) -> str:
         """End of the message that refuses any other call without a token."""
-        return f" Without one, an engine's URL takes only {', '.join(RELAYED)}; the fleet's URL is {self._url}."
+        return f" Without a token, an engine's URL takes only {', '.join(RELAYED)}; the fleet's URL is {self._url}."
 
     def before(self, handler: Handler) -> Handler:
         """Return a handler that forwards calls without a token; the coordinator's calls carry a token and go to ``handler``."""

@@ -1,6 +1,6 @@
 """The agent: keeps the state, the record, the gate and the engine consistent.
 
-It carries out what the pure modules :mod:`.state`, :mod:`.events`, :mod:`.guards` and :mod:`.interruption` decide.
+The agent carries out what the pure modules :mod:`.state`, :mod:`.events`, :mod:`.guards` and :mod:`.interruption` decide.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
-from sglang_rollout.agent.engine import Engine, complaint
+from sglang_rollout.agent.engine import Engine, refusal_reply
 from sglang_rollout.agent.gate import Gate, GateKeeper, gate_entries
 from sglang_rollout.agent.interruption import should_resume
 from sglang_rollout.agent.record import RecordError, RecordFile
@@ -68,7 +68,7 @@ class Agent:
         self.on_call_ended: Callable[[str, Reply, float], None] = lambda call, reply, seconds: None
         """Called after each control call with its name, answer and duration in seconds."""
         self.explain_down: Callable[[], Refusal | None] = lambda: None
-        """Return why the pods of an engine have not started it; None if they are not the cause."""
+        """Return why the engine's pods have not started SGLang; None if they are not the cause."""
         self._unanswered_polls = 0
 
     # State
@@ -153,7 +153,7 @@ class Agent:
     async def _identify(self, label: str) -> s.EngineFacts:
         boot_id, facts = self.engine.container_boot_id(), self.state.facts
         if boot_id is not None and facts is not None and facts.boot_id == boot_id:
-            # The same process was silent for a while. /server_info could take as long as the call that kept it busy.
+            # The same process was silent for a while. /server_info could take as long as the call that kept the engine busy.
             return replace(facts, live_label=label)
         facts = await self.engine.identify(label, self.state.record.boot_id)
         size, wanted = facts.tensor_size, self._tensor_size
@@ -191,20 +191,20 @@ class Agent:
         Args:
             call: Name of the call.
             body: JSON body.
-            deadline: Seconds to wait for the answer. The engine completes the call also after that.
+            deadline: Seconds to wait for the answer. The engine completes the call also after the deadline.
             by_spec: True for a release of memory that ``spec.state`` asks for.
         """
         refused = self._refusal(call, body)
         if refused is None and call == ControlCall.RELEASE_MEMORY:
             refused = await self._release_refusal() or self._refusal(call, body)
         if refused is not None:
-            return complaint(refused.status, refused.message)
+            return refusal_reply(refused.status, refused.message)
         if call == ControlCall.RELEASE_MEMORY and not guards.tags_of(call, body, self.state.record.interruption.released):
-            return Reply.json(200, None)  # all of it is already released
+            return Reply.json(200, None)  # all memory is already released
         task = self.start(call, body, by_spec=by_spec)
         await asyncio.wait({task}, timeout=deadline)
         if not task.done():
-            return complaint(504, f"{call}: the engine has not answered within {deadline:g} s; the call continues.")
+            return refusal_reply(504, f"{call}: the engine has not answered within {deadline:g} s; the call continues.")
         reply = task.result()
         record = self.state.record
         if call == ControlCall.RESUME_MEMORY and reply.ok and should_resume(record.applied_state, record.interruption):
@@ -234,11 +234,11 @@ class Agent:
                 reply = Reply.json(200, {"success": True, "message": f"The engine did not hold {ended.name}."})
             ended = replace(ended, ok=reply.ok)
         except EngineError as error:
-            reply = complaint(503, f"{call}: {error}.")
+            reply = refusal_reply(503, f"{call}: {error}.")
         finally:
             self.dispatch(ended, durable=False)
         if call in (ControlCall.LOAD_ADAPTER, ControlCall.UNLOAD_ADAPTER):
-            await self.gate.settle()  # callers rely on the entry once the call is answered
+            await self.gate.settle()  # callers rely on the gate's list of adapters once the call is answered
         seconds = time.monotonic() - self.running_since
         failure = "" if reply.ok else f": {reply.body[:300].decode(errors='replace')}"
         log.info("%s: %s after %.0f ms%s", call, reply.status, seconds * 1000, failure)

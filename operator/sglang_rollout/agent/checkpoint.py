@@ -1,8 +1,8 @@
 """Check whether the engine can load a folder. The coordinator asks every agent before a disk update begins.
 
-SGLang ends if a file is truncated or a tensor has another shape. It loads another architecture silently if the shapes agree, and tensors
-that are missing keep their old values. So the folder is compared with the model that the engine runs. If this pod cannot read that model,
-the architecture is compared with the one that the engine reports, and the reply names what was not compared.
+SGLang ends if a file is truncated or a tensor has another shape. It loads another architecture silently if the shapes agree, and missing
+tensors keep their old values. So the folder is compared with the model that the engine runs. If this pod cannot read that model, only the
+architecture is compared, as the engine reports it. The reply names what was not compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointReply, 
 from sglang_rollout.wire.reasons import Refusal, RefusalCode
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""SGLang converts these into the type of the engine's tensor."""
+"""Types that SGLang converts into the type of the engine's tensor."""
 _UNPACKED = _FLOATS | {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 """Types with one weight per element; an integer may hold several."""
 
@@ -98,7 +98,7 @@ class CheckpointCheck:
                 loop.call_soon_threadsafe(_settle, done, reply)
 
         self._path = request.path
-        # The interpreter waits for all threads but daemons, and this one may be stuck in the kernel.
+        # A daemon thread, because the interpreter waits for other threads at its end, and this thread may be stuck in the kernel.
         self._running = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._running.start()
         try:
@@ -122,12 +122,12 @@ def resolve(request: CheckpointRequest) -> Path:
     wanted = request.snapshot
     if wanted is None:
         return Path(request.path)
-    ours = [snapshot for snapshot in list_snapshots(request.path) if snapshot.manifest.fleet_id == request.fleet_id]
+    snapshots = [snapshot for snapshot in list_snapshots(request.path) if snapshot.manifest.fleet_id == request.fleet_id]
     identity = (wanted.run, wanted.step, wanted.label)
-    same = [snapshot for snapshot in ours if (snapshot.manifest.run, snapshot.manifest.step, snapshot.manifest.label) == identity]
-    if same:
-        return same[-1].path
-    newest = f"the newest is {ours[-1].manifest.label!r}" if ours else "there is none of this fleet"
+    matching = [found for found in snapshots if (found.manifest.run, found.manifest.step, found.manifest.label) == identity]
+    if matching:
+        return matching[-1].path
+    newest = f"the newest is {snapshots[-1].manifest.label!r}" if snapshots else "it holds no snapshot of this fleet"
     raise ProblemsError([f"{request.path} holds no snapshot of version {wanted.label!r}; {newest}."])
 
 
@@ -140,16 +140,16 @@ def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), na
         end: Time of the monotonic clock at which the check ends without an answer.
         names: True to return the names of the tensors that a complete checkpoint must have.
     """
-    alive = _cancel_at(end)
+    check_cancelled = _cancel_at(end)
     if not os.path.isabs(path):
         return _refuse(f"{path!r} is no absolute path: name the folder as the engines' pods see it.")
     try:
-        found = read_model(Path(path), check_cancelled=alive)
-        own, why = read_engine_model(engine_model, alive)
+        found = read_model(Path(path), check_cancelled=check_cancelled)
+        own, why = read_engine_model(engine_model, check_cancelled)
         problems = _identity_differences(found, engine_model) if own is None else differences(found, own)
         if problems:
             raise ProblemsError(shorten_problems(problems))
-        digest = _digest(found, alive)
+        digest = _digest(found, check_cancelled)
     except ProblemsError as error:
         return _refuse(str(error))
     except OSError as error:
@@ -172,56 +172,57 @@ def own_tensors(engine_model: EngineModel, *, end: float = float("inf")) -> Chec
     return CheckpointReply(refusal=None, tensors=len(shapes), bytes=own.bytes, names=_needed(own), shapes=shapes, compared=True)
 
 
-def _cancel_at(end: float) -> Callable[[], None]:
-    def alive() -> None:
+def _cancel_at(end: float) -> CancelCheck:
+    """Return a check that raises _LateError after the time ``end``."""
+
+    def check_cancelled() -> None:
         if time.monotonic() > end:
             raise _LateError
 
-    return alive
+    return check_cancelled
 
 
 def _needed(model: Model) -> list[str]:
     """Return the names of the tensors that a complete checkpoint must have."""
     tied = bool(model.config.get("tie_word_embeddings"))
-    return [name for name in model.tensors if not _optional(name, tied=tied)]
+    return [name for name in model.tensors if not _is_optional(name, tied=tied)]
 
 
 def differences(found: Model, own: Model) -> list[str]:
     """Return the differences between a checkpoint and the engine's model, as sentences."""
-    where, than = found.path / CONFIG, own.path
-    problems = _config_differences(found.config, own.config, f"{where}: ", than)
+    problems = _config_differences(found.config, own.config, f"{found.path / CONFIG}: ", own.path)
     tied = bool(own.config.get("tie_word_embeddings"))
-    theirs, ours = found.tensors, own.tensors
-    for name, (file, entry) in theirs.items():
-        if name in ours:
-            problems += _tensor_differences(f"{found.path / file}: tensor {name}", entry, ours[name][1])
-        elif not _optional(name, tied=tied):
-            problems.append(f"{found.path / file}: tensor {name} is not in the engine's model {than}.")
-    missing = (name for name in ours if name not in theirs and not _optional(name, tied=tied))
+    found_tensors, expected = found.tensors, own.tensors
+    for name, (file, entry) in found_tensors.items():
+        if name in expected:
+            problems += _tensor_differences(f"{found.path / file}: tensor {name}", entry, expected[name][1])
+        elif not _is_optional(name, tied=tied):
+            problems.append(f"{found.path / file}: tensor {name} is not in the engine's model {own.path}.")
+    missing = (name for name in expected if name not in found_tensors and not _is_optional(name, tied=tied))
     problems += [f"{found.path}: tensor {name} is missing; the engine would keep its old values." for name in missing]
     return problems
 
 
 def _identity_differences(found: Model, engine: EngineModel) -> list[str]:
     """Compare with the architecture that the engine reports, if this pod cannot read its model."""
-    theirs = found.config.get("architectures")
-    if not engine.architectures or theirs == list(engine.architectures):
+    architectures = found.config.get("architectures")
+    if not engine.architectures or architectures == list(engine.architectures):
         return []
-    return [f"{found.path / CONFIG}: architectures is {_brief(theirs)}, the engine reports {_brief(list(engine.architectures))}."]
+    return [f"{found.path / CONFIG}: architectures is {_brief(architectures)}, the engine reports {_brief(list(engine.architectures))}."]
 
 
-def _config_differences(found: Mapping[str, Any], own: Mapping[str, Any], prefix: str, than: Path) -> list[str]:
+def _config_differences(found: Mapping[str, Any], own: Mapping[str, Any], prefix: str, own_path: Path) -> list[str]:
     problems = []
     for key in (*_IDENTITY, *_SIZES):
-        # A size that only one side contains is a default of the other, and the tensors' shapes show a difference.
+        # A size that only one side contains is a default of the other side. The tensors' shapes show a difference.
         both = key in found and key in own
         needed = key in ("quantization_config", "architectures") and (found.get(key) or own.get(key))
         if (both or needed) and found.get(key) != own.get(key):
-            problems.append(f"{prefix}{key} is {_brief(found.get(key))}, the engine's model {than} has {_brief(own.get(key))}.")
+            problems.append(f"{prefix}{key} is {_brief(found.get(key))}, the engine's model {own_path} has {_brief(own.get(key))}.")
     for key in _NESTED:
         inner, expected = found.get(key), own.get(key)
         if isinstance(inner, Mapping) and isinstance(expected, Mapping):
-            problems += _config_differences(inner, expected, f"{prefix}{key}.", than)
+            problems += _config_differences(inner, expected, f"{prefix}{key}.", own_path)
     return problems
 
 
@@ -234,12 +235,12 @@ def _tensor_differences(what: str, found: TensorEntry, own: TensorEntry) -> list
     return problems
 
 
-def _optional(name: str, *, tied: bool) -> bool:
+def _is_optional(name: str, *, tied: bool) -> bool:
     return (tied and name == _TIED) or name.endswith(_COMPUTED)
 
 
-def _digest(model: Model, alive: Any) -> str:
-    """Return a hash of names, headers and evenly spread samples of the files. It shows whether two pods see the same files."""
+def _digest(model: Model, check_cancelled: CancelCheck) -> str:
+    """Return a hash of names, headers and evenly spread samples of the files: equal if two pods see the same files."""
     made = hashlib.sha256()
     for name, header in sorted(model.files.items()):
         made.update(f"{name}\0{header.file_bytes}\0".encode())
@@ -247,7 +248,7 @@ def _digest(model: Model, alive: Any) -> str:
             made.update(file.read(header.data_start))
             room = max(0, header.file_bytes - header.data_start - _SAMPLE_BYTES)
             for offset in sorted({header.data_start + room * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-                alive()
+                check_cancelled()
                 file.seek(offset)
                 made.update(file.read(_SAMPLE_BYTES))
     return made.hexdigest()
@@ -289,7 +290,7 @@ def _brief(value: Any) -> str:
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAIN = "main"
 _ROOTS_CACHE = Path("/root/.cache/huggingface/hub")
-"""Cache in SGLang's images, which run as root. The agent does not."""
+"""Cache in SGLang's images, which run as root. The agent does not run as root."""
 _RENAMED = frozenset(
     {
         "Cosmos3EdgeForConditionalGeneration",
@@ -320,7 +321,7 @@ class EngineModel:
 
     @classmethod
     def reported(cls, path: str | None, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> EngineModel:
-        """Return the model of an engine with these answers. ``path`` is ``--model-path`` if it is known otherwise."""
+        """Return the model of an engine with these answers. ``path`` is ``--model-path``, if known from elsewhere."""
         reported = model_info.get("architectures")
         architectures = tuple(map(str, reported)) if isinstance(reported, list) else ()
         overridden = "architectures" in str(server_info.get("json_model_override_args") or "")
@@ -332,7 +333,7 @@ class EngineModel:
         )
 
 
-def read_engine_model(model: EngineModel, alive: CancelCheck) -> tuple[Model | None, str]:
+def read_engine_model(model: EngineModel, check_cancelled: CancelCheck) -> tuple[Model | None, str]:
     """Return the engine's model, or None and the reason why this pod cannot read it, as a clause."""
     if model.path is None:
         return None, "the engine has not reported its model"
@@ -340,7 +341,7 @@ def read_engine_model(model: EngineModel, alive: CancelCheck) -> tuple[Model | N
     if folder is None:
         return None, f"no Hugging Face cache that its pod can read holds the engine's model {model.path}"
     try:
-        return read_model(folder, check_cancelled=alive), ""
+        return read_model(folder, check_cancelled=check_cancelled), ""
     except (ProblemsError, OSError) as error:
         why = error.problems[0].rstrip(".") if isinstance(error, ProblemsError) else error.strerror or str(error)
         return None, f"its pod cannot read the engine's model {folder} ({why})"

@@ -25,7 +25,7 @@ from sglang_rollout.agent.gate import Gate
 from sglang_rollout.agent.launch.pods import HeadPod, MemberPod, StartBarrier, member_app
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
-from sglang_rollout.agent.watchdog import Hang, SpecState, watch_drain
+from sglang_rollout.agent.watchdog import HangWatch, SpecStateWatch, watch_drain
 from sglang_rollout.logs import configure_logging, logging_options
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import ADDRESS
@@ -38,12 +38,12 @@ _TRUST_RECORD_SECONDS = 3.0
 """Time without a coordinator's call after which a restarted agent trusts the committed version of its record. A coordinator calls twice a
 second, and may know of a commit that this engine missed."""
 _RESOLVE_INTERVAL = 5.0
-"""A recreated pod 0 has another address. Its start takes longer than this."""
+"""A recreated head pod has another address. Its start takes longer than this interval."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of this pod in an engine that has several."""
+    """Place of this pod in an engine of several pods."""
 
     nodes: int
     rank: int
@@ -91,7 +91,7 @@ class Settings:
 @click.option("--tensor-size", type=click.IntRange(1), help="Tensor parallel size of the engine; an engine with another size is not used.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of pods of the engine.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Rank of this pod; pod 0 serves.")
-@click.option("--leader", type=ADDRESS, help="With --nodes: the gate of pod 0.")
+@click.option("--leader", "head", type=ADDRESS, help="With --nodes: the gate of pod 0.")
 @click.option("--advertise", type=ADDRESS, help="With --nodes: this pod's own gate, by its IP.")
 @click.option(
     "--model-path", help="Model that the engine was started with; checkpoints are compared with it [default: as the engine reports]."
@@ -106,7 +106,7 @@ def command(
     token_file: Path,
     nodes: int,
     node_rank: int,
-    leader: Address | None,
+    head: Address | None,
     advertise: Address | None,
     log_level: str,
     log_format: str,
@@ -122,7 +122,7 @@ def command(
         raise click.UsageError(f"the token file {token_file} cannot be read: {error.strerror}") from None
     if not token:
         raise click.UsageError(f"the token file {token_file} is empty: every caller would be accepted")
-    place = _parse_place(nodes, node_rank, leader, advertise, options["boot_file"])
+    place = _parse_place(nodes, node_rank, head, advertise, options["boot_file"])
     settings = Settings(listen=address, token=token, place=place, **options)
     if urlsplit(settings.engine_url).scheme != "http" or not urlsplit(settings.engine_url).hostname:
         raise click.BadParameter(f"{settings.engine_url!r} is not an http URL", param_hint="--engine-url")
@@ -167,7 +167,7 @@ async def run(settings: Settings) -> None:
             _repeat(_INTERVAL, "polling the engine", agent.observe),
             _repeat(_INTERVAL, "watching the engine's connection", agent.watch_connection),
             _repeat(_INTERVAL, "checking the lease", fence.watch_lease),
-            _repeat(_INTERVAL, "following spec.state", SpecState(agent).watch),
+            _repeat(_INTERVAL, "following spec.state", SpecStateWatch(agent).watch),
             _follow_gate(agent),
             _trust_record(agent),
         ]
@@ -180,7 +180,7 @@ async def run(settings: Settings) -> None:
             work.append(_repeat(_RESOLVE_INTERVAL, "questioning silent pods", head_pod.question_silent_pods))
         if files is not None:
             work.append(_repeat(_INTERVAL, "watching for a drain", lambda: watch_drain(agent, files, is_other_pod_draining)))
-            work.append(_repeat(_INTERVAL, "watching for a hang", Hang(agent, files.kill).watch))
+            work.append(_repeat(_INTERVAL, "watching for a hang", HangWatch(agent, files.kill).watch))
         app = make_app(agent, token=settings.token, fence=fence, model_path=settings.model_path, head_pod=head_pod, relay=relay)
         await _serve(app, settings.listen, work, f"Agent of {name} at {settings.listen}, engine {url}.")
 
@@ -201,19 +201,19 @@ async def run_member_pod(settings: Settings, place: Place) -> None:
 
 
 async def _serve(app: web.Application, listen: Address, work: list[Coroutine[Any, Any, None]], start: str) -> None:
-    """Serve and do the work until SIGTERM. ``start`` is logged when the agent listens."""
+    """Serve ``app`` and run ``work`` until SIGTERM. Log ``start`` when the agent listens."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks = [asyncio.create_task(loop) for loop in work]
     try:
         await web.TCPSite(runner, listen.host, listen.port).start()
         log.info("%s", start)
         await stop.wait()
     finally:
-        # The engine completes its current call, which the record names: nothing has to be waited for.
+        # The engine completes its current call, which the record names, so the agent need not wait for it.
         for task in tasks:
             task.cancel()
         await runner.cleanup()
@@ -224,7 +224,7 @@ def _never() -> bool:
 
 
 async def _repeat(seconds: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Repeat the work at this interval. A defect in one round must not end the loop: the gate would stay as it is."""
+    """Repeat the work at this interval. A defect in one round must not end the loop, or the gate would never move again."""
     while True:
         try:
             await work()
@@ -234,7 +234,7 @@ async def _repeat(seconds: float, what: str, work: Callable[[], Awaitable[None]]
 
 
 async def _follow_gate(agent: Agent) -> None:
-    """Set the gate as soon as that is due, and check it twice a second: a restarted haproxy is closed."""
+    """Set the gate when a change is due, and check it twice a second, because a restarted haproxy is closed."""
     while True:
         try:
             await agent.gate.settle()
@@ -246,5 +246,6 @@ async def _follow_gate(agent: Agent) -> None:
 
 
 async def _trust_record(agent: Agent) -> None:
+    """Trust the record's committed version if no coordinator has contradicted it for some seconds."""
     await asyncio.sleep(_TRUST_RECORD_SECONDS)
     agent.dispatch(ev.RecordTrusted())

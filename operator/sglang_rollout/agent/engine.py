@@ -1,4 +1,4 @@
-"""The engine of this pod: its HTTP client, the files that its container shares with the agent, and how it identifies itself."""
+"""The engine of this pod: its HTTP client, the files that its container shares with the agent, and its identity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 class RunFiles:
-    """Files in the folder of the boot file. The engine container's start script and hooks write those that describe the engine."""
+    """Files in the folder of the boot file. The engine container's start script and hooks write the files about the engine."""
 
     def __init__(self, boot_file: Path) -> None:
         folder = boot_file.parent
@@ -38,7 +38,7 @@ class RunFiles:
         return read_text(self.boot)
 
     def is_drain_requested(self) -> bool:
-        """Return whether a drain of the current engine is requested. A request older than its start was for the previous engine."""
+        """Return whether a drain is requested. A request older than the engine's start was for the previous engine."""
         try:
             requested = self.drain.stat().st_mtime_ns
         except FileNotFoundError:
@@ -50,7 +50,7 @@ class RunFiles:
 
 
 class Engine(EngineClient):
-    """Client of the engine, which also knows its container. ``boot_file`` is None without a container."""
+    """Client of the engine that also reads the files of its container. ``boot_file`` is None without a container."""
 
     def __init__(self, url: str, *, boot_file: Path | None = None) -> None:
         super().__init__(url)
@@ -86,21 +86,21 @@ class Engine(EngineClient):
         )
 
 
-def complaint(status: int, message: str) -> Reply:
+def refusal_reply(status: int, message: str) -> Reply:
     """Return a refusal of the agent in SGLang's shape."""
     return Reply.json(status, ControlReply(success=False, message=message).model_dump(exclude_none=True))
 
 
 def fingerprint(info: dict[str, Any]) -> str:
-    """Return a boot ID made of what differs at every start of a server: measured start-up times, seed and ports."""
+    """Return a boot ID made of values that differ at every start of a server: start-up times, seed and ports."""
     distinct = {key: info.get(key) for key in ("startup_time", "random_seed", "nccl_port", "launch_command")}
     return hashlib.sha256(json.dumps(distinct, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def read_nccl(file: Path, info: dict[str, Any]) -> Nccl | None:
-    """Return the NCCL of the engine's container, which is not the agent's own; None without the file.
+    """Return the NCCL of the engine's container, not of the agent's; None without the file.
 
-    SGLang adds a variable at its start, which depends on its options ``info``.
+    SGLang sets one more variable at its start, depending on its options ``info``.
     """
     try:
         lines = file.read_text(errors="replace").splitlines()
@@ -109,7 +109,7 @@ def read_nccl(file: Path, info: dict[str, Any]) -> Nccl | None:
     found = dict(line.split("=", 1) for line in lines if "=" in line)
     version = found.pop("version", "").strip() or None
     settings = {key: value for key, value in found.items() if key.startswith("NCCL_")}
-    # SGLang 0.5.23, entrypoints/engine.py, _set_envs_and_config. With these two options it depends on the hardware, too.
+    # SGLang 0.5.23, entrypoints/engine.py, _set_envs_and_config. With these two options the value depends on the hardware, too.
     if info.get("enable_symm_mem"):
         settings[_CUMEM] = "1"
     elif _CUMEM not in settings and info.get("nnodes", 1) == 1 and not info.get("enable_kv_cache_sharding"):
@@ -118,7 +118,7 @@ def read_nccl(file: Path, info: dict[str, Any]) -> Nccl | None:
 
 
 def read_all_reduce(file: Path) -> float | None:
-    """Return the all-reduce bandwidth in GB/s that the container measured before the start; None if it measured none."""
+    """Return the all-reduce bandwidth in GB/s that the container measured before the start; None without a measurement."""
     try:
         return float(read_text(file) or "")
     except ValueError:

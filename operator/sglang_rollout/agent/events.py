@@ -49,7 +49,7 @@ class CoordinatorCalled:
     sender: str = ""
     """Identifies the coordinator process."""
     seq: int = 0
-    """Orders the messages of the sender in its term; 0: it sends no sequence numbers."""
+    """Orders the messages of the sender in its term; 0: the sender has no sequence numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ Effect: TypeAlias = Save | SetGate
 def restore_state(record: EngineRecord, *, is_readable: bool = True) -> State:
     """Return the initial state of an agent with this record.
 
-    A call without an answer counts as failed, and the path of the adapter that it named as unknown. ``is_readable`` is False if a record
-    exists but cannot be read.
+    A call without an answer counts as failed, and the path of its adapter becomes unknown. ``is_readable`` is False if a record exists
+    but cannot be read.
     """
     if not is_readable:
         return State(record=record.model_copy(update={"unreadable": True}))
@@ -191,7 +191,7 @@ def _apply(state: State, event: Event) -> State:  # noqa: PLR0911 - one line per
 
 
 def _apply_sync(state: State, event: CoordinatorCalled) -> State:
-    """Ignore an out-of-order sync. It could reopen the gate for a version that has since been replaced."""
+    """Apply a sync. Ignore an out-of-order sync, which could reopen the gate for a version that has since been replaced."""
     record, sender = state.record, (event.term, event.sender)
     is_late = sender == state.synced_by and 0 < event.seq < state.synced_seq
     if event.term < record.term or is_late:
@@ -209,8 +209,8 @@ def _apply_facts(state: State, facts: EngineFacts) -> State:
     record = state.record
     if facts.boot_id == record.boot_id:
         return _apply_label(replace(state, up=True, facts=facts), facts.live_label)
-    # A new engine process holds model.path unless its label has changed already. Without a readable record it may also be an old process
-    # that received tensors and not yet their label. If it is new after all, the next push makes it clean.
+    # A new engine process holds model.path unless its label has changed already. Without a readable record the process may also be old:
+    # it may have received tensors but not their label. If the process is new after all, the next push makes it clean.
     is_base = facts.live_label == facts.launch_label and not record.unreadable
     record = EngineRecord(
         boot_id=facts.boot_id,
@@ -252,7 +252,7 @@ def _begin_call(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
             return _change(state, groups=list(dict.fromkeys([*record.groups, event.name])))
         case ControlCall.RELEASE_MEMORY:
             state = _change(state, interruption=record.interruption.release(event.details, by_spec=event.by_spec))
-            # Not a mixture: the weights may come back unchanged.
+            # UNKNOWN, not DIRTY: the weights may come back unchanged.
             return _lose_version(state, EngineState.UNKNOWN, unverified=True) if MemoryTag.WEIGHTS in event.details else state
         case ControlCall.LOAD_ADAPTER | ControlCall.UNLOAD_ADAPTER:
             return _change(state, pending_adapter=event.name)
@@ -262,7 +262,7 @@ def _begin_call(state: State, event: CallBegan) -> State:  # noqa: PLR0911 - one
 
 def _end_call(state: State, event: CallEnded) -> State:
     if event.boot_id != state.record.boot_id:
-        return state  # the called engine process has ended, and its pending call with it
+        return state  # the called engine process has ended, which also ended the call
     state = _change(state, pending="", pending_adapter="")
     return _succeed(state, event) if event.ok else _fail(state, event)
 

@@ -1,4 +1,4 @@
-"""The gate (haproxy) of this pod: commands to its stats socket, and the order in which they lead to the required state."""
+"""Open and close the gate (haproxy) of this pod, with commands to its stats socket. ``state`` decides whether it may be open."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 _SERVER = "engine/e"
 _VIEW = "show info; show servers state engine"
 _VIEW_BEGINS = "Name:"
-"""First line of haproxy's answer to ``show info``. The text before it answers the previous command."""
+"""First line of haproxy's answer to ``show info``. The text before this line answers the previous command."""
 _MAINTENANCE = 0x01 | 0x02 | 0x20 | 0x40
-"""Bits of ``srv_admin_state`` that keep a server out (haproxy's SRV_ADMF_MAINT). 0x04 only tells that it was configured ``disabled``."""
+"""Bits of ``srv_admin_state`` that keep a server out (SRV_ADMF_MAINT). 0x04 only shows that the configuration says ``disabled``."""
 
 _QUOTED = 500
-"""Characters of a command that an error quotes: the path of the map and what is set; a list of adapters has up to 15,000."""
+"""Characters of a command that an error quotes. A command with a list of adapters has up to 15,000."""
 _LACKS = ("Unknown map identifier", "entry not found")
 """haproxy's answers to ``set map`` for an unknown map or key; haproxy has no codes."""
 _CHECK_CLOSES_SECONDS = 2.0
-"""Time after which the gate has closed because of its check of the agent, if the agent's command was lost."""
+"""Time until haproxy's check of the agent closes the gate, if the agent's command was lost."""
 
 
 class GateError(Exception):
@@ -42,7 +42,7 @@ class GateError(Exception):
 
 
 class GateAbsentError(GateError):
-    """Nothing listens on the gate's socket: haproxy does not run, so nothing passes."""
+    """Nothing listens on the gate's socket: haproxy does not run, so no request passes."""
 
 
 class GateLacksError(GateError):
@@ -81,7 +81,7 @@ class Gate:
         return GateView(pid=int(pid), ready=ready, up=ready and operation != 0)
 
     async def set(self, *, is_open: bool) -> GateView:
-        """Open the gate, or close it for new requests, and return the state after it. Requests in flight continue."""
+        """Open the gate, or close it for new requests. Return the new state. Requests in flight continue."""
         command = f"set server {_SERVER} state {'ready' if is_open else 'maint'}"
         # Both commands share a connection, because an update waits for the gate and each connection costs two context switches.
         answer, name, view = (await self._command(f"{command}; {_VIEW}")).partition(_VIEW_BEGINS)
@@ -100,7 +100,7 @@ class Gate:
         self._check_empty(command, await self._command(command))
 
     def _check_empty(self, command: str, answer: str) -> None:
-        """Raise GateError if haproxy said anything: a command that works has an empty answer."""
+        """Raise GateError unless the answer is empty, as it is after a successful command."""
         answer = answer.strip()
         if answer:
             kind = GateLacksError if answer.startswith(_LACKS) else GateError
@@ -131,7 +131,7 @@ def _quoted(command: str) -> str:
 def gate_entries(
     *, label: str, vocabulary: int | None, has_tokenizer: bool, adapters: Collection[str] | None, generates: bool
 ) -> dict[str, str]:
-    """Return the entries of the gate's map, by which it labels answers and refuses requests.
+    """Return the entries of the gate's map, by which the gate labels answers and refuses requests.
 
     Args:
         label: Version label in the header of every answer. Empty: no header.
@@ -168,7 +168,7 @@ class GateKeeper:
         self._may_open = may_open
         self._entries = entries
         self._written: tuple[int, dict[str, str]] | None = None
-        """Process ID of the haproxy and the entries that it holds; None if some of them may be missing."""
+        """Process ID of the haproxy and the entries that it holds; None if entries may be missing."""
         self._lock = asyncio.Lock()
 
     async def settle(self) -> None:
@@ -197,7 +197,7 @@ class GateKeeper:
     async def settle_if_due(self) -> None:
         """Call :meth:`settle` unless the last known state of the gate is the required one.
 
-        For answers that an update waits for. The next settling, within half a second, notices a restarted haproxy.
+        Used before answers that an update waits for. The next settling, within half a second, notices a restarted haproxy.
         """
         async with self._lock:  # a concurrent settling may suffice
             if self._is_settled():
@@ -213,8 +213,8 @@ class GateKeeper:
     async def _write_entries(self, pid: int) -> None:
         """Write changed entries before the gate opens.
 
-        An entry that an older gate does not know is left out. After any other error the gate stays closed, and all entries are written
-        again.
+        An entry that an older gate does not know is left out. After any other error the gate stays closed, and the next attempt writes
+        all entries again.
         """
         entries = self._entries()
         before = self._written[1] if self._written is not None and self._written[0] == pid else {}
@@ -235,7 +235,7 @@ class GateKeeper:
             try:
                 self.view = await self.client.set(is_open=False)
             except GateAbsentError:
-                return  # nothing passes without haproxy, which starts closed
+                return  # without haproxy no request passes, and haproxy starts closed
             except GateError as error:
                 log.warning("%s; waiting until the gate closes because of its check.", error)
                 await asyncio.sleep(_CHECK_CLOSES_SECONDS)

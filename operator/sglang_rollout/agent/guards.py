@@ -1,7 +1,7 @@
 """Refusals of control calls that would harm the engine. Pure.
 
-Some calls end SGLang's process (a restore of memory that is not released), some block it (the name of an open process group), and after
-others it would serve a mixture of weights (a resume after half an update). :func:`refusal` refuses such calls with a message.
+Some calls end SGLang's process, for example a restore of memory that is not released. Some block it, for example the name of an open
+process group. After others it would serve a mixture of weights, for example a resume after half an update. :func:`refusal` refuses them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOT_OFFERED: Mapping[ControlCall, str] = {
 }
 """SGLang's calls that are refused, and why."""
 FORWARDED = frozenset(ControlCall) - NOT_OFFERED.keys() - {ControlCall.ABORT_REQUEST}
-"""SGLang's control calls that an agent forwards, one at a time. An abort may overtake them."""
+"""SGLang's control calls that an agent forwards, one at a time. An abort may overtake these calls."""
 _NEED_WEIGHTS = frozenset(
     {
         ControlCall.BEGIN_UPDATE,
@@ -104,7 +104,7 @@ def name_of(call: str, body: dict[str, Any]) -> str:
 
 
 def tags_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[str, ...]:
-    """Return the memory tags of a release or restore. Without ``tags`` it means all that are not released, or all that are."""
+    """Return the memory tags of a call. Without ``tags``, a release means all tags that are not released, a restore all that are."""
     tags = body.get("tags")
     if call == ControlCall.RELEASE_MEMORY:
         named = tags if isinstance(tags, list) and tags else MEMORY_TAGS
@@ -132,7 +132,7 @@ def prepared(call: str, body: dict[str, Any], record: s.EngineRecord) -> dict[st
 def _init_refusal(record: s.EngineRecord, body: dict[str, Any]) -> Refusal | None:
     name = group_of(body)
     if not name:
-        return _invalid(f"{ControlCall.INIT_GROUP}: the group needs a name; an empty one ends the engine's process.")
+        return _invalid(f"{ControlCall.INIT_GROUP}: the group needs a name; an empty name ends the engine's process.")
     if name in record.groups:
         return _invalid(f"{ControlCall.INIT_GROUP}: the engine already is in a group {name!r}: destroy it first, or use a fresh name.")
     return None
@@ -145,7 +145,7 @@ def _value_refusal(call: str, body: dict[str, Any]) -> Refusal | None:
             f"{call}: load_format {form!r} may end the engine's process: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out."
         )
     if call == ControlCall.CHECK_WEIGHTS and action != "checksum":
-        return _invalid(f"{call}: action {action!r} is not offered, only checksum: others change or copy the weights.")
+        return _invalid(f"{call}: action {action!r} is not offered, only checksum: other actions change or copy the weights.")
     return None
 
 
@@ -155,7 +155,7 @@ def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refus
         advice = "use flattened_bucket or direct, or leave it out."
         return _invalid(f"{ControlCall.UPDATE_TENSOR}: load_format {form!r} may end the engine's process: {advice}")
     if not isinstance(payloads, list) or len(payloads) < ranks:
-        needed = f"one payload for each of the engine's {ranks} ranks; a rank without one ends its process."
+        needed = f"one payload for each of the engine's {ranks} ranks; a rank without a payload ends its process."
         return _invalid(f"{ControlCall.UPDATE_TENSOR}: serialized_named_tensors must hold {needed}")
     return None
 
@@ -165,8 +165,8 @@ def _load_refusal(record: s.EngineRecord, name: str) -> Refusal | None:
     if name in record.adapters or len(listed({*record.adapters, name})) <= ADAPTERS_LONGEST:
         return None
     return _invalid(
-        f"{ControlCall.LOAD_ADAPTER}: {len(record.adapters)} adapters are loaded, and the names of all of them, URL-encoded,"
-        f" may have {ADAPTERS_LONGEST} characters with the commas between them: unload some, or use shorter names.",
+        f"{ControlCall.LOAD_ADAPTER}: {len(record.adapters)} adapters are loaded. The list of all names, URL-encoded and with commas,"
+        f" may have at most {ADAPTERS_LONGEST} characters: unload adapters, or use shorter names.",
     )
 
 

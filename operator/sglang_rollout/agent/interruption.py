@@ -1,13 +1,13 @@
 """What interrupts an engine: the cause of its pause, and the memory that is released. Pure.
 
-An interruption ends by the same side that began it:
+The side that began an interruption ends it:
 
     cause     begins with                                        ends with
     CALL      pause_generation                                   continue_generation
     RELEASE   a release of memory; the agent pauses the engine   the restore of all memory; the agent resumes the engine
     SPEC      spec.state Asleep; the agent releases all memory   another spec.state; the agent restores the memory
 
-The coordinator sends ``spec.state`` with each sync, and :func:`next_call` leads the engine there.
+The coordinator sends ``spec.state`` with each sync, and :func:`next_call` leads the engine to this state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cause(StrEnum):
 
 
 class Interruption(Message):
-    """Pause and released memory of one engine. It is recorded before the engine receives the call that leads there."""
+    """Pause and released memory of one engine. The agent records it before the engine receives the call that causes it."""
 
     cause: Cause | None = None
     """None: the engine is not paused."""

@@ -1,7 +1,7 @@
-"""State of an agent, and the decisions that follow from it. Pure: no I/O, no clock. :mod:`.events` changes it.
+"""State of an agent, and the decisions that follow from this state, for example when the gate opens. Pure: no I/O, no clock.
 
 The safety rule: **the gate is open only while the engine is up and holds the committed version completely**
-(:func:`gate_may_open`). If a fact is uncertain, the gate stays closed.
+(:func:`gate_may_open`). If a fact is uncertain, the gate stays closed. :mod:`.events` changes the state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_rollout.wire.reasons import GateReason, Refusal, RefusalCode
 from sglang_rollout.wire.states import EngineState, FleetState, Version, describe_state
 
 UNKNOWN_PATH = ""
-"""Path of an adapter that the engine may or may not hold, possibly in an older version. After an unload the engine does not hold it."""
+"""Path of an adapter that the engine may hold, possibly in an older version. After an unload the engine does not hold the adapter."""
 
 
 class EngineRecord(Message):
@@ -42,7 +42,7 @@ class EngineRecord(Message):
     applied_state: FleetState = FleetState.ACTIVE
     """Applied ``spec.state`` of the last sync. The record keeps it when the coordinator or the engine restarts."""
     adapters: dict[str, str] = Field(default_factory=dict)
-    """Path of each loaded adapter by name; ``UNKNOWN_PATH`` if the agent does not know whether it is loaded."""
+    """Path of each loaded adapter by name; ``UNKNOWN_PATH`` if the agent does not know whether the adapter is loaded."""
     unverified: bool = False
     """The weights were released in this engine process, and their version has not been verified since."""
     received: int = 0
@@ -96,7 +96,7 @@ class State:
     """Sequence number of that sync."""
     draining: bool = False
     calls: int = 0
-    """Grows when a control call begins and when it ends: shows whether a poll is older than the last change."""
+    """Grows when a control call begins and when it ends, so it shows whether a poll is older than the last change."""
     facts: EngineFacts | None = None
 
 
@@ -153,7 +153,7 @@ def waits_for_coordinator(state: State) -> bool:
 
 
 def stays_paused(record: EngineRecord) -> bool:
-    """Return whether an engine stays paused when its update is given up: its memory is released, or the spec pauses it.
+    """Return whether an engine stays paused when its update is given up: its memory is released, or the spec pauses the engine.
 
     A dirty engine resumes, so that its requests end. The coordinator pauses it again.
     """

@@ -1,4 +1,4 @@
-"""End of a weight update on one engine: the agent acknowledges it or gives it up."""
+"""End of a weight update on one engine: the agent acknowledges the update, or gives it up when the coordinator is silent or says so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 5.0
 FENCE_ANSWER_SECONDS = 8.0
-"""Time after which a fence call is answered, finished or not. The engine may be stuck in a collective that only SIGKILL ends."""
+"""Time after which the agent answers a fence call, finished or not. The engine may be stuck in a collective that only SIGKILL ends."""
 
 
 async def acknowledge(agent: Agent, request: AckRequest, deadline: float) -> None:
@@ -97,7 +97,7 @@ class Fence:
             self._agent.giving_up_since = None
 
     async def _wait_for_answer(self, running: asyncio.Task[Reply]) -> None:
-        """Wait until this call is answered. An engine that takes too long is restarted, which ends the call."""
+        """Wait until the engine has answered this call. An engine that takes too long is restarted, which ends the call."""
         if running.done():
             return
         done, _ = await asyncio.wait({running}, timeout=self._stuck_after)
@@ -113,7 +113,7 @@ class Fence:
             await asyncio.to_thread(self._kill_file.unlink, missing_ok=True)
 
     async def _free_engine(self) -> None:
-        """End the session. Abort the requests of a dirty engine, and resume the engine unless something else pauses it."""
+        """End the session. Abort the requests of a dirty engine. Resume the engine unless another interruption pauses it."""
         agent = self._agent
         if not agent.state.up:
             return

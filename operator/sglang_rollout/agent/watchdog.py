@@ -1,6 +1,6 @@
-"""What the agent does by itself: restart a hung engine, follow ``spec.state``, and drain an engine that is about to stop.
+"""What the agent does without a call: restart a hung engine, follow ``spec.state``, and drain an engine that is about to stop.
 
-:mod:`.cli` runs each watch about twice a second.
+:mod:`.cli` runs each watch about twice a second. ``kill``, a file, makes the kubelet restart the engine.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sglang_rollout.wire.states import FleetState
 log = logging.getLogger(__name__)
 
 _MIN_FAILED_CHECKS = 4
-"""Failed checks in a row before a restart. Time alone is no proof, because an agent that was suspended itself also sees time pass."""
+"""Failed checks in a row before a restart. Elapsed time alone is no proof: time also passes while the agent itself is suspended."""
 _MEMORY_SECONDS = 60.0
 """Time to wait for a release or a restore of memory."""
 _ABORT_SECONDS = 5.0
 
 
-class Hang:
+class HangWatch:
     """Requests the restart of an engine that was up, has no call to answer, and has been silent for too long."""
 
     def __init__(self, agent: Agent, kill_file: Path) -> None:
@@ -52,7 +52,7 @@ class Hang:
         try:
             await agent.engine.check_alive(timeout=max(1.0, min(limit / _MIN_FAILED_CHECKS, HEALTH_SECONDS)))
         except EngineError as error:
-            if _should_answer(agent):  # otherwise a call has begun meanwhile that may keep it busy
+            if _should_answer(agent):  # otherwise a call that may keep the engine busy has begun meanwhile
                 self._count_failure(str(error), now, limit)
             return
         self._failed_checks, self._silent_since = 0, None
@@ -78,12 +78,12 @@ def _should_answer(agent: Agent) -> bool:
     record = agent.state.record
     boot_id = agent.engine.container_boot_id()
     if boot_id is None or boot_id != record.boot_id:
-        return False  # it starts, which the startup probe watches
+        return False  # the engine is starting, and the startup probe watches the start
     is_busy = record.pending or record.session or record.interruption.is_pause or record.interruption.released
     return not (is_busy or agent.giving_up_since is not None or s.is_update_open(record))
 
 
-class SpecState:
+class SpecStateWatch:
     """Leads the engine to the applied ``spec.state``: releases its memory for Asleep, and restores it afterwards."""
 
     def __init__(self, agent: Agent) -> None:
@@ -129,7 +129,7 @@ class SpecState:
 
 
 async def watch_drain(agent: Agent, files: RunFiles, is_other_pod_draining: Callable[[], bool]) -> None:
-    """Check the files once: close the gate if a drain is requested, report an idle engine, end the drain after a restart."""
+    """Check the files once: close the gate if a drain is requested, report when the engine is idle, end the drain after a restart."""
     wanted = files.is_drain_requested() or is_other_pod_draining()
     if wanted != agent.state.draining:
         agent.dispatch(ev.DrainingChanged(wanted))
@@ -156,4 +156,4 @@ async def _is_idle(agent: Agent) -> bool:
     try:
         return await agent.engine.count_requests() == 0
     except EngineError:
-        return False  # silent is not idle; polls notice an engine that has ended
+        return False  # a silent engine may still run requests; polls notice an engine that has ended

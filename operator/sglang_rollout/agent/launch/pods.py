@@ -1,6 +1,7 @@
-"""Pods of an engine that has several: member pods report to the head pod, which decides with ``rank_lifecycle`` and answers for the engine.
+"""Pods of an engine of several pods: member pods report to the head pod, which decides with ``rank_lifecycle``.
 
-A member pod serves no requests and accepts no control calls, because SGLang only answers health checks there.
+The head pod answers for the engine. A member pod serves no requests and accepts no control calls, because SGLang only answers health
+checks there.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class StartBarrier:
         """Return the boot ID of the engine's container; None while it does not run."""
         boot_id = self.files.boot_id()
         if self._ended is not None and boot_id not in (None, self._ended):
-            # The start script deletes the file, but the agent may have written it again just afterwards.
+            # The start script deletes the kill file, but the agent may have written it again just afterwards.
             self.files.kill.unlink(missing_ok=True)
             self._ended = None
         return boot_id
@@ -78,7 +79,7 @@ class StartBarrier:
         """Return whether SGLang was started in this run of the container."""
         return boot_id is not None and read_text(self._go) == boot_id
 
-    def obey(self, verdict: Verdict, boot_id: str | None, reason: str) -> None:
+    def carry_out(self, verdict: Verdict, boot_id: str | None, reason: str) -> None:
         """Carry out the verdict on the run ``boot_id`` of the container; ``reason`` is a sentence."""
         if boot_id is None:
             return
@@ -118,7 +119,7 @@ class HeadPod:
         boot_id, draining = self._barrier.boot_id(), self._barrier.files.is_drain_requested()
         started = self._barrier.is_started(boot_id)
         own = Member(boot_id, time.monotonic(), started=started, up=self._agent.state.up, draining=draining)
-        self._barrier.obey(self._decide(0, own), boot_id, self._reason())
+        self._barrier.carry_out(self._decide(0, own), boot_id, self._reason())
         silent = rank_lifecycle.silent_addresses(self.ranks, time.monotonic())
         cut = await asyncio.gather(*(is_cut(Address.parse(address)) for address in silent.values()))
         for rank, is_rank_cut in zip(silent, cut, strict=True):
@@ -163,7 +164,7 @@ class HeadPod:
             if reply.refusal is not None:
                 return CheckpointReply(refusal=self._name_pod(rank, reply.refusal))
             if reply.digest != own.digest:
-                difference = f"{folder.path} holds something else in pod {self.ranks.pod(rank)} than in pod {self.ranks.pod(0)}."
+                difference = f"{folder.path} differs between pod {self.ranks.pod(rank)} and pod {self.ranks.pod(0)}."
                 return CheckpointReply(refusal=Refusal(RefusalCode.INVALID_REQUEST, difference))
         return own
 
@@ -243,7 +244,7 @@ class MemberPod:
         self._link = Link()
 
     async def resolve(self) -> None:
-        """Resolve the head pod's address once; keep the last known one if that fails."""
+        """Resolve the head pod's address once; keep the last known address if that fails."""
         if _is_ip(self.head.host):
             return
         try:
@@ -256,7 +257,7 @@ class MemberPod:
         self._address = Address(str(found[0][4][0]), self.head.port)
 
     async def observe(self) -> None:
-        """Poll SGLang once. On a node without tokenizer it listens only after its schedulers have loaded."""
+        """Poll SGLang once. On a node without tokenizer SGLang listens only after its schedulers have loaded."""
         try:
             reply = await self._engine.get("/ping", timeout=_PING_SECONDS)
             self.up, self.down_reason = reply.status == 200, f"it says HTTP {reply.status}"
@@ -273,11 +274,11 @@ class MemberPod:
             files.drained.touch()
         if reply is not None:
             self._link = Link()
-            self._barrier.obey(reply.verdict, boot_id, reply.message)
+            self._barrier.carry_out(reply.verdict, boot_id, reply.message)
         elif self._address is not None:
             self._link = self._link.after_attempt(time.monotonic(), cut=await is_cut(self._address))
             if started and self._link.is_lost(time.monotonic()):
-                self._barrier.obey(Verdict.END, boot_id, f"pod 0 of the engine could not be reached for {GRACE_SECONDS:.0f} s.")
+                self._barrier.carry_out(Verdict.END, boot_id, f"pod 0 of the engine could not be reached for {GRACE_SECONDS:.0f} s.")
 
     async def _send(self, report: MemberReport) -> GroupReply | None:
         if self._address is None:
@@ -349,7 +350,7 @@ def member_app(member: MemberPod, *, name: str, token: str, model_path: str | No
     app.add_routes([web.get(ports.AGENT_HEALTH, health), web.get(ports.AGENT_ENGINE, engine), web.get("/health", engine)])
     app.add_routes([web.get(ports.AGENT_METRICS, metrics), web.post(ports.AGENT_PREFLIGHT, preflight_trainer)])
     app.add_routes([web.post(ports.AGENT_CHECKPOINT, checkpoint)])
-    # haproxy asks ports.AGENT_GATE whether the gate may be open: it never may.
+    # haproxy asks ports.AGENT_GATE whether the gate may be open, and gets this refusal: the gate of a member pod never opens.
     app.add_routes([web.route("*", "/{path:.*}", misdirected)])
     return app
 

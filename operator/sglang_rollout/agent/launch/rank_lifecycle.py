@@ -1,8 +1,8 @@
 """Start and end of the ranks of an engine of several pods. Pure: no I/O, no clock.
 
-torch's rendezvous does not suffice. An early rank waits in it for half an hour. A rank that meets one of an earlier run hangs. Ranks that
-restart independently end each other again and again. So every container waits before it starts SGLang, identified by its boot ID, and the
-head pod decides:
+torch's rendezvous does not suffice. An early rank waits in it for half an hour. A rank that meets a rank of an earlier run hangs. Ranks
+that restart independently end each other repeatedly. So every container writes a boot ID and waits before it starts SGLang, and the head
+pod decides:
 
     all ranks wait, each with a new boot ID       -> go: these boot IDs are a *generation*
     a rank ended, or has another boot ID          -> the generation is lost: all its other ranks end
@@ -33,7 +33,7 @@ LONGEST_PAUSE_SECONDS = 600.0
 GRACE_SECONDS = 15.0
 """Time that a network path may be cut: a switch restarts, a route changes. SGLang does not notice for minutes."""
 MIN_FAILED_ATTEMPTS = 4
-"""Attempts that must fail in a row, too, because an agent that was suspended itself also sees time pass."""
+"""Attempts that must also fail in a row, because time also passes while the agent itself is suspended."""
 SILENT_AFTER_SECONDS = 5.0
 """Silence of a rank's agent after which the rank is not started, and its pod is checked."""
 START_SECONDS = 1800.0
@@ -102,7 +102,7 @@ class Ranks:
     members: Mapping[int, Member] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
     unreachable: Mapping[int, str] = field(default_factory=dict)
-    """Why silent ranks cannot reach the head pod, if they answered that question."""
+    """Why silent ranks cannot reach the head pod, if their agents answered that question."""
 
     @property
     def is_running(self) -> bool:
@@ -148,7 +148,7 @@ def awaited_ranks(ranks: Ranks, now: float) -> list[int]:
 
 
 def record_answer(ranks: Ranks, rank: int, why: str) -> Ranks:
-    """Record why a rank cannot reach the head pod; empty if it did not answer."""
+    """Record why a rank cannot reach the head pod; empty if the rank's agent did not answer."""
     return replace(ranks, unreachable={**ranks.unreachable, rank: why})
 
 
@@ -156,7 +156,7 @@ def decide_verdict(ranks: Ranks, rank: int, boot_id: str | None, *, started: boo
     """Return the verdict on a pod whose container has this boot ID."""
     if boot_id is not None and ranks.record.boot_ids[rank : rank + 1] == [boot_id]:
         return Verdict.GO if ranks.is_running else Verdict.END
-    # The run belongs to an earlier generation, or to one that was forgotten when the head pod was recreated.
+    # The run belongs to an earlier generation, or to a generation whose record was lost with the previous head pod.
     return Verdict.END if started and boot_id is not None else Verdict.WAIT
 
 

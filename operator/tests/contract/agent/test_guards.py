@@ -99,7 +99,7 @@ async def test_the_gate_passes_requests_that_sglang_refuses_itself(lab: Pod, bod
 @pytest.mark.parametrize(
     ("call", "body", "status", "sentence"),
     [
-        ("init_weights_update_group", {**GROUP, "group_name": ""}, 400, "an empty one ends the engine's process"),
+        ("init_weights_update_group", {**GROUP, "group_name": ""}, 400, "an empty name ends the engine's process"),
         ("update_weights_from_distributed", TENSOR, 409, "must run between begin_weight_update and end_weight_update"),
         ("end_weight_update", {}, 400, "no weight update session is open"),
         ("resume_memory_occupation", {"tags": ["weights"]}, 409, "resuming memory that is not released ends the engine's process"),
