@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shorten_problems(problems: list[str]) -> list[str]:
-    """Return the first problems, and the number of the others."""
+    """Return the first problems, and a sentence with the number of further problems."""
     if len(problems) <= MAX_PROBLEMS:
         return problems
     return [*problems[:MAX_PROBLEMS], f"And {len(problems) - MAX_PROBLEMS} more problems."]

@@ -3,8 +3,8 @@
 A file is eight bytes (length of the header, unsigned, little-endian), the header (JSON, may end in blanks), and the tensors' bytes
 without gaps. Published at https://github.com/huggingface/safetensors#format.
 
-The ``safetensors`` library does not replace this module. Its ``safe_open`` needs numpy or torch to read shapes, 0.8.0 reports
-truncated files and files with extra bytes by the same message without sizes, and its writer takes all tensors at once.
+The ``safetensors`` library does not replace this module. Its ``safe_open`` needs numpy or torch to read shapes. Version 0.8.0 reports
+truncated files and files with extra bytes by the same message, without sizes. Its writer takes all tensors at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The only module that sends HTTP requests to Kubernetes: objects are dicts, errors are messages for people.
 
-It uses ``kubernetes.aio`` for credentials, TLS and signed requests, and calls its ``ApiClient`` directly: the typed models cost
+``kubernetes.aio`` provides credentials, TLS and signed requests. Its ``ApiClient`` is called directly, because its typed models cost
 memory and reject fields that newer servers send.
 """
 
@@ -74,7 +74,7 @@ class Kube:
         on_call: CallHook = lambda verb, plural, outcome: None,
         deadline: float = REQUEST_DEADLINE_SECONDS,
     ) -> Self:
-        """Find credentials. No connection is opened yet.
+        """Return a client with the credentials that were found. Open no connection yet.
 
         Args:
             field_manager: Name of this client in ``managedFields``, in audit logs and as User-Agent.
@@ -155,7 +155,7 @@ class Kube:
         """Merge-patch an object or a subresource, and return the object.
 
         Raises:
-            Conflict: ``resource_version`` was given, and the object has another one.
+            Conflict: ``resource_version`` was given, and the object has another resourceVersion.
         """
         if resource_version is not None:
             patch = {**patch, "metadata": {**patch.get("metadata", {}), "resourceVersion": resource_version}}
@@ -235,7 +235,7 @@ class Kube:
                 outcome = "ok"
                 yield response
             finally:
-                # A watch that was not read to its end cannot go back to the pool. Other responses were read.
+                # The connection of a watch that was not read to its end cannot go back to the pool. Other responses were read.
                 response.close()
         except TimeoutError as error:
             outcome = "error"
@@ -248,7 +248,7 @@ class Kube:
             self._on_call(call.verb, call.plural, outcome)
 
     async def _send_signed(self, call: Call, limit: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
-        """Send a request, and a second time with new credentials if the first were refused.
+        """Send a request, and send it again with new credentials if the server refused the first credentials.
 
         Tokens of exec plug-ins and of service accounts expire while the process runs.
         """
@@ -284,7 +284,7 @@ class Kube:
 
 
 def _parse_object(call: Call, data: bytes) -> Object:
-    """Parse the JSON object of a reply. A reply that is none does not come from an API server."""
+    """Parse the JSON object of a reply. A reply that is not a JSON object does not come from an API server."""
     try:
         parsed = json.loads(data)
     except ValueError as error:

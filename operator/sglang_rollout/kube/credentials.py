@@ -28,7 +28,7 @@ class Credentials:
 
 
 async def read_credentials(kubeconfig: str | None) -> Credentials:
-    """Return the current credentials, for an HTTP client of another library.
+    """Return the current credentials for the HTTP client of another library.
 
     Raises:
         NoCredentials: There are no usable credentials.

@@ -12,7 +12,7 @@ _TOO_MANY_REQUESTS = 429
 _SERVER_ERROR = 500
 
 _STORAGE_ERRORS = ("etcdserver:", "rpc error:")
-"""How messages of an API server begin that passes on errors of its storage. They have no reason code."""
+"""First words of messages in which an API server forwards an error of its storage. Such messages have no reason code."""
 
 
 class KubeError(Exception):
@@ -59,8 +59,8 @@ def error_from_status(what: str, code: int, body: bytes | str, *, retry_after: s
         code: HTTP status.
         body: Body of the reply.
         retry_after: Header ``Retry-After``.
-        is_read: True if the request sent no object. An API server answers 500 also to an apply that does not fit the schema,
-            and when a webhook cannot be called.
+        is_read: True if the request sent no object. To a write, an API server answers 500 also if the object does not fit the
+            schema or a webhook cannot be called.
     """
     status = _parse_status(body)
     message = f"{what}: {str(status.get('message') or '').strip() or f'HTTP {code}'}"

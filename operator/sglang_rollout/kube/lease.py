@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 DURATION_SECONDS = 10.0
 """A holder that does not renew for this time counts as gone."""
 RENEW_SECONDS = 2.0
-"""Interval of renewals, and of looks at a Lease that another process holds."""
+"""Interval of renewals, and of reads of a Lease that another process holds."""
 
 
 class LeaseTakenError(Exception):
@@ -54,14 +54,14 @@ class Lease:
                 renewed = str(found["spec"].get("renewTime"))
                 if renewed != seen:
                     seen, since = renewed, loop.time()
-                # Expiry is measured on our own clock, from when we first saw this renewal: clocks of two nodes may differ.
+                # Our own clock measures the expiry, from our first sight of this renewal, because clocks of two nodes may differ.
                 if holder in ("", self._identity) or loop.time() - since >= DURATION_SECONDS:
                     transitions = _transitions(found) + 1
                     await self._write(found, {**self._renewal(), "leaseTransitions": transitions, "acquireTime": _now()})
                     return transitions
                 self._warn_once(f"{holder} leads: waiting for its Lease {self._name}")
             except Conflict:
-                continue  # another candidate wrote it first: read it again
+                continue  # another candidate wrote the Lease first: read it again
             except KubeError as error:
                 self._warn_once(f"the Lease {self._name} cannot be acquired: {error}")
             await asyncio.sleep(RENEW_SECONDS)
@@ -96,7 +96,7 @@ class Lease:
     async def release(self) -> None:
         """Remove this process as the holder, so that the next candidate need not wait."""
         if self._lease.get("spec", {}).get("holderIdentity") == self._identity:
-            with contextlib.suppress(KubeError):  # it expires by itself
+            with contextlib.suppress(KubeError):  # the Lease expires by itself
                 await self._write(self._lease, {"holderIdentity": ""})
 
     async def _renew(self, changes: Object) -> None:

@@ -23,7 +23,7 @@ class Resource:
     kind: str
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """Return the URL path of the collection, of one object or of a subresource of it."""
+        """Return the URL path of the collection, of one object or of one subresource."""
         parts = ["apis" if "/" in self.api_version else "api", self.api_version]
         if namespace is not None:
             parts += ["namespaces", quote(namespace, safe="")]

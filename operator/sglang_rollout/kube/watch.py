@@ -13,7 +13,7 @@ from sglang_rollout.kube.resources import Object, Resource, name_of
 FIRST_DELAY_SECONDS = 0.2
 """Delay before the next list after a failure; it doubles with each failure."""
 LAST_DELAY_SECONDS = 5.0
-"""Limits how late the return of the server is noticed."""
+"""Longest delay before the next list, and so before a client notices that the server is back."""
 
 
 async def follow(

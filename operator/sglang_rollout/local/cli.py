@@ -128,7 +128,7 @@ def command(
 
 
 def _parse_weights(text: str, backend: Backend, pause_mode: PauseMode) -> Weights:
-    """Parse ``--weights``. The other two options hold unless the text sets the same field."""
+    """Parse ``--weights``. The options ``--backend`` and ``--pause-mode`` apply unless the text sets the same field."""
     try:
         weights = Weights.model_validate_json(text)
     except ValidationError as error:
@@ -178,7 +178,7 @@ async def _wait_for_coordinator(supervisor: Supervisor, url: str, stop: asyncio.
 
 
 def _make_runtime_folder() -> Path:
-    """Make a folder for sockets with a short path: Linux limits paths of sockets to 107 characters, and haproxy appends some."""
+    """Make a folder for sockets with a short path. Linux limits paths of sockets to 107 characters, and haproxy appends a suffix."""
     folder = Path(tempfile.mkdtemp(prefix="sglang-rollout-"))
     if len(str(folder)) <= _MAX_RUNTIME_PATH:
         return folder
@@ -265,7 +265,7 @@ def _find_listen_error(address: Address) -> str | None:
 
 
 def _choose_ports(count: int, base: int | None, taken: set[int]) -> tuple[int, ...]:
-    """Return free loopback ports, consecutive from ``base`` or else random, and none of ``taken``."""
+    """Return free loopback ports: consecutive from ``base``, or else random ports that are not in ``taken``."""
     if base is not None:
         ports = tuple(range(base, base + count))
         for port in ports:

@@ -1,4 +1,4 @@
-"""Run the processes of a local fleet: restart those that exit, as a kubelet would, and end all of them together."""
+"""Run the processes of a local fleet: restart a process that exits, as a kubelet would, and end all processes together."""
 
 from __future__ import annotations
 

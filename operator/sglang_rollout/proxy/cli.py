@@ -112,9 +112,9 @@ def gate(
 
     Requests for tokens pass only while the engine's agent keeps the gate open. Every other call goes to the agent.
     """
-    where, most = _listening(listen, only_print), _connections(maxconn, only_print)
-    metrics = _listening(metrics_listen, only_print) if metrics_listen is not None else None
-    params = GateParams(listen=where, engine=engine, agent=agent, socket=socket, maxconn=most, metrics=metrics)
+    bind, limit = _listen_address(listen, only_print), _connection_limit(maxconn, only_print)
+    metrics = _listen_address(metrics_listen, only_print) if metrics_listen is not None else None
+    params = GateParams(listen=bind, engine=engine, agent=agent, socket=socket, maxconn=limit, metrics=metrics)
     try:
         text = gate_config(params)
     except ValueError as error:
@@ -145,10 +145,10 @@ def front(
     only_print: bool,
 ) -> None:
     """Run the front: haproxy at the fleet's URL. Requests for tokens go to smg, every other call to the coordinator."""
-    where, most = _listening(listen, only_print), _connections(maxconn, only_print)
-    metrics = _listening(metrics_listen, only_print) if metrics_listen is not None else None
+    bind, limit = _listen_address(listen, only_print), _connection_limit(maxconn, only_print)
+    metrics = _listen_address(metrics_listen, only_print) if metrics_listen is not None else None
     params = FrontParams(
-        listen=where, smg=smg, coordinator=coordinator, maxconn=most, threads=threads, metrics=metrics, smg_metrics=smg_metrics
+        listen=bind, smg=smg, coordinator=coordinator, maxconn=limit, threads=threads, metrics=metrics, smg_metrics=smg_metrics
     )
     _print_or_become("front", front_config(params), runtime_dir or Path(tempfile.gettempdir()), only_print)
 
@@ -181,15 +181,18 @@ def find_haproxy() -> str | None:
     return shutil.which("haproxy") or shutil.which("haproxy", path=_SYSTEM_FOLDERS)
 
 
-def _listening(wanted: Address, only_print: bool) -> Address:
-    """Return ``0.0.0.0`` for ``::`` if the kernel has no IPv6, because haproxy would not start. Unchanged for another machine."""
+def _listen_address(wanted: Address, only_print: bool) -> Address:
+    """Return ``0.0.0.0`` for ``::`` if the kernel has no IPv6, because haproxy would not start.
+
+    With ``only_print`` the address does not change, because the text may be for another machine.
+    """
     if wanted.host != "::" or only_print or has_dualstack_ipv6():
         return wanted
-    return Address("0.0.0.0", wanted.port)  # noqa: S104 - what was asked for
+    return Address("0.0.0.0", wanted.port)  # noqa: S104 - the caller asked for all addresses
 
 
-def _connections(wanted: int, only_print: bool) -> int:
-    """Return the number of connections that fits this process's limit on open files; unchanged if the text is for another machine."""
+def _connection_limit(wanted: int, only_print: bool) -> int:
+    """Return the number of connections that fits this process's limit on open files; unchanged with ``only_print``."""
     if only_print:
         return wanted
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -221,6 +224,6 @@ def _become_haproxy(path: Path) -> NoReturn:
         raise click.ClickException(
             "haproxy is not installed (looked in PATH and the system's sbin folders); install the package 'haproxy', 2.6 or newer"
         )
-    # -db: stay in the foreground. -W: a master that handles SIGTERM; alone haproxy leaves it to the kernel, which never ends a
-    # container's first process by a signal without a handler, and the pod would linger until its grace is over.
+    # -db: stay in the foreground. -W: start a master process that handles SIGTERM. Without a master, haproxy has no handler. The
+    # kernel then ignores the signal for a container's first process, and the pod ends only after its grace period.
     os.execv(program, [program, "-W", "-db", "-f", str(path)])  # noqa: S606 - no shell wanted

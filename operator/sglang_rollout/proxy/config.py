@@ -34,8 +34,8 @@ GENERATES_KEY = "generates"
 ADAPTERS_KEY = "adapters"
 """Key of the list of loaded adapters; ``NO_VERSION`` for an engine without adapters, or if they are unknown."""
 ADAPTERS_LONGEST = 15000
-"""Characters of that list. Of a command on the stats socket haproxy reads 15360 bytes (tune.bufsize less tune.maxrewrite); of a longer one
-it reads more at times, and at others it never answers. The path of the map stands before the list."""
+"""Maximum characters of the list of adapters. haproxy reads 15360 bytes of a command on the stats socket (tune.bufsize less
+tune.maxrewrite). To a longer command it may never answer. The command also contains the path of the map."""
 UNSET = "".join(f"{key} {NO_VERSION}\n" for key in (VERSION_KEY, VOCABULARY_KEY, TOKENIZER_KEY, GENERATES_KEY, ADAPTERS_KEY))
 """Content of the map's file when haproxy starts."""
 

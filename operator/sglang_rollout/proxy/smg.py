@@ -1,7 +1,7 @@
 """Command line of smg, the SGLang router. Pure.
 
-Engines pause during weight updates. With its defaults smg would take a paused engine for a broken one, time out before a long rollout
-ends, and generate tokens for health checks.
+Engines pause during weight updates. With its defaults smg would treat a paused engine as broken, time out before a long request ends, and
+generate tokens for health checks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def smg_args(
         *("--prometheus-host", metrics_listen.host, "--prometheus-port", str(metrics_listen.port)),
         *("--policy", POLICIES["Random" if policy in _NOT_AT_START else policy]),
         *("--routing-key-override", "--routing-key-headers", "x-smg-routing-key", "x-session-id"),
-        # /model_info answers during a pause; the default, /health, may generate a token, which a paused engine cannot.
+        # /model_info answers during a pause. The default, /health, may generate a token, and a paused engine generates none.
         *("--health-check-endpoint", "/model_info", "--health-check-interval-secs", "5", "--health-check-timeout-secs", "5"),
         *("--disable-circuit-breaker", "--disable-worker-overload-protection", "--worker-wedge-secs", "86400"),
         # The coordinator alone decides which engines are listed.
         "--no-remove-unhealthy-workers",
-        # After a timeout smg would send the request to a second engine while the first still works on it.
+        # After a timeout smg would send the request to a second engine while the first engine still works on it.
         *("--request-timeout-secs", str(_FOUR_HOURS)),
         *("--retry-max-retries", str(_HOLD_SECONDS * 1000 // _BACKOFF_MS), "--retry-initial-backoff-ms", "50"),
         *("--retry-max-backoff-ms", str(_BACKOFF_MS), "--retry-backoff-multiplier", "1.5"),

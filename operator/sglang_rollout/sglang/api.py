@@ -10,8 +10,8 @@ from enum import StrEnum
 Version = tuple[int, int, int]
 
 OLDEST_SUPPORTED: Version = (0, 5, 20)
-"""First version with ``/ready``. Before it, only a health check that generates tokens tells that an engine has finished its warm-up, and a
-paused engine cannot answer that. Replies name the version that made each token since 0.5.19, and smg reads the load from ``/v1/loads``."""
+"""First version with ``/ready``. In earlier versions only a health check that generates tokens shows that an engine has finished its
+warm-up, and a paused engine cannot answer it. Since 0.5.19 replies name the version that made each token. smg reads ``/v1/loads``."""
 FIRST_WITH_SESSIONS: Version = (0, 5, 21)
 """First version with ``/begin_weight_update`` and ``/end_weight_update``."""
 FIRST_WITH_PING: Version = (0, 5, 23)
@@ -19,7 +19,7 @@ FIRST_WITH_PING: Version = (0, 5, 23)
 
 
 class ControlCall(StrEnum):
-    """SGLang's control calls by name. Each one is a POST to :attr:`path`."""
+    """SGLang's control calls by name. Each call is a POST to :attr:`path`."""
 
     INIT_GROUP = "init_weights_update_group"
     DESTROY_GROUP = "destroy_weights_update_group"
@@ -86,7 +86,7 @@ class PauseMode(StrEnum):
 PAUSE_MODES = tuple(mode.sglang for mode in PauseMode)
 """SGLang's names of all modes."""
 DEFAULT_PAUSE_MODE = PauseMode.ABORT.sglang
-"""Mode of a pause that names none."""
+"""Mode of a pause call that names no mode."""
 
 
 class MemoryTag(StrEnum):
@@ -98,13 +98,13 @@ class MemoryTag(StrEnum):
 
 
 MEMORY_TAGS = tuple(tag.value for tag in MemoryTag)
-"""A call without tags means all of them."""
+"""All memory tags. A call without tags means all of them."""
 
 DEFAULT_GROUP = "weight_update_group"
-"""Name of the process group when a call names none."""
+"""Process group of a call that names no group."""
 
 DISK_LOAD_FORMATS = ("auto", "safetensors")
 """Accepted values of ``load_format`` in ``/update_weights_from_disk``. A loader that SGLang does not know, or cannot use here, ends its
 process."""
 TENSOR_LOAD_FORMATS = (None, "direct", "flattened_bucket")
-"""Accepted values of ``load_format`` in ``/update_weights_from_tensor``. SGLang takes any other for the name of a function to import."""
+"""Accepted values of ``load_format`` in ``/update_weights_from_tensor``. SGLang imports any other value as the name of a function."""

@@ -1,4 +1,4 @@
-"""HTTP client of one SGLang server. It works around what differs between SGLang's releases, and hides API keys.
+"""HTTP client of one SGLang server. It hides differences between SGLang's releases, and API keys.
 
 The agent is its only caller: every other process reaches engines through their gates.
 """
@@ -30,14 +30,14 @@ POLL_SECONDS = 2.0
 _INFO_SECONDS = 10.0
 _CALL_SECONDS = 4 * 3600.0
 _KEEP_ALIVE_SECONDS = 1.0
-"""SGLang closes idle connections after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). No call meets a connection that is being closed."""
+"""Less than the 5 s after which SGLang closes idle connections (SGLANG_TIMEOUT_KEEP_ALIVE), so that no call uses a closed connection."""
 HEALTH_SECONDS = 25.0
 """SGLang's own limit on a health check that generates is 20 s."""
 _HIDDEN = "(hidden)"
 
 
 class EngineError(Exception):
-    """The engine did not answer as it should; the message is a clause that says what happened."""
+    """The engine gave no valid answer; the message is a clause that says what happened."""
 
 
 class EngineGoneError(EngineError):
@@ -62,7 +62,7 @@ class Reply:
 
     @property
     def document(self) -> Any:
-        """The JSON body; None if it is empty or no JSON."""
+        """The JSON body; None if the body is empty or not JSON."""
         try:
             return json.loads(self.body) if self.body else None
         except ValueError:
@@ -110,7 +110,7 @@ class EngineClient:
         return await self._request("POST", path, body, timeout)
 
     async def read_label(self, *, timeout: float = POLL_SECONDS) -> str:
-        """Return the current weight version. SGLang answers also while its scheduler is busy for minutes."""
+        """Return the current weight version. SGLang answers this even while its scheduler is busy for minutes."""
         info = (await self.get(MODEL_INFO, timeout=timeout)).document
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError(f"{self.url}/model_info names no weight_version: is this an SGLang server?")
@@ -118,7 +118,7 @@ class EngineClient:
         return str(info["weight_version"])
 
     async def read_info(self, *, timeout: float = _INFO_SECONDS) -> dict[str, Any]:
-        """Return ``/server_info`` with its secrets; ``info`` keeps it without them."""
+        """Return ``/server_info`` with its secrets; ``info`` keeps the reply without secrets."""
         info = (await self.get(SERVER_INFO, timeout=timeout)).document
         if not isinstance(info, dict):
             raise EngineError(f"{self.url}/server_info is not a JSON object: is this an SGLang server?")
@@ -157,10 +157,10 @@ class EngineClient:
             writer.close()
 
     async def prepare(self, version: object, *, is_warm: bool) -> None:
-        """Learn how to drive this engine. Raise EngineError if it is too old, or while it warms up.
+        """Find out which calls this engine supports. Raise EngineError if the engine is too old, or while it warms up.
 
         Args:
-            version: SGLang's version. One that is no release's, of a private build, is accepted.
+            version: SGLang's version. The version of a private build is accepted.
             is_warm: True if this process has finished its warm-up before.
         """
         numbers = _parse_release(version)
@@ -177,8 +177,8 @@ class EngineClient:
         if name in (ControlCall.BEGIN_UPDATE, ControlCall.END_UPDATE) and self._has_update_sessions is False:
             return Reply.json(200, {"success": True, "message": "This SGLang knows no update sessions and needs none."})
         if name == ControlCall.PAUSE and self._has_update_sessions is False and body.get("mode") == PauseMode.RETRACT.sglang:
-            # Requests that wait keep SGLang 0.5.20 from flushing what it computed with the old weights, and an update that is to
-            # flush then ends it (scheduler.py, is_fully_idle).
+            # SGLang 0.5.20 cannot flush its cache of the old weights while requests wait. An update with a flush then ends its
+            # process (scheduler.py, is_fully_idle).
             body = {**body, "mode": PauseMode.ABORT.sglang}
         reply = await self.post(f"/{name}", body, timeout=_CALL_SECONDS)
         if name == ControlCall.BEGIN_UPDATE and reply.status == 400 and b"already open" in reply.body:
@@ -202,12 +202,12 @@ class EngineClient:
             raise EngineGoneError(f"the connection broke during {path} ({type(error).__name__})") from None
 
     async def _check_warm(self, version: tuple[int, ...] | None) -> None:
-        """Raise EngineError while the engine warms up: it listens before that, and its first request would take long."""
+        """Raise EngineError while the engine warms up. It already listens then, but its first request would take long."""
         reply = await self.get("/ready", timeout=POLL_SECONDS)
         if reply.status == 200:
             return
-        # /ready is 503 during a pause, too. Since 0.5.23 /ping distinguishes the two. Before, /ping says 200 as soon as SGLang
-        # listens, and there is only /health, which may generate a token.
+        # /ready is 503 during a pause, too. Since 0.5.23 /ping distinguishes pause and warm-up. In earlier versions /ping is 200 as
+        # soon as SGLang listens, so only /health remains, which may generate a token.
         path, timeout = ("/ping", POLL_SECONDS) if version and version >= FIRST_WITH_PING else ("/health", HEALTH_SECONDS)
         if (await self.get(path, timeout=timeout)).status != 200:
             raise EngineError("it listens but has not finished warming up")
@@ -220,7 +220,7 @@ class EngineClient:
         return version is None or version >= FIRST_WITH_SESSIONS
 
     async def _read_vocabulary(self) -> int | None:
-        """Return the size of the vocabulary. SGLang names it only when it refuses a bias for an unknown token; it generates nothing."""
+        """Return the size of the vocabulary, which SGLang names only in its refusal of a bias for an unknown token."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}}
         try:
             reply = await self.post(GENERATE, body, timeout=POLL_SECONDS)
@@ -239,7 +239,7 @@ def _parse_release(version: object) -> tuple[int, ...] | None:
 
 
 def redacted(info: dict[str, Any]) -> dict[str, Any]:
-    """Return ``/server_info`` without API keys. SGLang shows them in clear, also inside ``launch_command``."""
+    """Return ``/server_info`` without API keys, which SGLang shows in clear, also inside ``launch_command``."""
     secrets = {value for key, value in info.items() if key.endswith("api_key") and isinstance(value, str) and value}
     command = str(info.get("launch_command") or "")
     secrets |= set(re.findall(r"--(?:admin-)?api-key[= ](\S+)", command))

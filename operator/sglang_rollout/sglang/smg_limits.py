@@ -1,12 +1,12 @@
-"""What smg drops or refuses and SGLang accepts. Pure. Found with smg 1.13.0 and SGLang 0.5.23.
+"""Parts of requests that SGLang accepts but smg drops or refuses. Pure. Found with smg 1.13.0 and SGLang 0.5.23.
 
 smg reads a request into its own types and writes it out again. It silently drops the sampling parameters and image fields that it does not
 know, and its numeric limits are OpenAI's, narrower than SGLang's. Two parts of the router need to know:
 
 - the front (haproxy) picks candidates with :data:`GENERATE_PATTERN` and :data:`OPENAI_PATTERN` and sends them to the coordinator;
-- the coordinator decides exactly with :func:`should_bypass_smg` and sends the others to smg.
+- the coordinator decides exactly with :func:`should_bypass_smg` and sends the other requests to smg.
 
-The tables come first, and both are built from them. A pattern may match too much, never too little.
+The patterns and the function are built from the tables below. A pattern may match too much, never too little.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _keys(names: tuple[str, ...]) -> str:
 
 
 def _maxima_patterns() -> Iterator[str]:
-    """Yield one pattern for each numeric key. It matches from the first number of as many digits as the lowest maximum has."""
+    """Yield one pattern for each numeric key. It matches all numbers above the key's lowest maximum, and some below."""
     lowest = dict(CHAT_MAXIMA)
     for key, maximum in COMPLETIONS_MAXIMA.items():
         lowest[key] = min(maximum, lowest.get(key, maximum))
@@ -101,4 +101,4 @@ OPENAI_PATTERN = "|".join(
         _keys(DROPPED_IMAGE_FIELDS),
     )
 )
-"""The same for bodies of OpenAI's API. ``model: "name:adapter"`` matches too: smg knows no adapters, the coordinator translates it."""
+"""The same for bodies of OpenAI's API. ``model: "name:adapter"`` matches too, because smg knows no adapters and the coordinator does."""

@@ -72,17 +72,17 @@ class SyncRequest(Message):
     tolerated: list[Version] = Field(default_factory=list)
     """Older versions that may be served, too (``weights.versionPolicy: MaxStaleness``)."""
     lease: float = 60.0
-    """Seconds without a call of a coordinator after which the agent of a paused or half updated engine gives up the update."""
+    """Seconds without a coordinator's call after which the agent gives up the update of a paused or half-updated engine."""
     silent: float = 120.0
-    """Seconds without an answer after which an engine that no call keeps busy is restarted."""
+    """Seconds without an answer after which the agent restarts an engine that no call keeps busy."""
     drain: float = 300.0
-    """Seconds that requests have to finish before ``spec.state: Asleep`` releases the memory. Later ones are aborted."""
+    """Seconds that requests have to finish before ``spec.state: Asleep`` releases the memory. Then they are aborted."""
     spec_state: FleetState | None = None
     """Applied ``spec.state``. None: the coordinator does not know yet, and the agent keeps the previous value."""
     sender: str = ""
     """Identifies one run of the coordinator process."""
     seq: int = 0
-    """Grows with every request of the sender. The agent ignores a request that arrives after a later one.
+    """Grows with every request of the sender. The agent ignores a request that arrives after a request with a higher number.
     0: the coordinator sends no sequence numbers."""
 
 
@@ -171,7 +171,7 @@ class CheckpointReply(Message):
     unchecked: list[str] = Field(default_factory=list)
     """Parts that could not be compared with the engine's model, as noun phrases."""
     why_unchecked: str = ""
-    """Why they could not be compared, as a clause; empty if everything was compared."""
+    """Why these parts could not be compared, as a clause; empty if everything was compared."""
 
 
 def termination_message(message: str) -> str:

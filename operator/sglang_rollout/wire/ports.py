@@ -1,7 +1,7 @@
 """Ports, paths and headers: the one place that knows them.
 
-All fixed ports lie below 32768, the start of Linux's ephemeral range: a port above can be taken by an outgoing connection. Engines in
-the network of their node use others (``sglang_rollout.controller.render.names``).
+All fixed ports lie below 32768, the start of Linux's ephemeral range, because an outgoing connection can take a port above it. Engines
+in the network of their node use other ports (``sglang_rollout.controller.render.names``).
 """
 
 GATE_PORT = 30000
@@ -32,7 +32,7 @@ OPERATOR_METRICS_PORT = 8080
 OPERATOR_HEALTH_PORT = 8081
 """``/healthz`` of the operator."""
 
-# Paths on METRICS_PORT, all GET Prometheus text. ``/metrics`` is that of the pod's main process.
+# Paths on METRICS_PORT, all GET Prometheus text. ``/metrics`` is the path of the pod's main process.
 METRICS = "/metrics"  # engine pod: SGLang; router pod: the coordinator
 METRICS_AGENT = "/metrics/agent"
 METRICS_GATE = "/metrics/gate"  # haproxy itself
@@ -52,20 +52,20 @@ VERSION_HEADER = "X-Weight-Version"
 WIRE_VERSION = 1
 """Version of the messages in this package; sent in every status and discovery document."""
 
-# Agent paths beside SGLang's own ones. Those marked (open) need no token.
+# Agent paths beside SGLang's own paths. Paths marked (open) need no token.
 AGENT_HEALTH = "/agent/health"  # (open) GET 200: the agent runs
 AGENT_ENGINE = "/agent/engine"  # (open) GET 200: the engine's process is up and has finished warming up (start-up probe and readiness)
 AGENT_GATE = "/agent/gate"  # (open) GET 200: the gate may be open; haproxy's health check
 AGENT_METRICS = "/agent/metrics"  # (open) GET Prometheus text
 AGENT_GROUP = "/agent/group"  # POST MemberReport -> GroupReply: another pod of the same engine; sent to pod 0
 AGENT_SYNC = "/agent/sync"  # POST SyncRequest -> AgentStatus
-AGENT_RUN = "/agent/run"  # POST SyncRequest -> AgentStatus: the same, and the engine generates again after a pause
+AGENT_RUN = "/agent/run"  # POST SyncRequest -> AgentStatus: as AGENT_SYNC, and the engine generates again after a pause
 AGENT_PREFLIGHT = "/agent/preflight"  # POST PreflightRequest -> PreflightReply
 AGENT_CHECKPOINT = "/agent/checkpoint"  # POST CheckpointRequest -> CheckpointReply: can the engine load this folder?
 AGENT_ACK = "/agent/ack"  # POST AckRequest -> AgentStatus: the engine holds this version completely
 AGENT_FENCE = "/agent/fence"  # POST FenceRequest -> AgentStatus: give up an incomplete update: gate closed, engine not paused
 
-# Coordinator paths beside SGLang's own ones.
+# Coordinator paths beside SGLang's own paths.
 FLEET = "/fleet"  # GET FleetDocument
 FLEET_TENSORS = "/fleet/tensors"  # GET ModelTensors: names and shapes of the model that the engines were started with
 FLEET_HEALTH = "/fleet/health"  # GET 200: the coordinator runs (liveness); no statement about engines

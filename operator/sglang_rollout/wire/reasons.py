@@ -17,7 +17,7 @@ class GateReason(StrEnum):
     NOT_UP = "NotUp"
     """The engine process does not answer, or has not warmed up."""
     RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
-    """An engine of several pods failed to start too often in a row and is not started again."""
+    """An engine of several pods failed to start too often in a row, so its pods do not start it again."""
     GROUP_RESTART = "GroupRestart"
     """An engine of several pods waits until all of its pods can start SGLang together."""
     AGENT_UNREACHABLE = "AgentUnreachable"
@@ -31,7 +31,7 @@ class GateReason(StrEnum):
     DIRTY = "Dirty"
     """The engine holds a mixture of weights after a failed update."""
     UNVERIFIED = "Unverified"
-    """The engine's weights were released, and no comparison or update has shown since which version it holds."""
+    """The engine's weights were released. Since then no comparison or update has shown which version the engine holds."""
     UNKNOWN = "Unknown"
     """The version of the engine's weights is not known."""
     DRAINING = "Draining"
@@ -47,7 +47,7 @@ class GateReason(StrEnum):
     GATE_NOT_READY = "GateNotReady"
     """The gate may be open, but haproxy has not opened it yet or does not answer its agent."""
     CATCHING_UP = "CatchingUp"
-    """The engine loads the committed version from disk, or waits before it tries again."""
+    """The engine loads the committed version from disk, or waits before the next attempt."""
     OTHER = "Other"
     """A code of another release that this release does not know."""
 
@@ -108,7 +108,7 @@ _STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why something may not happen now. Functions return ``Refusal | None``; None allows it."""
+    """Why a call or a change is not allowed now. Functions return ``Refusal | None``; None: it is allowed."""
 
     code: RefusalCode | GateReason  # in this order: any text is a GateReason, if only Other
     message: str

@@ -51,7 +51,7 @@ class AdapterRow(Adapter):
     wanted: int
     """Number of engines that should load it."""
     message: str = ""
-    """Message of an engine that could not load or unload it."""
+    """Message of an engine that could not load or unload the adapter."""
 
 
 class UpdateOutcome(StrEnum):
@@ -61,7 +61,7 @@ class UpdateOutcome(StrEnum):
     PARTIAL = "Partial"
     """Some engines hold the new version; the other engines are fenced."""
     FAILED = "Failed"
-    """No engine holds the new version; the old one stays committed."""
+    """No engine holds the new version; the old version stays committed."""
     ABORTED = "Aborted"
     """The update was given up before any engine received weights; nothing has changed."""
 
@@ -98,7 +98,7 @@ class _Group(Message):
 
 
 class FleetGroup(_Group):
-    """A weight-update group that is open now."""
+    """A process group that is open now."""
 
     members: list[str]
 
@@ -138,10 +138,10 @@ class Record(Message):
     """Generation of the intent that the coordinator has applied."""
     engines: list[EngineRow] = Field(default_factory=list)
     joined: list[GroupRow] = Field(default_factory=list)
-    """Open process groups. A restarted coordinator continues with those whose members kept their boot IDs."""
+    """Open process groups. A restarted coordinator continues with the groups whose members kept their boot IDs."""
     last_update: LastUpdate | None = None
     history: list[Version] = Field(default_factory=list)
-    """Versions of this run that may be served, oldest first: the committed version and those that the policy tolerates."""
+    """Versions of this run that may be served, oldest first: the committed version and the versions that the policy tolerates."""
     reserved: Version | None = None
     """Newest version of a failed update that an engine may hold. Its step is never used for other weights."""
     under_way: Version | None = None

@@ -19,7 +19,7 @@ class FleetMember(EngineRow):
     url: str
     tensor_size: int
     rank_offset: int | None
-    """First rank of the engine in a process group opened now; None: the engine would not take part, and ``message`` says why."""
+    """First rank of the engine in a process group opened now; None if the engine would not take part (``message`` says why)."""
     routed: bool
     """smg lists the engine as a worker."""
     sglang_version: str | None = None
