@@ -1,4 +1,4 @@
-"""HTTP client of the agents, and what the engines behind them report about themselves.
+"""HTTP client of the agents, and a cache of the engines' info replies.
 
 Every call has a deadline, carries the token and the term, and returns a value instead of raising.
 """
@@ -35,6 +35,8 @@ from sglang_rollout.wire.ports import (
     TERM_HEADER,
 )
 
+log = logging.getLogger(__name__)
+
 SYNC_DEADLINE_SECONDS = 2.0
 CONNECT_DEADLINE_SECONDS = 5.0
 READ_DEADLINE_SECONDS = 5.0
@@ -57,7 +59,7 @@ Address = Callable[[str], str | None]
 
 
 class Agents:
-    """Calls agents by engine name. Calls ``outranked`` with the term of an agent that refused this coordinator's lower term."""
+    """Calls agents by engine name. Calls ``on_outranked`` with the term of an agent that refused this coordinator's lower term."""
 
     def __init__(self, *, address: Address, token: Callable[[], str], term: Callable[[], int]) -> None:
         self._address = address
@@ -66,7 +68,7 @@ class Agents:
         self._session: aiohttp.ClientSession | None = None
         self._sync_locks: dict[str, asyncio.Lock] = {}
         self._heard: dict[str, float] = {}
-        self.outranked: Callable[[int], None] = lambda term: None
+        self.on_outranked: Callable[[int], None] = lambda term: None
 
     async def start(self) -> None:
         """Open the connection pool."""
@@ -88,7 +90,7 @@ class Agents:
             cut: Ends the wait early. Its result is the message for engines that have not answered.
         """
         tasks = {
-            asyncio.create_task(self._bounded(name, effect, body), name=f"{effect.path} {name}"): name
+            asyncio.create_task(self._call_once_or_retry(name, effect, body), name=f"{effect.path} {name}"): name
             for name, body in _encode_bodies(effect.bodies).items()
         }
         results: dict[str, Result] = {}
@@ -145,8 +147,8 @@ class Agents:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return 0, _error_message(error, deadline)
 
-    async def _bounded(self, name: str, effect: Send, body: bytes) -> Result:
-        """Make one call of a fan-out. Retry an idempotent call after a lost connection, which says nothing about the engine."""
+    async def _call_once_or_retry(self, name: str, effect: Send, body: bytes) -> Result:
+        """Make one call of a fan-out. Retry an idempotent call after a lost connection, which shows nothing about the engine."""
         if not effect.idempotent:
             return await self.call(name, effect.path, body, effect.deadline)
         loop = asyncio.get_running_loop()
@@ -170,14 +172,14 @@ class Agents:
         """POST to one agent. A body of type bytes is already JSON."""
         if path not in (AGENT_SYNC, AGENT_RUN):
             return await self._post(name, path, body, deadline)
-        # A running sync with an older version must not arrive after this one: it would close the gate again.
+        # A running sync with an older version must not arrive after this call, because it would close the gate again.
         lock = self._sync_locks.setdefault(name, asyncio.Lock())
         try:
             async with asyncio.timeout(deadline):
                 async with lock:
                     if path == AGENT_SYNC:
                         return await self._post(name, path, body, deadline)
-                # Released: an engine may need long to continue, and syncs that begin now carry this version too.
+                # The lock is released here: an engine may need long to continue, and syncs that begin now carry this version too.
                 return await self._post(name, path, body, deadline)
         except TimeoutError as error:
             return Result(ok=False, message=_error_message(error, deadline))
@@ -216,7 +218,7 @@ class Agents:
         """Report the higher term that an agent names when it refuses this coordinator's term."""
         text = reply.headers.get(TERM_HEADER, "")
         if reply.status == CONFLICT and text.isascii() and text.isdigit() and int(text) > self._term():
-            self.outranked(int(text))
+            self.on_outranked(int(text))
 
     def _headers(self, deadline: float | None = None) -> Mapping[str, str]:
         headers = {"Authorization": f"Bearer {self._token()}", TERM_HEADER: str(self._term())}
@@ -297,7 +299,7 @@ def _checksums(body: Any) -> tuple[str, ...] | None:
 
 
 def _rank_key(rank: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the sort key of a rank. ``parallelism_info`` is a list with one entry per model; in 0.5.20 it is one entry without a role."""
+    """Return the sort key of a rank. ``parallelism_info`` lists one entry per model; in 0.5.20 it is a single entry without a role."""
     found = rank["parallelism_info"]
     first = found[0] if isinstance(found, list) else found
     return str(first.get("role", "")), int(first["rank"])
@@ -308,7 +310,7 @@ def _json(data: bytes) -> Any:
     try:
         found = json.loads(data)
         if data.isascii() and b"\\" not in data:
-            return found  # the usual case: no surrogate can be in it
+            return found  # the usual case: the document cannot contain a surrogate
         return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return data[:MAX_MESSAGE_CHARACTERS].decode("utf-8", "replace").strip()
@@ -329,11 +331,8 @@ def _error_message(error: BaseException, deadline: float) -> str:
     return f"{str(error) or type(error).__name__}."
 
 
-log = logging.getLogger(__name__)
-
-
 class EngineInfos:
-    """Asks each engine once per boot ID, in the background."""
+    """Cache of the engines' replies at ``INFO_PATHS``, read once per boot ID in the background."""
 
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
@@ -367,7 +366,7 @@ class EngineInfos:
                 log.info("engine %s does not answer yet: %s", name, [status for status, _ in replies])
 
     async def run(self, machine: Callable[[], Machine | None]) -> None:
-        """Ask forever. ``machine`` returns the state machine."""
+        """Refresh the cache forever. ``machine`` returns the state machine."""
         while True:
             current = machine()
             if current is not None:

@@ -1,4 +1,4 @@
-"""Carries out the effects of the state machine and feeds it events: the coordinator's I/O around one fleet. Decides nothing itself."""
+"""Carry out the effects of the state machine and feed it events: the coordinator's I/O around one fleet. No decisions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator.agents import Agents
+from sglang_rollout.coordinator.leadership import DeposedError, Leadership, take_over
 from sglang_rollout.coordinator.members import Members
 from sglang_rollout.coordinator.metrics import Metrics
-from sglang_rollout.coordinator.record import DeposedError, HigherTermError, Leadership, RecordStore, RecordWriter, take_over
+from sglang_rollout.coordinator.record import HigherTermError, RecordStore, RecordWriter
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import (
     Answered,
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 SYNC_SECONDS = 0.5
 """Interval of syncs with each agent."""
 SYNC_SECONDS_IN_UPDATE = 2.0
-"""Longest interval of syncs with an agent that takes part in an update, so that a restarted engine is noticed before its last bucket."""
+"""Longest interval of syncs with an agent that takes part in an update. A restarted engine is noticed before the last bucket."""
 TICK_SECONDS = 1.0
 RELEASE_DEADLINE_SECONDS = 2.0
 DEPOSED = "This coordinator does not lead the fleet any more. Try again: another coordinator answers in a moment."
@@ -92,7 +93,7 @@ class Driver:
         return self._machine.fleet.term if self._machine is not None else 0
 
     async def run(self) -> None:
-        """Lead until the task is cancelled or something fails.
+        """Lead until the task is cancelled or fails.
 
         Raises:
             DeposedError: Another coordinator leads.
@@ -114,7 +115,7 @@ class Driver:
         if self._failed is not None:
             self._failed.cancel()
             if not self._failed.cancelled():
-                self._failed.exception()  # asyncio complains about exceptions that are not retrieved
+                self._failed.exception()  # asyncio warns about exceptions that are not retrieved
         try:
             await self.record_writer.close()
         except HigherTermError as error:
@@ -129,11 +130,11 @@ class Driver:
         term, record = await take_over(self._store, self._leadership.announce, acquired)
         log.info("leading, term %d", term)
         if record is not None:
-            self.record_writer.save(record.model_copy(update={"term": term}))  # if it could not be written yet, it is retried
+            self.record_writer.save(record.model_copy(update={"term": term}))  # retries if the takeover could not write it
         at = time.monotonic()
         self._machine = Machine(name=self._name, term=term, record=record, at=at, wall_offset=time.time() - at, new_id=uuid.uuid4().hex)
-        self._agents.outranked = self._outranked
-        self._members.changed = self._changed
+        self._agents.on_outranked = self._handle_outranked
+        self._members.on_change = self._handle_intent
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_failure(), name="failure")
             group.create_task(self._leadership.hold(), name="leadership")
@@ -143,7 +144,7 @@ class Driver:
             group.create_task(self.record_writer.run(), name="record")
 
     async def ask(self, request: Request) -> Answer:
-        """Put a request to the state machine and return its answer. A cancellation means that the client has gone."""
+        """Send a request to the state machine and return its answer. A cancellation means that the client has disconnected."""
         if self._ended:
             return Answer(503, DEPOSED)
         if self._machine is None:
@@ -170,13 +171,13 @@ class Driver:
             return
         try:
             effects = self._machine.handle(event)
-        except Exception as error:  # a bug: this state cannot be trusted, a new process rebuilds it
+        except Exception as error:  # a bug: this state cannot be trusted, and a new process rebuilds the state
             self._fail(error)
             raise
         for effect in effects:
             match effect:
                 case Send():
-                    # Created here and not in the task, which starts later: the next effect may be a Cut of this one.
+                    # Created here and not in the task, which starts later, because the next effect may cut this call.
                     cut = self._cuts[effect.id] = asyncio.get_running_loop().create_future()
                     self._spawn(self._send(effect, cut))
                 case Write():
@@ -224,9 +225,9 @@ class Driver:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._forget_task)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _forget_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._fail(task.exception())
@@ -260,10 +261,11 @@ class Driver:
             raise DeposedError(str(error)) from error
         self.feed(Written(effect.id, ok, time.monotonic()))
 
-    def _changed(self, intent: Intent, addressed: frozenset[str]) -> None:
+    def _handle_intent(self, intent: Intent, addressed: frozenset[str]) -> None:
         self.feed(Wanted(intent, addressed, time.monotonic()))
 
-    def _outranked(self, term: int) -> None:
+    def _handle_outranked(self, term: int) -> None:
+        """End if a coordinator of a higher term leads. If this coordinator lost its record instead, announce a higher term."""
         machine = self._machine
         if machine is None or term < machine.fleet.term:
             return
@@ -274,12 +276,12 @@ class Driver:
             self._spawn(self._raise_term(machine, term + 1))
 
     async def _raise_term(self, machine: Machine, term: int) -> None:
-        """Announce a higher term before it is used. Otherwise two coordinators could have the same term."""
+        """Announce a higher term before this coordinator uses it. Otherwise two coordinators could have the same term."""
         await self._leadership.announce(term)
         machine.rise(term)
 
     async def _sync_all(self) -> None:
-        """Sync each agent in its own task, so that an agent that does not answer delays no other."""
+        """Sync each agent in its own task, so that a silent agent does not delay the other agents."""
         while True:
             machine = self._machine
             names = list(machine.fleet.engines) if machine is not None else []
@@ -294,7 +296,7 @@ class Driver:
     def _can_skip_sync(self, name: str) -> bool:
         """Return True if the agent has just answered a call of the running update.
 
-        In a large fleet as many syncs as calls of the update would compete for the coordinator's one core.
+        In a large fleet, a sync for every call of the update would overload the coordinator's one core.
         """
         machine = self._machine
         if machine is None or machine.fleet.update is None:

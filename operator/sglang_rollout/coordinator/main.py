@@ -23,18 +23,10 @@ from sglang_rollout.coordinator.generate.smg import GenerateClient, SmgWorkers, 
 from sglang_rollout.coordinator.http.app import Parts, make_app
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
+from sglang_rollout.coordinator.leadership import DeposedError, FileLeadership, Leadership, LeaseLeadership
 from sglang_rollout.coordinator.members import ConfigMapIntent, FileIntent, IntentSource, Members
 from sglang_rollout.coordinator.metrics import Metrics
-from sglang_rollout.coordinator.record import (
-    ConfigMapRecord,
-    DeposedError,
-    FileLeadership,
-    FileRecord,
-    HigherTermError,
-    Leadership,
-    LeaseLeadership,
-    RecordStore,
-)
+from sglang_rollout.coordinator.record import ConfigMapRecord, FileRecord, HigherTermError, RecordStore
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NoCredentials
 from sglang_rollout.kube.lease import Lease
@@ -44,7 +36,7 @@ from sglang_rollout.proxy.smg import POLICIES, engine_labels
 log = logging.getLogger(__name__)
 
 SHUTDOWN_GRACE_SECONDS = 2.0
-"""Short, because an update cannot outlive its coordinator."""
+"""Short, because an update never outlives its coordinator."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Options:
 
 
 def read_token(path: Path) -> str:
-    """Return the control token. It is read once, because the operator never rotates it."""
+    """Return the control token. The coordinator reads it once, because the operator never rotates the token."""
     try:
         token = path.read_text().strip()
     except OSError as error:

@@ -1,4 +1,7 @@
-"""The engines that the fleet should have (the intent) and their addresses (URLs of the intent, or EndpointSlices)."""
+"""The engines that the fleet should have (the intent), and their addresses: URLs of the intent, or EndpointSlices.
+
+:mod:`.update.membership` decides which of these engines take part in updates.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ class ConfigMapIntent:
 
 
 def addresses_by_hostname(slices: Iterable[Object]) -> dict[str, str]:
-    """Return the address of each pod, ready or not: an engine becomes ready only after the coordinator has reached it."""
+    """Return the address of each pod, ready or not: a pod becomes ready only after the coordinator has reached its engine."""
     found: dict[str, str] = {}
     for item in slices:
         for endpoint in item.get("endpoints") or []:
@@ -98,7 +101,7 @@ def gate_url(address: str, port: int | None = None) -> str:
 
 
 class Members:
-    """Follows the intent and the addresses. Calls ``changed`` with the intent and the names of the engines that have an address."""
+    """Follows the intent and the addresses. Calls ``on_change`` with the intent and the names of engines that have an address."""
 
     def __init__(self, source: IntentSource, *, kube: Kube | None, namespace: str, name: str) -> None:
         self._source = source
@@ -108,14 +111,14 @@ class Members:
         self._pods: dict[str, str] | None = None if kube is not None else {}
         self._urls: dict[str, str] = {}
         self.intent: Intent | None = None
-        self.changed: Callable[[Intent, frozenset[str]], None] = lambda intent, addressed: None
+        self.on_change: Callable[[Intent, frozenset[str]], None] = lambda intent, addressed: None
 
     def url(self, name: str) -> str | None:
         """Return the base URL of an engine's gate; None if its head pod has no address."""
         return self._urls.get(name)
 
     async def run(self) -> None:
-        """Follow both forever."""
+        """Follow the intent and the addresses forever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_intent(), name="intent")
             if self._kube is not None:
@@ -136,7 +139,7 @@ class Members:
             self._update()
 
     def _update(self) -> None:
-        # Both must be known: an engine without a known address would count as empty.
+        # Wait until both are known. Without the addresses, every engine would count as absent.
         if self.intent is None or self._pods is None:
             return
         urls: dict[str, str] = {}
@@ -150,4 +153,4 @@ class Members:
         # An engine that left the intent keeps its address, because it may still take part in an update.
         names = {engine.name for engine in self.intent.engines}
         self._urls = {**{name: url for name, url in self._urls.items() if name not in names}, **urls}
-        self.changed(self.intent, frozenset(urls))
+        self.on_change(self.intent, frozenset(urls))

@@ -69,7 +69,7 @@ class Metrics:
 
 
 class _FleetCollector(Collector):
-    """Gauges that are read from the state machine at each scrape, because it changes far more often than it is scraped."""
+    """Gauges that each scrape reads from the state machine, which changes far more often than Prometheus scrapes."""
 
     def __init__(self, machine: Callable[[], Machine | None]) -> None:
         self._machine = machine

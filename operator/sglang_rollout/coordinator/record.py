@@ -1,20 +1,18 @@
-"""The coordinator's record, the right to write it, and how a new leader takes it over.
+"""The coordinator's record in its store: a ConfigMap or a file. :mod:`.leadership` decides which coordinator may write it.
 
-The record is never replaced by an empty one: if its ConfigMap or file is lost, the newest record is written again. While the store is
-away the fleet continues, and the newest record is written when the store is back.
+An empty record never replaces the record: if its ConfigMap or file is lost, the writer stores the newest record again. While the store
+is away the fleet continues, and the writer stores the newest record when the store is back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import itertools
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +20,6 @@ from pydantic import ValidationError
 
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, KubeError, NotFound
-from sglang_rollout.kube.lease import Lease, LeaseTakenError
 from sglang_rollout.kube.resources import CONFIGMAPS, Object
 from sglang_rollout.wire.record import Record
 
@@ -30,112 +27,14 @@ log = logging.getLogger(__name__)
 
 RECORD_KEY = "weights.json"
 WRITE_DEADLINE_SECONDS = 3.0
-"""Longest wait of a commit for its record. After it the engines' acknowledgements are the commit, and the record follows later."""
+"""Longest wait of a commit for its record. After this time the engines' acknowledgements alone prove the commit, until the record is
+written."""
 BACKGROUND_INTERVAL_SECONDS = 1.0
 """Shortest time between two background writes."""
 FIRST_RETRY_SECONDS = 0.5
 LAST_RETRY_SECONDS = 10.0
 CHECK_SECONDS = 30.0
-"""Interval of checks that the stored record still exists. They restore a deleted record although nothing changes."""
-READ_RETRY_SECONDS = 0.5
-TAKEOVER_ATTEMPTS = 3
-"""Attempts to write a new term. Each reads the record again, because the previous coordinator may have written meanwhile."""
-LOCK_POLL_SECONDS = 0.5
-"""Interval of attempts to lock the record's file."""
-
-
-class DeposedError(Exception):
-    """Another coordinator leads: this process must end."""
-
-
-class Leadership(Protocol):
-    """The right to lead."""
-
-    async def acquire(self) -> int:
-        """Wait until this process leads. Return a term that is higher than every term announced so far, or 0 if none is stored here."""
-
-    async def announce(self, term: int) -> None:
-        """Store the term where the next leader looks, so that its own is higher. Raises DeposedError."""
-
-    async def hold(self) -> None:
-        """Keep the right forever. Raises DeposedError when another coordinator has it."""
-
-    async def release(self) -> None:
-        """Give the right up, so that the next leader need not wait."""
-
-
-class FileLeadership:
-    """Leadership on one machine: a lock beside the record. The kernel drops the lock when the process ends."""
-
-    def __init__(self, record: Path) -> None:
-        self._path = record.with_name(f"{record.name}.lock")
-        self._handle: int | None = None
-
-    async def acquire(self) -> int:
-        """Wait for the lock and return 0: the record alone stores the term."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        warned = False
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not warned:
-                    log.warning("another coordinator holds %s: waiting until it ends", self._path)
-                warned = True
-                await asyncio.sleep(LOCK_POLL_SECONDS)
-            else:
-                self._handle = handle
-                return 0
-
-    async def announce(self, term: int) -> None:
-        """Do nothing: the record stores the term."""
-
-    async def hold(self) -> None:
-        """Wait forever: no process can take a lock that is held."""
-        await asyncio.Event().wait()
-
-    async def release(self) -> None:
-        """Unlock the file."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-
-
-class LeaseLeadership:
-    """Leadership on a cluster: a Lease whose ``leaseTransitions`` is the term. Agents enforce terms, so a late renewal does no harm."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-
-    async def acquire(self) -> int:
-        """Wait for the Lease and return its new ``leaseTransitions``."""
-        return await self._lease.acquire()
-
-    async def announce(self, term: int) -> None:
-        """Raise ``leaseTransitions`` to the term."""
-        with _deposed():
-            await self._lease.raise_transitions(term)
-
-    async def hold(self) -> None:
-        """Renew the Lease forever."""
-        with _deposed():
-            await self._lease.keep_renewing()
-
-    async def release(self) -> None:
-        """Leave the Lease without a holder."""
-        await self._lease.release()
-
-
-@contextlib.contextmanager
-def _deposed() -> Iterator[None]:
-    try:
-        yield
-    except LeaseTakenError as error:
-        raise DeposedError(str(error)) from error
-
-
-log = logging.getLogger(__name__)
+"""Interval of checks that the stored record still exists. A check restores a deleted record even if no update has changed it."""
 
 
 class StoreError(Exception):
@@ -143,11 +42,11 @@ class StoreError(Exception):
 
 
 class HigherTermError(Exception):
-    """Another coordinator has written the record under a higher term: this one does not lead any more."""
+    """Another coordinator has written the record under a higher term: this coordinator does not lead any more."""
 
 
 class RecordChangedError(Exception):
-    """The store holds another record than the one that was to be replaced."""
+    """The stored record is not the record that was to be replaced."""
 
 
 class RecordStore(Protocol):
@@ -162,7 +61,7 @@ class RecordStore(Protocol):
         Raises:
             StoreError: The store cannot be used now.
             HigherTermError: The stored record has a higher term.
-            RecordChangedError: ``over`` is given, and the stored record is another one.
+            RecordChangedError: ``over`` is given, and the stored record differs from it.
         """
 
 
@@ -180,7 +79,7 @@ class FileRecord:
         self._landing = threading.Lock()
 
     async def read(self) -> Record | None:
-        """Return the record. A file with invalid content counts as lost, because the agents can prove what it said."""
+        """Return the record. A file with invalid content counts as lost, because the agents can prove its content."""
         try:
             text = await asyncio.to_thread(self._path.read_text)
         except FileNotFoundError:
@@ -204,7 +103,7 @@ class FileRecord:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            # The lock starts here: a volume that hangs while it writes one record must not block the next one.
+            # The lock starts here: a volume that hangs while it writes one record must not block the next record.
             with self._landing:
                 if sequence < self._landed:
                     Path(name).unlink()
@@ -249,7 +148,7 @@ class ConfigMapRecord:
             version = found["metadata"]["resourceVersion"]
             await self._kube.merge_patch(CONFIGMAPS, self._namespace, self._name, patch, resource_version=version)
         except NotFound as error:
-            # The operator recreates it with the right owner; then the record is written into it.
+            # The operator recreates the ConfigMap with the right owner. Then the writer stores the record.
             raise StoreError(f"ConfigMap {self._name} does not exist: waiting for the operator to create it") from error
         except Conflict as error:
             raise StoreError(f"ConfigMap {self._name} changed while it was written; trying again") from error
@@ -281,7 +180,7 @@ class RecordWriter:
         self._wake = asyncio.Event()
         self._lock = asyncio.Lock()
         self.problem = ""
-        """Why the newest record is not stored yet; empty if it is."""
+        """Why the newest record is not stored yet; empty if it is stored."""
 
     def save(self, record: Record) -> None:
         """Store this record in the background."""
@@ -325,7 +224,7 @@ class RecordWriter:
                 delay = min(delay * 2, LAST_RETRY_SECONDS)
 
     async def close(self) -> None:
-        """Store the newest record if that is possible at once."""
+        """Make one attempt to store the newest record."""
         if self._newest is not None and self._newest != self._written:
             await self.write(self._newest)
 
@@ -341,66 +240,3 @@ class RecordWriter:
                 return
             await self._store.write(record)
             self._written = record
-
-
-async def take_over(store: RecordStore, announce: Callable[[int], Awaitable[None]], acquired: int) -> tuple[int, Record | None]:
-    """Write a new term into the record before anything else is done. The previous coordinator stops at it.
-
-    The returned record is the one over which the term was written, so it includes a commit that the previous coordinator wrote after our
-    first read. Waits for a store that cannot be read, because nothing is known without it. A store that cannot be written gets the term
-    later.
-
-    Args:
-        store: Where the record is.
-        announce: Stores a term where the next leader looks (``Leadership.announce``).
-        acquired: The lowest term to use.
-
-    Returns:
-        The term, and the record as it was before the term was written.
-
-    Raises:
-        DeposedError: The stored record has a higher term.
-    """
-    attempts = 0
-    while True:
-        record = await _read_patiently(store)
-        term = max(acquired, (record.term if record else 0) + 1)
-        await announce(term)
-        if record is None:
-            return term, None
-        try:
-            async with asyncio.timeout(WRITE_DEADLINE_SECONDS):
-                await store.write(record.model_copy(update={"term": term}), over=record)
-        except RecordChangedError as error:
-            log.warning("%s: reading it again", error)
-            continue
-        except HigherTermError as error:
-            raise DeposedError(str(error)) from error
-        except (TimeoutError, StoreError) as error:
-            attempts += 1
-            if attempts < TAKEOVER_ATTEMPTS and await _is_readable(store):
-                continue
-            log.warning("term %d is written into the record later: %s", term, error or "the store does not answer")
-        return term, record
-
-
-async def _is_readable(store: RecordStore) -> bool:
-    await asyncio.sleep(READ_RETRY_SECONDS)
-    try:
-        async with asyncio.timeout(WRITE_DEADLINE_SECONDS):
-            await store.read()
-    except (TimeoutError, StoreError):
-        return False
-    return True
-
-
-async def _read_patiently(store: RecordStore) -> Record | None:
-    last_warning = ""
-    while True:
-        try:
-            return await store.read()
-        except StoreError as error:
-            if str(error) != last_warning:
-                last_warning = str(error)
-                log.warning("waiting for the record: %s", last_warning)
-            await asyncio.sleep(READ_RETRY_SECONDS)

@@ -17,9 +17,9 @@ Item = dict[str, Any]
 _PER_ITEM = ("lora_path", "lora_id", "video_data", "audio_data", "positional_embed_overrides")
 """A list holds one value for each prompt; any other value is for all prompts."""
 _COUNTED = ("watermark", "return_hidden_states", "extra_key", "cache_salt", "kv_hints")
-"""The same, and SGLang refuses a list of another length."""
+"""As ``_PER_ITEM``, and SGLang refuses a list of another length."""
 _NOT_SAMPLED = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask", "sampling_logprobs_mode")
-"""The same, but SGLang refuses a list together with several samples of each prompt."""
+"""As ``_PER_ITEM``, but SGLang refuses a list together with several samples of each prompt."""
 _PLACEMENT = ("bootstrap_host", "bootstrap_port", "bootstrap_pair_key", "decode_tp_size")
 _NESTED = ("multi_item_delimiter_indices", "token_indices_to_pool")
 _HASHES = ("mm_hashes", "mm_content_hashes")
@@ -96,7 +96,7 @@ def add_index(event: bytes, item: int, samples: int) -> bytes:
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """Return compact JSON. A lone surrogate, which UTF-8 cannot encode, stays an escape: the receiver refuses it itself."""
+    """Return compact JSON. A lone surrogate, which UTF-8 cannot encode, stays an escape, and the receiver refuses it."""
     try:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
@@ -198,7 +198,7 @@ def _is_nested(value: Any) -> TypeGuard[list[Any]]:
 
 
 def find_mixed_token_ids(body: Mapping[str, Any]) -> str | None:
-    """Return a message about the first field that mixes token IDs with strings; None if there is none.
+    """Return a message about the first field that mixes token IDs with strings; None if no field does.
 
     SGLang also accepts a token ID that is written as a string. The gate's filter reads numbers only, so such a body is refused here.
     """

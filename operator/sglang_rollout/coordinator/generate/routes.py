@@ -1,7 +1,7 @@
 """Routes of the data path: batches, which go to smg one item at a time, and requests that bypass smg and go to an engine.
 
-Embeddings, rewards and scores bypass smg too. The front sends only such requests here, and requests whose prompt it cannot see behind a
-long field. Every other request is forwarded to smg unchanged.
+Embeddings, rewards and scores bypass smg too. Besides these, the front sends only requests here whose prompt is hidden behind a long
+field. Every other request is forwarded to smg unchanged.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from sglang_rollout.coordinator.generate.batches import Batch, BatchError, Item, add_index, encode, find_mixed_token_ids, join, split
+from sglang_rollout.coordinator.generate.batches import Batch, BatchError, encode, find_mixed_token_ids, join, split
 from sglang_rollout.coordinator.generate.smg import HOLD_SECONDS, ConnectionLostError, UnreachableError
+from sglang_rollout.coordinator.generate.streams import BatchStream
 from sglang_rollout.coordinator.http.app import PARTS, Handler
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
@@ -41,13 +42,6 @@ NO_ENGINE = (
     "No engine serves this request now: none holds the weights that the fleet has committed, or the router is restarting. "
     "GET /fleet shows the state of each engine. Try again."
 )
-
-_WAITING_EVENTS = 256
-"""Limit of buffered events: a slow reader slows the engines' streams and does not fill the coordinator's memory."""
-_KEEPALIVE_SECONDS = 15.0
-_DONE = b"[DONE]"
-
-Open = Callable[[Item], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 
 
 class ItemError(Exception):
@@ -88,7 +82,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = _parse(data)
     batch = split(body) if isinstance(body, dict) else None
     if batch is None:
-        return await _single(request, data, body)
+        return await _forward_single(request, data, body)
     if batch.stream:
         return await BatchStream(request, batch, lambda item: _send_item(request, item)).run()
     return await _answer_batch(request, batch)
@@ -100,14 +94,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
     data, body = _with_adapter(request, await _read_body(request))
     prompt = body.get("prompt") if isinstance(body, dict) else None
     ids = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
-    return await _single(request, data, body, direct=ids)
+    return await _forward_single(request, data, body, direct=ids)
 
 
 @_with_errors
 async def chat(request: web.Request) -> web.StreamResponse:
     """``POST /v1/chat/completions`` with values that smg refuses, or for a model with an adapter."""
     data, body = _with_adapter(request, await _read_body(request))
-    return await _single(request, data, body)
+    return await _forward_single(request, data, body)
 
 
 @_with_errors
@@ -125,8 +119,8 @@ async def direct(request: web.Request) -> web.StreamResponse:
         data = encode(body)
     except RecursionError:
         return _refuse(400, f"{request.path}: the body nests too deep.")
-    async with _by_engine(request, data) as reply:
-        return await _copy(request, reply)
+    async with _ask_engine(request, data) as reply:
+        return await _copy_answer(request, reply)
 
 
 def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
@@ -143,11 +137,11 @@ def _with_adapter(request: web.Request, data: bytes) -> tuple[bytes, Any]:
     return encode(body), body
 
 
-async def _single(request: web.Request, data: bytes, body: Any, *, direct: bool = False) -> web.StreamResponse:
+async def _forward_single(request: web.Request, data: bytes, body: Any, *, direct: bool = False) -> web.StreamResponse:
     if not direct and not should_bypass_smg(request.path, body):
         return await _forward_to_smg(request, data)
-    async with _by_engine(request, data) as reply:
-        return await _copy(request, reply)
+    async with _ask_engine(request, data) as reply:
+        return await _copy_answer(request, reply)
 
 
 async def _answer_batch(request: web.Request, batch: Batch) -> web.Response:
@@ -171,7 +165,7 @@ async def _send_item(request: web.Request, item: dict[str, Any]) -> AsyncIterato
     A 404 comes from an smg that has just started and has no workers yet. It is retried, so that the batch is not lost.
     """
     data = encode(item)
-    send = _by_engine if should_bypass_smg(GENERATE, item) else _by_smg
+    send = _ask_engine if should_bypass_smg(GENERATE, item) else _ask_smg
     loop = asyncio.get_running_loop()
     end = loop.time() + NO_WORKERS_SECONDS
     while True:
@@ -188,22 +182,22 @@ async def _send_item(request: web.Request, item: dict[str, Any]) -> AsyncIterato
 
 
 @asynccontextmanager
-async def _by_smg(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+async def _ask_smg(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
     client = request.app[PARTS].generate
     async with await client.post(client.url + request.path_qs, data, _forwarded_headers(request), hold=HOLD_SECONDS) as reply:
         yield reply
 
 
 async def _forward_to_smg(request: web.Request, data: bytes) -> web.StreamResponse:
-    async with _by_smg(request, data) as reply:
+    async with _ask_smg(request, data) as reply:
         if reply.status == 404 and request.path == GENERATE:
             return _refuse(503, NO_ENGINE)
-        return await _copy(request, reply)
+        return await _copy_answer(request, reply)
 
 
 @asynccontextmanager
-async def _by_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Yield the answer of a serving engine. If its gate has just closed, ask the next engine."""
+async def _ask_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Yield the answer of a serving engine. If the engine's gate has just closed, ask the next engine."""
     client = request.app[PARTS].generate
     loop = asyncio.get_running_loop()
     end = loop.time() + HOLD_SECONDS
@@ -233,7 +227,7 @@ def _serving_urls(request: web.Request) -> list[str]:
     return found[start:] + found[:start]
 
 
-async def _copy(request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+async def _copy_answer(request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
     """Forward an answer chunk by chunk."""
     headers = {name: value for name, value in reply.headers.items() if name.lower() not in _HOP_HEADERS - {"content-type"}}
     answer = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
@@ -242,7 +236,7 @@ async def _copy(request: web.Request, reply: aiohttp.ClientResponse) -> web.Stre
         async for chunk in reply.content.iter_any():
             await answer.write(chunk)
     except (aiohttp.ClientError, OSError):
-        # The status is sent already: a broken connection is the only way left to report the failure.
+        # The status is sent already, so only a broken connection can report the failure.
         if request.transport is not None:
             request.transport.abort()
         return answer
@@ -274,7 +268,7 @@ async def _read_body(request: web.Request) -> bytes:
 
 
 def _parse(data: bytes) -> Any:
-    """Return the JSON of a body; None if it is invalid, which smg refuses itself."""
+    """Return the JSON of a body; None if the JSON is invalid. smg itself refuses such a body."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -304,104 +298,6 @@ async def _tasks(coroutines: Sequence[Any]) -> AsyncIterator[list[asyncio.Task[A
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class BatchStream:
-    """One streamed answer. A failure before the first event is raised, so that it gets its own status."""
-
-    def __init__(self, request: web.Request, batch: Batch, opened: Open) -> None:
-        self._request = request
-        self._batch = batch
-        self._open = opened
-        self._events: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_WAITING_EVENTS)
-        self._versions: dict[str, None] = {}
-        self._answer: web.StreamResponse | None = None
-
-    async def run(self) -> web.StreamResponse:
-        """Forward events until all items have ended, an item has failed, or the client has gone."""
-        tasks = [asyncio.create_task(self._follow(place, item)) for place, item in enumerate(self._batch.items)]
-        try:
-            return await self._write(len(tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _follow(self, place: int, item: Item) -> None:
-        try:
-            async with self._open(item) as reply:
-                version = reply.headers.get(VERSION_HEADER)
-                if version:
-                    self._versions[version] = None
-                async for event in read_events(reply):
-                    if event == _DONE:
-                        await self._events.put(None)
-                        return
-                    await self._events.put(add_index(event, place, self._batch.samples))
-                raise ConnectionLostError("The engine ended a stream before its end.")
-        except (aiohttp.ClientError, OSError) as error:
-            await self._events.put(
-                ConnectionLostError(f"The engine broke the connection in the middle of a stream ({type(error).__name__}).")
-            )
-        except Exception as error:  # noqa: BLE001 - the writer sends it to the client
-            await self._events.put(error)
-
-    async def _write(self, running: int) -> web.StreamResponse:
-        while running:
-            event = await self._next()
-            if event is None:
-                running -= 1
-            elif isinstance(event, BaseException):
-                return await self._write_failure(event)
-            else:
-                await self._send(b"data: " + event + b"\n\n")
-                if b'"error"' in event and "error" in json.loads(event):
-                    break  # SGLang refused one item, which ends its batch too
-        await self._send(b"data: " + _DONE + b"\n\n")
-        return await self._finish()
-
-    async def _next(self) -> bytes | BaseException | None:
-        while True:
-            try:
-                async with asyncio.timeout(_KEEPALIVE_SECONDS):
-                    return await self._events.get()
-            except TimeoutError:
-                await self._send(b": waiting\n\n")
-
-    async def _write_failure(self, error: BaseException) -> web.StreamResponse:
-        if self._answer is None:
-            raise error
-        # No [DONE]: clients recognize an incomplete stream by its absence.
-        failure: dict[str, Any] = {"error": {"message": str(error), "type": "server_error", "code": 502, "retryable": True}}
-        await self._send(b"data: " + json.dumps(failure).encode() + b"\n\n")
-        return await self._finish()
-
-    async def _send(self, data: bytes) -> None:
-        if self._answer is None:
-            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-            if self._versions:
-                headers[VERSION_HEADER] = ", ".join(self._versions)
-            self._answer = web.StreamResponse(headers=headers)
-            await self._answer.prepare(self._request)
-        await self._answer.write(data)
-
-    async def _finish(self) -> web.StreamResponse:
-        if self._answer is None:
-            raise RuntimeError("nothing was sent")
-        await self._answer.write_eof()
-        return self._answer
-
-
-async def read_events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event. With logprobs a line may exceed the usual limit of a reader."""
-    held = bytearray()
-    async for chunk in reply.content.iter_any():
-        held += chunk
-        *lines, rest = held.split(b"\n")
-        held = bytearray(rest)
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield bytes(line[5:].strip())
 
 
 routes = [

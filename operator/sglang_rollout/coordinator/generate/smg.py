@@ -1,7 +1,7 @@
 """HTTP client of smg: data requests, and the list of workers.
 
-smg only routes; the gate of each engine is the fence. smg loses its workers when it restarts, so its list is compared about twice a
-second and missing workers are posted again.
+smg only routes; the gate of each engine is the fence. smg loses its list of workers when it restarts. So the list is compared about
+twice a second, and missing workers are posted again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sglang_rollout.wire.states import FleetState
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
-"""Requests of all batches at once; further requests wait here. Each takes a connection to smg and one from smg to a gate."""
+"""Requests of all batches at once; further requests wait here. Each request takes a connection to smg, and another from smg to a gate."""
 HOLD_SECONDS = 60.0
 """Longest wait of a request while smg restarts or no engine serves; the same as in the front and in smg."""
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 _KEEPALIVE_SECONDS = 25.0
-"""Shorter than smg's 90 s, so that no connection is used that smg is about to close."""
+"""Shorter than smg's 90 s, so that smg never closes a connection that is about to be used."""
 COMPARE_SECONDS = 0.5
 REQUEST_SECONDS = 5.0
 REPOST_SECONDS = 5.0
@@ -58,7 +58,7 @@ class GenerateClient:
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=_KEEPALIVE_SECONDS)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-        # An answer is forwarded as it came, so it is not decompressed here.
+        # Answers are forwarded unchanged, so they are not decompressed here.
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         return self
 
@@ -107,9 +107,9 @@ def plan_changes(wanted: frozenset[str], listed: dict[str, str], pending: frozen
         listed: URL by worker ID, without workers that drain.
         pending: URLs that were posted a moment ago and are not listed yet.
     """
-    there = {url.rstrip("/"): worker for worker, url in listed.items()}
-    add = tuple(sorted(wanted - set(there) - pending))
-    remove = tuple(sorted(worker for url, worker in there.items() if url not in wanted))
+    workers = {url.rstrip("/"): worker for worker, url in listed.items()}
+    add = tuple(sorted(wanted - set(workers) - pending))
+    remove = tuple(sorted(worker for url, worker in workers.items() if url not in wanted))
     return Changes(add, remove)
 
 
@@ -125,7 +125,7 @@ class WantedWorkers:
         self._before: frozenset[str] = frozenset()
 
     def urls(self, machine: Machine | None) -> frozenset[str] | None:
-        """Return the wanted base URLs; None if a new coordinator does not know them yet and must leave the list alone."""
+        """Return the wanted base URLs; None if a new coordinator does not know them yet and must not change smg's list."""
         if machine is None or machine.fleet.committed is None:
             return None
         fleet = machine.fleet
@@ -178,11 +178,11 @@ class SmgWorkers:
         if wanted is None:
             return
         self._posted = {url: at for url, at in self._posted.items() if url in wanted - self.routed and now - at < REPOST_SECONDS}
-        todo = plan_changes(wanted, listed, frozenset(self._posted))
-        # A pending worker is not listed yet. An unwanted one is removed as soon as it is listed.
-        for worker in todo.remove:
+        changes = plan_changes(wanted, listed, frozenset(self._posted))
+        # A pending worker is not listed yet. If it is no longer wanted, it is removed as soon as smg lists it.
+        for worker in changes.remove:
             await self._remove(session, worker, listed[worker])
-        for url in todo.add:
+        for url in changes.add:
             await self._add(session, url, now)
 
     async def _listed(self, session: aiohttp.ClientSession) -> dict[str, str]:
@@ -197,7 +197,7 @@ class SmgWorkers:
         async with session.post(f"{self._url}/workers", json=body) as reply:
             text = await reply.text()
             if reply.ok or reply.status == CONFLICT:
-                # 409: smg has the worker already or still drains it. If it is missing from the list later, it is posted again.
+                # 409: smg has the worker already or still drains it. If the worker is missing from the list later, it is posted again.
                 if reply.ok:
                     self._posted[url] = now
                     log.info("smg: added %s", url)

@@ -22,6 +22,8 @@ from sglang_rollout.wire.ports import FLEET_METRICS
 from sglang_rollout.wire.reasons import RefusedError
 from sglang_rollout.wire.trainer import ControlReply
 
+log = logging.getLogger(__name__)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -53,13 +55,11 @@ PARTS = web.AppKey("parts", Parts)
 
 
 def refuse(status: int, message: str, fleet: dict[str, object] | None = None) -> web.Response:
-    """Return a refusal in SGLang's shape. The reason is in the status line too, because clients print that and drop the body."""
+    """Return a refusal in SGLang's shape. The status line has the message too, because clients print that line and drop the body."""
     body = ControlReply(success=False, message=message, fleet=fleet)
     headers = {"Retry-After": "1"} if status == 503 else {}
     return web.json_response(body.model_dump(mode="json", exclude_none=True), status=status, reason=reason_phrase(message), headers=headers)
 
-
-log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
 """Largest body of a control call. The tensor list of the largest models has some megabytes; weights never pass here."""
@@ -99,7 +99,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
 def _too_large(length: int | None) -> web.Response:
     size = f"a body of {length} bytes" if length is not None else "this body"
     response = refuse(413, f"{size} is too large for a control call (limit {MAX_BODY_BYTES}): tensors go through the process group.")
-    # The rest of the body is not read: it may have any size.
+    # The rest of the body is not read, because it may have any size.
     response.force_close()
     return response
 

@@ -69,7 +69,7 @@ async def lease(request: web.Request) -> web.Response:
 async def abort_request(request: web.Request) -> web.Response:
     """``/abort_request`` on all engines, or on the engine that the path names.
 
-    Not queued behind other operations: it must work while an update waits for running requests.
+    An abort is not queued behind other operations, because it must work while an update waits for running requests.
     """
     body = dialects.parse(await request.read())
     parts = request.app[PARTS]
@@ -85,7 +85,7 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def add_worker(request: web.Request) -> web.Response:
-    """``POST /workers``: some trainers register servers with the router. The fleet registers its own engines, so nothing is done."""
+    """``POST /workers``: some trainers register servers with the router. This changes nothing: the fleet registers its own engines."""
     body = dialects.parse(await request.read())
     url = str(body.get("url") or request.query.get("url") or "")
     message = "The fleet registers its own engines; nothing was changed."

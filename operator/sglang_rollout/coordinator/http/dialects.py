@@ -1,7 +1,7 @@
 """Dialects of trainers: bodies become requests, and answers get SGLang's shape.
 
-Accepted although SGLang refuses it or fails: ports and versions of the other type, no backend, no group name, the singular
-``{name, dtype, shape}`` of older clients, empty bodies. Unknown fields are forwarded.
+The fleet accepts some bodies that SGLang refuses: empty bodies, ports and versions of the other type, no backend, no group name, and
+the singular ``{name, dtype, shape}`` of older clients. Unknown fields are forwarded.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def close_group(body: Fields) -> Request:
-    """``/destroy_weights_update_group``. Without a name it means the only open group."""
+    """``/destroy_weights_update_group``. Without a name, close the only open group."""
     return CloseGroup(_name(body, "group_name"))
 
 
@@ -95,8 +95,8 @@ _CHECKSUMS = 'checksums must be an object: all ranks\' checksums by an engine\'s
 
 
 def _checksums_entry(size: str, ranks: object) -> tuple[int, tuple[str, ...]]:
-    number = size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
-    if not number or not isinstance(ranks, list) or not all(isinstance(rank, str) for rank in ranks):
+    is_number = size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
+    if not is_number or not isinstance(ranks, list) or not all(isinstance(rank, str) for rank in ranks):
         raise RefusedError(_CHECKSUMS)
     if len(ranks) != int(size):
         raise RefusedError(f"checksums: an engine of tensor parallel size {size} needs {size} checksums, not {len(ranks)}.")
@@ -219,8 +219,8 @@ def weights_by_name(query: Fields, body: Fields) -> dict[str, Any]:
     name, size = _name(wanted, "name"), wanted.get("truncate_size", MAX_TENSOR_ROWS)
     if name is None:
         raise RefusedError("name is missing: name a tensor as the checkpoint does, for example model.norm.weight.")
-    digits = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
-    rows = int(size) if digits else size
+    is_text = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
+    rows = int(size) if is_text else size
     if not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows <= MAX_TENSOR_ROWS:
         raise RefusedError(f"truncate_size {_clip(size)} is out of range: use 1 to {MAX_TENSOR_ROWS} rows.")
     return {"name": name, "truncate_size": rows}

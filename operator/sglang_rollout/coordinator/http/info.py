@@ -1,4 +1,4 @@
-"""Read-only routes. None waits for an update: answers of engines that may be busy are cached."""
+"""Read-only routes. No route waits for an update: answers of engines that may be busy are cached."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def make_server_info(parts: Parts) -> dict[str, Any]:
         if info.get(secret):
             info[secret] = "[redacted]"
     table = machine.fleet.table
-    same = len(set(table.sizes)) == 1
-    sizes = {"tp_size": table.sizes[0], "dp_size": len(table.sizes)} if same else {"tp_size": table.gpus, "dp_size": 1}
+    is_uniform = len(set(table.sizes)) == 1
+    sizes = {"tp_size": table.sizes[0], "dp_size": len(table.sizes)} if is_uniform else {"tp_size": table.gpus, "dp_size": 1}
     committed = machine.fleet.committed
     return {
         **info,
@@ -109,7 +109,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def get_held(request: web.Request) -> web.Response:
-    """Tell the front whether it must send data requests to the coordinator, because an interruption keeps all engines from serving."""
+    """Return 200 if an interruption keeps all engines from serving. The front then sends data requests to the coordinator."""
     reason = request.app[PARTS].machine.fleet.why_not_generating
     return web.json_response({"held": reason}) if reason else refuse(404, "No interruption keeps the fleet from serving.")
 
@@ -214,7 +214,7 @@ async def get_loads(request: web.Request) -> web.Response:
 
 
 async def get_load(request: web.Request) -> web.Response:
-    """Return the list of SGLang before 0.5.21. Trainers add it up to see whether the fleet has drained."""
+    """Return the loads in the shape of SGLang before 0.5.21. Trainers sum them up to see whether the fleet has drained."""
     loads = await _loads(request.app[PARTS])
     entries = []
     for rank, load in enumerate(loads):
@@ -233,7 +233,7 @@ async def get_load(request: web.Request) -> web.Response:
 
 
 async def get_workers(request: web.Request) -> web.Response:
-    """Return the engines as routers list their workers. Trainers abort and poll each of them directly."""
+    """Return the engines as routers list their workers. Trainers abort and poll each engine directly."""
     parts = request.app[PARTS]
     workers = [
         {
@@ -250,7 +250,7 @@ async def get_workers(request: web.Request) -> web.Response:
 
 
 async def _loads(parts: Parts) -> list[dict[str, Any]]:
-    """Return the loads of all engines. Refuse if an engine does not answer, because it must not look idle."""
+    """Return the loads of all engines. Refuse if an engine does not answer, because a silent engine must not look idle."""
     names = parts.machine.fleet.up()
     replies = await asyncio.gather(*(parts.agents.get(name, "/v1/loads", LOADS_DEADLINE_SECONDS) for name in names))
     loads: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from sglang_rollout.coordinator.record import DeposedError, LeaseLeadership
+from sglang_rollout.coordinator.leadership import DeposedError, LeaseLeadership
 from sglang_rollout.kube import lease as kube_lease
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NotFound

@@ -12,8 +12,8 @@ import pytest
 
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.driver import Driver
+from sglang_rollout.coordinator.leadership import DeposedError
 from sglang_rollout.coordinator.metrics import Metrics
-from sglang_rollout.coordinator.record import DeposedError
 from sglang_rollout.coordinator.update import Machine
 from sglang_rollout.coordinator.update.events import Answered, Cut, Effect, Event, Result, Send, Tick
 from sglang_rollout.coordinator.update.phases import Phase
@@ -100,7 +100,7 @@ async def test_a_coordinator_raises_its_term_only_after_the_lease_has_it() -> No
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     driver._machine = machine = Machine(name="demo", term=1, record=None, at=0.0)
     for _ in range(3):
-        driver._outranked(7)
+        driver._handle_outranked(7)
     await asyncio.sleep(0)
     assert machine.fleet.term == 1, "not before the Lease has the term"
     is_announced.set()

@@ -43,7 +43,7 @@ async def urls(slices: Slices, *intents: list[WantedEngine]) -> list[dict[str, s
     source, found = Intents(), []
     heard: asyncio.Queue[list[WantedEngine]] = asyncio.Queue()
     members = Members(source, kube=slices, namespace="n", name="d")  # type: ignore[arg-type]
-    members.changed = lambda intent, _: heard.put_nowait(intent.engines)
+    members.on_change = lambda intent, _: heard.put_nowait(intent.engines)
     task = asyncio.create_task(members.run())
     try:
         async with asyncio.timeout(30):

@@ -14,16 +14,15 @@ import pytest
 from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator import record as store
 from sglang_rollout.coordinator.generate.smg import plan_changes
+from sglang_rollout.coordinator.leadership import DeposedError, take_over
 from sglang_rollout.coordinator.members import FileIntent, addresses_by_hostname, gate_url
 from sglang_rollout.coordinator.record import (
     RECORD_KEY,
     ConfigMapRecord,
-    DeposedError,
     FileRecord,
     HigherTermError,
     RecordWriter,
     StoreError,
-    take_over,
 )
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict, NotFound
 from sglang_rollout.wire.record import Record

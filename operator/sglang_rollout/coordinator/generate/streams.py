@@ -1,0 +1,122 @@
+"""Streamed answers to batches: the events of all items in one stream, as SGLang sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from sglang_rollout.coordinator.generate.batches import Batch, Item, add_index
+from sglang_rollout.coordinator.generate.smg import ConnectionLostError
+from sglang_rollout.wire.ports import VERSION_HEADER
+
+_WAITING_EVENTS = 256
+"""Limit of buffered events: a slow reader slows the engines' streams and does not fill the coordinator's memory."""
+_KEEPALIVE_SECONDS = 15.0
+_DONE = b"[DONE]"
+
+Open = Callable[[Item], AbstractAsyncContextManager[aiohttp.ClientResponse]]
+"""Sends one item of a batch and yields the answer."""
+
+
+class BatchStream:
+    """The streamed answer to one batch. A failure before the first event is raised, so that it gets its own HTTP status."""
+
+    def __init__(self, request: web.Request, batch: Batch, opened: Open) -> None:
+        self._request = request
+        self._batch = batch
+        self._open = opened
+        self._events: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_WAITING_EVENTS)
+        self._versions: dict[str, None] = {}
+        self._answer: web.StreamResponse | None = None
+
+    async def run(self) -> web.StreamResponse:
+        """Forward events until all items have ended, an item has failed, or the client has disconnected."""
+        tasks = [asyncio.create_task(self._follow(place, item)) for place, item in enumerate(self._batch.items)]
+        try:
+            return await self._write(len(tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, place: int, item: Item) -> None:
+        try:
+            async with self._open(item) as reply:
+                version = reply.headers.get(VERSION_HEADER)
+                if version:
+                    self._versions[version] = None
+                async for event in read_events(reply):
+                    if event == _DONE:
+                        await self._events.put(None)
+                        return
+                    await self._events.put(add_index(event, place, self._batch.samples))
+                raise ConnectionLostError("The engine ended a stream before its end.")
+        except (aiohttp.ClientError, OSError) as error:
+            await self._events.put(
+                ConnectionLostError(f"The engine broke the connection in the middle of a stream ({type(error).__name__}).")
+            )
+        except Exception as error:  # noqa: BLE001 - the writer sends it to the client
+            await self._events.put(error)
+
+    async def _write(self, running: int) -> web.StreamResponse:
+        while running:
+            event = await self._next()
+            if event is None:
+                running -= 1
+            elif isinstance(event, BaseException):
+                return await self._write_failure(event)
+            else:
+                await self._send(b"data: " + event + b"\n\n")
+                if b'"error"' in event and "error" in json.loads(event):
+                    break  # SGLang refused one item, which ends its batch too
+        await self._send(b"data: " + _DONE + b"\n\n")
+        return await self._finish()
+
+    async def _next(self) -> bytes | BaseException | None:
+        while True:
+            try:
+                async with asyncio.timeout(_KEEPALIVE_SECONDS):
+                    return await self._events.get()
+            except TimeoutError:
+                await self._send(b": waiting\n\n")
+
+    async def _write_failure(self, error: BaseException) -> web.StreamResponse:
+        if self._answer is None:
+            raise error
+        # No [DONE]: clients recognize an incomplete stream by its absence.
+        failure: dict[str, Any] = {"error": {"message": str(error), "type": "server_error", "code": 502, "retryable": True}}
+        await self._send(b"data: " + json.dumps(failure).encode() + b"\n\n")
+        return await self._finish()
+
+    async def _send(self, data: bytes) -> None:
+        if self._answer is None:
+            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            if self._versions:
+                headers[VERSION_HEADER] = ", ".join(self._versions)
+            self._answer = web.StreamResponse(headers=headers)
+            await self._answer.prepare(self._request)
+        await self._answer.write(data)
+
+    async def _finish(self) -> web.StreamResponse:
+        if self._answer is None:
+            raise RuntimeError("nothing was sent")
+        await self._answer.write_eof()
+        return self._answer
+
+
+async def read_events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the data of each server-sent event. With logprobs a line may exceed aiohttp's limit for lines."""
+    held = bytearray()
+    async for chunk in reply.content.iter_any():
+        held += chunk
+        *lines, rest = held.split(b"\n")
+        held = bytearray(rest)
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield bytes(line[5:].strip())
