@@ -35,6 +35,8 @@ SOON, LATE = 2, 88
 
 Scrape = dict[str, float]
 """Values by series."""
+LISTED: Scrape = {"sglang_rollout_operator_last_list_timestamp_seconds{}": 2e9}
+"""Of an operator that lists the rollouts. Without this series the operator counts as stalled."""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,7 @@ def used_by_alerts(prefix: str) -> set[str]:
 async def scraped(lab: Lab) -> Scrape:
     status, _, text = await lab.get("/fleet/metrics")
     assert status == 200
-    return parsed(text)
+    return parsed(text) | LISTED
 
 
 async def push(lab: Lab, *, fails: bool) -> None:
@@ -166,4 +168,5 @@ def test_the_alerts_of_the_operator(program: Path, tmp_path: Path) -> None:
     see(late={NOT_READY})
     metrics.set_ready(("n", "a"), "True")
     see()
+    timeline.add({}, late={STALLED})  # the operator does not run
     timeline.check(program, tmp_path)

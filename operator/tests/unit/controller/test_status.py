@@ -11,7 +11,6 @@ from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.record import AdapterRow, GroupRow
-from tests.support.paths import DOCS
 from tests.unit.controller.support.worlds import (
     BASE,
     NOW,
@@ -340,22 +339,3 @@ def test_quotes_end_with_one_full_stop(seen: FleetView) -> None:
     status = status_of(seen)
     said = [one["message"] for one in status["conditions"]] + [row["message"] for row in status["engines"] if row.get("message")]
     assert [text for text in said if not text.endswith((".", ".)")) or ".." in text or " ." in text] == []
-
-
-def test_the_page_of_conditions_explains_every_reason() -> None:
-    page = (DOCS / "operations/conditions.md").read_text()
-    other_conditions = {
-        Reason.ENGINES_SERVING,
-        Reason.NO_ENGINE_SERVING,
-        Reason.SETTLED,
-        Reason.AS_EXPECTED,
-        Reason.ROUTER_RUNNING,
-        Reason.ALL_AT_COMMITTED,
-        Reason.NOT_REPORTED,
-        Reason.SCALING,
-        Reason.UPDATE_FAILED,
-        Reason.PARTLY_COMMITTED,
-        Reason.NODES_AVOIDED,
-        Reason.PREFETCH_FAILED,
-    }
-    assert [reason.value for reason in Reason if reason not in other_conditions and f"`{reason}`" not in page] == []

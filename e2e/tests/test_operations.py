@@ -1,0 +1,89 @@
+"""The pages for operations name the reasons, Events, alerts, messages and ports of the code, and no others."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from e2e.cluster.paths import REPOSITORY
+from sglang_rollout.api.status import Reason
+from sglang_rollout.controller.decide import transitions
+from sglang_rollout.wire import ports
+
+OPERATIONS = REPOSITORY / "docs/operations"
+CODE = REPOSITORY / "operator/sglang_rollout"
+QUOTED = {"didn't have free ports"}
+"""Messages of Kubernetes' scheduler."""
+EPHEMERAL_PORTS = {32768, 60999}
+"""First and last, as Linux sets them."""
+
+
+def read(page: str) -> str:
+    return (OPERATIONS / page).read_text()
+
+
+def section(text: str, heading: str) -> str:
+    """Return what follows a heading, up to the next heading."""
+    return re.split(r"^#+ ", text.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def code_spans(text: str) -> set[str]:
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def first_column(text: str) -> set[str]:
+    """Return the inline code in the first column of all tables."""
+    return code_spans("\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| ")))
+
+
+def test_conditions_explains_every_reason_and_what_to_do() -> None:
+    page = read("conditions.md")
+    headings = re.findall(r"^### `(\w+)`$", page, re.MULTILINE)
+    named = set(headings) | code_spans(section(page, "Other conditions")) | code_spans(section(page, "Reasons in rows of status"))
+    assert set(Reason) - named == set()
+    assert set(headings) - set(Reason) == set()
+    assert [heading for heading in headings if "What to do: " not in section(page, f"`{heading}`")] == []
+
+
+def test_conditions_lists_every_event() -> None:
+    posted = set(re.findall(r'EventToPost\("\w+", "(\w+)"', Path(transitions.__file__).read_text()))
+    assert posted - {"InvalidSpec"} <= first_column(section(read("conditions.md"), "Events"))
+    assert first_column(section(read("conditions.md"), "Events")) - posted <= set(Reason)
+
+
+def test_alerts_has_a_runbook_for_every_alert() -> None:
+    groups = yaml.safe_load((REPOSITORY / "examples/monitoring/alerts.yaml").read_text())["spec"]["groups"]
+    severities = {rule["alert"]: rule["labels"]["severity"].capitalize() for group in groups for rule in group["rules"]}
+    page = read("alerts.md")
+    assert {heading: section(page, heading).split(":")[0].strip() for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)} == severities
+
+
+def strings_of_the_code() -> Iterator[str]:
+    """Yield every string of the code, with a NUL for each value that it formats, and the templates of haproxy."""
+    for file in CODE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+    for file in (CODE / "proxy/templates").iterdir():
+        yield file.read_text()
+
+
+def test_troubleshooting_quotes_messages_of_the_code() -> None:
+    """A page writes … for a value. The parts between values may come from several strings."""
+    messages = first_column(read("troubleshooting.md").partition("## Symptoms without a message")[0]) - QUOTED
+    code = list(strings_of_the_code())
+    parts = {part.strip() for message in messages for part in message.split("…")} - {""}
+    assert len(parts) > 40
+    assert {part for part in parts if not any(part in text for text in code)} == set()
+
+
+def test_network_names_every_port() -> None:
+    known = {value for name, value in vars(ports).items() if name.endswith("_PORT")}
+    named = {int(number) for number in re.findall(r"\b\d{4,5}\b", read("network.md"))}
+    assert named - EPHEMERAL_PORTS == known
