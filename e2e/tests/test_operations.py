@@ -13,6 +13,7 @@ from e2e.cluster.paths import REPOSITORY
 from sglang_rollout.api.status import Reason
 from sglang_rollout.controller.decide import transitions
 from sglang_rollout.wire import ports
+from sglang_rollout.wire.reasons import GateReason
 
 OPERATIONS = REPOSITORY / "docs/operations"
 CODE = REPOSITORY / "operator/sglang_rollout"
@@ -48,6 +49,10 @@ def test_conditions_explains_every_reason_and_what_to_do() -> None:
     assert REASONS - named == set()
     assert set(headings) - REASONS == set()
     assert [heading for heading in headings if "What to do: " not in section(page, f"`{heading}`")] == []
+
+
+def test_conditions_says_what_to_do_about_every_closed_gate() -> None:
+    assert first_column(section(read("conditions.md"), "Reasons in `GET /fleet`")) == {reason.value for reason in GateReason} - {"Other"}
 
 
 def test_conditions_lists_every_event() -> None:
