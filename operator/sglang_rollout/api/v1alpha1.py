@@ -141,9 +141,9 @@ class RolloutSpec(ApiModel):
             rule(
                 "self.mode != 'Standalone' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
                 " || (has(self.weights) && has(self.weights.transport) && self.weights.transport == 'Disk')",
-                "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot take weights over a group"
-                " there. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead of data,"
-                " and more tensor ranks instead of pipeline stages.",
+                "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot then take weights over a"
+                " process group. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead"
+                " of data, and more tensor ranks instead of pipeline stages.",
                 field=".engine",
             ),
             rule(
