@@ -121,7 +121,7 @@ class WeightsStatus(ApiModel):
     step: int = 0
     """Step of the committed version within the run."""
     epoch: int = 0
-    """Grows when the set of engines changes or an engine process restarts. A trainer's process group belongs to one epoch."""
+    """Grows when an engine joins, leaves or restarts. A process group is usable while no engine that joined it has left or restarted."""
     world_size: int = 0
     """World size of a process group opened now: the trainer and all ranks of the engines that are up."""
     oldest_serving: str | None = Field(default=None, max_length=256)

@@ -35,7 +35,7 @@ class FleetDocument(Message):
     namespace: str
     term: int
     epoch: int
-    """Grows when the set of members or any member's boot ID changes. A process group belongs to one epoch."""
+    """Grows when the set of members or any member's boot ID changes."""
     world_size: int
     """World size of a process group opened now: 1 (trainer, rank 0) + the tensor sizes of all members."""
     backend: str
