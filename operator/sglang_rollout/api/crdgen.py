@@ -51,7 +51,7 @@ _DROPPED = ("title", "$defs", "anyOf", "allOf", "$ref", "discriminator")
 
 
 def structural(schema: Schema) -> Schema:
-    """Return the structural schema of a pydantic schema: without references, unions and what else an API server refuses in a CRD."""
+    """Return a pydantic schema as a structural schema: without references, unions and other keywords that CRDs do not allow."""
     return _convert(schema, schema.get("$defs", {}))
 
 

@@ -105,7 +105,7 @@ FLAGS: Mapping[str, str] = {
 
 
 def rules_against_repeated_flags() -> list[dict[str, str]]:
-    """Return the rules that no argument repeats a field, because SGLang would silently use the last of both."""
+    """Return the rules on ``engine``: no argument repeats a field, because SGLang would silently use the last value."""
     flag_rules = []
     for field, flag in FLAGS.items():
         info = EngineFlags.model_fields[field]
@@ -188,7 +188,7 @@ def rule_of_expert_kernels() -> dict[str, str]:
 
 
 def rule_of_data_parallelism() -> dict[str, str]:
-    """Return the rule that an engine with adapters has one copy of the model, because SGLang otherwise loads none while it runs."""
+    """Return the rule that an engine with adapters has one copy of the model. With more copies SGLang loads no adapter while it runs."""
     message = (
         "engine.lora needs engine.parallelism.data of 1: with more SGLang loads no adapter while it runs. Use more engines (replicas)."
     )

@@ -18,9 +18,9 @@ class WantedEngine(Message):
     tensor_size: int | None = Field(default=1, ge=1)
     """Tensor-parallel ranks of the engine, which are consecutive in a trainer's process group. None: as the engine reports."""
     url: str | None = None
-    """Base URL of its gate. None: found by the hostname ``<name>-0`` in an EndpointSlice (Kubernetes)."""
+    """Base URL of the engine's gate. None: found by the hostname ``<name>-0`` in an EndpointSlice (Kubernetes)."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of its gate. None: the port of every gate whose pod has its own network."""
+    """Port of the engine's gate. None: the port of every gate whose pod has its own network."""
 
 
 class Intent(Message):
@@ -32,7 +32,7 @@ class Intent(Message):
     namespace: str
     engines: list[WantedEngine]
     base: int | None = Field(default=None, ge=0)
-    """Engines that a fleet without any update waits for. None: all of them."""
+    """Engines that a fleet without any update waits for. None: all engines."""
     weights: Weights = Weights()
     """``spec.weights``."""
     state: FleetState = FleetState.ACTIVE

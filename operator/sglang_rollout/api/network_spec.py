@@ -105,7 +105,7 @@ CACHE_VARIABLES: Mapping[str, str] = {
     "TILELANG_CACHE_DIR": "/tilelang",
     "FLASHINFER_WORKSPACE_BASE": "",
 }
-"""Folder below the cache's mount, by SGLang's variable. All of them are set, because an image may have set one."""
+"""Folder below the cache's mount, by SGLang's variable. All variables are set, because an image may have set some."""
 
 MEMORY_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
 """Spelled as in SGLang (0.5.23, ``srt/environ.py``)."""
@@ -124,7 +124,7 @@ NETWORK_VARIABLES: Mapping[str, tuple[str, ...]] = {
 
 
 def _fields_with_variables(engine: str) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Return for each field with variables: the CEL expression that it is set, the start of a message, and the variables."""
+    """Return for each field with variables: the CEL expression for "it is set", the start of a message, and the variables."""
     fields = [
         (f"!{engine}.checkMemoryBalance", "checkMemoryBalance", (MEMORY_CHECK,)),
         (f"has({engine}.cache)", "cache", tuple(CACHE_VARIABLES)),
@@ -140,7 +140,7 @@ def _fields_with_variables(engine: str) -> list[tuple[str, str, tuple[str, ...]]
 
 
 def rules_against_repeated_variables() -> list[dict[str, str]]:
-    """Return the rules of ``engine`` that ``env`` repeats no field, because the pod would silently get one of both."""
+    """Return the rules on ``engine``: ``env`` repeats no field, because the pod would silently get one of the two values."""
     return [
         rule(f"!({is_set}) || !has(self.env) || !self.env.exists(e, e.name in {list(variables)})", f"{start} engine.env.", field=".env")
         for is_set, start, variables in _fields_with_variables("self")
@@ -148,7 +148,7 @@ def rules_against_repeated_variables() -> list[dict[str, str]]:
 
 
 def rules_against_overlaid_variables() -> list[dict[str, str]]:
-    """Return the rules of the spec that the overlay of the engine's container repeats no field."""
+    """Return the rules on ``spec``: the overlay of the engine's container repeats no field."""
     return [
         rule(f"!({is_set}) || !{overlay_sets(variables)}", f"{start} the container engine of podTemplate.", field=".podTemplate")
         for is_set, start, variables in _fields_with_variables("self.engine")
@@ -179,7 +179,7 @@ def _on_node(engine: str) -> str:
 
 
 def rules_of_engine_ports() -> list[dict[str, str]]:
-    """Return the rules of ``engine`` that SGLang listens only in its block with ``hostNetwork``."""
+    """Return the rules on ``engine``: with ``hostNetwork``, SGLang listens only on the ports of its block."""
     return [
         rule(
             f"!{_on_node('self')} || self.parallelism.data == 1",
@@ -197,7 +197,7 @@ def rules_of_engine_ports() -> list[dict[str, str]]:
 
 
 def rules_of_fleet_ports() -> list[dict[str, str]]:
-    """Return the rules of the spec that all blocks fit, and that new blocks do not overlap old ones in use."""
+    """Return the rules on ``spec``: all blocks fit, and new blocks do not overlap blocks in use."""
     now, before = _base("self.engine"), _base("oldSelf.engine")
     return [
         rule(

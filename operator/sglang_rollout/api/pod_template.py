@@ -31,7 +31,7 @@ Labels = Annotated[dict[str, Annotated[str, Field(max_length=65536)]], Field(jso
 
 
 def _no_command(template: str, container: str, fields: str) -> dict[str, str]:
-    """Return the rule of a list of containers that the command of ``container`` does not change."""
+    """Return the rule on a list of containers: it does not change the command of ``container``."""
     return rule(
         f"!self.exists(c, c.name == '{container}' && (has(c.command) || has(c.args) || has(c.image)))",
         f"{template} must not set command, args or image of the container {container}: use {fields}.",
@@ -39,12 +39,12 @@ def _no_command(template: str, container: str, fields: str) -> dict[str, str]:
 
 
 def _no_container(names: Iterable[str], message: str) -> dict[str, str]:
-    """Return the rule of a list of containers that it has none of ``names``."""
+    """Return the rule on a list of containers: it contains none of ``names``."""
     return rule(f"!self.exists(c, c.name in {list(names)})", message)
 
 
 def _not_set(message: str, *fields: str) -> dict[str, str]:
-    """Return the rule of a pod's spec that none of ``fields`` is set."""
+    """Return the rule on a pod's spec: it sets none of ``fields``."""
     return rule(" && ".join(f"!has(self.{name})" for name in fields), message)
 
 
@@ -65,7 +65,7 @@ def _volumes(template: str, reserved: Iterable[str]) -> Any:
 
 
 def overlay_sets(variables: Iterable[str]) -> str:
-    """Return the CEL expression about a spec that the overlay of the container ``engine`` sets one of ``variables``."""
+    """Return the CEL expression on ``spec`` for "the overlay of the container ``engine`` sets one of ``variables``"."""
     given = "has(self.podTemplate) && has(self.podTemplate.spec) && has(self.podTemplate.spec.containers)"
     named = f"c.name == '{ENGINE_CONTAINER}' && has(c.env) && c.env.exists(e, e.name in {list(variables)})"
     return f"({given} && self.podTemplate.spec.containers.exists(c, {named}))"

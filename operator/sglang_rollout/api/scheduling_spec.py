@@ -59,7 +59,7 @@ class Gang(ApiModel):
 
     scope: GangScope = GangScope.ENGINE
     """`Engine`: each engine is a gang, so that the fleet may start with fewer engines than wanted. `Base`: the pods of all engines of
-    `elastic.base` are one gang, which starts when there is room for all of them; each surplus engine is a gang."""
+    `elastic.base` are one gang, which starts when there is room for all of them. Each surplus engine is a gang of its own."""
     scheduler: str = Field(default="scheduler-plugins-scheduler", min_length=1, max_length=253, pattern=_NAME)
     """Name of the scheduler (`schedulerName` of the pods)."""
     timeout_seconds: int = Field(default=60, ge=1, le=3600)

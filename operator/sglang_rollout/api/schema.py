@@ -62,12 +62,12 @@ def rules(*items: dict[str, str]) -> dict[str, Any]:
 
 
 def refuse_flags(flags: tuple[str, ...], message: str) -> dict[str, str]:
-    """Return the rule that an argument is none of ``flags``, ``--flag=value`` and abbreviations, which argparse accepts, included."""
+    """Return the rule that an argument sets none of ``flags``, also not as ``--flag=value`` or by an abbreviation."""
     return rule(f"self.size() < 3 || !self.startsWith('--') || !{list(flags)}.exists(f, f.startsWith(self.split('=')[0]))", message)
 
 
 def sets_flag(*flags: str) -> str:
-    """Return the CEL expression about ``engine`` that ``args`` has one of ``flags``, or an abbreviation, which argparse accepts."""
+    """Return the CEL expression on ``engine`` for "``args`` sets one of ``flags``, also by an abbreviation"."""
     word = "a.split('=')[0]"
     matches = f"'{flags[0]}'.startsWith({word})" if len(flags) == 1 else f"{list(flags)}.exists(f, f.startsWith({word}))"
     return f"has(self.args) && self.args.exists(a, a.size() > 2 && a.startsWith('--') && {matches})"
@@ -79,5 +79,5 @@ def refuse_flags_like(*beginnings: str, message: str) -> dict[str, str]:
 
 
 def argument(flags: tuple[str, ...], message: str, *more: dict[str, str]) -> Any:
-    """Return the field of an argument that is none of ``flags`` and meets further rules."""
+    """Return the field of an argument that sets none of ``flags`` and meets the rules ``more``."""
     return Field(min_length=1, max_length=2048, json_schema_extra=rules(refuse_flags(flags, message), *more))

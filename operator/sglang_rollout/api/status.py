@@ -1,6 +1,6 @@
 """``status`` of an SGLangRollout, and the types and reasons of its conditions. Pure.
 
-The operator writes it. Programs compare ``reason``, a code; ``message`` is a sentence for people.
+The operator writes the status. Programs compare ``reason``, a code; ``message`` is a sentence for people.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EngineStatus(ApiModel):
     """One engine."""
 
     name: str = Field(max_length=63)
-    """Its StatefulSet."""
+    """Name of the engine and of its StatefulSet."""
     phase: EnginePhase
     """`Pending` (no node or image yet), `Starting` (loads the model), `Failed`, `Waiting` (up, but without the committed
     weights, so it does not serve), `Updating` (in a weight update), `Serving`, `Paused` (by `spec.state`), `Asleep` (by
@@ -87,11 +87,11 @@ class EngineStatus(ApiModel):
     several pods, that of pod 0."""
     lost: bool | None = None
     """True if the engine stopped serving for a reason other than an update, a pause, a sleep or the router; absent again when
-    it serves."""
+    the engine serves."""
     reason: Code = ""
-    """Why it does not serve, as a CamelCase code; empty while it serves."""
+    """Why the engine does not serve, as a CamelCase code; empty while it serves."""
     message: Text = ""
-    """Why it does not serve, as a sentence; empty while it serves."""
+    """Why the engine does not serve, as a sentence; empty while it serves."""
 
 
 class LastUpdate(ApiModel):
@@ -104,7 +104,7 @@ class LastUpdate(ApiModel):
     message: Text = ""
     """Why the update did not commit on all engines, as a sentence."""
     finished: str = Field(json_schema_extra={"format": "date-time"})
-    """When it ended."""
+    """When the update ended."""
     phases_ms: dict[str, int] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
     """Duration of each phase in milliseconds."""
     engines: int = 0
@@ -142,15 +142,15 @@ class AdapterStatus(ApiModel):
     name: str = Field(max_length=MAX_ADAPTER_NAME)
     """Name in requests."""
     path: str = Field(max_length=MAX_ADAPTER_PATH)
-    """Path that engines load it from."""
+    """Path from which engines load the adapter."""
     loaded: int = 0
-    """Engines that have loaded it."""
+    """Engines that have loaded the adapter."""
     wanted: int = 0
-    """Engines that should load it."""
+    """Engines that should load the adapter."""
     reason: Code = ""
     """`AdapterFailed` if an engine could not load or unload it; else empty."""
     message: Text = ""
-    """Error of the engine that could not load or unload it."""
+    """Error of the engine that could not load or unload the adapter."""
 
 
 class AvoidedNode(ApiModel):

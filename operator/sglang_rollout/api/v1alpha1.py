@@ -98,7 +98,7 @@ class Sleep(ApiModel):
 
 
 def _rules_of_overlay() -> list[dict[str, str]]:
-    """Return the rules of ``spec`` that the overlay sets nothing that other fields set."""
+    """Return the rules on ``spec``: the overlay sets no value that another field sets."""
     labels = "self.podTemplate.metadata.labels"
     return [
         rule(

@@ -43,8 +43,8 @@ def build_registry(wake: Wake, login: Login) -> kopf.OperatorRegistry:
 
     @kopf.on.login(registry=registry)
     async def on_login(**_: Any) -> kopf.ConnectionInfo:
-        # The same credentials as our own client: kopf's own search has another order and supports no exec plug-ins.
-        # trust_env: use the proxies of the environment as our own client does. Without them, kopf may not reach the server.
+        # Use the credentials of our own client, because kopf's search has another order and supports no exec plug-ins.
+        # trust_env makes kopf use the proxies of the environment, as our own client does.
         return kopf.ConnectionInfo(**asdict(await login()), trust_env=True)
 
     return registry

@@ -1,4 +1,4 @@
-"""The right to lead a fleet, and how a new leader takes over: it waits for the right, then writes a new term into the record.
+"""The right to lead a fleet. A second coordinator takes over when it gets the right and has written a new term into the record.
 
 Called by :mod:`.driver`. Agents refuse the calls of a coordinator with a lower term.
 """

@@ -3,7 +3,7 @@
 Each engine has its own StatefulSet, so that any engine can be removed or rolled alone. A StatefulSet never runs two pods of
 one name, so no rank of a process group ever has two owners. The containers of a pod:
 
-    gate (native sidecar)    haproxy, the pod's only port; generation passes while the agent allows it
+    gate (native sidecar)    haproxy, the pod's only port; passes requests for tokens while the agent keeps it open
     agent (native sidecar)   knows which weights the engine holds; receives every control call
     engine                   sglang.launch_server on 127.0.0.1
 

@@ -1,7 +1,7 @@
 """Dialects of trainers: bodies become requests, and answers get SGLang's shape.
 
-The fleet accepts some bodies that SGLang refuses: empty bodies, ports and versions of the other type, no backend, no group name, and
-the singular ``{name, dtype, shape}`` of older clients. Unknown fields are forwarded.
+The fleet accepts some bodies that SGLang refuses: empty bodies, ports and versions of the other type, no backend, no group name. It
+also accepts the singular ``{name, dtype, shape}`` of older clients. Unknown fields are forwarded.
 """
 
 from __future__ import annotations
