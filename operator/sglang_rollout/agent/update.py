@@ -1,4 +1,4 @@
-"""End of a weight update on one engine: the agent acknowledges the update, or gives it up when the coordinator is silent or asks for this."""
+"""End of a weight update on one engine: the agent acknowledges the update, or gives it up when the coordinator is silent or asks for it."""
 
 from __future__ import annotations
 
