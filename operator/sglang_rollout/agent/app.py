@@ -24,7 +24,8 @@ from sglang_rollout.agent.access import (
     refuse,
 )
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.checkpoint import CheckpointCheck, EngineModel
+from sglang_rollout.agent.checkpoint import CheckpointCheck
+from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch.pods import HeadPod
 from sglang_rollout.agent.reachability import preflight
 from sglang_rollout.agent.record import RecordError

@@ -22,8 +22,9 @@ from pydantic import ValidationError
 
 from sglang_rollout.agent.access import answer_refusals, check_token, read_message, refuse
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.checkpoint import CheckpointCheck, EngineModel
+from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine import RunFiles, read_text
+from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.agent.launch import rank_lifecycle
 from sglang_rollout.agent.launch.rank_lifecycle import GRACE_SECONDS, GenerationRecord, Link, Member, Ranks
 from sglang_rollout.agent.reachability import is_cut, preflight

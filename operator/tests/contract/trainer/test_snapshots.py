@@ -13,7 +13,8 @@ import requests
 from e2e.child import start_child
 from e2e.engine import Engine, LabError, environment, start_engine
 
-from sglang_rollout.agent.checkpoint import EngineModel, check
+from sglang_rollout.agent.checkpoint import check
+from sglang_rollout.agent.engine_model import EngineModel
 from sglang_rollout.checkpoints.snapshots import latest_snapshot, list_snapshots, verify_snapshot
 from tests.contract.support.local_fleet import wait_serving
 from tests.contract.trainer.test_client import engine_python

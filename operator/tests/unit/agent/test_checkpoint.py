@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_rollout.agent.checkpoint import CheckpointCheck, EngineModel, check, hub_folder, own_tensors
+from sglang_rollout.agent.checkpoint import CheckpointCheck, check, own_tensors
+from sglang_rollout.agent.engine_model import EngineModel, hub_folder
 from sglang_rollout.checkpoints.format import build_header, parse_header
 from sglang_rollout.wire.agent import CheckpointReply, CheckpointRequest
 from tests.support.tiny_models import INDEX, TENSORS, file_bytes, write_model
