@@ -92,7 +92,7 @@ class CheckpointCheck:
         end = time.monotonic() + request.deadline
 
         def work() -> None:
-            reply = _guarded(request, engine_model, end)
+            reply = _check_or_refuse(request, engine_model, end)
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, done, reply)
 
@@ -104,7 +104,7 @@ class CheckpointCheck:
             async with asyncio.timeout(request.deadline):
                 reply = await done
         except TimeoutError:
-            return _late(request)
+            return _late_reply(request)
         return self._hold(reply) if reply.refusal is None and request.snapshot is not None else reply
 
     def _hold(self, reply: CheckpointReply) -> CheckpointReply:
@@ -116,7 +116,7 @@ class CheckpointCheck:
         return reply
 
 
-def resolve(request: CheckpointRequest) -> Path:
+def find_folder(request: CheckpointRequest) -> Path:
     """Return the folder that the request names. Raise ProblemsError if there is no such snapshot."""
     wanted = request.snapshot
     if wanted is None:
@@ -145,7 +145,7 @@ def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), na
     try:
         found = read_model(Path(path), check_cancelled=check_cancelled)
         own, why = read_engine_model(engine_model, check_cancelled)
-        problems = _identity_differences(found, engine_model) if own is None else differences(found, own)
+        problems = _find_identity_differences(found, engine_model) if own is None else find_differences(found, own)
         if problems:
             raise ProblemsError(shorten_problems(problems))
         digest = _digest(found, check_cancelled)
@@ -157,7 +157,7 @@ def check(path: str, engine_model: EngineModel, *, end: float = float("inf"), na
     if own is None:
         unchecked = [*UNCHECKED] if engine_model.architectures else [ARCHITECTURE, *UNCHECKED]
     return CheckpointReply(
-        refusal=None, tensors=len(found.tensors), bytes=found.bytes, digest=digest, names=_needed(found) if names else None,
+        refusal=None, tensors=len(found.tensors), bytes=found.bytes, digest=digest, names=_required_tensors(found) if names else None,
         compared=own is not None, unchecked=unchecked, why_unchecked=why,
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ def own_tensors(engine_model: EngineModel, *, end: float = float("inf")) -> Chec
     if own is None:
         return CheckpointReply(refusal=None, why_unchecked=why)
     shapes = {name: list(entry.shape) if entry.dtype in _UNPACKED else None for name, (_, entry) in own.tensors.items()}
-    return CheckpointReply(refusal=None, tensors=len(shapes), bytes=own.bytes, names=_needed(own), shapes=shapes, compared=True)
+    return CheckpointReply(refusal=None, tensors=len(shapes), bytes=own.bytes, names=_required_tensors(own), shapes=shapes, compared=True)
 
 
 def _cancel_at(end: float) -> CancelCheck:
@@ -181,20 +181,20 @@ def _cancel_at(end: float) -> CancelCheck:
     return check_cancelled
 
 
-def _needed(model: Model) -> list[str]:
+def _required_tensors(model: Model) -> list[str]:
     """Return the names of the tensors that a complete checkpoint must have."""
     tied = bool(model.config.get("tie_word_embeddings"))
     return [name for name in model.tensors if not _is_optional(name, tied=tied)]
 
 
-def differences(found: Model, own: Model) -> list[str]:
+def find_differences(found: Model, own: Model) -> list[str]:
     """Return the differences between a checkpoint and the engine's model, as sentences."""
-    problems = _config_differences(found.config, own.config, f"{found.path / CONFIG}: ", own.path)
+    problems = _find_config_differences(found.config, own.config, f"{found.path / CONFIG}: ", own.path)
     tied = bool(own.config.get("tie_word_embeddings"))
     found_tensors, expected = found.tensors, own.tensors
     for name, (file, entry) in found_tensors.items():
         if name in expected:
-            problems += _tensor_differences(f"{found.path / file}: tensor {name}", entry, expected[name][1])
+            problems += _find_tensor_differences(f"{found.path / file}: tensor {name}", entry, expected[name][1])
         elif not _is_optional(name, tied=tied):
             problems.append(f"{found.path / file}: tensor {name} is not in the engine's model {own.path}.")
     missing = (name for name in expected if name not in found_tensors and not _is_optional(name, tied=tied))
@@ -202,7 +202,7 @@ def differences(found: Model, own: Model) -> list[str]:
     return problems
 
 
-def _identity_differences(found: Model, engine: EngineModel) -> list[str]:
+def _find_identity_differences(found: Model, engine: EngineModel) -> list[str]:
     """Compare with the architecture that the engine reports, if this pod cannot read its model."""
     architectures = found.config.get("architectures")
     if not engine.architectures or architectures == list(engine.architectures):
@@ -210,7 +210,7 @@ def _identity_differences(found: Model, engine: EngineModel) -> list[str]:
     return [f"{found.path / CONFIG}: architectures is {_brief(architectures)}, the engine reports {_brief(list(engine.architectures))}."]
 
 
-def _config_differences(found: Mapping[str, Any], own: Mapping[str, Any], prefix: str, own_path: Path) -> list[str]:
+def _find_config_differences(found: Mapping[str, Any], own: Mapping[str, Any], prefix: str, own_path: Path) -> list[str]:
     problems = []
     for key in (*_IDENTITY, *_SIZES):
         # A size that only one side contains is a default of the other side. The tensors' shapes show a difference.
@@ -221,11 +221,11 @@ def _config_differences(found: Mapping[str, Any], own: Mapping[str, Any], prefix
     for key in _NESTED:
         inner, expected = found.get(key), own.get(key)
         if isinstance(inner, Mapping) and isinstance(expected, Mapping):
-            problems += _config_differences(inner, expected, f"{prefix}{key}.", own_path)
+            problems += _find_config_differences(inner, expected, f"{prefix}{key}.", own_path)
     return problems
 
 
-def _tensor_differences(what: str, found: TensorEntry, own: TensorEntry) -> list[str]:
+def _find_tensor_differences(what: str, found: TensorEntry, own: TensorEntry) -> list[str]:
     problems = []
     if found.shape != own.shape:
         problems.append(f"{what} has shape {list(found.shape)}, expected {list(own.shape)}.")
@@ -253,16 +253,16 @@ def _digest(model: Model, check_cancelled: CancelCheck) -> str:
     return made.hexdigest()
 
 
-def _guarded(request: CheckpointRequest, engine_model: EngineModel, end: float) -> CheckpointReply:
+def _check_or_refuse(request: CheckpointRequest, engine_model: EngineModel, end: float) -> CheckpointReply:
     try:
         if not request.path:
             return own_tensors(engine_model, end=end)
-        folder = resolve(request)
+        folder = find_folder(request)
         return check(str(folder), engine_model, end=end, names=request.names).model_copy(update={"path": str(folder)})
     except ProblemsError as error:
         return _refuse(str(error))
     except _LateError:
-        return _late(request)
+        return _late_reply(request)
     except Exception as error:  # noqa: BLE001 - a file can contain anything, and the caller needs an answer
         return _refuse(f"{request.path} cannot be checked: {type(error).__name__}: {error}.", RefusalCode.INTERNAL_ERROR)
 
@@ -276,7 +276,7 @@ def _refuse(message: str, code: RefusalCode = RefusalCode.INVALID_REQUEST) -> Ch
     return CheckpointReply(refusal=Refusal(code, message))
 
 
-def _late(request: CheckpointRequest) -> CheckpointReply:
+def _late_reply(request: CheckpointRequest) -> CheckpointReply:
     message = f"{request.path} was not read within {request.deadline:g} s: is its volume slow, or its file server away?"
     return _refuse(message, RefusalCode.UNAVAILABLE)
 

@@ -15,9 +15,9 @@ from sglang_rollout.proxy.config import (
     TOKENIZER_KEY,
     VERSION_KEY,
     VOCABULARY_KEY,
-    encoded,
-    listed,
-    version_map_of,
+    encode_adapters,
+    encode_label,
+    version_map_path,
 )
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Gate:
 
     async def set_entry(self, key: str, value: str) -> None:
         """Set one entry of the map that the gate reads for each request."""
-        await self._send(f"set map {version_map_of(str(self.socket))} {key} {value}")
+        await self._send(f"set map {version_map_path(str(self.socket))} {key} {value}")
 
     async def cut(self) -> None:
         """Close every connection from the gate to the engine."""
@@ -142,10 +142,10 @@ def gate_entries(
     """
     size = {} if vocabulary is None else {VOCABULARY_KEY: str(vocabulary)}
     return {
-        VERSION_KEY: encoded(label),
+        VERSION_KEY: encode_label(label),
         **size,
         TOKENIZER_KEY: "yes" if has_tokenizer else "no",
-        ADAPTERS_KEY: NO_VERSION if adapters is None else listed(adapters),
+        ADAPTERS_KEY: NO_VERSION if adapters is None else encode_adapters(adapters),
         GENERATES_KEY: "yes" if generates else "no",
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.interruption import Cause
-from sglang_rollout.proxy.config import ADAPTERS_LONGEST, listed
+from sglang_rollout.proxy.config import ADAPTERS_LONGEST, encode_adapters
 from sglang_rollout.sglang.api import (
     DEFAULT_GROUP,
     DEFAULT_PAUSE_MODE,
@@ -119,7 +119,7 @@ def details_of(call: str, body: dict[str, Any], released: list[str]) -> tuple[st
     return tags_of(call, body, released) if call in (ControlCall.RELEASE_MEMORY, ControlCall.RESUME_MEMORY) else ()
 
 
-def prepared(call: str, body: dict[str, Any], record: s.EngineRecord) -> dict[str, Any]:
+def prepare_body(call: str, body: dict[str, Any], record: s.EngineRecord) -> dict[str, Any]:
     """Return the body that the engine receives."""
     if call == ControlCall.SET_VERSION:
         # SGLang's default is to abort every running request.
@@ -162,7 +162,7 @@ def _tensors_refusal(facts: s.EngineFacts | None, body: dict[str, Any]) -> Refus
 
 def _load_refusal(record: s.EngineRecord, name: str) -> Refusal | None:
     """Refuse an adapter whose name does not fit into the gate's list, because the gate would refuse all requests for it."""
-    if name in record.adapters or len(listed({*record.adapters, name})) <= ADAPTERS_LONGEST:
+    if name in record.adapters or len(encode_adapters({*record.adapters, name})) <= ADAPTERS_LONGEST:
         return None
     return _invalid(
         f"{ControlCall.LOAD_ADAPTER}: {len(record.adapters)} adapters are loaded. The list of all names, URL-encoded and with commas,"

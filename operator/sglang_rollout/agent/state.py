@@ -127,7 +127,7 @@ def closed_reason(state: State) -> Refusal | None:  # noqa: PLR0911 - one line p
         return Refusal(GateReason.DRAINING, "The engine is being drained.")
     if record.committed is None or not state.informed:
         return Refusal(GateReason.NO_COMMITTED_VERSION, "No coordinator has said yet which version is committed.")
-    if rank(record.version) not in {rank(record.committed), *map(rank, record.tolerated)}:
+    if version_identity(record.version) not in {version_identity(record.committed), *map(version_identity, record.tolerated)}:
         return Refusal(GateReason.NOT_COMMITTED, f"The engine holds version {record.version}, and version {record.committed} is committed.")
     code = _CLOSED_BY_SPEC.get(record.applied_state)
     return None if code is None else Refusal(code, describe_state(record.applied_state))
@@ -182,7 +182,7 @@ def _why_not_acknowledged(  # noqa: PLR0911 - one line per case
         return f"The engine that took part in the update is gone; its boot ID is now {record.boot_id if state.up else 'none'}."
     if record.pending:
         return f"The engine has not answered {record.pending} yet."
-    if record.state is EngineState.CLEAN and record.version is not None and rank(record.version) == rank(version):
+    if record.state is EngineState.CLEAN and record.version is not None and version_identity(record.version) == version_identity(version):
         return None
     if verified and record.unverified and record.state is EngineState.UNKNOWN and MemoryTag.WEIGHTS not in record.interruption.released:
         return None
@@ -229,6 +229,6 @@ def status(state: State, *, name: str, gate_open: bool) -> AgentStatus:
     )
 
 
-def rank(version: Version) -> tuple[int, int]:
+def version_identity(version: Version) -> tuple[int, int]:
     """Return the identity of a version, without the label, which a trainer may use twice."""
     return version.run, version.step

@@ -24,12 +24,12 @@ from sglang_rollout.proxy.config import (
     UNSET,
     FrontParams,
     GateParams,
-    connections_for,
+    fit_connections,
     front_config,
     gate_config,
-    guard_of,
+    guard_path,
     guard_text,
-    version_map_of,
+    version_map_path,
 )
 from sglang_rollout.proxy.smg import POLICIES, smg_args
 from sglang_rollout.wire import ports
@@ -196,7 +196,7 @@ def _connection_limit(wanted: int, only_print: bool) -> int:
     if only_print:
         return wanted
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return wanted if hard == resource.RLIM_INFINITY else connections_for(wanted, hard)
+    return wanted if hard == resource.RLIM_INFINITY else fit_connections(wanted, hard)
 
 
 def _print_or_become(name: str, text: str, folder: Path, only_print: bool, *, socket: Path | None = None) -> None:
@@ -208,8 +208,8 @@ def _print_or_become(name: str, text: str, folder: Path, only_print: bool, *, so
         folder.mkdir(parents=True, exist_ok=True)
         if socket is not None:
             socket.parent.mkdir(parents=True, exist_ok=True)
-            Path(version_map_of(str(socket))).write_text(UNSET)
-            Path(guard_of(str(socket))).write_text(guard_text())
+            Path(version_map_path(str(socket))).write_text(UNSET)
+            Path(guard_path(str(socket))).write_text(guard_text())
         path.write_text(text)
     except OSError as error:
         raise click.ClickException(

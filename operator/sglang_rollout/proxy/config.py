@@ -152,28 +152,28 @@ class _MetricsSource:
     """Path at the process."""
 
 
-def connections_for(wanted: int, open_files: int) -> int:
+def fit_connections(wanted: int, open_files: int) -> int:
     """Return the number of connections that fit into a limit of ``open_files``. Each needs two files."""
     return max(_LEAST_CONNECTIONS, min(wanted, (open_files - _RESERVED_FILES) // 2))
 
 
-def version_map_of(socket: str) -> str:
+def version_map_path(socket: str) -> str:
     """Return the path of a gate's map: its name for haproxy, and a file that must exist when haproxy starts."""
     return f"{socket}.version"
 
 
-def encoded(label: str) -> str:
+def encode_label(label: str) -> str:
     """Return a label as the map stores it. Characters that an ASCII header cannot contain become question marks."""
     line = " ".join(label.split()).encode("ascii", "replace").decode("ascii")
     return quote("".join(character if character.isprintable() else "?" for character in line), safe="") or NO_VERSION
 
 
-def listed(names: Collection[str]) -> str:
+def encode_adapters(names: Collection[str]) -> str:
     """Return names of adapters as the map stores them: each URL-encoded, with a comma before and after."""
     return "".join(f",{quote(name, safe='')}" for name in sorted(names)) + ","
 
 
-def guard_of(socket: str) -> str:
+def guard_path(socket: str) -> str:
     """Return the path of the gate's filter against requests that would end the engine. The file must exist when haproxy starts."""
     return f"{socket}.guard.lua"
 
@@ -190,10 +190,10 @@ def gate_config(params: GateParams) -> str:
         agent_port=params.agent.port,
         socket=params.socket,
         check_path=AGENT_GATE,
-        version_map=version_map_of(params.socket),
+        version_map=version_map_path(params.socket),
         version_key=VERSION_KEY,
         vocabulary_key=VOCABULARY_KEY,
-        guard=guard_of(params.socket),
+        guard=guard_path(params.socket),
         refused=_REFUSED,
         tokenizer_key=TOKENIZER_KEY,
         generates_key=GENERATES_KEY,

@@ -122,7 +122,7 @@ class EngineClient:
         info = (await self.get(SERVER_INFO, timeout=timeout)).document
         if not isinstance(info, dict):
             raise EngineError(f"{self.url}/server_info is not a JSON object: is this an SGLang server?")
-        self.info = redacted(info)
+        self.info = redact_secrets(info)
         return info
 
     async def count_requests(self) -> int:
@@ -238,20 +238,20 @@ def _parse_release(version: object) -> tuple[int, ...] | None:
     return tuple(int(number) for number in match.groups()) if match else None
 
 
-def redacted(info: dict[str, Any]) -> dict[str, Any]:
+def redact_secrets(info: dict[str, Any]) -> dict[str, Any]:
     """Return ``/server_info`` without API keys, which SGLang shows in clear, also inside ``launch_command``."""
     secrets = {value for key, value in info.items() if key.endswith("api_key") and isinstance(value, str) and value}
     command = str(info.get("launch_command") or "")
     secrets |= set(re.findall(r"--(?:admin-)?api-key[= ](\S+)", command))
-    cleaned = _without(info, secrets)
+    cleaned = _hide_secrets(info, secrets)
     return cleaned if isinstance(cleaned, dict) else {}
 
 
-def _without(value: object, secrets: set[str]) -> object:
+def _hide_secrets(value: object, secrets: set[str]) -> object:
     if isinstance(value, dict):
-        return {key: _HIDDEN if key.endswith("api_key") and item else _without(item, secrets) for key, item in value.items()}
+        return {key: _HIDDEN if key.endswith("api_key") and item else _hide_secrets(item, secrets) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without(item, secrets) for item in value]
+        return [_hide_secrets(item, secrets) for item in value]
     if isinstance(value, str):
         for secret in sorted(secrets, key=len, reverse=True):
             value = value.replace(secret, _HIDDEN)

@@ -17,7 +17,7 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateError, GateView
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.state import EngineRecord, State
-from sglang_rollout.proxy.config import ADAPTERS_KEY, listed
+from sglang_rollout.proxy.config import ADAPTERS_KEY, encode_adapters
 from sglang_rollout.wire.states import BASE, EngineState, Version
 
 ADAPTERS = {f"adapter-{number}": "/a" for number in range(1000)}
@@ -112,7 +112,7 @@ async def test_an_error_quotes_the_beginning_of_a_long_command(tmp_path: Path, a
     haproxy.answers["adapters"] = answer
     async with agent_of(haproxy, tmp_path, timeout=1) as agent:
         with pytest.raises(GateError, match=r"set map .* adapters ,adapter") as raised:
-            await agent.gate.client.set_entry(ADAPTERS_KEY, listed(ADAPTERS))
+            await agent.gate.client.set_entry(ADAPTERS_KEY, encode_adapters(ADAPTERS))
     assert len(str(raised.value)) < 2000
 
 

@@ -93,7 +93,12 @@ def test_no_more_adapters_are_loaded_than_fit_into_the_gates_list() -> None:
 
 def test_bodies_are_prepared_for_sglang() -> None:
     record = s.EngineRecord(interruption=RELEASED_CACHE)
-    assert guards.prepared(ControlCall.SET_VERSION, {"new_version": "7", "abort_all_requests": True}, record)["abort_all_requests"] is False
-    assert guards.prepared(ControlCall.RESUME_MEMORY, {"tags": None}, record) == {"tags": ["kv_cache"]}
-    assert guards.prepared(ControlCall.RELEASE_MEMORY, {}, record) == {"tags": ["weights", "cuda_graph"]}, "not what is released already"
-    assert guards.prepared(ControlCall.PAUSE, {"mode": "retract"}, record) == {"mode": "retract"}
+    assert (
+        guards.prepare_body(ControlCall.SET_VERSION, {"new_version": "7", "abort_all_requests": True}, record)["abort_all_requests"]
+        is False
+    )
+    assert guards.prepare_body(ControlCall.RESUME_MEMORY, {"tags": None}, record) == {"tags": ["kv_cache"]}
+    assert guards.prepare_body(ControlCall.RELEASE_MEMORY, {}, record) == {"tags": ["weights", "cuda_graph"]}, (
+        "not what is released already"
+    )
+    assert guards.prepare_body(ControlCall.PAUSE, {"mode": "retract"}, record) == {"mode": "retract"}

@@ -314,7 +314,7 @@ def test_the_gate_is_open_only_for_the_committed_version(events: list[ev.Event |
             assert record.version is not None
             assert record.committed is not None
             assert record.applied_state is FleetState.ACTIVE
-            assert s.rank(truth) == s.rank(record.version) == s.rank(record.committed)
+            assert s.version_identity(truth) == s.version_identity(record.version) == s.version_identity(record.committed)
         assert (record.version is not None) == (record.state is EngineState.CLEAN)
         assert record.term >= before.record.term
         # The effects contain every change of the record and of the gate.

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import UNSET, FrontParams, GateParams, connections_for, front_config, gate_config, guard_text
+from sglang_rollout.proxy.config import UNSET, FrontParams, GateParams, fit_connections, front_config, gate_config, guard_text
 
 GOLDEN = Path(__file__).parent / "golden"
 LOOPBACK = Address("127.0.0.1", 30001)
@@ -54,7 +54,7 @@ def test_the_gate_starts_closed() -> None:
 
 @pytest.mark.parametrize(("files", "connections"), [(20000, 4096), (1024, 448), (1_000_000, 4096), (256, 64), (10, 64)])
 def test_connections_fit_the_limit_on_open_files(files: int, connections: int) -> None:
-    assert connections_for(4096, files) == connections
+    assert fit_connections(4096, files) == connections
 
 
 @pytest.mark.parametrize("socket", ["gate.sock", "/run/a b/gate.sock", "/run/'x'/gate.sock"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import NO_VERSION, guard_text, listed
+from sglang_rollout.proxy.config import NO_VERSION, encode_adapters, guard_text
 
 pytestmark = pytest.mark.router
 
@@ -140,10 +140,10 @@ LONG = "a" * 60
 def test_adapters_that_are_not_loaded_are_refused(given: Any, refused: str, tmp_path: Path) -> None:
     sentence = f"LoRA adapter {refused} is not loaded; GET /fleet lists those that are." if refused else ""
     bodies = [(path, "2048", text) for path in (GENERATE, COMPLETIONS, CHAT) for text in texts({"lora_path": given, "rid": "a"})]
-    assert run(tmp_path, bodies, listed(["math", "de/ep", LONG])) == [sentence] * len(bodies)
+    assert run(tmp_path, bodies, encode_adapters(["math", "de/ep", LONG])) == [sentence] * len(bodies)
 
 
 def test_sglang_decides_about_adapters_that_are_not_known(tmp_path: Path) -> None:
     body = json.dumps({"text": "a", "lora_path": "other"})
     assert run(tmp_path, [(GENERATE, "2048", body)], NO_VERSION) == [""]
-    assert run(tmp_path, [(GENERATE, "2048", body)], listed([])) != [""]
+    assert run(tmp_path, [(GENERATE, "2048", body)], encode_adapters([])) != [""]

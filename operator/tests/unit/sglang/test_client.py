@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_rollout.sglang.api import PAUSE_MODES
-from sglang_rollout.sglang.client import Reply, redacted
+from sglang_rollout.sglang.client import Reply, redact_secrets
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_reply_is_ok_by_status_and_by_its_success_field(reply: Reply, ok: bool
 
 def test_keys_are_hidden_wherever_they_occur() -> None:
     info = {"api_key": "key-1", "launch_command": "sglang --api-key key-1 --admin-api-key=key-2", "args": ["key-2", {"note": "key-1"}]}
-    shown = str(redacted({**info, "admin_api_key": None}))
+    shown = str(redact_secrets({**info, "admin_api_key": None}))
     assert "key-" not in shown.replace("api-key", "")
     assert "sglang --api-key (hidden)" in shown
 
