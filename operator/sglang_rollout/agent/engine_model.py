@@ -30,7 +30,7 @@ _RENAMED = frozenset(
         "Qwen3_5ForConditionalGeneration",
     }
 )
-"""Architectures that SGLang (0.5.23) also reports for models whose ``config.json`` has another one or none (``srt/configs``)."""
+"""Architectures that SGLang (0.5.23) also reports for models whose ``config.json`` has another architecture or none (``srt/configs``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Records of an agent on disk: small JSON files, replaced atomically.
 
-They survive the agent, not the pod. They need no fsync, because the engine does not survive a crash of the machine either.
+The records survive the agent, not the pod. No fsync is needed, because the engine does not survive a crash of the machine either.
 """
 
 from __future__ import annotations

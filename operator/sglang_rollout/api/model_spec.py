@@ -31,7 +31,7 @@ class ModelVolume(ApiModel):
             rule("has(self.claim) != has(self.hostPath)", "model.volume takes exactly one of claim and hostPath."),
             rule(
                 f"!{list(OWN_FOLDERS)}.exists(f, self.mountPath == f || self.mountPath.startsWith(f + '/'))",
-                "model.volume.mountPath would hide a folder that the images or the operator need: use another one, for example /models.",
+                "model.volume.mountPath would hide a folder that the images or the operator need: use another path, for example /models.",
                 field=".mountPath",
             ),
         )

@@ -78,14 +78,14 @@ class Open(ApiModel):
 
 
 class OverlayVariable(Open):
-    """An environment variable to add, or to merge into the one of the same name."""
+    """An environment variable to add, or to merge into the variable of the same name."""
 
     name: str = Field(min_length=1, max_length=256)
     """Name of the variable."""
 
 
 class OverlayContainer(Open):
-    """A container to add, or to merge into the one of the same name."""
+    """A container to add, or to merge into the container of the same name."""
 
     name: str = Field(min_length=1, max_length=63)
     """Name of the container."""

@@ -231,7 +231,7 @@ class RolloutStatus(ApiModel):
         max_length=MAX_ENGINE_ROWS,
         json_schema_extra=map_list(),
     )
-    """The engines. If there are more than 64, those that do not serve come first."""
+    """The engines. If there are more than 64, engines that do not serve come first."""
     weights: WeightsStatus | None = None
     """Weight version of the fleet; absent until the coordinator has reported."""
     adapters: list[AdapterStatus] = Field(

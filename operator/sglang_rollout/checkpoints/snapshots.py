@@ -106,7 +106,7 @@ def verify_snapshot(snapshot: Snapshot, *, check_cancelled: CancelCheck = lambda
         if size != wanted.bytes:
             problems.append(f"{path} is {size} bytes long; {MANIFEST} says {wanted.bytes}.")
         elif digest != wanted.sha256:
-            problems.append(f"{path} has changed: its SHA-256 is not the one in {MANIFEST}.")
+            problems.append(f"{path} has changed: its SHA-256 differs from {MANIFEST}.")
     if problems:
         raise ProblemsError(problems)
     read_model(snapshot.path, check_cancelled=check_cancelled)

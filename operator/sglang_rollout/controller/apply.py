@@ -25,7 +25,7 @@ class Outcome:
     """Result of a plan."""
 
     writes: int
-    """Number of requests that the server accepted. 0: the live objects are still those that the plan saw."""
+    """Number of requests that the server accepted. 0: no live object has changed since the plan."""
     failure: Failure | None = None
     """Why the first failed action failed; None if all succeeded."""
 

@@ -33,7 +33,7 @@ async def follow(
         kube: Client of the API server.
         resource: The kind of object.
         namespace: Namespace of the objects.
-        name: Follow only this object. It becomes a field selector, which RBAC rules with resourceNames allow.
+        name: Follow only this object. The name becomes a field selector, which RBAC rules with resourceNames allow.
         labels: Labels that objects must have.
         on_error: Called with each failure.
     """

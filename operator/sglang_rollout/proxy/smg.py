@@ -36,7 +36,7 @@ def engine_labels(policy: str | None) -> dict[str, str]:
 def smg_args(
     *, listen: Address, metrics_listen: Address, policy: str, served_name: str | None = None, extra: Sequence[str] = ()
 ) -> list[str]:
-    """Return the arguments of ``python -m smg.launch_router``. ``extra`` comes last, so it overrides the others."""
+    """Return the arguments of ``python -m smg.launch_router``. ``extra`` comes last, so it overrides the other arguments."""
     args = [
         *("--host", listen.host, "--port", str(listen.port)),
         *("--prometheus-host", metrics_listen.host, "--prometheus-port", str(metrics_listen.port)),

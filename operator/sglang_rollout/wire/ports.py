@@ -1,4 +1,4 @@
-"""Ports, paths and headers: the one place that knows them.
+"""Ports, paths and headers of all processes. No other module defines any.
 
 All fixed ports lie below 32768, the start of Linux's ephemeral range, because an outgoing connection can take a port above it. Engines
 in the network of their node use other ports (``sglang_rollout.controller.render.names``).

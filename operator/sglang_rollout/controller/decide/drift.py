@@ -22,7 +22,7 @@ Ownership = dict[str, str]
 def stamp(rendered: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``rendered`` with its own hash in an annotation, ready to be applied."""
     metadata = dict(rendered["metadata"])
-    # The token of a Secret is excluded: it is added later, and an annotation must not carry a hash of it.
+    # The token of a Secret is excluded: it is added later, and an annotation must not contain a hash of the token.
     hashed = {key: value for key, value in rendered.items() if rendered["kind"] != "Secret" or key != "data"}
     metadata["annotations"] = {**metadata.get("annotations", {}), ANNOTATION_APPLIED: digest(hashed)}
     return {**rendered, "metadata": metadata}

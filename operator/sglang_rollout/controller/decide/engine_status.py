@@ -244,7 +244,7 @@ def _wait_for_weights(message: str) -> Verdict:
 def _describe_sleep(fleet: FleetView, row: EngineRow) -> str:
     """Return why an engine's memory is released, or how far the engine has woken up."""
     if not row.released:
-        return "its memory is restored, and its weights are being compared with those that it held."
+        return "its memory is restored, and its weights are being compared with the weights that it held before."
     if fleet.record is not None and fleet.record.state is FleetState.ASLEEP:
         cause = "spec.state is Asleep"
     elif holds_trainer_memory(fleet):

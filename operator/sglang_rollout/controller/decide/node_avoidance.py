@@ -46,7 +46,7 @@ def decide_avoidance(fleet: FleetView, now: str) -> Avoidance:
     policy = rollout.spec.scheduling.avoid_nodes if rollout is not None else None
     if rollout is None or policy is None:
         return Avoidance()
-    # Times compare as text, because Kubernetes and the operator write all of them in UTC, to the second.
+    # Times compare as text, because Kubernetes and the operator write all times in UTC, to the second.
     avoided = [AvoidedNode.model_validate(row) for row in fleet.previous.get("avoidedNodes") or []]
     remaining = [row for row in avoided if row.until > now]
     current = {revision(rollout), *(engine.revision for engine in fleet.wanted)}

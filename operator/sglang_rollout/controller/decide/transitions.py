@@ -44,7 +44,7 @@ class EventToPost:
     reason: str
     message: str
     key: str
-    """Events with the same key are one Event object: the newest message replaces the others, and the count grows."""
+    """Events with the same key are one Event object: the newest message replaces earlier messages, and the count grows."""
 
 
 def find_events(old: Status | None, new: Status) -> list[EventToPost]:
@@ -90,7 +90,7 @@ def _engine_events(old: Status, new: Status) -> Iterator[EventToPost]:
 def _waits_for_router(status: Status, row: Mapping[str, Any]) -> bool:
     """Return True if the engine is up and the router is not, so that the engine's state is unknown.
 
-    One Event reports the router; an Event per engine would call all of them lost.
+    One Event reports the router. An Event per engine would report all engines as lost.
     """
     return row.get("phase") == EnginePhase.WAITING and find(status, ConditionType.ROUTER_READY).get("status") != "True"
 

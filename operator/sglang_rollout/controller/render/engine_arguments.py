@@ -25,7 +25,7 @@ _IP_ENV = "POD_IP"
 def server_args(rollout: SGLangRollout, ranks: Sequence[str] = (), ports: EnginePorts = OF_POD) -> list[str]:
     """Return the arguments of ``sglang.launch_server``.
 
-    The user's arguments come last. The CRD refuses those that would override the operator's.
+    The user's arguments come last. The CRD refuses arguments that would override the operator's.
 
     Args:
         rollout: The rollout.

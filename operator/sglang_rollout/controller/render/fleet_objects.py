@@ -23,7 +23,7 @@ _STATES = {
     State.ACTIVE: FleetState.ACTIVE,
     State.PAUSED: FleetState.PAUSED,
     State.ASLEEP: FleetState.ASLEEP,
-    State.SUSPENDED: FleetState.ACTIVE,  # it has no engines to pause
+    State.SUSPENDED: FleetState.ACTIVE,  # a suspended fleet has no engines to pause
 }
 _MODES = {Mode.STANDALONE: None, Mode.HYBRID: FleetMode.HYBRID, Mode.COLOCATED: FleetMode.COLOCATED}
 
@@ -79,7 +79,7 @@ def _router_binding(rollout: SGLangRollout) -> Object:
 def services(rollout: SGLangRollout) -> list[Object]:
     """Return the headless Service of all engines, and the Service of the fleet's URL.
 
-    Both publish addresses of pods that are not ready. The coordinator must reach engines that load or are closed, and the front
+    Both Services publish addresses of pods that are not ready. The coordinator must reach engines that load or are closed, and the front
     serves generation while its coordinator restarts.
     """
     return [
@@ -154,7 +154,7 @@ def with_token(secret: Object, token: str) -> Object:
 
 
 def token_of(secret: Object | None) -> str | None:
-    """Return the token of a live Secret; None if it holds none, or a value that is not encoded."""
+    """Return the token of a live Secret; None if the Secret holds no token, or a value that is not base64."""
     encoded = ((secret or {}).get("data") or {}).get(names.TOKEN_KEY)
     if not encoded:
         return None

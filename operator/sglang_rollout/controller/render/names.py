@@ -36,7 +36,7 @@ LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
 LABEL_POD_GROUP = POD_GROUP_LABEL
 """On engine pods of a gang: name of their PodGroup."""
 ANNOTATION_APPLIED = f"{api.GROUP}/applied"
-"""On every child: hash of the rendered object. It reveals that a field was removed, which the live object does not show."""
+"""On every child: hash of the rendered object. The hash reveals that a field was removed, which the live object does not show."""
 
 ANNOTATION_ACCOUNT = f"{api.GROUP}/service-account"
 """On router pods: hash of ``router.serviceAccountAnnotations``, so that a change recreates the pod."""

@@ -20,7 +20,7 @@ _UNSATISFIABLE = {Spread.PREFERRED: "ScheduleAnyway", Spread.REQUIRED: "DoNotSch
 
 
 def pod_placement(rollout: SGLangRollout, engine: int) -> Object:
-    """Return the fields of the spec of an engine's pods, without those that are empty."""
+    """Return the scheduling fields of the spec of an engine's pods, without empty fields."""
     scheduling, elastic = rollout.spec.scheduling, rollout.spec.elastic
     surplus = elastic.priority_class_name if elastic and engine >= elastic.base else None
     affinity = _add_affinity_terms(scheduling.affinity, _affinity_terms(rollout, engine))
@@ -50,7 +50,7 @@ def router_placement(rollout: SGLangRollout) -> Object:
 
 
 def _placement(scheduling: Placement, affinity: Any, priority: str | None) -> Object:
-    """Return the fields that engine pods and the router pod share, without those that are empty."""
+    """Return the scheduling fields that engine pods and the router pod share, without empty fields."""
     fields = {
         "nodeSelector": scheduling.node_selector,
         "tolerations": [toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in scheduling.tolerations],

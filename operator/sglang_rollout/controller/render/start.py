@@ -60,7 +60,7 @@ trap 'kill -TERM "$child"' TERM
 {_EXIT}"""
 """Start script of an engine of one pod.
 
-It writes a new boot ID before SGLang answers, so that the agent closes the gate. SGLang ends with 0 also when its scheduler has
+The script writes a new boot ID before SGLang answers, so that the agent closes the gate. SGLang ends with 0 also when its scheduler has
 crashed, but the kubelet keeps the last lines of the log only for other exit codes.
 """
 
@@ -79,7 +79,7 @@ fi
 {_WAIT}\
 rm -f {names.BOOT_FILE}
 {_EXIT}"""
-"""Start script of an engine of several pods. It removes the boot file at the end, so that the other pods notice before a restart."""
+"""Start script of an engine of several pods. At the end it removes the boot file, so that the other pods notice before a restart."""
 
 FETCH_SCRIPT = f"""\
 {HANDLER}\

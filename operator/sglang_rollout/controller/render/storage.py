@@ -1,7 +1,7 @@
 """Volumes of an engine pod for model files and compiled kernels, and the container that downloads a model.
 
 The agent gets the engine's mounts of user volumes, read-only, because it checks checkpoints before the engine loads them.
-It also gets the variables that locate the engine's Hugging Face cache, because it compares a checkpoint with the model there.
+The agent also gets the variables that locate the engine's Hugging Face cache, because it compares checkpoints with the model there.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ async def _forward_single(request: web.Request, data: bytes, body: Any, *, direc
 
 
 async def _answer_batch(request: web.Request, batch: Batch) -> web.Response:
-    """Return all answers in one list. The first failed item cancels the others."""
+    """Return all answers in one list. The first failed item cancels the other items."""
     async with _tasks([_answer_item(request, item) for item in batch.items]) as tasks:
         answers = await asyncio.gather(*tasks)
     versions = list(dict.fromkeys(version for _, version in answers if version))

@@ -114,7 +114,7 @@ def plan_changes(wanted: frozenset[str], listed: dict[str, str], pending: frozen
 
 
 class WantedWorkers:
-    """Engines that smg should have: those that serve, and those that take part in the running update.
+    """Engines that smg should have: engines that serve, and engines that take part in the running update.
 
     During an update their gates are closed, and requests wait at smg, which retries until a gate opens. While an operation runs no engine
     is removed, because between a commit and the opening of the gates no engine serves.
