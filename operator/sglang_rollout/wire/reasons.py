@@ -1,6 +1,6 @@
 """Why something is refused: a code that programs compare, and a message that people read.
 
-Every process reports a :class:`GateReason` or a :class:`RefusalCode` beside its message. No process compares the messages of another process.
+Every process reports a :class:`GateReason` or a :class:`RefusalCode` beside its message. No process compares another process's messages.
 """
 
 from __future__ import annotations
