@@ -1,6 +1,6 @@
 """The command line ``sglang-rollout``: a table of subcommands, each imported only when it is called.
 
-Each image has only the libraries of its own subcommands: importing all of them to show ``--help`` would fail.
+Each image has only the libraries of its own subcommands, so importing all subcommands to show ``--help`` would fail.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the agent does without a call: restart a hung engine, follow ``spec.state``, and drain an engine that is about to stop.
 
-:mod:`.cli` runs each watch about twice a second. ``kill``, a file, makes the kubelet restart the engine.
+:mod:`.cli` runs each watch about twice a second. The file ``kill`` makes the kubelet restart the engine.
 """
 
 from __future__ import annotations

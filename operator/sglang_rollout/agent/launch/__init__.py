@@ -1,1 +1,1 @@
-"""The part of the agent that starts and ends engines of several pods together. One-pod engines never use it."""
+"""The part of the agent that starts and ends engines of several pods together. Engines of one pod never use this package."""

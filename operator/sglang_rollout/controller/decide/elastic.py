@@ -16,8 +16,8 @@ several attempts."""
 def count_base_group_members(fleet: FleetView) -> int | None:
     """Return the current number of pods in the base's PodGroup; None if the group has its final size.
 
-    A scheduler starts no pod of a group with fewer pods than ``minMember``. If the group has more pods, it starts pods one by
-    one. A pod gets its group when the pod is created. A rolling update may move engines into the base or out of it, or change
+    A scheduler starts no pod of a group with fewer pods than ``minMember``. If the group has more pods, the scheduler starts pods
+    one by one. A pod gets its group when the pod is created. A rolling update may move engines into the base or out of it, or change
     their number of pods. Meanwhile, the group counts its present pods and the pods that will rejoin it.
     """
     rollout = fleet.rollout
