@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.schema import ApiModel, map_list, rule, rules, sets_flag
+from sglang_rollout.api.schema import ApiModel, map_list, plain_path, rule, rules, sets_flag
 
 _NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
@@ -132,7 +132,7 @@ class Adapter(ApiModel):
 
     name: str = Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
     """Name in requests: `lora_path` on `/generate`, `model: "<model>:<name>"` on chat and completions."""
-    path: str = Field(min_length=1, max_length=4096)
+    path: str = Field(min_length=1, max_length=4096, json_schema_extra=plain_path("engine.lora.adapters[].path"))
     """Path for SGLang's `/load_lora_adapter`. New contents need a new path."""
 
 

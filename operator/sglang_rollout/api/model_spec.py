@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_spec import EnvVar
 from sglang_rollout.api.network_spec import ABSOLUTE
-from sglang_rollout.api.schema import ApiModel, map_list, rule, rules
+from sglang_rollout.api.schema import ApiModel, map_list, plain_path, rule, rules
 
 OWN_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin", "/sys", "/tmp", "/usr", "/var/run")  # noqa: S108
 """Folders of images and of the operator, which a mount would hide."""
@@ -39,9 +39,9 @@ class ModelVolume(ApiModel):
 
     claim: str | None = Field(default=None, min_length=1, max_length=253)
     """PersistentVolumeClaim in the namespace of this object. Engines on several nodes need one that many nodes can mount."""
-    host_path: str | None = Field(default=None, max_length=1024, pattern=ABSOLUTE)
+    host_path: str | None = Field(default=None, max_length=1024, pattern=ABSOLUTE, json_schema_extra=plain_path("model.volume.hostPath"))
     """Folder of the node. It must exist, unless `model.download` fills it."""
-    mount_path: str = Field(default=MODELS, max_length=1024, pattern=ABSOLUTE)
+    mount_path: str = Field(default=MODELS, max_length=1024, pattern=ABSOLUTE, json_schema_extra=plain_path("model.volume.mountPath"))
     """Mount path in the containers."""
 
 
@@ -100,7 +100,7 @@ class Model(ApiModel):
         )
     )
 
-    path: str = Field(min_length=1, max_length=4096)
+    path: str = Field(min_length=1, max_length=4096, json_schema_extra=plain_path("model.path"))
     """Value of SGLang's `--model-path`: a Hugging Face name, or a path in the engine container (in `volume`, `download`, or a
     mount of `podTemplate`)."""
     volume: ModelVolume | None = None

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.pod_template import overlay_sets
-from sglang_rollout.api.schema import ApiModel, rule, rules, sets_flag
+from sglang_rollout.api.schema import ApiModel, plain_path, rule, rules, sets_flag
 
 BLOCK = 20
 """Ports of one engine in the network of its node (:func:`sglang_rollout.controller.render.names.engine_ports`)."""
@@ -89,7 +89,7 @@ class Cache(ApiModel):
         json_schema_extra=rules(rule("has(self.hostPath) != has(self.claim)", "engine.cache takes exactly one of hostPath and claim."))
     )
 
-    host_path: str | None = Field(default=None, max_length=1024, pattern=ABSOLUTE)
+    host_path: str | None = Field(default=None, max_length=1024, pattern=ABSOLUTE, json_schema_extra=plain_path("engine.cache.hostPath"))
     """Folder of the node. It is created if it does not exist."""
     claim: str | None = Field(default=None, min_length=1, max_length=253)
     """PersistentVolumeClaim in the namespace of this object. Engines on several nodes need one that many nodes can write."""

@@ -61,6 +61,12 @@ def rules(*items: dict[str, str]) -> dict[str, Any]:
     return {CEL: list(items)}
 
 
+def plain_path(name: str) -> dict[str, Any]:
+    """Return the schema extension of the path ``name``, which has no element ``.`` or ``..`` except a leading ``./``."""
+    message = f"{name} must not contain the path element . or ..: the operator compares paths as text. Write the path without it."
+    return rules(rule("!self.matches('(^|/)[.][.](/|$)|/[.](/|$)')", message))
+
+
 def refuse_flags(flags: tuple[str, ...], message: str) -> dict[str, str]:
     """Return the rule that an argument sets none of ``flags``, also not as ``--flag=value`` or by an abbreviation."""
     return rule(f"self.size() < 3 || !self.startsWith('--') || !{list(flags)}.exists(f, f.startsWith(self.split('=')[0]))", message)

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import ConfigDict, Field
 
-from sglang_rollout.api.schema import ApiModel, rule, rules
+from sglang_rollout.api.schema import ApiModel, plain_path, rule, rules
 from sglang_rollout.sglang.api import PauseMode
 
 
@@ -65,7 +65,9 @@ class TrainerLease(ApiModel):
 class CatchUp(ApiModel):
     """Source of the committed version for engines that restart or start later. Without a source they wait for the next push."""
 
-    disk: str | None = Field(default=None, min_length=1, max_length=1024, pattern="^/")
+    disk: str | None = Field(
+        default=None, min_length=1, max_length=1024, pattern="^/", json_schema_extra=plain_path("weights.catchUp.disk")
+    )
     """Path in the engine pods: the folder of snapshots that the client writes, or the path of the trainer's own checkpoints with
     `{version}` in place of the label, for example `/ckpt/step_{version}/hf`. `podTemplate` mounts the volume."""
     parallel: int = Field(default=4, ge=1, le=1000)

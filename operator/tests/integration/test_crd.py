@@ -62,6 +62,7 @@ def test_invalid_object_is_refused_with_a_message(refusals: str, path: Path) -> 
 
 ACCEPTED = {
     "a model from an object store": {"model": {"path": "s3://models/qwen"}},
+    "a model beside the engine": {"model": {"path": "./models/qwen..7b"}},
     "a path with a colon and a name": {"model": {"path": "/models/qwen:7b", "servedName": "policy"}},
     "adapters for all modules": {"engine": {"lora": {"maxRank": 8, "targetModules": ["all"]}}},
     "experts' kernels for adapters": {

@@ -6,6 +6,8 @@ The agent also gets the variables that locate the engine's Hugging Face cache, b
 
 from __future__ import annotations
 
+from posixpath import normpath
+
 from sglang_rollout.api.model_spec import MODEL_PATH_ENV, MODELS, OWN_FOLDERS
 from sglang_rollout.api.pod_template import (
     AGENT_CONTAINER,
@@ -121,6 +123,7 @@ def _is_cache(variable: Object) -> bool:
 
 def _is_shared(mount: Object) -> bool:
     """Return True for a mount that the agent can copy: it hides none of its folders and needs no variable (``subPathExpr``)."""
-    path = str(mount.get("mountPath", "")).rstrip("/")
-    hides = not path or any(path == own or path.startswith(f"{own}/") for own in OWN_FOLDERS)
+    # Resolved as the container runtime does it. normpath() keeps two leading slashes.
+    path = "/" + normpath("/" + str(mount.get("mountPath", ""))).lstrip("/")
+    hides = path == "/" or any(path == own or path.startswith(f"{own}/") for own in OWN_FOLDERS)
     return mount.get("name") not in _NOT_SHARED and "subPathExpr" not in mount and not hides
