@@ -46,6 +46,8 @@ _CONNECT_SECONDS = 5.0
 _RELAY_SECONDS = 600.0
 _DISCONNECT_CHECK_SECONDS = 0.5
 """Interval between two checks of the client's connection."""
+_SENT_HEADERS = ("Content-Type", "Origin", "Sec-Fetch-Site")
+"""Headers of a call that the coordinator checks."""
 _RELAYED_HEADERS = ("Content-Type", "Retry-After", VERSION_HEADER)
 
 
@@ -68,7 +70,8 @@ async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamR
 def check_token(request: web.Request, token: str, hint: str = "") -> None:
     """Raise RefusedError unless the call carries the rollout's token; ``hint`` ends the message for a call without a token."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not given:
+    # Tokens are ASCII. Other bytes arrive as lone surrogates, which cannot be encoded.
+    if scheme.lower() != "bearer" or not given or not given.isascii():
         needed = f"{request.path}: control calls need 'Authorization: Bearer <token>'. Trainers call the fleet's URL, not an engine.{hint}"
         raise RefusedError(needed, status=401)
     if not hmac.compare_digest(given.strip().encode(), token.encode()):
@@ -155,7 +158,7 @@ class Relay:
             raise RuntimeError("Relay is used outside its 'async with' block")
         query = request.rel_url.raw_query_string
         target = f"{self._base}{request.path}{'?' if query else ''}{query}"
-        headers = {"Content-Type": request.headers["Content-Type"]} if "Content-Type" in request.headers else {}
+        headers = {name: value for name in _SENT_HEADERS if (value := request.headers.get(name, "")) and value.isascii()}
         try:
             async with self._http.post(target, data=body, headers=headers, allow_redirects=False) as answer:
                 kept = {name: answer.headers[name] for name in _RELAYED_HEADERS if name in answer.headers}

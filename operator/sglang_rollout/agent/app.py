@@ -263,7 +263,7 @@ def make_app(
     app.add_routes(web.post(path, checked(path)) for path in protected)
     # SGLang answers these to GET as well.
     gets = (ControlCall.FLUSH_CACHE.path, ControlCall.GET_WEIGHTS.path, ControlCall.CHECK_WEIGHTS.path)
-    app.add_routes(web.get(path, checked(path)) for path in gets)
+    app.add_routes(web.get(path, checked(path), allow_head=False) for path in gets)
     if head_pod is not None:
         app.router.add_post(ports.AGENT_GROUP, _with_token(token, routes.member_report))
     return app

@@ -16,7 +16,7 @@ from sglang_rollout.coordinator.http.dialects import reason_phrase
 from sglang_rollout.coordinator.members import Members
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.update.machine import Machine
-from sglang_rollout.sglang.api import DATA_PATHS
+from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.sglang.refused_paths import find_refusal
 from sglang_rollout.wire.ports import FLEET_METRICS
 from sglang_rollout.wire.reasons import RefusedError
@@ -71,6 +71,7 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES and request.path not in DATA_PATHS:
         return _too_large(request.content_length)
     try:
+        _refuse_web_pages(request)
         return await handler(request)
     except RefusedError as refusal:
         return refuse(refusal.status, str(refusal), refusal.fleet or None)
@@ -82,6 +83,23 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         return refuse(500, f"{request.path} failed in the coordinator; its log has the reason.")
+
+
+def _refuse_web_pages(request: web.Request) -> None:
+    """Raise RefusedError for a control call that a page in a browser can send without its user's knowledge.
+
+    Browsers add ``Origin`` to every POST and to calls across sites, and send a page's JSON across sites only after a check that fails here.
+    """
+    flushes = request.path == ControlCall.FLUSH_CACHE.path
+    is_served = request.match_info.http_exception is None
+    if not is_served or request.path in DATA_PATHS or (request.method in {"GET", "HEAD"} and not flushes):
+        return
+    if "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") != "none":
+        raise RefusedError(f"{request.path}: control calls from web pages are refused. Call it from a program.", status=403)
+    kind = request.content_type
+    # SGLang ignores the body of flush_cache. Some trainers send bodies without a type, and SGLang refuses all other types as well.
+    if request.body_exists and "Content-Type" in request.headers and not flushes and not kind.endswith(("/json", "+json")):
+        raise RefusedError(f"{request.path}: Content-Type {kind} is not accepted: send JSON as application/json.", status=415)
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:

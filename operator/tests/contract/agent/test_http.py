@@ -69,6 +69,15 @@ async def test_only_the_coordinator_may_call(lab: Pod, engine: StubEngine) -> No
         assert (await lab.ask("GET", path)).status == 200, path
 
 
+@pytest.mark.parametrize("credential", [b"Bearer \xff", b"Bearer s\xc3\xa9cret", b"\xff \xfe"])
+async def test_a_credential_that_is_no_ascii_text_is_refused(lab: Pod, credential: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", lab.agent_port)
+    head = b"POST /pause_generation HTTP/1.1\r\nHost: e0\r\nConnection: close\r\nContent-Length: 0\r\nAuthorization: "
+    writer.write(head + credential + b"\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+    writer.close()
+
+
 async def test_an_out_of_order_sync_does_not_reopen_the_gate(lab: Pod) -> None:
     later = {"committed": V1_WIRE, "sender": "c", "seq": 2}
     assert (await lab.control(AGENT_SYNC, later)).body["gate_open"] is False

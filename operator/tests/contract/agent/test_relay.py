@@ -37,6 +37,8 @@ class Coordinator:
     port: int = field(default_factory=free_port)
     asked: list[tuple[str, str, bytes, str | None]] = field(default_factory=list)
     """Method, path with query, body and type."""
+    pages: list[tuple[str | None, str | None]] = field(default_factory=list)
+    """Headers of browsers: origin and site."""
     silent: bool = False
     breaks: bool = False
     left: bool = False
@@ -48,6 +50,7 @@ class Coordinator:
 
     async def handle(self, request: web.Request) -> web.Response:
         self.asked.append((request.method, request.path_qs, await request.read(), request.headers.get("Content-Type")))
+        self.pages.append((request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site")))
         assert "Authorization" not in request.headers
         if self.breaks:
             assert request.transport is not None
@@ -113,6 +116,14 @@ async def test_a_trainers_call_is_forwarded_to_the_coordinator(lab: Lab, call: s
     assert (status, reason, said) == (409, "The fleet is asleep.", '{"success": false, "message": "As it is."}')
     assert (reply.headers[VERSION_HEADER], reply.content_type) == ("step 7", "application/json")
     assert lab.engine.calls == [], "only the coordinator calls the engine"
+
+
+async def test_the_coordinator_learns_which_page_sent_a_call(lab: Lab) -> None:
+    headers = {"Origin": "https://example.org", "Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"}
+    assert (await lab.ask("/end_weight_update", data=b"{}", headers=headers))[0] == 409
+    assert (await lab.ask("/flush_cache", "HEAD"))[0] == 405
+    ((_, _, _, kind),) = lab.coordinator.asked
+    assert (kind, lab.coordinator.pages) == ("text/plain", [("https://example.org", "cross-site")])
 
 
 async def test_flush_cache_may_be_a_get(lab: Lab) -> None:

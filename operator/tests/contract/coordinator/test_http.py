@@ -249,6 +249,44 @@ async def test_invalid_requests_are_refused(lab: Lab) -> None:
     assert all(agent.calls == [] for agent in lab.agents)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("POST", "/pause_generation", {"Origin": "https://example.org"}, 403),
+        ("POST", "/pause_generation", {"Origin": "null"}, 403),
+        ("POST", "/fleet/run", {"Sec-Fetch-Site": "same-site"}, 403),
+        ("GET", "/flush_cache", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("POST", "/pause_generation", {"Content-Type": "text/plain"}, 415),
+        ("POST", "/pause_generation", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ("POST", "/fleet/engines/e0/release_memory_occupation", {"Content-Type": "multipart/form-data; boundary=b"}, 415),
+    ],
+)
+async def test_control_calls_from_web_pages_reach_no_engine(lab: Lab, method: str, path: str, headers: dict[str, str], status: int) -> None:
+    found, _, body = await lab.call(method, path, data=b"{}" if method == "POST" else None, headers=headers)
+    assert (found, body["success"]) == (status, False)
+    assert path in body["message"]
+    assert all(agent.calls == [] for agent in lab.agents)
+
+
+async def test_programs_may_leave_out_the_type_of_a_body(lab: Lab) -> None:
+    untyped: dict[str, Any] = {"data": b'{"mode": "retract"}', "skip_auto_headers": ["Content-Type"]}
+    async with lab.session.post(f"{lab.url}/pause_generation", **untyped) as reply:
+        assert reply.status == 200
+    assert lab.agents[0].bodies_of("/pause_generation") == [{"mode": "retract"}]
+    for headers in ({"Content-Type": "application/json; charset=utf-8"}, {"Sec-Fetch-Site": "none", "Content-Type": "application/json"}):
+        assert (await lab.call("POST", "/continue_generation", data=b"{}", headers=headers))[0] == 200
+    assert (await lab.call("POST", "/flush_cache", data=b"now", headers={"Content-Type": "text/plain"}))[0] == 200
+    assert (await lab.call("GET", "/fleet", headers={"Origin": "https://example.org"}))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation", "/end_weight_update", "/abort_request", "/fleet/run"])
+async def test_a_get_changes_nothing(lab: Lab, path: str) -> None:
+    for method in ("GET", "HEAD"):
+        assert (await lab.call(method, path))[0] == 405
+    assert (await lab.call("HEAD", "/flush_cache"))[0] == 405
+    assert all(agent.calls == [] for agent in lab.agents)
+
+
 async def test_reading_calls_show_the_fleet_as_one_server(lab: Lab) -> None:
     await lab.until("infos", lambda: _ok(lab, "/server_info"))
     info = (await lab.get("/get_server_info"))[2]

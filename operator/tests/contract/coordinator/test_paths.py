@@ -123,5 +123,11 @@ async def test_other_paths_are_refused_by_name(lab: Lab, method: str, path: str,
     assert text[:60] in reason or status == 404
 
 
+async def test_a_refused_path_is_named_for_every_type_of_body(lab: Lab) -> None:
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    status, _, body = await lab.call("POST", "/v1/audio/transcriptions", data=b"--b--", headers=headers)
+    assert (status, "audio" in body["message"]) == (501, True)
+
+
 async def test_a_model_is_found_by_its_name(lab: Lab) -> None:
     assert await lab.get("/v1/models/m") == (200, "OK", {"id": "m"})

@@ -209,9 +209,13 @@ class Lab:
             self.coordinator.cancel()
             await asyncio.gather(self.coordinator, return_exceptions=True)
 
-    async def call(self, method: str, path: str, body: Any = None, data: bytes | None = None) -> tuple[int, str, Any]:
-        """Return status, reason phrase and body."""
-        payload: dict[str, Any] = {"data": data} if data is not None else ({"json": body} if body is not None else {})
+    async def call(
+        self, method: str, path: str, body: Any = None, data: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, str, Any]:
+        """Return status, reason phrase and body. ``data`` is JSON unless ``headers`` say otherwise."""
+        payload: dict[str, Any] = {"json": body} if body is not None else {"headers": headers}
+        if data is not None:
+            payload = {"data": data, "headers": {"Content-Type": "application/json"} | (headers or {})}
         async with self.session.request(method, self.url + path, **payload) as reply:
             text = await reply.text()
             try:
