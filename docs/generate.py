@@ -23,6 +23,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from sglang_rollout import cli
 from sglang_rollout.agent.app import make_metrics as make_agent_metrics
 from sglang_rollout.api.engine_flags import FLAGS, EngineFlags
+from sglang_rollout.api.flag_families import ENGINE_FAMILIES, ROUTER_FAMILIES, family_rows
 from sglang_rollout.api.status import ConditionType, Reason
 from sglang_rollout.controller.metrics import Metrics as OperatorMetrics
 from sglang_rollout.coordinator.metrics import Metrics as CoordinatorMetrics
@@ -128,6 +129,15 @@ def engine_settings() -> str:
     return table(("field", "flag of SGLang", "meaning"), rows)
 
 
+def flag_families() -> str:
+    """Return the tables of the families of flags that an engine and the router take."""
+    header = ("family", "flags (… stands for more)", "why `acceptFlags` must name them")
+    return "\n".join(
+        f"`{field}`:\n\n{table(header, family_rows(families))}"
+        for field, families in (("engine.args", ENGINE_FAMILIES), ("router.args", ROUTER_FAMILIES))
+    )
+
+
 # --- command line ------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +179,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "gate-reasons.md": lambda: codes(GateReason),
     "update-phases.md": update_phases,
     "engine-settings.md": engine_settings,
+    "flag-families.md": flag_families,
     "cli.md": command_line,
 }
 

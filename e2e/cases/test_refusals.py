@@ -65,7 +65,12 @@ def test_malformed_bodies_are_refused_and_the_fleet_serves(url: str, both_serve:
     ("engine", "model", "reason", "words"),
     [
         ({"image": "localhost/no-such-image:1"}, {}, "ImagePullFailed", ["broken-engine-0", "no-such-image"]),
-        ({"args": ["--device", "cpu", "--no-such-flag"]}, {}, "EngineCrashed", ["broken-engine-0", "--no-such-flag"]),
+        (
+            {"args": ["--device", "cpu", "--no-such-flag"], "acceptFlags": ["--no-such-flag"]},
+            {},
+            "EngineCrashed",
+            ["broken-engine-0", "--no-such-flag"],
+        ),
         ({"gpuResource": "nvidia.com/gpu", "gpusPerPod": 1}, {}, "InsufficientCapacity", ["broken-engine-0", "nvidia.com/gpu"]),
         ({}, {"path": "/models/absent"}, "EngineCrashed", ["broken-engine-0", "exited with code 1: OSError", "'/models/absent'"]),
     ],

@@ -16,6 +16,7 @@ from sglang_rollout.api.engine_flags import (
     rule_of_expert_kernels,
     rules_against_repeated_flags,
 )
+from sglang_rollout.api.flag_families import ENGINE_FAMILIES, MAX_ACCEPTED, AcceptedFlag, rules_of_families
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, rules_against_repeated_variables, rules_of_engine_ports
 from sglang_rollout.api.pod_template import Labels
 from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, map_list, refuse_flags_like, rule, rules
@@ -79,6 +80,16 @@ ENGINE_FLAGS = (
 With several tokenizer workers (measured with 0.5.23) only the worker that received an update knows the new version, and
 ``/model_info`` alternates between both. The file of ``--config`` may contain any flag.
 """
+
+_OWNED_FAMILIES = (
+    "--ssl-keyfile",
+    "--ssl-certfile",
+    "--ssl-ca-certs",
+    "--ssl-keyfile-password",
+    "--enable-ssl-refresh",
+    "--disaggregation-mode",
+)
+"""Well-known flags of the refused beginnings, which get no second message."""
 
 NODE_RANK_ENV = "SGLANG_ROLLOUT_NODE_RANK"
 """Environment variable with the index of a pod in its engine, for engines with several pods."""
@@ -278,6 +289,7 @@ class Engine(EngineFlags):
             *rules_against_repeated_flags(),
             *rules_against_repeated_variables(),
             *rules_of_engine_ports(),
+            *rules_of_families("engine", ENGINE_FAMILIES, (*ENGINE_FLAGS, *_OWNED_FAMILIES)),
             rule_against_lora_flags(),
             rule_of_data_parallelism(),
         )
@@ -296,6 +308,9 @@ class Engine(EngineFlags):
     Default: the number that `gpusPerPod` requires, else 1. For CPU engines only this field applies."""
     args: list[EngineArgument] = Field(default_factory=list, max_length=128)
     """Further arguments of `sglang.launch_server`, one word per item: `["--mem-fraction-static", "0.8"]`."""
+    accept_flags: list[AcceptedFlag] = Field(default_factory=list, max_length=MAX_ACCEPTED)
+    """Flags in `args` that are risky or new, without their values: `["--kv-events-config"]`. Known families of flags need no entry
+    (docs/reference/engine-settings.md). Flags that the operator owns stay refused."""
     env: list[EnvVar] = Field(
         default_factory=list,
         max_length=128,

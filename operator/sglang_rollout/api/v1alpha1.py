@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from sglang_rollout.api.engine_spec import ENGINE_ENV, AccountAnnotations, Engine, Resources
+from sglang_rollout.api.flag_families import MAX_ACCEPTED, ROUTER_FAMILIES, AcceptedFlag, rules_of_families
 from sglang_rollout.api.model_spec import Model
 from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, rules_against_overlaid_variables, rules_of_fleet_ports
 from sglang_rollout.api.pod_template import PodTemplate, RouterPodTemplate, overlay_sets
@@ -61,6 +62,8 @@ class RouterPolicy(StrEnum):
 class Router(ApiModel):
     """The pod behind the fleet's URL: haproxy, the SGLang router (smg) and the coordinator."""
 
+    model_config = ConfigDict(json_schema_extra=rules(*rules_of_families("router", ROUTER_FAMILIES, ROUTER_FLAGS)))
+
     policy: RouterPolicy = RouterPolicy.CACHE_AWARE
     """Distribution of requests over the engines. With every policy the headers `x-smg-routing-key` and `x-session-id` make
     requests sticky."""
@@ -72,6 +75,9 @@ class Router(ApiModel):
     """CPU and memory of the container coordinator. Default: requests of 100m CPU and 128Mi."""
     args: list[RouterArgument] = Field(default_factory=list, max_length=64)
     """Further arguments of `smg`, one word per item."""
+    accept_flags: list[AcceptedFlag] = Field(default_factory=list, max_length=MAX_ACCEPTED)
+    """Flags in `args` that are risky or new, without their values. Known families of flags need no entry
+    (docs/reference/engine-settings.md). Flags that the operator owns stay refused."""
     scheduling: Placement = Placement()
     """Nodes of the router. `spec.scheduling` does not apply to it, because a router needs no GPU."""
     service_account_annotations: AccountAnnotations | None = None

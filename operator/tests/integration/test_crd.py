@@ -69,7 +69,10 @@ ACCEPTED = {
         "engine": {"moeRunnerBackend": "lora_triton", "lora": {"maxRank": 8, "targetModules": ["q_proj"], "backend": "triton_v2"}}
     },
     "the same by arguments": {"engine": {"moeRunnerBackend": "lora_triton", "args": ["--enable-lora", "--lora-backend", "triton_v2"]}},
-    "a port of its own network": {"engine": {"args": ["--kv-events-config", "{}"]}},
+    "a port of its own network": {"engine": {"args": ["--kv-events-config", "{}"], "acceptFlags": ["--kv-events-config"]}},
+    "a new flag with its value": {"engine": {"args": ["--no-such-flag=-1", "--sleep-on-idle"], "acceptFlags": ["--no-such-flag"]}},
+    "values that are no flags": {"engine": {"args": ["--json-model-override-args", '{"a": -1}', "--stream-interval", "-1"]}},
+    "code in the router": {"router": {"args": ["--enable-wasm", "--log-level", "debug"], "acceptFlags": ["--enable-wasm"]}},
     "experts that move": {"weights": {"verify": "Off"}, "engine": {"parallelism": {"tensor": 2, "expert": 2}, "eplb": True}},
     "one failure is enough": {"scheduling": {"avoidNodes": {"failures": 1, "withinSeconds": 60, "forSeconds": 60}}},
     "three failures in little more than two minutes": {"scheduling": {"avoidNodes": {"failures": 3, "withinSeconds": 121}}},
