@@ -15,7 +15,7 @@ from urllib.parse import quote
 import jinja2
 
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS
+from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS, MODELS
 from sglang_rollout.sglang.smg_limits import GENERATE_PATTERN, OPENAI_PATTERN
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.ports import AGENT_GATE, FLEET_HELD, VERSION_HEADER
@@ -83,6 +83,7 @@ _SENTENCES = {
     ),
 }
 
+_ENCODED = ("encoded_path", "The path contains percent-encoded characters. Write it without them.")
 _ONLY_GET = ("method_not_allowed", "This port serves metrics only. Use GET.")
 _NO_METRICS = ("metrics_unavailable", "The process that exports these metrics does not answer. Its container may be starting.")
 
@@ -267,6 +268,8 @@ def _shared(maxconn: int) -> dict[str, object]:
         "maxconn": maxconn,
         "data_limit": maxconn - max(16, maxconn // 8),
         "data_paths": " ".join(DATA_PATHS),
+        "models_path": f"{MODELS}/",
+        "encoded": _body(*_ENCODED, kind="invalid_request_error"),
         **{name: _body(code, message) for name, (code, message) in _SENTENCES.items()},
     }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from sglang_rollout.controller.render.router import SOFT_STOP_SCRIPT
 from sglang_rollout.sglang.api import DIRECT_PATHS
@@ -85,6 +86,18 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
         await process.end()
         await smg.stop()
         await coordinator.stop()
+
+
+@pytest.mark.parametrize("path", ["/%67enerate", "/generat%65", "/v1%2Fcompletions", "/%76%31/models/m", "/flush_cach%65"])
+async def test_an_encoded_path_reaches_no_process(front: Front, path: str) -> None:
+    async with front.http.post(URL(front.url + path, encoded=True), data="{}") as reply:
+        assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")
+
+
+async def test_names_of_models_and_queries_may_be_encoded(front: Front) -> None:
+    for path in ("/v1/models/policy%3Aadapter", "/flush_cache?timeout=%35"):
+        async with front.http.get(URL(front.url + path, encoded=True)) as reply:
+            assert (reply.status, (await reply.json())["from"]) == (200, "coordinator")
 
 
 async def test_generation_goes_to_smg_and_other_calls_go_to_the_coordinator(front: Front) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from sglang_rollout.sglang.api import GENERATING_PATHS
 from sglang_rollout.wire.ports import AGENT_HEALTH
@@ -43,6 +44,14 @@ async def test_gate_is_closed_until_a_coordinator_names_the_committed_version(la
     assert await lab.is_closed()
     await lab.open_with_base()
     assert await lab.is_open()
+
+
+async def test_an_encoded_path_reaches_neither_engine_nor_agent(lab: Pod, engine: StubEngine) -> None:
+    await lab.open_with_base()
+    for path in ("/%67enerate", "/agent%2Fgate", "/healt%68"):
+        async with lab.http.post(URL(lab.url + path, encoded=True), json={"input_ids": [1]}) as reply:
+            assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")
+    assert not engine.asked.is_set()
 
 
 async def test_engine_that_does_not_generate_gets_no_request_for_tokens(engine: StubEngine, tmp_path: Path) -> None:
