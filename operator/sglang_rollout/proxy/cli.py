@@ -78,6 +78,7 @@ def _runtime_dir(default: str) -> Callable[[_F], _F]:
 _metrics_listen = click.option(
     "--metrics-listen", type=ADDRESS, show_default="nowhere", help="Address of the metrics of all processes of the pod."
 )
+_probes_listen = click.option("--probes-listen", type=ADDRESS, show_default="nowhere", help="Address of the kubelet's probes.")
 
 
 @click.group(name="proxy")
@@ -94,6 +95,7 @@ def command() -> None:
 @_address("--agent", f"127.0.0.1:{ports.AGENT_PORT}", "The engine's agent.")
 @click.option("--socket", required=True, metavar="PATH", help="haproxy's stats socket, through which the agent opens and closes the gate.")
 @_metrics_listen
+@_probes_listen
 @_runtime_dir("the socket's folder")
 @_maxconn(GATE_CONNECTIONS)
 @_print
@@ -104,6 +106,7 @@ def gate(
     agent: Address,
     socket: str,
     metrics_listen: Address | None,
+    probes_listen: Address | None,
     runtime_dir: Path | None,
     maxconn: int,
     only_print: bool,
@@ -112,9 +115,15 @@ def gate(
 
     Requests for tokens pass only while the engine's agent keeps the gate open. Every other call goes to the agent.
     """
-    bind, limit = _listen_address(listen, only_print), _connection_limit(maxconn, only_print)
-    metrics = _listen_address(metrics_listen, only_print) if metrics_listen is not None else None
-    params = GateParams(listen=bind, engine=engine, agent=agent, socket=socket, maxconn=limit, metrics=metrics)
+    params = GateParams(
+        listen=_listen_address(listen, only_print),
+        engine=engine,
+        agent=agent,
+        socket=socket,
+        maxconn=_connection_limit(maxconn, only_print),
+        metrics=_optional(metrics_listen, only_print),
+        probes=_optional(probes_listen, only_print),
+    )
     try:
         text = gate_config(params)
     except ValueError as error:
@@ -127,6 +136,7 @@ def gate(
 @_address("--smg", f"127.0.0.1:{ports.SMG_PORT}", "The SGLang router.")
 @_address("--coordinator", f"127.0.0.1:{ports.COORDINATOR_PORT}", "The coordinator.")
 @_metrics_listen
+@_probes_listen
 @_address("--smg-metrics", f"127.0.0.1:{ports.SMG_METRICS_PORT}", "The SGLang router's metrics.")
 @_runtime_dir("the system's folder for temporary files")
 @_maxconn(FRONT_CONNECTIONS)
@@ -138,6 +148,7 @@ def front(
     smg: Address,
     coordinator: Address,
     metrics_listen: Address | None,
+    probes_listen: Address | None,
     smg_metrics: Address,
     runtime_dir: Path | None,
     maxconn: int,
@@ -145,10 +156,15 @@ def front(
     only_print: bool,
 ) -> None:
     """Run the front: haproxy at the fleet's URL. Requests for tokens go to smg, every other call to the coordinator."""
-    bind, limit = _listen_address(listen, only_print), _connection_limit(maxconn, only_print)
-    metrics = _listen_address(metrics_listen, only_print) if metrics_listen is not None else None
     params = FrontParams(
-        listen=bind, smg=smg, coordinator=coordinator, maxconn=limit, threads=threads, metrics=metrics, smg_metrics=smg_metrics
+        listen=_listen_address(listen, only_print),
+        smg=smg,
+        coordinator=coordinator,
+        maxconn=_connection_limit(maxconn, only_print),
+        threads=threads,
+        metrics=_optional(metrics_listen, only_print),
+        probes=_optional(probes_listen, only_print),
+        smg_metrics=smg_metrics,
     )
     _print_or_become("front", front_config(params), runtime_dir or Path(tempfile.gettempdir()), only_print)
 
@@ -189,6 +205,10 @@ def _listen_address(wanted: Address, only_print: bool) -> Address:
     if wanted.host != "::" or only_print or has_dualstack_ipv6():
         return wanted
     return Address("0.0.0.0", wanted.port)  # noqa: S104 - the caller asked for all addresses
+
+
+def _optional(wanted: Address | None, only_print: bool) -> Address | None:
+    return None if wanted is None else _listen_address(wanted, only_print)
 
 
 def _connection_limit(wanted: int, only_print: bool) -> int:

@@ -43,12 +43,19 @@ GATE_CONNECTIONS = 4096
 """Maximum of concurrent connections of a gate, if the limit on open files allows it."""
 FRONT_CONNECTIONS = 8000
 """Maximum of concurrent connections of the front, if the limit on open files allows it."""
-_RESERVED_FILES = 128
-"""Files that haproxy needs besides its connections: listening sockets, checks, pollers, the stats socket."""
+_RESERVED_FILES = 256
+"""Files that haproxy needs besides these connections: metrics, probes, listening sockets, checks, pollers, the stats socket."""
 _LEAST_CONNECTIONS = 64
 _SMG_METRICS = Address("127.0.0.1", ports.SMG_METRICS_PORT)
 _METRICS_CONNECTIONS = 16
 """Concurrent scrapes: a few paths for a few Prometheus servers."""
+_PROBE_CONNECTIONS = 32
+"""Concurrent probes, for some addresses. The kubelet has one connection for each probe of a pod."""
+_PROBES_PER_ADDRESS = 12
+_BODY_SECONDS = 60
+"""Longest wait for the start of a body."""
+_GATE_WINDOW = 4096
+"""Bytes of a body for which the gate waits."""
 
 _SENTENCES = {
     "closed": (
@@ -85,6 +92,7 @@ _SENTENCES = {
 
 _ENCODED = ("encoded_path", "The path contains percent-encoded characters. Write it without them.")
 _ONLY_GET = ("method_not_allowed", "This port serves metrics only. Use GET.")
+_ONLY_PROBES = ("method_not_allowed", "This port serves probes only. Use GET.")
 _NO_METRICS = ("metrics_unavailable", "The process that exports these metrics does not answer. Its container may be starting.")
 
 _NO_TOKENIZER = (
@@ -125,6 +133,8 @@ class GateParams:
     maxconn: int = GATE_CONNECTIONS
     metrics: Address | None = None
     """Address at which the pod's metrics are served; None: nowhere."""
+    probes: Address | None = None
+    """Address at which the kubelet's probes are answered; None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,8 @@ class FrontParams:
     threads: int = 2
     metrics: Address | None = None
     """Address at which the pod's metrics are served; None: nowhere."""
+    probes: Address | None = None
+    """Address at which the kubelet's probes are answered; None: nowhere."""
     smg_metrics: Address = _SMG_METRICS
 
 
@@ -204,6 +216,8 @@ def gate_config(params: GateParams) -> str:
         no_tokenizer=_body(*_NO_TOKENIZER, kind="invalid_request_error"),
         no_version=NO_VERSION,
         version_header=VERSION_HEADER,
+        window=_GATE_WINDOW,
+        probes=_probes(params.probes, ports.GATE_HEALTH, "agent", ports.AGENT_HEALTH, ports.AGENT_ENGINE),
         metrics=_metrics(
             params.metrics,
             ports.METRICS_GATE,
@@ -236,6 +250,8 @@ def front_config(params: FrontParams) -> str:
         wide=_regex(OPENAI_PATTERN),
         held_path=FLEET_HELD,
         threads=params.threads,
+        front_health=ports.FRONT_HEALTH,
+        probes=_probes(params.probes, ports.FRONT_HEALTH, "coordinator", ports.FLEET_HEALTH),
         metrics=_metrics(
             params.metrics,
             ports.METRICS_FRONT,
@@ -262,10 +278,28 @@ def _metrics(listen: Address | None, own_path: str, *sources: _MetricsSource) ->
     }
 
 
+def _probes(listen: Address | None, own_path: str, backend: str, *paths: str) -> dict[str, object] | None:
+    """Return the values of the probes' frontend; None: there is none. haproxy answers ``own_path`` itself."""
+    if listen is None:
+        return None
+    return {
+        "bind": _bind(listen),
+        "connections": _PROBE_CONNECTIONS,
+        "per_address": _PROBES_PER_ADDRESS,
+        "own_path": own_path,
+        "backend": backend,
+        "paths": paths,
+        "unknown": _body("not_found", f"This port serves probes only: GET {', '.join((own_path, *paths))}.", kind="invalid_request_error"),
+        "only_get": _body(*_ONLY_PROBES, kind="invalid_request_error"),
+    }
+
+
 def _shared(maxconn: int) -> dict[str, object]:
     """Return values for both templates. One connection in eight, at least 16, stays free for control calls."""
     return {
         "maxconn": maxconn,
+        "all_connections": maxconn + _METRICS_CONNECTIONS + _PROBE_CONNECTIONS,
+        "body_seconds": _BODY_SECONDS,
         "data_limit": maxconn - max(16, maxconn // 8),
         "data_paths": " ".join(DATA_PATHS),
         "models_path": f"{MODELS}/",

@@ -5,7 +5,7 @@ in the network of their node use other ports (``sglang_rollout.controller.render
 """
 
 GATE_PORT = 30000
-"""The engine pod's only reachable port: haproxy, in front of engine and agent."""
+"""Port of the engine pod for all callers: haproxy, in front of engine and agent."""
 ENGINE_PORT = 30001
 """``sglang.launch_server``, bound to 127.0.0.1 inside the engine pod."""
 AGENT_PORT = 30002
@@ -18,8 +18,11 @@ SGLang takes a dozen ports from here on. Its ranks also use other ports.
 METRICS_PORT = 30003
 """Port ``metrics`` of engine and router pods: haproxy serves the metrics of each process of the pod, and no other path."""
 
+PROBES_PORT = 30004
+"""Port ``probes`` of engine and router pods: haproxy answers the kubelet's probes there, with connections of their own."""
+
 FRONT_PORT = 30000
-"""The router pod's only reachable port and the port of Service ``<name>-router``: the fleet's URL."""
+"""Port of the router pod for all callers, and the port of Service ``<name>-router``: the fleet's URL."""
 SMG_PORT = 30010
 """smg, bound to 127.0.0.1 inside the router pod."""
 SMG_METRICS_PORT = 30011
@@ -38,6 +41,9 @@ METRICS_AGENT = "/metrics/agent"
 METRICS_GATE = "/metrics/gate"  # haproxy itself
 METRICS_SMG = "/metrics/smg"
 METRICS_FRONT = "/metrics/front"  # haproxy itself
+
+GATE_HEALTH = "/gate/health"  # on PROBES_PORT, GET 200: haproxy runs
+FRONT_HEALTH = "/front/health"  # on PROBES_PORT and at the URL, GET 200: haproxy runs
 
 TERM_HEADER = "X-Rollout-Term"
 """Request header of every coordinator → agent call: the coordinator's term. Agents refuse lower terms than the highest seen."""

@@ -97,11 +97,6 @@ def http_probe(path: str, port: int, **timing: int) -> Object:
     return {"httpGet": {"path": path, "port": port}, **timing}
 
 
-def tcp_probe(port: int, **timing: int) -> Object:
-    """Return a probe that connects to ``port``."""
-    return {"tcpSocket": {"port": port}, **timing}
-
-
 def container_ports(*, on_node: bool = False, **named: int) -> list[Object]:
     """Return the ports of a container; ``on_node`` makes the scheduler keep pods with equal ports on different nodes."""
     ports = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named.items()]

@@ -27,7 +27,7 @@ from sglang_rollout.controller.render.placement import CLAIM, keep_near, keep_of
 from sglang_rollout.controller.render.preflight import all_reduce, preflight
 from sglang_rollout.controller.render.start import DRAIN_SCRIPT, DRAIN_SECONDS, start_script
 from sglang_rollout.controller.render.storage import downloads, mounts, volumes, with_shared_mounts
-from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH
+from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_HEALTH, GATE_HEALTH
 
 START_SECONDS = 1800
 """How long an engine of one pod may take to start, including the download of a large model."""
@@ -128,10 +128,11 @@ def _gate(settings: Settings, ports: EnginePorts) -> Object:
             *("--agent", f"127.0.0.1:{ports.agent}"),
             *("--socket", names.GATE_SOCKET),
             *("--metrics-listen", f"[::]:{ports.metrics}"),
+            *("--probes-listen", f"[::]:{ports.probes}"),
         ],
         ports=common.container_ports(on_node=ports.on_node, http=ports.gate),
-        startupProbe=common.tcp_probe(ports.gate, periodSeconds=1, failureThreshold=60),
-        livenessProbe=common.tcp_probe(ports.gate, periodSeconds=10, timeoutSeconds=3, failureThreshold=3),
+        startupProbe=http_probe(GATE_HEALTH, ports.probes, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
+        livenessProbe=http_probe(GATE_HEALTH, ports.probes, periodSeconds=10, timeoutSeconds=3, failureThreshold=3),
         resources=common.requests("50m", "64Mi"),
     )
 
@@ -148,8 +149,8 @@ def _agent(rollout: SGLangRollout, settings: Settings, name: str, ports: EngineP
         args=agent_args(rollout, name, ports),
         env=agent_environment(rollout),
         **({"ports": common.container_ports(on_node=True, agent=ports.agent)} if ports.on_node else {}),
-        startupProbe=http_probe(AGENT_HEALTH, ports.gate, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
-        livenessProbe=http_probe(AGENT_HEALTH, ports.gate, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        startupProbe=http_probe(AGENT_HEALTH, ports.probes, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
+        livenessProbe=http_probe(AGENT_HEALTH, ports.probes, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
         resources=common.requests("100m", "128Mi"),
     )
 
@@ -166,8 +167,8 @@ def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
         "args": ["python3", "-m", "sglang.launch_server", *server_args(rollout, server_ranks(rollout, name, ports), ports)],
         "env": engine_environment(rollout),
         "ports": _engine_ports(ports),
-        "startupProbe": http_probe(AGENT_ENGINE, ports.gate, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=attempts),
-        "readinessProbe": http_probe(AGENT_ENGINE, ports.gate, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3),
+        "startupProbe": http_probe(AGENT_ENGINE, ports.probes, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=attempts),
+        "readinessProbe": http_probe(AGENT_ENGINE, ports.probes, periodSeconds=PROBE_SECONDS, timeoutSeconds=3, failureThreshold=3),
         # Only the agent's file fails this probe, so an absent or confused agent never ends a healthy engine.
         "livenessProbe": {
             "exec": {"command": ["test", "!", "-e", names.KILL_FILE]},
@@ -186,12 +187,12 @@ def _engine(rollout: SGLangRollout, name: str, ports: EnginePorts) -> Object:
 
 
 def _engine_ports(ports: EnginePorts) -> list[Object]:
-    """Return the ports that this container names for the gate, which listens on the metrics port.
+    """Return the ports that this container names for the gate, which listens on the ports of metrics and probes.
 
     Older schedulers ignore host ports of sidecars, and many scrape configurations ignore init containers such as the gate.
     """
     own = {"engine": ports.engine} if ports.on_node else {}
-    return common.container_ports(on_node=ports.on_node, **own, metrics=ports.metrics)
+    return common.container_ports(on_node=ports.on_node, **own, metrics=ports.metrics, probes=ports.probes)
 
 
 def _engine_resources(rollout: SGLangRollout) -> Object:

@@ -182,6 +182,7 @@ class EnginePorts(NamedTuple):
     agent: int
     rendezvous: int
     metrics: int
+    probes: int
     nccl: int | None = None
     """``--nccl-port``. None: SGLang picks a free port, which is safe in a network of the pod's own."""
 
@@ -197,7 +198,7 @@ class EnginePorts(NamedTuple):
         return (*own, *range(self.rendezvous, self.rendezvous + _RENDEZVOUS_PORTS))
 
 
-OF_POD = EnginePorts(wire.GATE_PORT, wire.ENGINE_PORT, wire.AGENT_PORT, wire.RENDEZVOUS_PORT, wire.METRICS_PORT)
+OF_POD = EnginePorts(wire.GATE_PORT, wire.ENGINE_PORT, wire.AGENT_PORT, wire.RENDEZVOUS_PORT, wire.METRICS_PORT, wire.PROBES_PORT)
 """Ports of every engine whose pods have networks of their own."""
 
 
@@ -207,7 +208,7 @@ def engine_ports(rollout: api.SGLangRollout, index: int) -> EnginePorts:
     With ``hostNetwork`` each engine has a block of the node's ports::
 
         basePort + 20 * index  +0 gate  +1 SGLang  +2 agent  +3 torch's rendezvous
-                               +4 … +17 rendezvous of several pods, attention groups  +18 metrics
+                               +4 … +17 rendezvous of several pods, attention groups  +18 metrics  +19 probes
 
     Blocks begin at multiples of their size. So blocks of two fleets are equal, which the scheduler detects, or disjoint.
     """
@@ -215,4 +216,6 @@ def engine_ports(rollout: api.SGLangRollout, index: int) -> EnginePorts:
     if network is None or not network.host_network:
         return OF_POD
     first = network.first_port + BLOCK * index
-    return EnginePorts(gate=first, engine=first + 1, agent=first + 2, nccl=first + 3, rendezvous=first + 4, metrics=first + 18)
+    return EnginePorts(
+        gate=first, engine=first + 1, agent=first + 2, nccl=first + 3, rendezvous=first + 4, metrics=first + 18, probes=first + 19
+    )

@@ -8,9 +8,17 @@ from sglang_rollout.controller.render.common import Object, Settings, container_
 from sglang_rollout.controller.render.hashing import digest
 from sglang_rollout.controller.render.overlay import merge
 from sglang_rollout.controller.render.placement import router_placement
-from sglang_rollout.wire.ports import COORDINATOR_PORT, FLEET_HEALTH, FRONT_PORT, METRICS_PORT, SMG_METRICS_PORT, SMG_PORT
+from sglang_rollout.wire.ports import (
+    COORDINATOR_PORT,
+    FLEET_HEALTH,
+    FRONT_HEALTH,
+    FRONT_PORT,
+    METRICS_PORT,
+    PROBES_PORT,
+    SMG_METRICS_PORT,
+    SMG_PORT,
+)
 
-FRONT_HEALTH = "/front/health"
 GRACE_SECONDS = 190
 """After SIGTERM smg serves 5 s more and waits up to 180 s for running requests. An idle router ends after 5 s."""
 ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -78,14 +86,15 @@ def _front(rollout: SGLangRollout, settings: Settings) -> Object:
             *("--smg", f"127.0.0.1:{SMG_PORT}"),
             *("--coordinator", f"127.0.0.1:{COORDINATOR_PORT}"),
             *("--metrics-listen", f"[::]:{METRICS_PORT}"),
+            *("--probes-listen", f"[::]:{PROBES_PORT}"),
             *("--smg-metrics", f"127.0.0.1:{SMG_METRICS_PORT}"),
             # The containers of this pod share the folder for temporary files.
             *("--runtime-dir", "/tmp/front"),  # noqa: S108
         ],
-        ports=common.container_ports(http=FRONT_PORT, metrics=METRICS_PORT),
-        startupProbe=http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
-        readinessProbe=http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
-        livenessProbe=http_probe(FRONT_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=3),
+        ports=common.container_ports(http=FRONT_PORT, metrics=METRICS_PORT, probes=PROBES_PORT),
+        startupProbe=http_probe(FRONT_HEALTH, PROBES_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=60),
+        readinessProbe=http_probe(FRONT_HEALTH, PROBES_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
+        livenessProbe=http_probe(FRONT_HEALTH, PROBES_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=3),
         lifecycle={"preStop": {"exec": {"command": ["/bin/sh", "-c", SOFT_STOP_SCRIPT]}}},
         resources=container_resources(rollout.spec.router.front_resources) or requests("100m", "128Mi"),
     )
@@ -132,9 +141,9 @@ def _coordinator(rollout: SGLangRollout, settings: Settings) -> Object:
             "--kubernetes",
             *("--public-url", names.public_url(rollout.name, rollout.namespace, FRONT_PORT)),
         ],
-        startupProbe=http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
-        readinessProbe=http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
-        livenessProbe=http_probe(FLEET_HEALTH, FRONT_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        startupProbe=http_probe(FLEET_HEALTH, PROBES_PORT, periodSeconds=1, timeoutSeconds=3, failureThreshold=120),
+        readinessProbe=http_probe(FLEET_HEALTH, PROBES_PORT, periodSeconds=5, timeoutSeconds=3, failureThreshold=3),
+        livenessProbe=http_probe(FLEET_HEALTH, PROBES_PORT, periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
         resources=container_resources(rollout.spec.router.coordinator_resources) or requests("100m", "128Mi"),
     )
 

@@ -19,6 +19,7 @@ from aiohttp import web
 from sglang_rollout.coordinator.generate.batches import Batch, BatchError, encode, find_mixed_token_ids, join, split
 from sglang_rollout.coordinator.generate.smg import HOLD_SECONDS, ConnectionLostError, UnreachableError
 from sglang_rollout.coordinator.generate.streams import BatchStream
+from sglang_rollout.coordinator.http import app as http
 from sglang_rollout.coordinator.http.app import PARTS, Handler
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.sglang.api import CHAT_COMPLETIONS, COMPLETIONS, DIRECT_PATHS, GENERATE
@@ -256,15 +257,28 @@ async def _read_body(request: web.Request) -> bytes:
     parts, size = [], request.content_length or 0
     if size <= MAX_BODY_BYTES:
         size = 0
-        async for chunk in request.content.iter_any():
+        while chunk := await _read_chunk(request):
             size += len(chunk)
             if size > MAX_BODY_BYTES:
                 break
             parts.append(chunk)
         else:
             return b"".join(parts)
-    message = f"A batch may have at most {MAX_BODY_BYTES >> 20} MiB: split it."
-    raise ItemError(413, json.dumps({"error": {"message": message}}).encode(), {"Content-Type": _JSON, "Connection": "close"})
+    raise _refused_body(413, f"A batch may have at most {MAX_BODY_BYTES >> 20} MiB: split it.")
+
+
+async def _read_chunk(request: web.Request) -> bytes:
+    """Return the next part of the body; empty at its end."""
+    try:
+        async with asyncio.timeout(http.BODY_SECONDS):
+            return await request.content.readany()
+    except TimeoutError:
+        raise _refused_body(408, f"No further part of the body arrived within {http.BODY_SECONDS:g} s.") from None
+
+
+def _refused_body(status: int, message: str) -> ItemError:
+    """Return the refusal of a body that is not read to its end."""
+    return ItemError(status, json.dumps({"error": {"message": message}}).encode(), {"Content-Type": _JSON, "Connection": "close"})
 
 
 def _parse(data: bytes) -> Any:

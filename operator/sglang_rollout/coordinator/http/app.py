@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ def refuse(status: int, message: str, fleet: dict[str, object] | None = None) ->
 MAX_BODY_BYTES = 8 * 2**20
 """Largest body of a control call. The tensor list of the largest models has some megabytes; weights never pass here."""
 
+BODY_SECONDS = 60.0
+"""Longest time in which a control call's whole body, or any further part of a batch, arrives."""
+
 
 @web.middleware
 async def handle_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -72,6 +76,8 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return _too_large(request.content_length)
     try:
         _refuse_web_pages(request)
+        if request.path not in DATA_PATHS:
+            await _receive_body(request)
         return await handler(request)
     except RefusedError as refusal:
         return refuse(refusal.status, str(refusal), refusal.fleet or None)
@@ -100,6 +106,15 @@ def _refuse_web_pages(request: web.Request) -> None:
     # SGLang ignores the body of flush_cache. Some trainers send bodies without a type, and SGLang refuses all other types as well.
     if request.body_exists and "Content-Type" in request.headers and not flushes and not kind.endswith(("/json", "+json")):
         raise RefusedError(f"{request.path}: Content-Type {kind} is not accepted: send JSON as application/json.", status=415)
+
+
+async def _receive_body(request: web.Request) -> None:
+    """Read the body, which the handler then gets at once."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            await request.read()
+    except TimeoutError:
+        raise RefusedError(f"{request.path}: the body did not arrive within {BODY_SECONDS:g} s.", status=408) from None
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:

@@ -13,8 +13,11 @@ from aiohttp import web
 from yarl import URL
 
 from sglang_rollout.controller.render.router import SOFT_STOP_SCRIPT
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.cli import find_haproxy
+from sglang_rollout.proxy.config import FrontParams, front_config
 from sglang_rollout.sglang.api import DIRECT_PATHS
-from sglang_rollout.wire.ports import FLEET_HELD
+from sglang_rollout.wire.ports import FLEET_HEALTH, FLEET_HELD, FRONT_HEALTH
 from tests.contract.support.agent_pod import Process, until
 from tests.support.ports import free_port
 
@@ -92,6 +95,74 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
 async def test_an_encoded_path_reaches_no_process(front: Front, path: str) -> None:
     async with front.http.post(URL(front.url + path, encoded=True), data="{}") as reply:
         assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")
+
+
+async def test_probes_are_answered_while_callers_use_all_connections(tmp_path: Path) -> None:
+    coordinator, port, probes = Part("coordinator", free_port()), free_port(), free_port()
+    await coordinator.start()
+    line = ["proxy", "front", "--listen", f"127.0.0.1:{port}", "--probes-listen", f"127.0.0.1:{probes}", "--maxconn", "64"]
+    line += ["--smg", "127.0.0.1:9", "--coordinator", f"127.0.0.1:{coordinator.port}", "--runtime-dir", str(tmp_path)]
+    process = Process(line, tmp_path / "front.log")
+    await process.start()
+    writers = []
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+
+            async def probe(path: str) -> int:
+                async with http.get(f"http://127.0.0.1:{probes}{path}") as reply:
+                    return reply.status
+
+            async def is_up() -> bool:
+                try:
+                    return await probe(FRONT_HEALTH) == 200
+                except aiohttp.ClientError:
+                    return False
+
+            await until(is_up, 15, "the front answers probes")
+            for _ in range(64):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"POST /fleet/run HTTP/1.1\r\nHost: fleet\r\nContent-Length: 50\r\n\r\n{")
+                writers.append(writer)
+            late = asyncio.create_task(http.get(f"http://127.0.0.1:{port}/fleet").__aenter__())
+            await asyncio.wait({late}, timeout=1)
+            assert not late.done(), "callers use all connections"
+            assert [await probe(path) for path in (FRONT_HEALTH, FLEET_HEALTH, "/fleet", "/generate")] == [200, 200, 404, 404]
+            writers.pop().close()
+            assert (await late).status == 200
+            late.result().close()
+    finally:
+        for writer in writers:
+            writer.close()
+        await process.end()
+        await coordinator.stop()
+
+
+async def test_a_body_that_never_ends_reaches_no_process(tmp_path: Path) -> None:
+    coordinator, port = Part("coordinator", free_port()), free_port()
+    await coordinator.start()
+    params = FrontParams(Address("127.0.0.1", port), Address("127.0.0.1", 9), Address("127.0.0.1", coordinator.port))
+    (tmp_path / "front.cfg").write_text(front_config(params).replace("wait-for-body time 60s", "wait-for-body time 1s"))
+    haproxy = await asyncio.create_subprocess_exec(find_haproxy() or "haproxy", "-db", "-f", str(tmp_path / "front.cfg"))
+    try:
+        async with aiohttp.ClientSession() as http:
+
+            async def is_up() -> bool:
+                try:
+                    async with http.get(f"http://127.0.0.1:{port}{FRONT_HEALTH}") as reply:
+                        return reply.status == 200
+                except aiohttp.ClientError:
+                    return False
+
+            await until(is_up, 15, "the front answers")
+        for path in ("/generate", "/fleet/run"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"POST {path} HTTP/1.1\r\nHost: fleet\r\nContent-Length: 50\r\n\r\n{{".encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+            writer.close()
+    finally:
+        haproxy.terminate()
+        await haproxy.wait()
+        await coordinator.stop()
 
 
 async def test_names_of_models_and_queries_may_be_encoded(front: Front) -> None:

@@ -13,8 +13,21 @@ from sglang_rollout.proxy.config import UNSET, FrontParams, GateParams, fit_conn
 
 GOLDEN = Path(__file__).parent / "golden"
 LOOPBACK = Address("127.0.0.1", 30001)
-GATE = GateParams(Address("::", 30000), LOOPBACK, Address("127.0.0.1", 30002), "/run/rollout/gate/gate.sock", metrics=Address("::", 30003))
-FRONT = FrontParams(Address("::", 30000), Address("127.0.0.1", 30010), Address("127.0.0.1", 30020), metrics=Address("::", 30003))
+GATE = GateParams(
+    Address("::", 30000),
+    LOOPBACK,
+    Address("127.0.0.1", 30002),
+    "/run/rollout/gate/gate.sock",
+    metrics=Address("::", 30003),
+    probes=Address("::", 30004),
+)
+FRONT = FrontParams(
+    Address("::", 30000),
+    Address("127.0.0.1", 30010),
+    Address("127.0.0.1", 30020),
+    metrics=Address("::", 30003),
+    probes=Address("::", 30004),
+)
 TEXTS = {"gate": gate_config(GATE), "front": front_config(FRONT)}
 
 
@@ -52,7 +65,7 @@ def test_the_gate_starts_closed() -> None:
     assert server.endswith(" disabled")
 
 
-@pytest.mark.parametrize(("files", "connections"), [(20000, 4096), (1024, 448), (1_000_000, 4096), (256, 64), (10, 64)])
+@pytest.mark.parametrize(("files", "connections"), [(20000, 4096), (1024, 384), (1_000_000, 4096), (256, 64), (10, 64)])
 def test_connections_fit_the_limit_on_open_files(files: int, connections: int) -> None:
     assert fit_connections(4096, files) == connections
 
