@@ -131,7 +131,7 @@ def engine_settings() -> str:
 
 def flag_families() -> str:
     """Return the tables of the families of flags that an engine and the router take."""
-    header = ("family", "flags (… stands for more)", "why `acceptFlags` must name them")
+    header = ("family", "flags (… stands for more)", "reason for an entry in `acceptFlags`")
     return "\n".join(
         f"`{field}`:\n\n{table(header, family_rows(families))}"
         for field, families in (("engine.args", ENGINE_FAMILIES), ("router.args", ROUTER_FAMILIES))
