@@ -52,7 +52,7 @@ def test_judge_answers_with_its_initial_weights_after_each_sleep(kubectl: Kubect
             assert "the trainer uses the memory of 2 of 2 engines" in ready(kubectl)["message"]
             asleep = generate(url)
             assert asleep.status_code == 503
-            assert "nothing generates until the trainer calls /resume_memory_occupation" in asleep.text
+            assert "No engine generates until the trainer calls /resume_memory_occupation" in asleep.text
 
             call(url, "/resume_memory_occupation", TAGS)
             call(url, "/flush_cache")

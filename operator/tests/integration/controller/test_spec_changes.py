@@ -139,7 +139,7 @@ async def test_schema_violation_is_a_refusal_and_not_an_outage(operator: Operato
         assert (ready.get("status"), ready.get("reason")) == ("False", "ApplyFailed"), ready
         return words in ready["message"]
 
-    await eventually("the server's words in the status", said, seconds=10)
+    await eventually("the server's words in the status", said)
     assert await world.is_degraded("demo", "ApplyFailed")
     assert "waiting for the API server" not in operator.said()
     # An outage is retried every three seconds, a refusal with growing delays.
