@@ -91,7 +91,7 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
         await coordinator.stop()
 
 
-@pytest.mark.parametrize("path", ["/%67enerate", "/generat%65", "/v1%2Fcompletions", "/%76%31/models/m", "/flush_cach%65"])
+@pytest.mark.parametrize("path", ["/%67enerate", "/v1%2Fcompletions", "/%76%31/models/m", "/flush_cach%65"])
 async def test_an_encoded_path_reaches_no_process(front: Front, path: str) -> None:
     async with front.http.post(URL(front.url + path, encoded=True), data="{}") as reply:
         assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")

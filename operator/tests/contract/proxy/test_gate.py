@@ -48,7 +48,7 @@ async def test_gate_is_closed_until_a_coordinator_names_the_committed_version(la
 
 async def test_an_encoded_path_reaches_neither_engine_nor_agent(lab: Pod, engine: StubEngine) -> None:
     await lab.open_with_base()
-    for path in ("/%67enerate", "/agent%2Fgate", "/healt%68"):
+    for path in ("/%67enerate", "/agent%2Fgate", "/%68ealth"):
         async with lab.http.post(URL(lab.url + path, encoded=True), json={"input_ids": [1]}) as reply:
             assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")
     assert not engine.asked.is_set()
