@@ -17,6 +17,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "separated"
 default_role = "code"
+smartquotes = False  # they would turn the two hyphens of a flag into a dash
 napoleon_use_ivar = True
 
 html_theme = "furo"

@@ -28,7 +28,9 @@ from sglang_rollout.api.status import ConditionType, Reason
 from sglang_rollout.controller.metrics import Metrics as OperatorMetrics
 from sglang_rollout.coordinator.metrics import Metrics as CoordinatorMetrics
 from sglang_rollout.coordinator.update.phases import TRANSITIONS, Phase
+from sglang_rollout.wire import Message
 from sglang_rollout.wire.reasons import GateReason
+from sglang_rollout.wire.trainer import FleetDocument, FleetMember
 
 TARGET = Path(__file__).parent / "_generated"
 RUNBOOK = Path(__file__).parent / "operations/conditions.md"
@@ -118,6 +120,17 @@ def update_phases() -> str:
     return table(("phase", "meaning", "next"), rows)
 
 
+def message_fields(message: type[Message]) -> str:
+    """Return a table of the fields of a message with their docstrings."""
+    texts = {
+        name: text
+        for owner in reversed(message.__mro__)
+        if issubclass(owner, Message)
+        for name, text in attribute_docstrings(owner).items()
+    }
+    return table(("field", "meaning"), ((code(name), re.sub(r"\bNone\b", "`null`", texts[name])) for name in message.model_fields))
+
+
 # --- engine settings ---------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +191,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "condition-reasons.md": condition_reasons,
     "gate-reasons.md": lambda: codes(GateReason),
     "update-phases.md": update_phases,
+    "fleet-document.md": lambda: message_fields(FleetDocument),
+    "fleet-member.md": lambda: message_fields(FleetMember),
     "engine-settings.md": engine_settings,
     "flag-families.md": flag_families,
     "cli.md": command_line,

@@ -26,6 +26,7 @@ class FleetRefused(FleetError):
     def __init__(self, path: str, status: int, reason: str, fleet: dict[str, Any] | None = None) -> None:
         super().__init__(f"The fleet refused {path} with HTTP {status}: {reason}")
         self.path = path
+        """Path of the call."""
         self.status = status
         """HTTP status."""
         self.reason = reason
@@ -39,7 +40,9 @@ class FailedPrompt:
     """A prompt that got no sample, and why."""
 
     prompt_index: int
+    """Position of the prompt in the list given to ``generate``."""
     reason: str
+    """Why it got no sample."""
 
 
 class GenerateFailed(FleetError):
@@ -71,7 +74,7 @@ class GroupFailed(FleetError):
     def __init__(self, message: str, *, temporary: bool = False) -> None:
         super().__init__(message)
         self.temporary = temporary
-        """True if the fleet says that a retry may help: engines are starting, or the coordinator was restarted."""
+        """True if the fleet says that a retry may help, because engines are starting or the coordinator was restarted."""
 
 
 class PushFailed(FleetError):
@@ -91,7 +94,9 @@ class PushFailed(FleetError):
         self.engine = engine
         """Name of the engine that caused the failure, if the fleet named one."""
         self.reason = reason
+        """Why the push failed."""
         self.advice = advice
+        """What to do."""
 
 
 class SnapshotFailed(FleetError):

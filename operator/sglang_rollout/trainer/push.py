@@ -59,9 +59,13 @@ class PushResult:
     version: str
     """Label of the version, as in every sample's ``weight_version``."""
     epoch: int
+    """Epoch of the process group."""
     world_size: int
+    """Ranks of the process group, with the trainer."""
     bytes: int
+    """Bytes that were broadcast."""
     buckets: int
+    """Number of broadcasts."""
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds of ``group`` (checks, and a process group if one was opened), ``begin``, ``prepare`` (overlaps with
     ``transfer``), ``transfer``, ``end`` and ``total``.

@@ -16,10 +16,15 @@ class EngineRow(Message):
     """One engine in the record and in the discovery document."""
 
     name: str
+    """Name of the engine."""
     state: EngineState
+    """``clean``, ``dirty`` or ``unknown``."""
     version: Version | None
+    """Version of all tensors; None while it is not known."""
     boot_id: str | None
+    """Identifies one run of the engine process; None while it is not known."""
     gate_open: bool
+    """The engine serves new requests."""
     reason: GateReason | None = None
     """Why the gate is closed; None while it is open."""
     message: str = ""

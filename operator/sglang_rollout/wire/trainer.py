@@ -17,42 +17,56 @@ class FleetMember(EngineRow):
     """One engine in the discovery document."""
 
     url: str
+    """URL of the engine's gate."""
     tensor_size: int
+    """Tensor-parallel ranks."""
     rank_offset: int | None
     """First rank of the engine in a process group opened now; None if the engine would not take part (``message`` says why)."""
     routed: bool
     """smg lists the engine as a worker."""
     sglang_version: str | None = None
+    """Version of SGLang; None while it is not known."""
     nccl: Nccl | None = None
-    """A trainer needs the same version, and the same ``NCCL_CUMEM_ENABLE``."""
+    """NCCL of the engine. A trainer needs the same version, and the same ``NCCL_CUMEM_ENABLE``."""
 
 
 class FleetDocument(Message):
     """``GET /fleet``: state of the fleet for trainers and people."""
 
     wire: int = WIRE_VERSION
+    """Version of the format."""
     name: str
+    """Name of the rollout."""
     namespace: str
+    """Namespace of the rollout."""
     term: int
+    """Term of the coordinator."""
     epoch: int
-    """Grows when the set of members or any member's boot ID changes."""
+    """Grows when an engine joins, leaves or restarts."""
     world_size: int
-    """World size of a process group opened now: 1 (trainer, rank 0) + the tensor sizes of all members."""
+    """World size of a process group opened now: the trainer and all ranks of the engines that take part."""
     backend: str
+    """Backend of the process group if the trainer names none."""
     fleet_id: str = ""
     """Identifies the fleet: distinguishes its versions from those of an earlier fleet with the same name."""
     lease: float = 20.0
     """Seconds within which a trainer with an open process group should send its next heartbeat (``POST /fleet/lease``)."""
     committed: Version
+    """Version that the fleet serves: ``run``, ``step`` and ``label``."""
     serving: int
     """Engines with an open gate."""
     members: list[FleetMember]
+    """All engines, also those that do not take part."""
     groups: list[FleetGroup] = Field(default_factory=list)
+    """Open process groups."""
     phase: str = "idle"
     """Phase of the current update, or ``idle``."""
     last_update: LastUpdate | None = None
+    """The last update that ended."""
     urls: dict[str, str] = Field(default_factory=dict)
+    """URLs of the fleet."""
     adapters: list[AdapterRow] = Field(default_factory=list)
+    """Adapters (LoRA), and the engines that have loaded them."""
     state: FleetState = FleetState.ACTIVE
     """Applied ``spec.state``."""
     held: str = ""
