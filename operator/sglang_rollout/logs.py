@@ -56,7 +56,7 @@ def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--log-level",
         type=levels,
-        default="INFO",
+        default="info",
         show_default=True,
         envvar="SGLANG_ROLLOUT_LOG_LEVEL",
         help="Lowest level that is logged.",

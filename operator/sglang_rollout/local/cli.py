@@ -63,7 +63,7 @@ class CannotStartError(click.ClickException):
 @click.option(
     "--pause-mode",
     type=click.Choice(list(PauseMode), case_sensitive=False),
-    default=PauseMode.RETRACT,
+    default="retract",
     show_default=True,
     help="How engines are paused for an update when the trainer does not pause them itself.",
 )
