@@ -124,14 +124,6 @@ class OnDisk(Message):
     """Digest of the folder's contents."""
 
 
-class Tensors(Message):
-    """A set of tensors, without their names: a model may have 50,000."""
-
-    count: int
-    digest: str
-    """SHA-256 of the sorted names, one per line."""
-
-
 class Record(Message):
     """State that the coordinator persists: ConfigMap ``<name>-weights``, key ``weights.json``. Only the coordinator writes it."""
 
@@ -166,10 +158,8 @@ class Record(Message):
     disk: OnDisk | None = None
     """Folder from which the committed version was loaded, if it was loaded from disk."""
     adapters: list[AdapterRow] = Field(default_factory=list)
-    tensors: Tensors | None = None
-    """Tensors that updates have sent since ``model.path``. None: no update was committed, or an older release wrote the record."""
-    tried: str = ""
-    """Tensors of failed updates that engines may hold: hashes of their names, base64."""
+    announced: str = ""
+    """Tensors that a complete push brings: hashes of their names, base64."""
     sources: list[str] = Field(default_factory=list)
     """Process groups that sent the last committed tensors. An update that ends without one of them is incomplete."""
     released_to_trainer: list[str] | None = None

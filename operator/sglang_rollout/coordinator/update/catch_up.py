@@ -7,6 +7,7 @@ only for its last step, so that the gate opens in a fleet that is at rest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_rollout.api.weights_spec import Verify
@@ -84,11 +85,16 @@ async def catch_up(fleet: Fleet, name: str, found: Checkpoint) -> Answer:
     if version is None:
         raise RuntimeError("no engine can catch up before the committed version is proved")
     engine.note = f"it loads version {version.label} from {found.request.path}."
+    names: Iterable[str] = ()
     try:
-        await _load(fleet, engine, found, version)
+        folder = await _check_folder(fleet, engine, found)
+        names = folder.names or ()
+        await _load(fleet, engine, folder.path or found.request.path, version)
         await turn()
         await _open_gate(fleet, engine, version)
     except _FailedError as error:
+        # The folder may hold something else than it should. The next update of this engine must bring these tensors.
+        fleet.weights.announced.add(names)
         pause = min(FIRST_RETRY_SECONDS * 2**engine.tries, LONGEST_RETRY_SECONDS)
         engine.tries += 1
         engine.retry_at = fleet.now + pause
@@ -99,13 +105,12 @@ async def catch_up(fleet: Fleet, name: str, found: Checkpoint) -> Answer:
         return Answer(500, f"engine {name}: {engine.note}")
     finally:
         engine.is_catching_up = False
-    engine.tries, engine.note, engine.written = 0, "", frozenset()
+    engine.tries, engine.note = 0, ""
     return Answer(200, f"engine {name} has caught up with version {version}")
 
 
-async def _load(fleet: Fleet, engine: Engine, found: Checkpoint, version: Version) -> None:
-    name, limit = engine.wanted.name, fleet.policy.deadlines.update_seconds
-    boot = engine.boot
+async def _check_folder(fleet: Fleet, engine: Engine, found: Checkpoint) -> Result:
+    name, limit, boot = engine.wanted.name, fleet.policy.deadlines.update_seconds, engine.boot
     request = found.request.model_copy(update={"names": True})
     reply = await _call_one(name, AGENT_CHECKPOINT, request.model_dump(mode="json"), limit + CHECKPOINT_MARGIN_SECONDS)
     if not reply.ok:
@@ -114,12 +119,15 @@ async def _load(fleet: Fleet, engine: Engine, found: Checkpoint, version: Versio
         raise _FailedError(f"{found.request.path} no longer holds what the fleet loaded from it")
     if fleet.engines.get(name) is not engine or engine.boot != boot:
         raise _FailedError("the engine was restarted meanwhile")
-    body = {"model_path": reply.path or found.request.path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
-    # The folder may hold something else than it should. Until the engine acknowledges the version, the next update must bring these.
-    engine.written |= reply.names or frozenset()
+    return reply
+
+
+async def _load(fleet: Fleet, engine: Engine, path: str, version: Version) -> None:
+    name, limit = engine.wanted.name, fleet.policy.deadlines.update_seconds
+    body = {"model_path": path, "flush_cache": False, "abort_all_requests": False, "is_async": False}
     loaded = (await send_and_mark_dirty(fleet, ControlCall.UPDATE_DISK.path, same_body([name], body), limit))[name]
     if not loaded.ok:
-        raise _FailedError(f"the engine did not load {reply.path or found.request.path}: {loaded.message.rstrip('.')}")
+        raise _FailedError(f"the engine did not load {path}: {loaded.message.rstrip('.')}")
     await _compare(fleet, engine, version)
     await _call_one(name, ControlCall.FLUSH_CACHE.path, {}, fleet.policy.deadlines.pause_seconds)
 

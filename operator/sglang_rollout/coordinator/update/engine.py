@@ -48,8 +48,6 @@ class Engine:
     """By adapter: the engine's message after a failed load or unload."""
     overwritten: dict[str, str | None] = field(default_factory=dict)
     """By adapter: the boot ID in which the engine was away while the other engines loaded new contents under the name."""
-    written: frozenset[str] = frozenset()
-    """Tensors that it has loaded from a folder without acknowledging a version since."""
     compared: str | None = None
     """The boot ID in which its weights were compared after they had been released."""
     note: str = ""

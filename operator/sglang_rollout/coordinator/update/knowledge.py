@@ -25,7 +25,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.ranks import Group
 from sglang_rollout.coordinator.update.steps import Results
-from sglang_rollout.coordinator.update.versions import TensorSet, newest, order_key, unpack_hashes
+from sglang_rollout.coordinator.update.versions import AnnouncedTensors, newest, order_key
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.record import LastUpdate, Record, UpdateOutcome
 from sglang_rollout.wire.states import BASE, EngineState, Version
@@ -168,7 +168,7 @@ class Knowledge:
             fleet.adapters.of_trainers = {row.name: adapter_of(row) for row in self._record.adapters if not row.by_spec}
             fleet.weights.fleet_id = self._record.fleet_id or fleet.weights.fleet_id
             fleet.weights.engine_checksums = dict(self._record.engine_checksums)
-            fleet.weights.tensors, fleet.weights.attempted_before = TensorSet(rest=self._record.tensors), unpack_hashes(self._record.tried)
+            fleet.weights.announced = AnnouncedTensors.unpack(self._record.announced)
             fleet.weights.groups = frozenset(self._record.sources)
             if self._record.released_to_trainer is not None:
                 fleet.interruptions.release_to_trainer(self._record.released_to_trainer)

@@ -16,7 +16,7 @@ from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.interruption import Cause, Interruption, Interruptions, in_order
 from sglang_rollout.coordinator.update.phases import Phase, Transaction, Update
 from sglang_rollout.coordinator.update.ranks import Group, RankTable, rank_table
-from sglang_rollout.coordinator.update.versions import Committed, pack_hashes
+from sglang_rollout.coordinator.update.versions import Committed
 from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.record import Adapter, LastUpdate, Record
 from sglang_rollout.wire.states import FleetMode, FleetState, Version
@@ -236,11 +236,6 @@ class Fleet:
             seq=self.next_seq(),
         )
 
-    def _may_hold(self) -> frozenset[str]:
-        """Return the tensors that some engine may hold in another version than the committed one."""
-        wrote = [engine.written for engine in self.engines.values() if engine.written]
-        return self.weights.attempted.union(*wrote) if wrote else self.weights.attempted
-
     def record(self) -> Record | None:
         """Return the record to persist; None before the committed version is proved."""
         weights, interruptions = self.weights, self.interruptions
@@ -266,9 +261,8 @@ class Fleet:
             waits_for_trainer=self.pause is not None and self.pause.cause is Cause.TRAINER_LOST,
             checksums=weights.checksums,
             disk=weights.disk,
-            tensors=weights.tensors.row,
+            announced=weights.announced.pack(),
             sources=sorted(weights.groups),
-            tried=pack_hashes(self._may_hold(), weights.tensors.names, weights.attempted_before),
             released_to_trainer=list(interruptions.released_to_trainer) if self.mode is not None else None,
             released_at_engines={name: list(in_order(tags)) for name, tags in interruptions.at_engines.items() if name in self.engines},
             engine_checksums={name: noted for name, noted in weights.engine_checksums.items() if name in self.engines},

@@ -23,7 +23,7 @@ from sglang_rollout.coordinator.update.steps import (
     sync_and_resume,
     write,
 )
-from sglang_rollout.coordinator.update.verify import commit_tensors, find_incomplete, look_up_model_tensors, should_verify, verify
+from sglang_rollout.coordinator.update.verify import announce_model_tensors, commit_tensors, find_incomplete, should_verify, verify
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import AckRequest
 from sglang_rollout.wire.ports import AGENT_ACK
@@ -77,7 +77,7 @@ def _missing_stages(fleet: Fleet, update: Update) -> list[str]:
 
 async def verify_and_commit(fleet: Fleet, update: Update, results: Results, *, answer_now: bool = True) -> Answer:
     """Verify and commit on the engines that may still commit, if they are enough. All tensors have arrived."""
-    await look_up_model_tensors(fleet, update)
+    await announce_model_tensors(fleet, update)
     update.dropped |= find_incomplete(fleet, update)
     if has_enough_engines(fleet, update) and should_verify(fleet):
         update.dropped |= await verify(fleet, update.remaining())

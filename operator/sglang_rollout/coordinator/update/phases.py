@@ -122,8 +122,6 @@ class Update:
     """Engines that held what ``model.path`` holds when they joined the update."""
     blank: set[str] = field(default_factory=set)
     """Engines of which no tensor was known when they joined: their weights had been released."""
-    model: frozenset[str] = frozenset()
-    """The tensors of the model, if an engine is blank and its pod can read the model."""
     tensors: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
     """Names of the tensors that came, by the engines that received them."""
     names_unknown: bool = False

@@ -28,7 +28,7 @@ from sglang_rollout.coordinator.update.steps import (
     send_and_mark_dirty,
 )
 from sglang_rollout.coordinator.update.transaction import find_group, open_sessions, pause_for_update, refuse_stale_group
-from sglang_rollout.coordinator.update.verify import announced_names, note_attempted, note_held_weights, note_received
+from sglang_rollout.coordinator.update.verify import announced_names, note_held_weights, note_received
 from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
@@ -68,7 +68,8 @@ async def deliver(fleet: Fleet, delivery: Delivery) -> Results:
     update = fleet.require_update()
     fleet.enter(Phase.TRANSFER)
     update.label = delivery.label or update.label  # a failure, too, is reported under the trainer's label
-    new = note_attempted(fleet, delivery.names or frozenset())
+    # Before the call: engines may hold these tensors even if no answer comes.
+    new = fleet.weights.announced.add(delivery.names or ())
     limit, grace, patience = fleet.policy.deadlines.update_seconds, delivery.grace, delivery.patience
     if delivery.has_session:
         results = await send(delivery.path, delivery.bodies, limit, grace=grace, patience=patience)

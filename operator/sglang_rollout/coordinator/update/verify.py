@@ -1,9 +1,9 @@
 """Checks before a commit: does each engine hold every tensor of the version, and do all engines hold the same bytes? Pure.
 
-Names. Engines write the tensors that come and keep the rest. No call says whether more belong to the version. Earlier pushes show it: an
-engine that held the committed version may receive some tensors. Any other engine needs all tensors that were ever sent over
-``model.path``, or it would serve a mixture. All engines of one update must receive the same tensors. Handles (``spec.mode: Hybrid``) name
-no tensors, so such updates are not checked by name.
+Names. Engines write the tensors that come and keep the rest, and no call says whether more belong to the version. So an engine that does
+not hold the committed version joins only a complete push: every tensor that any update of this run has announced, unless all engines
+refused it. All engines of one update must receive the same tensors. Handles (``spec.mode: Hybrid``) name no tensors, so such updates are
+not checked by name.
 
 Checksums. SGLang computes them (``/weights_checker``, action ``checksum``): one per rank, over the model's own tensors, fused and sharded
 as the engine holds them. So they are comparable only among engines of equal shape.
@@ -21,7 +21,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Update
 from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import CHECKPOINT_MARGIN_SECONDS, PATIENCE_SECONDS, Results, same_body, send, sync
-from sglang_rollout.coordinator.update.versions import TensorSet, hash_name
+from sglang_rollout.coordinator.update.versions import AnnouncedTensors
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT
@@ -51,47 +51,19 @@ def note_held_weights(fleet: Fleet, update: Update, names: Iterable[str]) -> Non
             update.blank.add(name)
 
 
-def note_attempted(fleet: Fleet, names: frozenset[str]) -> frozenset[str]:
-    """Note before an update call that engines may hold these tensors, even if no answer comes. Returns the names that are new."""
-    new = names - fleet.weights.attempted
-    fleet.weights.attempted |= new
-    return new
-
-
-def note_received(fleet: Fleet, update: Update, names: frozenset[str], new: frozenset[str], results: Results) -> None:
+def note_received(fleet: Fleet, update: Update, names: frozenset[str], new: Iterable[str], results: Results) -> None:
     """Note after an update call which tensors came, also if the update fails later.
 
     If all engines refused the call, the new names are forgotten: a tensor that the model does not have must not be required afterwards.
     """
     if all(not result.ok and result.status for result in results.values()):
-        fleet.weights.attempted -= new
+        fleet.weights.announced.remove(new)
         return
     update.tensors.setdefault(tuple(results), set()).update(names)
 
 
-def find_incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
-    """Return the engines whose commit would leave a mixture of versions, and why."""
-    if update.names_unknown:
-        return {}
-    got = {name: received_tensors(update, name) for name in update.remaining()}
-    sent = frozenset[str]().union(*update.tensors.values())
-    whole = TensorSet() if starts_from_base(fleet, update) else fleet.weights.tensors
-    found: dict[str, str] = {}
-    for name, names in got.items():
-        missing = sorted(sent - names)
-        if missing:
-            found[name] = (
-                f"lacks {len(missing)} of {len(sent)} tensors that other engines got in this update, the first is {missing[0]}: {WAY_OUT}"
-            )
-        elif name not in update.held_committed and (
-            why := _required_tensors(fleet, update, whole, name).lacks(names) or _why_earlier_lacking(fleet, names)
-        ):
-            found[name] = f"did not hold version {fleet.committed} before and lacks {why}: {WAY_OUT}"
-    return found
-
-
-async def look_up_model_tensors(fleet: Fleet, update: Update) -> None:
-    """Read the names of the model's tensors if blank engines may commit. They also need tensors that no trainer sends."""
+async def announce_model_tensors(fleet: Fleet, update: Update) -> None:
+    """Announce the tensors of the model if blank engines may commit. They also need tensors that no trainer has sent."""
     blank = sorted(update.blank & set(update.remaining()))
     if blank and not update.names_unknown:
         limit = fleet.policy.deadlines.pause_seconds
@@ -99,34 +71,34 @@ async def look_up_model_tensors(fleet: Fleet, update: Update) -> None:
         results = await send(
             AGENT_CHECKPOINT, same_body(blank[:1], body), limit + CHECKPOINT_MARGIN_SECONDS, patience=PATIENCE_SECONDS, idempotent=True
         )
-        update.model = results[blank[0]].names or frozenset()
+        fleet.weights.announced.add(results[blank[0]].names or ())
 
 
-def _required_tensors(fleet: Fleet, update: Update, whole: TensorSet, name: str) -> TensorSet:
-    """Return the tensors that an engine needs.
-
-    An engine with the weights of its start lacks what was committed. Any other may also hold what failed updates left. A blank engine
-    lacks everything.
-    """
-    if name in update.held_base:
-        return whole
-    lost = update.model if name in update.blank else frozenset()
-    return replace(whole, names=whole.names | fleet.weights.attempted | fleet.engines[name].written | lost)
-
-
-def _why_earlier_lacking(fleet: Fleet, got: frozenset[str]) -> str:
-    """Return which tensors of an update that an earlier coordinator did not commit are missing, as a phrase; empty if none.
-
-    An engine may hold such tensors. Or the update was committed while the store was away, and an engine with the weights of its start
-    lacks them.
-    """
-    left = fleet.weights.attempted_before - {hash_name(one) for one in got}
-    return f"{len(left)} tensors of an update that was open or had failed when the coordinator was restarted" if left else ""
+def find_incomplete(fleet: Fleet, update: Update) -> dict[str, str]:
+    """Return the engines whose commit would leave a mixture of versions, and why."""
+    if update.names_unknown:
+        return {}
+    sent = _sent_tensors(update)
+    lacking = "" if starts_from_base(fleet, update) else fleet.weights.announced.missing_from(sent)
+    found: dict[str, str] = {}
+    for name in update.remaining():
+        missing = sorted(sent - received_tensors(update, name))
+        if missing:
+            found[name] = (
+                f"lacks {len(missing)} of {len(sent)} tensors that other engines got in this update, the first is {missing[0]}: {WAY_OUT}"
+            )
+        elif lacking and name not in update.held_committed:
+            found[name] = f"did not hold version {fleet.committed} before and lacks {lacking}: {WAY_OUT}"
+    return found
 
 
 def received_tensors(update: Update, name: str) -> frozenset[str]:
     """Return the tensors that this engine has received in the update."""
     return frozenset[str]().union(*(names for engines, names in update.tensors.items() if name in engines))
+
+
+def _sent_tensors(update: Update) -> frozenset[str]:
+    return frozenset[str]().union(*update.tensors.values())
 
 
 def starts_from_base(fleet: Fleet, update: Update) -> bool:
@@ -140,16 +112,11 @@ def starts_from_base(fleet: Fleet, update: Update) -> bool:
 
 
 def commit_tensors(fleet: Fleet, update: Update, version: Version) -> None:
-    """Commit the version, and note its tensors."""
+    """Commit the version. Forget earlier tensors if none of them is left in any engine."""
     if update.checkpoint is not None:
-        fleet.weights.tensors = TensorSet(update.checkpoint)
-    elif not update.names_unknown:
-        before = TensorSet() if starts_from_base(fleet, update) else fleet.weights.tensors
-        fleet.weights.tensors = before.plus(frozenset[str]().union(*update.tensors.values()))
-    for name in update.remaining():
-        fleet.engines[name].written = frozenset()
-    if set(update.remaining()) >= set(fleet.engines):
-        fleet.weights.attempted, fleet.weights.attempted_before = frozenset(), frozenset()
+        fleet.weights.announced = AnnouncedTensors(update.checkpoint)
+    elif not update.names_unknown and starts_from_base(fleet, update):
+        fleet.weights.announced = AnnouncedTensors(_sent_tensors(update))
     fleet.commit(version)
 
 

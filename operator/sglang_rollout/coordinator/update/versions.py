@@ -1,4 +1,4 @@
-"""Versions: their order, the tensors that make one, and what the coordinator knows about the committed one. Pure.
+"""Versions: their order, the tensors of a complete push, and what the coordinator knows about the committed version. Pure.
 
 A version is (run, step) plus the trainer's own label. The step never goes back within a run: a trainer that starts lower (it resumed from
 an older checkpoint, or starts a new experiment) opens a new run.
@@ -10,9 +10,9 @@ import base64
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
-from sglang_rollout.wire.record import EngineChecksums, OnDisk, Tensors
+from sglang_rollout.wire.record import EngineChecksums, OnDisk
 from sglang_rollout.wire.states import Version
 
 MAX_LABEL_CHARACTERS = 256
@@ -74,76 +74,71 @@ def _number(label: str | None) -> int | None:
     return number if number <= HIGHEST_STEP else None
 
 
-@dataclass(frozen=True)
-class TensorSet:
-    """The tensors that make a committed version, over what ``model.path`` holds."""
-
-    names: frozenset[str] = frozenset()
-    """The names that are known."""
-    rest: Tensors | None = None
-    """What an earlier coordinator has seen of them: a name that is not in ``names`` may be among these."""
-
-    def plus(self, names: frozenset[str]) -> TensorSet:
-        """Return the set after a commit of these tensors."""
-        both = self.names | names
-        known = self._stands_for_rest(names) or self._stands_for_rest(both)
-        return TensorSet(both, None if known else self.rest)
-
-    def _stands_for_rest(self, names: frozenset[str]) -> bool:
-        """Return True if these names account for what an earlier coordinator has seen.
-
-        Equal names prove it. More names are taken for a trainer that trains more tensors now: otherwise no push would ever be complete
-        again.
-        """
-        return self.rest is None or len(names) > self.rest.count or digest_names(names) == self.rest
-
-    @cached_property
-    def row(self) -> Tensors | None:
-        """Return the tensors as the record holds them; None if none were sent."""
-        return self.rest or (digest_names(self.names) if self.names else None)
-
-    def lacks(self, got: frozenset[str]) -> str:
-        """Return why an engine that held something else is incomplete with these tensors, as a phrase; empty if it is complete."""
-        missing = sorted(self.names - got)
-        if missing:
-            return f"{len(missing)} of {len(self.names)} tensors that make a version of this run, the first is {missing[0]}"
-        if self.rest is not None and not self._stands_for_rest(got):
-            return f"tensors: {self.rest.count} make a version of this run, and the {len(got)} that came are not the same"
-        return ""
-
-
-def digest_names(names: Iterable[str]) -> Tensors:
-    """Return the count and the SHA-256 of a set of names."""
-    ordered = sorted(names)
-    return Tensors(count=len(ordered), digest=hashlib.sha256("\n".join(ordered).encode()).hexdigest())
-
-
 _HASH_BYTES = 4
 """Bytes of the hash of a name. 50,000 names take 267 kB. A missing name is mistaken for another one once in 86,000."""
 
-_MAX_STORED_HASHES = 50_000
+MAX_STORED_HASHES = 50_000
 
 
-@lru_cache(maxsize=2 * _MAX_STORED_HASHES)
+@lru_cache(maxsize=2 * MAX_STORED_HASHES)
 def hash_name(name: str) -> bytes:
-    """Return the hash of a name, for the record, which has no room for names."""
+    """Return the hash of a name."""
     return hashlib.sha256(name.encode()).digest()[:_HASH_BYTES]
 
 
-@lru_cache(maxsize=1)
-def pack_hashes(names: frozenset[str], but: frozenset[str] = frozenset(), marks: frozenset[bytes] = frozenset()) -> str:
-    """Return the hashes of ``names`` without ``but``, and other hashes, as text for the record.
+class AnnouncedTensors:
+    """The tensors that a complete push brings: all that the updates of one run have announced.
 
-    Cached, because the record is made with every event. At most 50,000 hashes are stored. They act as a random sample, so an incomplete
-    push is still detected.
+    Names are compared by their hashes, because the record has no room for names.
     """
-    return base64.b64encode(b"".join(sorted({*marks, *map(hash_name, names - but)})[:_MAX_STORED_HASHES])).decode()
 
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names: dict[bytes, str] = {}
+        """Each name by its hash; empty if only an earlier coordinator has seen the name."""
+        self._packed: str | None = None
+        self.add(names)
 
-def unpack_hashes(text: str) -> frozenset[bytes]:
-    """Return the hashes that :func:`pack_hashes` wrote."""
-    raw = base64.b64decode(text)
-    return frozenset(raw[at : at + _HASH_BYTES] for at in range(0, len(raw), _HASH_BYTES))
+    @classmethod
+    def unpack(cls, text: str) -> AnnouncedTensors:
+        """Return the tensors that :meth:`pack` wrote."""
+        raw, found = base64.b64decode(text), cls()
+        found._names = {raw[at : at + _HASH_BYTES]: "" for at in range(0, len(raw), _HASH_BYTES)}
+        return found
+
+    def pack(self) -> str:
+        """Return the hashes as text for the record.
+
+        Cached, because the record is made with every event. At most 50,000 hashes are stored. They act as a random sample, so an
+        incomplete push is still detected.
+        """
+        if self._packed is None:
+            stored = sorted(self._names)[:MAX_STORED_HASHES]
+            self._packed = base64.b64encode(b"".join(stored)).decode()
+        return self._packed
+
+    def add(self, names: Iterable[str]) -> list[str]:
+        """Add names. Returns those that are new."""
+        by_hash = {hash_name(name): name for name in names}
+        new = [name for key, name in by_hash.items() if key not in self._names]
+        self._names |= by_hash
+        if new:
+            self._packed = None
+        return new
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove names."""
+        for name in names:
+            self._names.pop(hash_name(name), None)
+        self._packed = None
+
+    def missing_from(self, sent: Iterable[str]) -> str:
+        """Return which tensors a push of these names lacks, as a phrase; empty if the push is complete."""
+        missing = self._names.keys() - set(map(hash_name, sent))
+        if not missing:
+            return ""
+        known = sorted(filter(None, map(self._names.get, missing)))
+        first = f", the first is {known[0]}" if known else ""
+        return f"{len(missing)} of {len(self._names)} tensors of a complete push{first}"
 
 
 @dataclass
@@ -160,12 +155,8 @@ class Committed:
     """Checksums of each engine, on a fleet that keeps the weights it was started with."""
     disk: OnDisk | None = None
     """Where the committed version was loaded from; None: it came from a trainer."""
-    tensors: TensorSet = field(default_factory=TensorSet)
-    """Tensors that make the committed version, over what ``model.path`` holds."""
-    attempted: frozenset[str] = frozenset()
-    """Tensors that engines may hold from updates that failed."""
-    attempted_before: frozenset[bytes] = frozenset()
-    """The same of updates that an earlier coordinator led, as hashes of their names."""
+    announced: AnnouncedTensors = field(default_factory=AnnouncedTensors)
+    """Tensors that an engine needs unless it holds the committed version."""
     groups: frozenset[str] = frozenset()
     """Process groups that sent the last committed tensors: the stages of one trainer, if there are several."""
     reserved: Version | None = None

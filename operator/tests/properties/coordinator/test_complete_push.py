@@ -1,12 +1,12 @@
-"""An engine that held something else commits only with all tensors that make the version, so that no engine serves a mixture."""
+"""An engine that does not hold the committed version joins only a complete push, so that no engine serves a mixture."""
 
 from __future__ import annotations
 
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.events import Answer
-from sglang_rollout.coordinator.update.versions import TensorSet, digest_names, hash_name, pack_hashes, unpack_hashes
+from sglang_rollout.coordinator.update.versions import AnnouncedTensors
 from sglang_rollout.wire.record import Record
-from sglang_rollout.wire.states import BASE, Version
+from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World, group_body, push
 from tests.properties.support.simulated_agent import NAMES
 
@@ -35,6 +35,11 @@ def restart(world: World, name: str) -> None:
     world.drain()
 
 
+def is_complete_push(world: World, *names: str) -> bool:
+    """Return True if the record says that exactly these tensors are a complete push."""
+    return world.record is not None and world.record.announced == AnnouncedTensors(names).pack()
+
+
 def open_gates(world: World) -> list[bool]:
     return [agent.gate_open for agent in world.agents.values()]
 
@@ -51,7 +56,7 @@ def test_a_restarted_engine_that_receives_some_tensors_is_left_out_and_named() -
     answer = update(world, "2", "w")
     why = answer.fleet["fenced"]["e1"]
     assert (answer.status, answer.fleet["outcome"], open_gates(world)) == (200, "Partial", [True, False])
-    assert "did not hold version 1/1 before and lacks 2 of 3 tensors that make a version of this run, the first is u" in why
+    assert "did not hold version 1/1 before and lacks 2 of 3 tensors of a complete push, the first is u" in why
     assert "load a checkpoint with update_weights_from_disk" in why
     last = world.machine.fleet.last_update
     assert last is not None
@@ -101,18 +106,18 @@ def test_tensors_of_a_failed_update_are_required_by_the_next_coordinator() -> No
     world.sync_all()
     world.drain()
     answer = update(world, "1", "u", "w")
-    assert (answer.status, "lacks 1 tensors of an update that was open or had failed" in answer.message) == (400, True)
+    assert (answer.status, "lacks 1 of 3 tensors of a complete push:" in answer.message) == (400, True)
     assert open_gates(world) == [False, False]
     assert update(world, "1", *NAMES).success
-    assert world.record is not None
-    assert world.record.tried == ""
+    assert is_complete_push(world, *NAMES)
 
 
 def test_a_record_has_room_for_the_names_of_a_failed_update() -> None:
     names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(100) for expert in range(500)]
-    text = pack_hashes(frozenset(names))
+    text = AnnouncedTensors(names).pack()
     assert len(text) < 270_000
-    assert unpack_hashes(text) == set(map(hash_name, names))
+    assert not AnnouncedTensors.unpack(text).missing_from(names)
+    assert AnnouncedTensors.unpack(text).missing_from(names[1:])
 
 
 def test_a_tensor_that_every_engine_refused_is_not_required_later() -> None:
@@ -139,7 +144,7 @@ def test_the_stages_of_a_pipeline_make_one_set() -> None:
         for stage in ("a", "b"):
             assert world.do(rq.CloseGroup(stage + label)).success
         restart(world, "e1")
-    assert world.machine.fleet.weights.tensors.names == set(NAMES)
+    assert is_complete_push(world, *NAMES)
     assert list(update(world, "3", "u", "v").fleet["fenced"]) == ["e1"]
 
 
@@ -176,39 +181,50 @@ def test_an_engine_that_was_in_one_of_two_groups_lacks_the_tensors_of_the_other(
     assert "lacks 1 of 3 tensors that other engines got in this update, the first is u" in answer.fleet["fenced"]["e1"]
 
 
-def test_after_a_restart_of_the_coordinator_equal_names_are_complete_and_others_are_not() -> None:
+def test_after_a_restart_of_the_coordinator_the_same_names_are_complete_and_some_are_not() -> None:
     for names, outcome in ((("w",), "Partial"), (NAMES, "Committed")):
         world = served(min_committed=1)
         world.start()
         restart(world, "e1")
-        assert world.machine.fleet.weights.tensors == TensorSet(rest=digest_names(NAMES))
+        assert is_complete_push(world, *NAMES)
         answer = update(world, "2", *names)
         assert answer.fleet["outcome"] == outcome, answer.message
-        assert world.record is not None
-        assert world.record.tensors == digest_names(NAMES)
-    assert world.machine.fleet.weights.tensors == TensorSet(frozenset(NAMES)), "the names are known again"
+        assert is_complete_push(world, *NAMES)
 
 
-def test_a_part_after_a_restart_of_the_coordinator_forgets_nothing() -> None:
-    known = TensorSet(rest=digest_names(NAMES)).plus(frozenset("w"))
-    assert known.lacks(frozenset("w"))
-    assert known.lacks(frozenset("uw"))
-    assert not known.lacks(frozenset(NAMES))
-    assert known.row == digest_names(NAMES)
+def test_after_a_restart_of_the_coordinator_more_tensors_than_before_are_not_complete_without_those_before() -> None:
+    """An engine that restarted, too, would serve its initial weights in the tensor that does not come."""
+    world = World([1, 1], min_committed=1)
+    world.sync_all()
+    push(world, "1", ("u",))
+    world.start()
+    restart(world, "e1")
+    answer = update(world, "2", "v", "w")
+    assert list(answer.fleet.get("fenced", [])) == ["e1"]
+    assert open_gates(world) == [True, False]
+    assert update(world, "3", *NAMES).message == "Success"
+    assert open_gates(world) == [True, True]
 
 
-def test_a_push_of_more_tensors_than_the_record_counts_is_complete() -> None:
-    assert not TensorSet(rest=digest_names("uv")).lacks(frozenset(NAMES))
-    assert TensorSet(rest=digest_names("uv")).plus(frozenset(NAMES)) == TensorSet(frozenset(NAMES))
+def test_a_coordinator_that_was_restarted_names_the_missing_tensors_that_it_has_seen() -> None:
+    announced = AnnouncedTensors.unpack(AnnouncedTensors(NAMES).pack())
+    assert announced.missing_from("w") == "2 of 3 tensors of a complete push"
+    assert announced.add("u") == []
+    assert announced.missing_from("w") == "2 of 3 tensors of a complete push, the first is u"
+    assert not announced.missing_from(NAMES)
+    assert not announced.missing_from([*NAMES, "x"])
+
+
+def test_new_tensors_can_be_forgotten_and_others_stay() -> None:
+    announced = AnnouncedTensors("u")
+    announced.remove(announced.add("uv"))
+    assert announced.pack() == AnnouncedTensors("u").pack()
 
 
 def test_a_record_without_tensors_is_read() -> None:
     old = Record(term=1, epoch=2, committed=FIRST).model_dump(mode="json")
-    del old["tensors"]
-    assert TensorSet(rest=Record.model_validate(old).tensors) == TensorSet()
-    kept = Record(term=1, epoch=2, committed=FIRST, tensors=digest_names(NAMES))
-    assert TensorSet(rest=Record.model_validate_json(kept.model_dump_json()).tensors) == TensorSet(rest=digest_names(NAMES))
-    assert len(Record(term=1, epoch=2, committed=BASE, tensors=digest_names(map(str, range(50_000)))).model_dump_json()) < 1000
+    del old["announced"]
+    assert not AnnouncedTensors.unpack(Record.model_validate(old).announced).missing_from(())
 
 
 def test_a_checkpoint_is_complete_and_later_pushes_must_be() -> None:
@@ -230,4 +246,4 @@ def test_a_new_run_on_engines_that_all_restarted_forgets_earlier_tensors_and_oth
         restart(world, name)
     assert world.do(rq.NewRun()).success
     assert update(world, "1", "w").message == "Success"
-    assert world.machine.fleet.weights.tensors.names == {"w"}
+    assert is_complete_push(world, "w")

@@ -12,7 +12,7 @@ from sglang_rollout.api.intent import WantedEngine
 from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.versions import digest_names, order_key
+from sglang_rollout.coordinator.update.versions import AnnouncedTensors, order_key
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, AGENT_PREFLIGHT
 from sglang_rollout.wire.states import EngineState, FleetState
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body
@@ -47,7 +47,7 @@ class Fence(RuleBasedStateMachine):
                 agent.stocked = True
         self.world.sync_all()
         self.contents = self.world.contents
-        self.restarted = self.forgot = False
+        self.forgot = False
         self.backup = backup
 
     def ask(self, request: rq.Request) -> None:
@@ -86,12 +86,11 @@ class Fence(RuleBasedStateMachine):
         self.ask(rq.Update(name, label, {"names": list(part if self.remembers() else NAMES)}))
 
     def remembers(self) -> bool:
-        """Return True unless the record lacks the tensors of the run.
+        """Return True unless the record was lost and not all tensors have been announced since.
 
         The coordinator then takes the next update for complete, so it must be.
         """
-        recorded = self.world.machine.fleet.weights.tensors.row
-        return not self.restarted or recorded == digest_names(NAMES) or (recorded is None and not self.forgot)
+        return not self.forgot or self.world.machine.fleet.weights.announced.pack() == AnnouncedTensors(NAMES).pack()
 
     @rule(label=labels)
     def from_disk(self, label: str | None) -> None:
@@ -209,7 +208,6 @@ class Fence(RuleBasedStateMachine):
             committed = {order_key(version) for version in self.world.history} | self.world.unproved
             for number in set(self.world.tensors) - committed:
                 del self.world.tensors[number]
-        self.restarted = True
         self.world.start()
 
     @rule(state=st.sampled_from(FleetState))

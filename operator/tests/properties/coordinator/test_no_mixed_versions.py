@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.versions import digest_names, order_key
+from sglang_rollout.coordinator.update.versions import order_key
 from tests.properties.support.coordinator_world import World, group_body
 from tests.properties.support.search_depth import examples
 from tests.properties.support.simulated_agent import NAMES
@@ -24,18 +24,10 @@ class Mixture(RuleBasedStateMachine):
     def begin(self, least: int | None) -> None:
         self.world = World([1, 1], least)
         self.world.sync_all()
-        self.restarted = False
-
-    def remembers(self) -> bool:
-        """Return True unless the record lacks the tensors of the run.
-
-        The coordinator then takes the next update for complete, so it must be.
-        """
-        return not self.restarted or self.world.machine.fleet.weights.tensors.row == digest_names(NAMES)
 
     @rule(part=parts, label=labels)
     def push(self, part: tuple[str, ...], label: str | None) -> None:
-        self.send_tensors(part if self.remembers() else NAMES, label)
+        self.send_tensors(part, label)
         self.world.do(rq.End())
 
     @rule(part=parts, label=labels)
@@ -46,8 +38,6 @@ class Mixture(RuleBasedStateMachine):
     @rule(part=parts, late=parts)
     def push_by_two_groups(self, part: tuple[str, ...], late: tuple[str, ...]) -> None:
         """One of them without an engine that came later."""
-        if not self.remembers():
-            return
         agent = self.world.agents["e1"]
         agent.restart()
         agent.up = False
@@ -94,7 +84,6 @@ class Mixture(RuleBasedStateMachine):
 
     @rule()
     def restart_coordinator(self) -> None:
-        self.restarted = True
         self.world.start()
         self.settle()
 

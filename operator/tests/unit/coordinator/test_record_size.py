@@ -12,7 +12,7 @@ from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.outcome import summarize_update
 from sglang_rollout.coordinator.update.process_groups import MAX_GROUPS
 from sglang_rollout.coordinator.update.ranks import MAX_GROUP_NAME_CHARACTERS, Group
-from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS, Committed
+from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS, AnnouncedTensors, Committed
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.reasons import GateReason
 from sglang_rollout.wire.record import Adapter, AdapterRow, EngineChecksums, EngineRow, GroupRow, LastUpdate, Record, UpdateOutcome
@@ -69,8 +69,8 @@ def test_the_record_of_500_engines_fits_a_third_of_a_configmap() -> None:
 
 
 def test_the_largest_record_fits_a_configmap() -> None:
-    attempted = frozenset(f"model.layers.{number}.weight" for number in range(100_000))
-    fleet = Fleet("demo", 7, weights=Committed(version=STEP, attempted=attempted))
+    announced = AnnouncedTensors(f"model.layers.{number}.weight" for number in range(100_000))
+    fleet = Fleet("demo", 7, weights=Committed(version=STEP, announced=announced))
     fleet.transaction.last = summarize_update(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
     oldest = STEP.model_copy(update={"label": "s" * MAX_LABEL_CHARACTERS})
     for name in NAMES:
