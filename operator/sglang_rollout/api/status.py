@@ -399,9 +399,3 @@ def find(status: Mapping[str, Any] | None, kind: ConditionType) -> Mapping[str, 
     """Return a condition of a status; empty if there is none of this type."""
     found = ((status or {}).get("conditions")) or []
     return next((condition for condition in found if condition.get("type") == kind.value), {})
-
-
-def end_sentence(text: str) -> str:
-    """Return ``text`` with exactly one full stop, because a message may end with a quoted log line or error that has one."""
-    stripped = text.rstrip()
-    return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sglang_rollout.api.status import ConditionType, Reason, end_sentence, find
+from sglang_rollout.api.status import ConditionType, Reason, find
 from sglang_rollout.controller.apply import Outcome, execute_plan
 from sglang_rollout.controller.decide.drift import Ownership
 from sglang_rollout.controller.decide.node_avoidance import seconds_until_expiry
@@ -21,6 +21,7 @@ from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import Conflict, NotFound, Refused
 from sglang_rollout.kube.resources import Object
+from sglang_rollout.wire.reasons import end_sentence
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang_rollout.wire.reasons import end_sentence
+
 if TYPE_CHECKING:
     from sglang_rollout.trainer.generate import Sample
 
@@ -101,8 +103,3 @@ class PushFailed(FleetError):
 
 class SnapshotFailed(FleetError):
     """A snapshot could not be written. Earlier snapshots stay complete, and the push itself is not affected."""
-
-
-def end_sentence(text: str) -> str:
-    """Return the text with a full stop at its end."""
-    return text if text.endswith((".", "!", "?")) else f"{text}."

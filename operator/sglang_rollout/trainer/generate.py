@@ -13,7 +13,8 @@ from typing import Any
 import requests
 
 from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, refusal_reason, run_in_background
-from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed, end_sentence
+from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed
+from sglang_rollout.wire.reasons import end_sentence
 
 RETRIED = frozenset({429, 502, 503, 504})
 """HTTP statuses that pass: too many requests, an engine that died during the request, no engine that may serve. A retry is

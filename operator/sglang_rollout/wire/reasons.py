@@ -145,3 +145,9 @@ class RefusedError(Exception):
         self.status = status or refusal.status
         self.fleet = dict(fleet or {})
         self.headers = dict(headers or {})
+
+
+def end_sentence(text: str) -> str:
+    """Return ``text`` with a full stop at its end, unless it ends with punctuation already, as a quoted log line may."""
+    stripped = text.rstrip()
+    return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."

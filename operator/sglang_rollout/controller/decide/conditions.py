@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sglang_rollout.api.status import AvoidedNode, ConditionType, EnginePhase, Finding, PrefetchStatus, Reason, end_sentence, find
+from sglang_rollout.api.status import AvoidedNode, ConditionType, EnginePhase, Finding, PrefetchStatus, Reason, find
 from sglang_rollout.api.v1alpha1 import State
 from sglang_rollout.controller.decide.elastic import is_held_for_base
 from sglang_rollout.controller.decide.engine_status import (
@@ -19,6 +19,7 @@ from sglang_rollout.controller.decide.engine_status import (
 from sglang_rollout.controller.decide.plan import Failure
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names
+from sglang_rollout.wire.reasons import end_sentence
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
 

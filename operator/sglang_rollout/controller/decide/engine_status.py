@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sglang_rollout.api.status import EnginePhase, EngineStatus, Reason, end_sentence
+from sglang_rollout.api.status import EnginePhase, EngineStatus, Reason
 from sglang_rollout.controller.decide.elastic import is_held_for_base
 from sglang_rollout.controller.decide.pods import Pod, TroubleKind
 from sglang_rollout.controller.decide.prerequisites import explain_missing_node
 from sglang_rollout.controller.decide.view import EngineView, FleetView
 from sglang_rollout.wire.ports import GATE_PORT
-from sglang_rollout.wire.reasons import GateReason
+from sglang_rollout.wire.reasons import GateReason, end_sentence
 from sglang_rollout.wire.record import EngineRow
 from sglang_rollout.wire.states import BASE_LABEL, EngineState, FleetState, Version
 

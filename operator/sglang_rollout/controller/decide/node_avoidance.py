@@ -21,9 +21,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sglang_rollout.api.scheduling_spec import AT_ONCE_SECONDS, AvoidNodes
-from sglang_rollout.api.status import MAX_AVOIDED_NODES, MAX_NODE_FAILURES, AvoidedNode, NodeFailure, Reason, end_sentence
+from sglang_rollout.api.status import MAX_AVOIDED_NODES, MAX_NODE_FAILURES, AvoidedNode, NodeFailure, Reason
 from sglang_rollout.controller.decide.view import EngineView, FleetView
 from sglang_rollout.controller.render.hashing import revision
+from sglang_rollout.wire.reasons import end_sentence
 
 MIN_NODES_PER_AVOIDED = 4
 """At most one of this many nodes is avoided; if there are fewer nodes, one."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from sglang_rollout.api.pod_template import ENGINE_CONTAINER
-from sglang_rollout.api.status import Reason, end_sentence
+from sglang_rollout.api.status import Reason
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.pods import Pod
 from sglang_rollout.controller.render.common import parse_quantity
 from sglang_rollout.kube.resources import Object
+from sglang_rollout.wire.reasons import end_sentence
 
 _MIN_ERROR_DURATION = timedelta(seconds=5)
 _FAILED = " failed error: "

@@ -21,7 +21,6 @@ from sglang_rollout.api.status import (
     RolloutStatus,
     WeightsStatus,
     conditions,
-    end_sentence,
 )
 from sglang_rollout.controller.decide.conditions import FleetSummary, describe_invalid_spec, evaluate_conditions
 from sglang_rollout.controller.decide.engine_status import EngineReport, format_version, report_engines
@@ -32,6 +31,7 @@ from sglang_rollout.controller.decide.view import FleetView, holds_committed
 from sglang_rollout.controller.render import names
 from sglang_rollout.kube.resources import Object
 from sglang_rollout.wire.ports import FLEET, FRONT_PORT
+from sglang_rollout.wire.reasons import end_sentence
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import Version
 

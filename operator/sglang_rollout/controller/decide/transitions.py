@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sglang_rollout.api.status import ConditionType, EnginePhase, Reason, end_sentence, find
+from sglang_rollout.api.status import ConditionType, EnginePhase, Reason, find
 from sglang_rollout.controller.decide.conditions import describe_partial_commit
+from sglang_rollout.wire.reasons import end_sentence
 
 Status = Mapping[str, Any]
 

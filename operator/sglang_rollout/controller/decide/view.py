@@ -13,7 +13,6 @@ from typing import Any
 
 import pydantic
 
-from sglang_rollout.api.status import end_sentence
 from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.drift import Ownership
 from sglang_rollout.controller.decide.pod_shapes import find_misfit
@@ -22,6 +21,7 @@ from sglang_rollout.controller.decide.prerequisites import Cluster
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.hashing import revision, revisions
 from sglang_rollout.kube.resources import Object
+from sglang_rollout.wire.reasons import end_sentence
 from sglang_rollout.wire.record import EngineRow, Record
 from sglang_rollout.wire.states import EngineState, FleetState
 
