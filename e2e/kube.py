@@ -111,17 +111,23 @@ def eventually(what: str, probe: Callable[[], T], *, within: float = 180, every:
 
 
 def install_operator() -> None:
-    """Install or upgrade the operator from the chart with local images. Raises Refused, quoting helm."""
+    """Install or upgrade the operator from the chart with local images, and wait for its CRD. Raises Refused, quoting helm."""
     command = ["helm", "upgrade", "--install", "sglang-rollout-operator", str(ROOT / "charts/sglang-rollout-operator"), "-n", SYSTEM]
     command += ["--create-namespace", "-f", str(ROOT / "e2e/values.yaml"), "--wait", "--timeout", "3m"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if done.returncode:
         raise Refused(f"helm could not install the operator: {done.stderr.strip()}")
+    wait_for_crd(Kubectl(SYSTEM), "sglangrollouts.rollout.sglang.io")
 
 
-def condition(rollout: dict[str, Any], kind: str) -> dict[str, str]:
-    """Return one condition of a rollout's status; an empty condition while it is absent."""
-    for found in rollout.get("status", {}).get("conditions", []):
+def wait_for_crd(kubectl: Kubectl, name: str) -> None:
+    """Wait until a CustomResourceDefinition is established. ``kubectl wait`` fails while the definition has no conditions."""
+    eventually(f"{name} is established", lambda: condition(kubectl.get("crd", name), "Established")["status"] == "True", within=30)
+
+
+def condition(document: dict[str, Any], kind: str) -> dict[str, str]:
+    """Return one condition of an object's status; an empty condition while it is absent."""
+    for found in document.get("status", {}).get("conditions") or []:
         if found["type"] == kind:
             return dict(found)
     return {"type": kind, "status": "", "reason": "", "message": ""}

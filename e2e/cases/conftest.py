@@ -76,7 +76,6 @@ def operator(kubectl: Kubectl) -> Kubectl:
     """Install the operator from the chart, and return kubectl for its namespace."""
     system = Kubectl(SYSTEM)
     install_operator()
-    system("wait", "crd/sglangrollouts.rollout.sglang.io", "--for=condition=Established", "--timeout=30s")
     try:
         kubectl("create", "namespace", NAMESPACE)
     except Refused as error:

@@ -43,7 +43,7 @@ def quota(kubectl: Kubectl, cpu: str) -> None:
 def queue(kubectl: Kubectl, operator: Kubectl, tmp_path: Path) -> Iterator[None]:
     """Run Kueue. Each case sets the quota that it needs."""
     remove(kubectl, QUEUED)
-    with kueue.running(kubectl.namespace, tmp_path):
+    with kueue.running(kubectl, tmp_path):
         yield
         # While Kueue runs, because Kueue removes its finalizers from the pods.
         remove(kubectl, QUEUED)

@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 
-from e2e.cluster import binaries, lab, network
+from e2e.cluster import lab, network
 from e2e.cluster.paths import cache_root
 from e2e.cluster.say import LabError, say, step
+from e2e.kube import Kubectl, wait_for_crd
 
 MODULE = "sigs.k8s.io/kueue"
 VERSION = "v0.19.2"
@@ -93,8 +94,8 @@ def webhooks(namespace: str, ca: bytes) -> list[Document]:
 
 
 @contextmanager
-def running(namespace: str, where: Path) -> Iterator[None]:
-    """Run Kueue for ``namespace`` for the length of the block. Its log and certificate are in the folder ``where``."""
+def running(kubectl: Kubectl, where: Path) -> Iterator[None]:
+    """Run Kueue for the namespace of ``kubectl`` for the length of the block. Its log and certificate are in the folder ``where``."""
     program = find()
     pki = lab.pki()
     pki.certificate("kueue", "/CN=kueue", f"IP:{network.HOST}")
@@ -111,8 +112,10 @@ def running(namespace: str, where: Path) -> Iterator[None]:
         "integrations": {"frameworks": ["pod", "statefulset"]},
     }
     (where / "config.yaml").write_text(json.dumps(config))
-    _apply(definitions())
-    lab.kubectl("wait", "--for=condition=Established", "crd", "-l", "app.kubernetes.io/name=kueue", "--timeout=30s")
+    crds = definitions()
+    _apply(kubectl, crds)
+    for definition in crds:
+        wait_for_crd(kubectl, definition["metadata"]["name"])
     # Its visibility server would need another certificate in another fixed folder.
     command = [str(program), f"--config={where / 'config.yaml'}", "--feature-gates=VisibilityOnDemand=false"]
     environment = os.environ | {"KUBECONFIG": str(lab.kubeconfig()), "NO_PROXY": "*", "no_proxy": "*"}
@@ -120,12 +123,12 @@ def running(namespace: str, where: Path) -> Iterator[None]:
         wrapped = ["unshare", "--mount", "sh", "-c", _START, "kueue", str(where), *command]
         child = subprocess.Popen(wrapped, env=environment, stdout=log, stderr=log)
     try:
-        _apply(webhooks(namespace, pki.ca.read_bytes()))
+        _apply(kubectl, webhooks(kubectl.namespace, pki.ca.read_bytes()))
         yield
     finally:
         # The webhooks first, because no pod can be created while their server does not answer.
         for kind in ("mutatingwebhookconfiguration", "validatingwebhookconfiguration"):
-            lab.kubectl("delete", kind, "kueue-mutating", "kueue-validating", "--ignore-not-found")
+            kubectl("delete", kind, "kueue-mutating", "kueue-validating", "--ignore-not-found")
         child.terminate()
         try:
             child.wait(20)
@@ -134,15 +137,9 @@ def running(namespace: str, where: Path) -> Iterator[None]:
             child.wait(10)
 
 
-def _apply(documents: list[Document]) -> None:
-    for document in documents:
-        document["metadata"].setdefault("labels", {})["app.kubernetes.io/name"] = "kueue"
+def _apply(kubectl: Kubectl, documents: list[Document]) -> None:
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
-    command = [str(binaries.find() / "kubectl"), "apply", "--server-side", "--force-conflicts", "-f", "-"]
-    environment = os.environ | {"KUBECONFIG": str(lab.kubeconfig()), "NO_PROXY": "*", "no_proxy": "*"}
-    done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False, timeout=60)
-    if done.returncode:
-        raise LabError(f"Kueue's objects were refused: {done.stderr.strip()[-1000:]}")
+    kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
 
 
 if __name__ == "__main__":
