@@ -1,4 +1,4 @@
-"""The pages for operations name the reasons, Events, alerts, messages and ports of the code, and no others."""
+"""The pages for operations agree with the code on reasons, Events, alerts, messages, ports and requests."""
 
 from __future__ import annotations
 
@@ -95,3 +95,27 @@ def test_network_names_every_port() -> None:
     known = {value for name, value in vars(ports).items() if name.endswith("_PORT")}
     named = {int(number) for number in re.findall(r"\b\d{4,5}\b", read("network.md"))}
     assert named - EPHEMERAL_PORTS == known
+
+
+def rendered_requests() -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield name and requests of CPU and memory of each container of a rollout with default requests, and of the operator."""
+    pods = (
+        live["spec"]["template"]["spec"]
+        for live in yaml.safe_load_all((REPOSITORY / "operator/tests/golden/out/minimal-cpu.yaml").read_text())
+        if live["kind"] in {"StatefulSet", "Deployment"}
+    )
+    for pod in pods:
+        for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+            if container["name"] != "engine":
+                requests = container["resources"]["requests"]
+                yield container["name"], (requests["cpu"], requests["memory"])
+    requests = yaml.safe_load((REPOSITORY / "charts/sglang-rollout-operator/values.yaml").read_text())["resources"]["requests"]
+    yield "operator", (requests["cpu"], requests["memory"])
+
+
+def test_sizing_has_the_requests_of_the_containers() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in read("sizing.md").splitlines() if line.startswith("| ")]
+    listed = {row[1]: (row[2], row[3].partition(",")[0]) for row in rows if len(row) == 5}
+    rendered = dict(rendered_requests())
+    assert set(rendered) == {"gate", "agent", "smg", "front", "coordinator", "operator"}
+    assert {name: listed.get(name) for name in rendered} == rendered
