@@ -12,7 +12,6 @@ from sglang_rollout.coordinator.update.events import Write
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.record import Adapter
 from sglang_rollout.wire.states import FleetState
-from tests.properties.coordinator.test_spec_state import tell
 from tests.properties.support.coordinator_world import World, push
 from tests.properties.support.simulated_agent import SimulatedAgent
 
@@ -30,12 +29,7 @@ def want(world: World, *adapters: Adapter) -> None:
     world.adapters = list(adapters)
     world.generation += 1
     world.want()
-    settled(world)
-
-
-def settled(world: World) -> None:
-    for _ in range(6):
-        tell(world)
+    world.settle()
 
 
 def held(world: World) -> list[dict[str, str]]:
@@ -52,7 +46,7 @@ def test_what_the_spec_lists_is_loaded_everywhere_and_what_it_drops_is_unloaded(
     assert [(row.name, row.loaded, row.wanted, row.message) for row in rows(world.machine.fleet)] == [("a", 2, 2, ""), ("b", 2, 2, "")]
     want(world, B)
     assert held(world) == [{"b": "/lora/b"}] * 2
-    settled(world)
+    world.settle()
     assert (asked(world, ControlCall.LOAD_ADAPTER.path), asked(world, ControlCall.UNLOAD_ADAPTER.path)) == (4, 2), "nothing is done twice"
 
 
@@ -69,14 +63,14 @@ def test_a_joiner_and_a_restarted_engine_get_them_also_after_a_push() -> None:
     world.agents["e2"] = SimulatedAgent("e2")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
     world.want()
-    settled(world)
+    world.settle()
     assert held(world) == [{"a": "/lora/a"}] * 3
 
 
 def test_a_fleet_whose_spec_lists_no_adapters_is_left_alone() -> None:
     world = World([1])
     world.agents["e0"].forget(adapters={"mine": "/x"})
-    settled(world)
+    world.settle()
     assert held(world) == [{"mine": "/x"}]
 
 
@@ -88,17 +82,17 @@ def test_an_adapter_that_does_not_load_is_reported_and_tried_again_later() -> No
     world.tick(0.5)
     world.sync_all()
     while asked(world, ControlCall.LOAD_ADAPTER.path) == 0:
-        tell(world)
+        world.run_round()
         world.tick(0.5)
         world.sync_all()
     world.complete(broken=frozenset({"e1"}))
     for _ in range(4):
-        tell(world)
+        world.run_round()
     first, second = rows(world.machine.fleet)
     assert (first.loaded, first.wanted, first.message) == (1, 2, "engine e1: the engine failed.")
     assert (second.loaded, second.message) == (2, ""), "an adapter that does not load delays no other"
     world.tick(31)
-    settled(world)
+    world.settle()
     assert [(row.loaded, row.message) for row in rows(world.machine.fleet)] == [(2, ""), (2, "")]
 
 
@@ -113,12 +107,12 @@ def test_a_trainers_adapter_is_loaded_on_all_or_on_none() -> None:
     assert (answer.status, answer.message) == (400, "engine e1 did not load u: the engine failed. It is loaded on no engine.")
     assert held(world) == [{"t": "/t"}] * 2
     world.agents["e0"].restart()
-    settled(world)
+    world.settle()
     world.start()
-    settled(world)
+    world.settle()
     assert held(world) == [{"t": "/t"}] * 2, "joiners and new coordinators know of it"
     assert world.do(rq.UnloadAdapter("t")).success
-    settled(world)
+    world.settle()
     assert held(world) == [{}] * 2
     refused = world.do(rq.UnloadAdapter("t"))
     assert (refused.status, "t is not loaded. Loaded are: none." in refused.message) == (400, True)
@@ -135,11 +129,11 @@ def test_the_specs_adapters_are_the_specs_alone() -> None:
 def test_nothing_is_loaded_while_the_fleet_sleeps_and_all_of_it_after() -> None:
     world = make()
     world.set_state(FleetState.ASLEEP)
-    settled(world)
+    world.settle()
     want(world, A)
     assert held(world) == [{}] * 2
     world.set_state(FleetState.ACTIVE)
-    settled(world)
+    world.settle()
     assert held(world) == [{"a": "/lora/a"}] * 2
 
 
@@ -163,7 +157,7 @@ def test_a_trainer_replaces_an_adapter_also_under_the_same_path(path: str) -> No
     assert world.do(rq.LoadAdapter("t", path)).success
     assert read(world) == ["step 2"] * 2
     done = asked(world, ControlCall.LOAD_ADAPTER.path)
-    settled(world)
+    world.settle()
     assert (held(world), asked(world, ControlCall.LOAD_ADAPTER.path)) == ([{"t": path}] * 2, done), "no engine loads it again"
 
 
@@ -172,15 +166,15 @@ def test_an_engine_that_was_away_while_an_adapter_was_overwritten_reads_it_again
     assert world.do(rq.LoadAdapter("t", "/t")).success
     away = world.agents["e1"]
     away.answers = False
-    settled(world)
+    world.settle()
     write(world, "/t", "step 2")
     assert world.do(rq.LoadAdapter("t", "/t")).success
     assert read(world) == ["step 2", "/t"]
     away.answers = True
-    settled(world)
+    world.settle()
     assert read(world) == ["step 2"] * 2
     done = asked(world, ControlCall.LOAD_ADAPTER.path)
-    settled(world)
+    world.settle()
     assert asked(world, ControlCall.LOAD_ADAPTER.path) == done
 
 
@@ -202,7 +196,7 @@ def test_a_replacement_that_fails_leaves_the_old_adapter_where_it_is(step: str) 
     said = replace_and_fail(world, "/t2", step)
     assert said == f"engine e1 did not {step} t: the engine failed. It is /t as before."
     assert read(world) == ["/t"] * 2
-    settled(world)
+    world.settle()
     assert [(row.path, row.loaded, row.message) for row in rows(world.machine.fleet)] == [("/t", 2, "")]
 
 
@@ -212,7 +206,7 @@ def test_an_overwritten_adapter_that_does_not_load_is_on_no_engine() -> None:
     assert (read(world), rows(world.machine.fleet)) == ([None] * 2, [])
     world = make()
     assert replace_and_fail(world, "/t", "unload") == "engine e1 did not unload t: the engine failed. Still loaded on: e1."
-    settled(world)
+    world.settle()
     assert read(world) == [None] * 2, "the old contents are not left on the one that failed"
 
 
@@ -225,7 +219,7 @@ def test_an_old_adapter_that_is_gone_from_its_path_is_reported_as_not_loaded() -
     world.complete(broken=frozenset({"e1"}))
     world.drain()
     assert world.answers[call].message.endswith("/t was to be loaded again and is not on: e0. The coordinator tries again.")
-    settled(world)
+    world.settle()
     (row,) = rows(world.machine.fleet)
     assert (row.loaded, row.wanted, row.message) == (1, 2, "engine e0: the engine failed.")
 
@@ -235,7 +229,7 @@ def test_an_answer_to_a_sync_before_a_call_does_not_revert_the_call(crossing: st
     world = make()
     if crossing == "unload":
         assert world.do(rq.LoadAdapter("t", "/t")).success
-        settled(world)
+        world.settle()
     world.answer_sync("e1")  # this answer arrives after the call
     world.now += 0.1
     assert world.do(rq.LoadAdapter("t", "/t") if crossing == "load" else rq.UnloadAdapter("t")).success
@@ -243,7 +237,7 @@ def test_an_answer_to_a_sync_before_a_call_does_not_revert_the_call(crossing: st
     world.now += 0.1
     world.arrive("e1")
     assert [row.loaded for row in rows(world.machine.fleet)] == [2] * (crossing == "load")
-    settled(world)
+    world.settle()
     assert (asked(world, ControlCall.LOAD_ADAPTER.path), asked(world, ControlCall.UNLOAD_ADAPTER.path)) == done, (
         "no engine loads or unloads it again"
     )
@@ -273,7 +267,7 @@ def test_a_failure_is_forgotten_when_the_engine_has_carried_out_the_call() -> No
         world.sync_all()
     world.complete(lost=frozenset({"e1"}))
     assert engine.adapter_trouble == {"a": "engine e1: no answer within 60 s."}
-    settled(world)
+    world.settle()
     assert [(row.loaded, row.message) for row in rows(world.machine.fleet)] == [(2, "")]
     assert (engine.adapter_trouble, asked(world, ControlCall.LOAD_ADAPTER.path)) == ({}, 3)
 
@@ -285,9 +279,9 @@ def test_an_adapter_that_may_be_loaded_is_unloaded_first(spec: bool) -> None:
     agent = world.agents["e1"]
     agent.forget(adapters={"a": ""})
     agent.engine.read = {"a": "unknown"}
-    tell(world)
+    world.run_round()
     assert [(row.loaded, row.message) for row in rows(world.machine.fleet)] == [(1, "")] * spec
-    settled(world)
+    world.settle()
     assert held(world) == [{"a": "/lora/a"} if spec else {}] * 2
     assert agent.read == ({"a": "/lora/a"} if spec else {})
 
@@ -303,12 +297,12 @@ def test_a_pinned_adapter_is_pinned_on_joiners_on_restarted_engines_and_by_a_new
     world.agents["e2"] = SimulatedAgent("e2")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
     world.want()
-    settled(world)
+    world.settle()
     assert (held(world), pinned(world)) == ([{"t": "/t"}] * 3, [{"t"}] * 3)
     world.start()
-    settled(world)
+    world.settle()
     world.agents["e0"].restart()
-    settled(world)
+    world.settle()
     assert (pinned(world), [row.pinned for row in rows(world.machine.fleet)]) == ([{"t"}] * 3, [True])
     want(world, Adapter(name="u", path="/u", pinned=True))
     assert pinned(world) == [{"t", "u"}] * 3, "an intent without Kubernetes may pin, too"
@@ -316,12 +310,12 @@ def test_a_pinned_adapter_is_pinned_on_joiners_on_restarted_engines_and_by_a_new
 
 def test_joiners_get_a_trainers_adapter_also_where_the_spec_lists_none() -> None:
     world = World([1, 1])
-    settled(world)
+    world.settle()
     world.agents["e0"].forget(adapters={"mine": "/x"})
-    settled(world)
+    world.settle()
     assert world.do(rq.LoadAdapter("t", "/t", pinned=True)).success
     world.agents["e1"].restart()
-    settled(world)
+    world.settle()
     assert (held(world), pinned(world)) == ([{"mine": "/x", "t": "/t"}, {"t": "/t"}], [{"t"}] * 2)
 
 
@@ -352,7 +346,7 @@ def test_more_adapters_than_the_record_holds_are_refused_before_any_engine_is_ca
     world = make()
     fleet = world.machine.fleet
     fleet.adapters.of_trainers = {str(n): Adapter(name=str(n), path="/" * 4000) for n in range(19)}
-    settled(world)
+    world.settle()
     refused = world.do(rq.LoadAdapter("one-more", "/" * 4000))
     assert refused.status == 400
     assert "LoRA adapter one-more has no room in the fleet's record: with it the 20 adapters" in refused.message
@@ -385,6 +379,6 @@ def test_all_engines_answer_from_the_same_contents_whatever_fails(loads: list[tu
         if world.answers[call].success:
             assert read(world) == [f"step {number}"] * 2
         world.tick(31)
-        settled(world)
+        world.settle()
         first, second = read(world)
         assert first == second, "two engines answer one name from different contents"

@@ -10,7 +10,6 @@ from sglang_rollout.coordinator.update import events as ev
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import BASE, FleetMode, FleetState
-from tests.properties.coordinator.test_spec_state import tell
 from tests.properties.support.coordinator_world import World, group_body
 
 VERL = ("kv_cache", "weights")
@@ -21,13 +20,8 @@ def make(engines: int = 2) -> World:
     world = World([1] * engines)
     world.mode = FleetMode.COLOCATED
     world.want()
-    settle(world)
+    world.settle()
     return world
-
-
-def settle(world: World) -> None:
-    for _ in range(4):
-        tell(world)
 
 
 def released(world: World) -> list[tuple[str, ...]]:
@@ -52,14 +46,14 @@ def test_it_sleeps_from_the_start_until_it_is_woken_and_serves_when_that_is_answ
     assert answer.success, answer
     assert serving(world) == [True] * 2, "verl generates at once"
     assert {agent.version for agent in world.agents.values()} == {BASE}
-    settle(world)
+    world.settle()
     assert serving(world) == [True] * 2, "and it is not put to sleep again"
 
 
 def test_memory_may_come_back_in_parts() -> None:
     world = make()
     assert world.do(rq.ResumeMemory(("weights",))).success
-    settle(world)
+    world.settle()
     assert released(world) == [("kv_cache",)] * 2
     assert world.do(rq.ResumeMemory(("kv_cache",))).success
     assert serving(world) == [True] * 2
@@ -69,10 +63,10 @@ def test_a_trainer_puts_it_to_sleep_and_wakes_it_again_and_again() -> None:
     world = awake()
     for tags in (VERL, (), VERL):
         assert world.do(rq.ReleaseMemory(tags)).success
-        settle(world)
+        world.settle()
         assert serving(world) == [False] * 2
         assert world.do(rq.ResumeMemory(tags)).success
-        settle(world)
+        world.settle()
         assert serving(world) == [True] * 2
 
 
@@ -90,6 +84,7 @@ def test_the_record_tells_engines_that_are_being_compared_from_lost_ones() -> No
             for row in world.record.engines:
                 assert row.gate_open or row.released or row.comparing, row
         assert compared
+        assert world.record is not None
         assert not any(row.comparing for row in world.record.engines)
 
 
@@ -97,7 +92,7 @@ def test_an_engine_that_restarts_while_the_trainer_has_the_memory_gives_it_back(
     world = awake()
     assert world.do(rq.ReleaseMemory()).success
     world.agents["e1"].restart()
-    settle(world)
+    world.settle()
     assert set(released(world)[1]) == {"kv_cache", "weights", "cuda_graph"}
     assert world.do(rq.ResumeMemory()).success
     assert serving(world) == [True] * 2
@@ -106,7 +101,7 @@ def test_an_engine_that_restarts_while_the_trainer_has_the_memory_gives_it_back(
 def test_an_engine_that_restarts_while_the_fleet_is_awake_serves() -> None:
     world = awake()
     world.agents["e1"].restart()
-    settle(world)
+    world.settle()
     assert (serving(world), released(world)[1]) == ([True] * 2, ())
 
 
@@ -116,7 +111,7 @@ def test_a_new_coordinator_knows_whether_the_trainer_has_the_memory(asleep: bool
     if asleep:
         assert world.do(rq.ReleaseMemory(VERL)).success
     world.start()
-    settle(world)
+    world.settle()
     assert serving(world) == [not asleep] * 2
     if asleep:
         assert world.do(rq.ResumeMemory(VERL)).success
@@ -132,7 +127,7 @@ def test_a_coordinator_that_dies_before_any_call_is_followed_by_one_that_makes_t
         world.complete()
     assert written, "before any engine receives it"
     world.start()
-    settle(world)
+    world.settle()
     assert released(world) == [VERL] * 2
 
 
@@ -147,7 +142,7 @@ def test_an_engine_that_refuses_to_sleep_is_asked_again() -> None:
         world.complete(broken=broken)
     assert released(world) == [()]
     world.tick(20.0)
-    settle(world)
+    world.settle()
     assert released(world) == [VERL]
 
 
@@ -157,7 +152,7 @@ def test_an_engine_that_comes_back_with_other_bytes_is_named_and_stays_closed() 
     assert world.do(rq.ReleaseMemory(VERL)).success
     answer = world.do(rq.ResumeMemory(VERL))
     assert (answer.status, answer.fleet["unproved"], "restart it" in answer.message) == (502, ["e1"], True)
-    settle(world)
+    world.settle()
     assert world.record is not None
     assert [row.comparing for row in world.record.engines] == [False, False], "it is known to be lost"
     assert serving(world) == [True, False]
@@ -181,10 +176,10 @@ def test_an_engine_that_comes_back_from_another_image_is_compared_with_itself() 
     assert world.do(rq.ReleaseMemory(VERL)).success
     world.agents["e1"].restart()
     world.agents["e1"].checksum = "of another image"
-    settle(world)
+    world.settle()
     assert released(world) == [VERL] * 2
     world.start()
-    settle(world)
+    world.settle()
     assert world.do(rq.ResumeMemory(VERL)).success
     assert serving(world) == [True] * 2
 
@@ -224,7 +219,7 @@ def test_a_trainer_may_pause_and_continue() -> None:
     world = awake()
     assert world.do(rq.Pause("abort", {"mode": "abort"})).success
     assert world.do(rq.Continue()).success
-    settle(world)
+    world.settle()
     assert serving(world) == [True] * 2
 
 
@@ -233,19 +228,19 @@ def test_a_sleep_by_the_spec_ends_in_the_state_of_the_trainer() -> None:
     for last, wanted in ((None, True), (rq.ReleaseMemory(VERL), False)):
         world.set_state(FleetState.ASLEEP)
         world.drain()
-        settle(world)
+        world.settle()
         if last is not None:
             assert world.do(last).success
         assert serving(world) == [False] * 2
         world.set_state(FleetState.ACTIVE)
         world.drain()
-        settle(world)
+        world.settle()
         assert serving(world) == [wanted] * 2
 
 
 def test_a_fleet_with_gpus_of_its_own_is_not_put_to_sleep() -> None:
     world = World([1])
-    settle(world)
+    world.settle()
     assert (serving(world), released(world)) == ([True], [()])
     assert world.record is not None
     assert world.record.released_to_trainer is None

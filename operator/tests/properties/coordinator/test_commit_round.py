@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.events import Answer
+from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_FENCE, AGENT_RUN, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState, Version
-from tests.properties.support.coordinator_world import SimulatedAgent, World, group_body, push
+from tests.properties.support.coordinator_world import World, group_body, push
+from tests.properties.support.simulated_agent import SimulatedAgent
 
 V2 = Version(run=1, step=2, label="2")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.events import Answer
+from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.coordinator.update.versions import AnnouncedTensors
 from sglang_rollout.wire.record import Record
 from sglang_rollout.wire.states import Version

@@ -21,7 +21,7 @@ from tests.properties.support.simulated_agent import MEMORY, NAMES, SimulatedAge
 
 ENGINES = ["e0", "e1", "e2"]
 names = st.frozensets(st.sampled_from(ENGINES))
-rarely = st.one_of(st.just(frozenset()), st.just(frozenset()), names)
+rarely: st.SearchStrategy[frozenset[str]] = st.one_of(st.just(frozenset()), st.just(frozenset()), names)
 groups = st.sampled_from(["g", "h"])
 labels = st.sampled_from([None, "1", "2", "7", "step-a"])
 parts = st.sampled_from([("w",), ("v",), ("u", "v"), NAMES])

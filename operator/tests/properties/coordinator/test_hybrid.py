@@ -14,7 +14,6 @@ from sglang_rollout.coordinator.update.requests import Answer, AtEngine
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import BASE, EngineState, FleetMode, FleetState
-from tests.properties.coordinator.test_spec_state import tell
 from tests.properties.support.coordinator_world import World, group_body
 from tests.properties.support.search_depth import examples
 
@@ -27,13 +26,8 @@ def make(engines: int = 2) -> World:
     world = World([1] * engines)
     world.mode = FleetMode.HYBRID
     world.want()
-    settle(world)
+    world.settle()
     return world
-
-
-def settle(world: World) -> None:
-    for _ in range(4):
-        tell(world)
 
 
 def at(world: World, engine: str, call: rq.Call) -> Answer:
@@ -89,14 +83,14 @@ def test_step_after_step_sleeps_takes_weights_and_serves() -> None:
     world = make()
     for step in range(1, 4):
         assert push(world, f"step {step}", str(10 * step)).success
-        settle(world)
+        world.settle()
         assert (gates(world), held(world)) == ([True] * 2, [[f"step {step}"]] * 2)
         committed = world.machine.fleet.committed
         assert committed is not None
         assert (committed.step, committed.label) == (10 * step, str(10 * step))
         for engine in world.agents:
             assert at(world, engine, rq.ReleaseMemory(SLEEP)).success
-        settle(world)
+        world.settle()
         assert gates(world) == [False] * 2
 
 
@@ -104,7 +98,7 @@ def test_one_engine_sleeps_while_the_other_serves() -> None:
     world = make()
     push(world, "a")
     assert at(world, "e0", rq.ReleaseMemory(CACHE)).success
-    settle(world)
+    world.settle()
     assert gates(world) == [False, True]
     assert world.machine.fleet.why_not_generating == ""
     assert at(world, "e0", rq.ResumeMemory(CACHE)).success
@@ -137,7 +131,7 @@ def test_an_engine_that_could_not_be_put_to_sleep_stays_awake_once_it_has_weight
     assert at(world, "e0", tensors("a")).success
     assert at(world, "e0", rq.Flush()).success
     world.tick(60.0)
-    settle(world)
+    world.settle()
     assert gates(world) == [True]
 
 
@@ -183,7 +177,7 @@ def test_different_versions_at_different_engines_are_no_version() -> None:
     assert feed(world, "e0", "a", "7").success
     answer = feed(world, "e1", "a", "8")
     assert (answer.status, "version 8, and others version 7" in answer.message) == (400, True)
-    settle(world)
+    world.settle()
     assert gates(world) == [False, False]
     assert push(world, "b", "9").success
     assert gates(world) == [True, True]
@@ -201,7 +195,7 @@ def test_tensors_of_the_next_step_are_not_mixed_with_those_of_one_that_never_end
     assert (last.outcome, "e0 was sent new tensors before engine e1" in last.message) == (UpdateOutcome.FAILED, True)
     assert feed(world, "e1", "new").success
     assert at(world, "e1", rq.Flush()).success
-    settle(world)
+    world.settle()
     assert held(world) == [["new"], ["new"]]
     assert at(world, "e1", rq.ResumeMemory(CACHE)).success
     assert gates(world) == [True, True]
@@ -221,7 +215,7 @@ def test_an_engine_that_restarts_in_the_middle_ends_the_update_and_the_next_one_
     world = make()
     assert feed(world, "e0", "a").success
     world.agents["e0"].restart()
-    settle(world)
+    world.settle()
     last = world.machine.fleet.last_update
     assert last is not None
     assert (last.outcome, "e0 was restarted" in last.message) == (UpdateOutcome.FAILED, True)
@@ -235,7 +229,7 @@ def test_a_trainer_that_comes_to_one_engine_only_is_reported_after_the_idle_dead
     assert feed(world, "e0", "a").success
     assert at(world, "e0", rq.Flush()).success
     world.tick(world.policy.deadlines.idle_seconds + 1)
-    settle(world)
+    world.settle()
     assert world.machine.fleet.update is None
     last = world.machine.fleet.last_update
     assert last is not None
@@ -248,7 +242,7 @@ def test_a_flush_at_the_fleets_url_commits_what_all_engines_have_and_nothing_els
     assert at(world, "e0", tensors("a")).success
     answer = world.do(rq.Flush())
     assert (answer.status, "e1 had got no tensors" in answer.message) == (400, True)
-    settle(world)
+    world.settle()
     for engine in world.agents:
         assert at(world, engine, tensors("b")).success
     assert at(world, "e0", rq.Flush()).success
@@ -260,7 +254,7 @@ def test_a_fleet_of_which_some_may_be_missing_commits_without_the_one_that_faile
     world = World([1, 1, 1], min_committed=2)
     world.mode = FleetMode.HYBRID
     world.want()
-    settle(world)
+    world.settle()
     assert world.do(rq.ResumeMemory()).success
     for engine in world.agents:
         assert at(world, engine, tensors("a")).success
@@ -271,7 +265,7 @@ def test_a_fleet_of_which_some_may_be_missing_commits_without_the_one_that_faile
     assert at(world, "e1", rq.Flush()).success
     answer = at(world, "e2", rq.Flush())
     assert (answer.success, list(answer.fleet["fenced"])) == (True, ["e0"])
-    settle(world)
+    world.settle()
     assert gates(world) == [False, True, True]
 
 
@@ -282,10 +276,10 @@ def test_a_new_coordinator_knows_which_engines_memory_the_trainer_has(asleep: bo
     if asleep:
         assert at(world, "e1", rq.ReleaseMemory(CACHE)).success
     world.start()
-    settle(world)
+    world.settle()
     assert gates(world) == [True, not asleep]
     world.agents["e1"].restart()
-    settle(world)
+    world.settle()
     assert world.agents["e1"].released == (["kv_cache"] if asleep else [])
 
 
@@ -314,7 +308,7 @@ def test_other_fleets_take_no_weights_at_an_engine(mode: FleetMode | None) -> No
     world = World([1])
     world.mode = mode
     world.want()
-    settle(world)
+    world.settle()
     before = len(world.sent)
     answer = at(world, "e0", tensors("a"))
     assert (answer.status, len(world.sent)) == (400, before)
@@ -324,12 +318,12 @@ def test_a_judge_is_woken_and_put_to_sleep_at_its_own_url() -> None:
     world = World([1, 1])
     world.mode = FleetMode.COLOCATED
     world.want()
-    settle(world)
+    world.settle()
     assert at(world, "e0", rq.ResumeMemory(SLEEP)).success
     assert gates(world) == [True, False]
     assert at(world, "e0", rq.Flush()).success
     assert at(world, "e0", rq.ReleaseMemory(SLEEP)).success
-    settle(world)
+    world.settle()
     assert gates(world) == [False, False]
 
 
@@ -338,14 +332,19 @@ def test_a_sleep_by_the_spec_goes_first() -> None:
     push(world, "a")
     world.set_state(FleetState.ASLEEP)
     world.drain()
-    settle(world)
+    world.settle()
     assert at(world, "e0", tensors("b")).status == 409
     assert at(world, "e0", rq.ResumeMemory(WEIGHTS)).status == 409
     world.set_state(FleetState.ACTIVE)
     world.drain()
-    settle(world)
+    world.settle()
     assert push(world, "c").success
     assert gates(world) == [True, True]
+
+
+def push_steps(handle: str) -> list[rq.Call]:
+    """Return the calls of a push to one engine."""
+    return [rq.ResumeMemory(WEIGHTS), tensors(handle), rq.ResumeMemory(CACHE), rq.Flush()]
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -357,7 +356,7 @@ def test_no_gate_opens_before_every_engine_has_the_same_push(data: st.DataObject
     pushes: dict[tuple[int, int], str] = {}
     for number in range(1, data.draw(st.integers(1, 4)) + 1):
         handle = f"push {number}"
-        steps = {name: [rq.ResumeMemory(WEIGHTS), tensors(handle), rq.ResumeMemory(CACHE), rq.Flush()] for name in world.agents}
+        steps = {name: push_steps(handle) for name in world.agents}
         failed = False
         while any(steps.values()) and not failed:
             name = data.draw(st.sampled_from([name for name, left in steps.items() if left]))
@@ -370,22 +369,21 @@ def test_no_gate_opens_before_every_engine_has_the_same_push(data: st.DataObject
                 remember(world, pushes, handle)
             failed = call in world.answers and not world.answers[call].success
             check(world, pushes)
-        settle(world)
+        world.settle()
         check(world, pushes)
         if data.draw(st.booleans()):
             for name in world.agents:
                 at(world, name, rq.ReleaseMemory(SLEEP))
-            settle(world)
+            world.settle()
     assert any(pushed(world, f"the last, {attempt}") for attempt in range(2)), "after a failure the trainer begins again once"
-    settle(world)
+    world.settle()
     assert gates(world) == [True] * engines
     assert len({tuple(agent.handles) for agent in world.agents.values()}) == 1
 
 
 def pushed(world: World, handle: str) -> bool:
     """Return True if a trainer that stops at the first error saw none."""
-    steps = [rq.ResumeMemory(WEIGHTS), tensors(handle), rq.ResumeMemory(CACHE), rq.Flush()]
-    return all(at(world, engine, step).success for step in steps for engine in world.agents)
+    return all(at(world, engine, step).success for step in push_steps(handle) for engine in world.agents)
 
 
 def remember(world: World, pushes: dict[tuple[int, int], str], handle: str) -> None:

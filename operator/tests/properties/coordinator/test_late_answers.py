@@ -9,7 +9,7 @@ from sglang_rollout.coordinator.update.events import Answered, Result
 from sglang_rollout.coordinator.update.requests import AtEngine
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import FleetMode
-from tests.properties.coordinator.test_hybrid import at, settle, tensors
+from tests.properties.coordinator.test_hybrid import at, tensors
 from tests.properties.support.coordinator_world import World, group_body, push
 
 
@@ -89,7 +89,7 @@ def test_a_call_whose_engine_leaves_before_its_turn_is_refused_as_one_at_an_unkn
     world = World([1, 1, 1])
     world.mode = mode
     world.want()
-    settle(world)
+    world.settle()
     first = world.ask(AtEngine("e0", rq.ResumeMemory()))
     waiting = world.ask(AtEngine("e2", call))
     assert waiting not in world.answers

@@ -43,6 +43,10 @@ def probing(world: World) -> bool:
     return any(getattr(effect, "path", "") == AGENT_PREFLIGHT for effect in world.pending)
 
 
+def is_paused(world: World) -> bool:
+    return world.machine.fleet.pause is not None
+
+
 def given_up(world: World) -> str:
     """Return why the pause or the update has ended."""
     assert world.machine.fleet.pause is None
@@ -109,7 +113,7 @@ def test_a_call_during_a_probe_proves_that_the_trainer_lives() -> None:
     world.complete(index, broken=ALL)
     world.drain()
     assert world.answers[call].success
-    assert world.machine.fleet.pause is not None, "it lives: its pause is its own"
+    assert is_paused(world), "it lives: its pause is its own"
 
 
 def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> None:
@@ -118,10 +122,10 @@ def test_a_stopped_trainer_whose_store_still_accepts_has_an_absolute_limit() -> 
     for _ in range(11):
         world.tick(10)
         world.drain()
-    assert world.machine.fleet.pause is not None
+    assert is_paused(world)
     world.tick(11)
     world.drain()
-    assert world.machine.fleet.pause is None
+    assert not is_paused(world)
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
     last = world.machine.fleet.last_update
     assert last is not None

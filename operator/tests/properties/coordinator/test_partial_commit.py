@@ -10,7 +10,7 @@ from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World, group_body, push
 
-COMMITS = {"end": rq.End(), "continue": rq.Continue({}), "flush": rq.Flush(), "destroy": rq.CloseGroup("g")}
+COMMITS: dict[str, rq.Request] = {"end": rq.End(), "continue": rq.Continue({}), "flush": rq.Flush(), "destroy": rq.CloseGroup("g")}
 """The calls that commit, by who makes them: a session's end; after a pause; without either; when the group is closed."""
 
 
@@ -18,9 +18,11 @@ def ready(commit: str, min_committed: int = 2) -> World:
     """Three engines have the tensors of version 1; only the call that commits is missing."""
     world = World([1, 1, 1], min_committed)
     world.sync_all()
-    before = {"end": [rq.Begin()], "continue": [rq.Pause("abort", {"mode": "abort"})]}.get(commit, [])
-    for request in (rq.OpenGroup(group_body(world, "g")), *before, rq.Update("g", "1", {"names": ["w"]})):
-        assert world.do(request).success
+    before: dict[str, rq.Request] = {"end": rq.Begin(), "continue": rq.Pause("abort", {"mode": "abort"})}
+    assert world.do(rq.OpenGroup(group_body(world, "g"))).success
+    if commit in before:
+        assert world.do(before[commit]).success
+    assert world.do(rq.Update("g", "1", {"names": ["w"]})).success
     return world
 
 

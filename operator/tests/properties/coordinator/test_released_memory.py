@@ -8,32 +8,27 @@ from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.states import EngineState, FleetState, Version
-from tests.properties.coordinator.test_spec_state import make, tell
+from tests.properties.coordinator.test_spec_state import make
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body, push
 from tests.properties.support.simulated_agent import MEMORY, NAMES
 
 V1 = Version(run=1, step=1, label="1")
 
 
-def settled(world: World) -> None:
-    for _ in range(4):
-        tell(world)
-
-
 def wake(world: World, state: FleetState = FleetState.ACTIVE) -> None:
     world.set_state(state)
     world.drain()
-    settled(world)
+    world.settle()
 
 
 def test_a_fleet_that_wakes_serves_when_its_checksums_are_those_of_the_record() -> None:
     world = make(FleetState.ASLEEP)
-    settled(world)
+    world.settle()
     assert [agent.released for agent in world.agents.values()] == [[*MEMORY]] * 2
     assert world.record is not None
     assert world.record.checksums == {1: (f"of {sorted(world.agents['e0'].tensors.items())}",)}, "asked before anybody slept"
     world.start()  # the coordinator that received the call is gone; the record has it
-    tell(world)
+    world.run_round()
     wake(world)
     assert all(agent.gate_open and agent.version == V1 for agent in world.agents.values())
 
@@ -46,23 +41,23 @@ def test_an_engine_that_was_restarted_unnoticed_does_not_define_the_committed_ch
     world.agents["e0"].restart()
     world.set_state(FleetState.ASLEEP)
     world.drain()
-    settled(world)
+    world.settle()
     wake(world)
     assert (world.agents["e0"].gate_open, world.agents["e0"].content) == (False, "base")
 
 
 def test_an_engine_that_woke_with_other_bytes_stays_closed_until_a_push() -> None:
     world = make(FleetState.ASLEEP)
-    settled(world)
+    world.settle()
     world.agents["e1"].backup = False
     wake(world)
     assert [agent.gate_open for agent in world.agents.values()] == [True, False]
     assert world.agents["e1"].state is EngineState.UNKNOWN
     asked = len([effect for effect in world.sent if effect.path == ControlCall.CHECK_WEIGHTS.path])
-    settled(world)
+    world.settle()
     assert len([effect for effect in world.sent if effect.path == ControlCall.CHECK_WEIGHTS.path]) == asked, "it is compared once"
     assert push(world, "2", NAMES) == Version(run=1, step=2, label="2")
-    settled(world)
+    world.settle()
     assert all(agent.gate_open for agent in world.agents.values())
 
 
@@ -73,15 +68,15 @@ def test_an_engine_that_woke_with_other_bytes_catches_up_from_a_volume() -> None
         agent.stocked = True
     world.agents["e1"].backup = False
     world.want()
-    settled(world)
+    world.settle()
     wake(world)
-    settled(world)
+    world.settle()
     assert all(agent.gate_open and agent.version == V1 for agent in world.agents.values())
 
 
 def test_a_fleet_that_wakes_into_a_pause_is_proved_and_stays_paused() -> None:
     world = make(FleetState.ASLEEP)
-    settled(world)
+    world.settle()
     wake(world, FleetState.PAUSED)
     assert all(agent.paused and not agent.gate_open and agent.version == V1 for agent in world.agents.values())
 
@@ -99,7 +94,7 @@ def test_a_fleet_that_wakes_into_a_pause_is_proved_and_stays_paused() -> None:
 )
 def test_a_trainers_call_to_a_sleeping_fleet_is_refused_with_the_reason(request_: rq.Request) -> None:
     world = make(FleetState.ASLEEP)
-    settled(world)
+    world.settle()
     answer = world.do(request_)
     assert (answer.status, "spec.state: Asleep" in answer.message) == (409, True), answer
     group = world.do(rq.OpenGroup(group_body(world, "h")))
@@ -115,7 +110,7 @@ def test_falling_asleep_ends_a_trainers_pause() -> None:
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.set_state(FleetState.ASLEEP)
     world.drain()
-    settled(world)
+    world.settle()
     assert world.machine.fleet.pause is None
     wake(world)
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
@@ -129,16 +124,16 @@ def test_a_trainer_releases_updates_and_resumes() -> None:
     for agent in world.agents.values():
         agent.backup = False
     assert world.do(rq.ReleaseMemory()).success
-    settled(world)
+    world.settle()
     refused = world.do(rq.Begin())
     assert (refused.status, "resume_memory_occupation first" in refused.message) == (409, True)
     assert world.do(rq.ResumeMemory(("weights",))).success
-    settled(world)
+    world.settle()
     assert push(world, "2", NAMES) == Version(run=1, step=2, label="2")
-    settled(world)
+    world.settle()
     assert not any(agent.gate_open for agent in world.agents.values()), "without a cache nothing generates"
     assert world.do(rq.ResumeMemory(("kv_cache", "cuda_graph"))).success
-    settled(world)
+    world.settle()
     assert all(agent.gate_open and not agent.paused for agent in world.agents.values())
     assert world.do(rq.ResumeMemory()).success, "nothing to do is no error: the engines would end"
 

@@ -6,8 +6,8 @@ import pytest
 
 from sglang_rollout.api.weights_spec import CatchUp
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update import steps as calls
 from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.ports import AGENT_FENCE, AGENT_SYNC
 from sglang_rollout.wire.states import FleetState, Version
 from tests.properties.support.coordinator_world import SNAPSHOTS, World, group_body, push
 from tests.properties.support.simulated_agent import SimulatedAgent
@@ -22,15 +22,8 @@ def make(state: FleetState = FleetState.PAUSED, *, engines: int = 2) -> World:
     push(world, "1")
     world.set_state(state)
     world.drain()
-    tell(world)
+    world.run_round()
     return world
-
-
-def tell(world: World) -> None:
-    """Sync every agent, and let every call that follows succeed."""
-    world.tick(0.5)
-    world.sync_all()
-    world.drain()
 
 
 def paused_and_open(world: World) -> list[tuple[bool, bool]]:
@@ -43,7 +36,7 @@ def test_a_paused_fleet_is_paused_and_closed_until_the_spec_changes() -> None:
     assert paused_and_open(world) == [(True, False)] * 2
     for _ in range(20):
         world.tick(200.0)  # no lease, no idle and no total deadline ends it
-        tell(world)
+        world.run_round()
     assert paused_and_open(world) == [(True, False)] * 2
     assert world.record is not None
     assert world.record.state is FleetState.PAUSED
@@ -58,7 +51,7 @@ def test_gates_close_before_engines_pause() -> None:
     world.set_state(FleetState.PAUSED)
     world.drain()
     paths = [effect.path for effect in world.sent]
-    assert paths.index(calls.AGENT_SYNC) < paths.index(ControlCall.PAUSE.path)
+    assert paths.index(AGENT_SYNC) < paths.index(ControlCall.PAUSE.path)
 
 
 def test_a_continue_is_answered_as_sglang_does_and_ends_nothing() -> None:
@@ -86,7 +79,7 @@ def test_weights_are_taken_while_paused_and_the_commit_opens_no_gate(pauses: boo
         answer = world.do(request)
         assert answer.success, answer.message
     assert {agent.version for agent in world.agents.values()} == {Version(run=1, step=2, label="2")}
-    tell(world)
+    world.run_round()
     assert paused_and_open(world) == [(True, False)] * 2
     world.set_state(FleetState.ACTIVE)
     world.drain()
@@ -100,7 +93,7 @@ def test_a_joiner_and_a_restarted_engine_come_up_paused() -> None:
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
     world.want()
     for _ in range(3):
-        tell(world)
+        world.run_round()
     assert paused_and_open(world) == [(True, False)] * 3
 
 
@@ -111,8 +104,8 @@ def test_an_engine_catches_up_while_the_fleet_is_paused_and_stays_paused() -> No
         agent.stocked = True
     world.agents["e1"].restart()
     world.want()
-    tell(world)
-    tell(world)
+    world.run_round()
+    world.run_round()
     assert world.agents["e1"].version == Version(run=1, step=1, label="1")
     assert paused_and_open(world) == [(True, False)] * 2
 
@@ -124,10 +117,10 @@ def test_a_new_coordinator_adopts_the_applied_state_and_can_end_it(keep_record: 
         world.record = None
     before = len(world.sent)
     world.start()
-    tell(world)
-    tell(world)
+    world.run_round()
+    world.run_round()
     paths = {effect.path for effect in world.sent[before:]}
-    assert not paths & {ControlCall.CONTINUE.path, calls.AGENT_FENCE}
+    assert not paths & {ControlCall.CONTINUE.path, AGENT_FENCE}
     assert paused_and_open(world) == [(True, False)] * 2
     world.set_state(FleetState.ACTIVE)
     world.drain()
@@ -138,8 +131,8 @@ def test_a_pause_that_the_spec_ended_without_a_coordinator_ends() -> None:
     world = make()
     world.state = FleetState.ACTIVE
     world.start()
-    tell(world)
-    tell(world)
+    world.run_round()
+    world.run_round()
     assert paused_and_open(world) == [(False, True)] * 2
 
 
@@ -159,7 +152,7 @@ def test_a_trainer_that_dies_in_a_paused_fleet_loses_its_pause_and_the_fleet_sta
     world.tick(world.policy.deadlines.idle_seconds + 1)
     world.drain()
     assert world.machine.fleet.pause is None
-    tell(world)
+    world.run_round()
     assert paused_and_open(world) == [(True, False)] * 2
 
 
@@ -190,7 +183,7 @@ def test_an_engine_that_is_not_paused_in_a_trainers_pause_is_paused_before_its_s
         world.agents["e1"].restart()
     else:
         world.agents["e1"].resume()
-    tell(world)
+    world.run_round()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     world.sent.clear()
     assert world.do(rq.Begin()).success
@@ -210,7 +203,7 @@ def test_an_engine_that_came_up_in_a_pause_and_is_no_part_of_it_yet_is_paused_to
     world.agents["e1"] = SimulatedAgent("e1")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e1"})]
     world.want()
-    tell(world)
+    world.run_round()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
     assert paused_and_open(world) == [(True, False)] * 2
@@ -236,7 +229,7 @@ def test_an_engine_that_cannot_be_paused_late_fails_the_update_as_any_other() ->
     world.sync_all()
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.agents["e1"].restart()
-    tell(world)
+    world.run_round()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     call = world.ask(rq.Begin())
     world.complete(broken=frozenset({"e1"}))
@@ -246,5 +239,5 @@ def test_an_engine_that_cannot_be_paused_late_fails_the_update_as_any_other() ->
     assert answer.message == "engine e1 could not be paused: the engine failed. All engines generate again."
     assert world.machine.fleet.pause is None
     assert world.machine.fleet.update is None
-    tell(world)
+    world.run_round()
     assert paused_and_open(world) == [(False, True)] * 2

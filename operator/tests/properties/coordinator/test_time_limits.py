@@ -77,7 +77,8 @@ def test_the_last_engine_to_end_its_session_is_waited_for_by_what_the_others_too
         world.ask(AtEngine(name, rq.End()))
         ending = world.pending[0]
         assert isinstance(ending, ev.Send)
-        assert (ending.path, ending.deadline) == (ControlCall.END_UPDATE.path, pytest.approx(limit, abs=1))
+        assert ending.path == ControlCall.END_UPDATE.path
+        assert ending.deadline == pytest.approx(limit, abs=1)
         world.now += {"e0": 2.0, "e1": 1.0, "e2": 5.0}.get(name, 0.0)
         world.drain()
     assert gates(world) == [True] * 4

@@ -6,18 +6,12 @@ import pytest
 
 from sglang_rollout.api.weights_spec import CatchUp, Weights
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.events import Answer
+from sglang_rollout.coordinator.update.requests import Answer
 from sglang_rollout.wire.states import FleetState
 from tests.properties.support.coordinator_world import World, group_body, push
 from tests.properties.support.simulated_agent import NAMES
 
 SOME = ("w",)
-
-
-def settle(world: World) -> None:
-    for _ in range(3):
-        world.sync_all()
-        world.drain()
 
 
 def update(world: World, *names: str) -> Answer:
@@ -26,13 +20,13 @@ def update(world: World, *names: str) -> Answer:
     assert world.do(rq.Begin()).success
     assert world.do(rq.Update(list(world.machine.fleet.groups)[-1], None, {"names": list(names)})).success
     answer = world.do(rq.End())
-    settle(world)
+    world.settle()
     return answer
 
 
 def served(world: World) -> list[bool]:
     """Return whether each gate is open. Fails if open engines hold different tensors."""
-    settle(world)
+    world.settle()
     held = [agent.tensors for agent in world.agents.values() if agent.gate_open]
     assert all(one == held[0] for one in held), held
     assert not any("whatever" in str(one) for one in held), held
@@ -53,7 +47,7 @@ def released(how: str, pushed: tuple[str, ...] = ()) -> World:
     else:
         for state in (FleetState.ASLEEP, FleetState.ACTIVE):
             world.set_state(state)
-            settle(world)
+            world.settle()
     assert served(world) == [False, False]
     return world
 
@@ -89,12 +83,12 @@ def test_what_a_failed_catch_up_has_written_must_be_pushed_again(restarted: bool
     world.sync_all()
     push(world, "1", SOME)
     world.agents["e1"].restart()
-    settle(world)
+    world.settle()
     assert "other weights" in world.machine.fleet.engines["e1"].note
     if restarted:
         world.policy = Weights(min_committed=1)  # else it tries again, and takes part in no push meanwhile
         world.start()
-        settle(world)
+        world.settle()
     answer = update(world, *SOME)
     assert answer.success
     assert "e1" in answer.fleet["fenced"]
@@ -134,6 +128,6 @@ def test_a_checkpoint_of_some_tensors_forgets_none_of_the_others() -> None:
     assert world.do(rq.FromDisk("/ckpt", "2", {})).success
     world.agents["e1"].restart()
     world.machine.fleet.weights.disk = None
-    settle(world)
+    world.settle()
     assert "e1" in update(world, *SOME).fleet["fenced"]
     assert served(world) == [True, False]

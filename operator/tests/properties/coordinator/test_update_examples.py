@@ -9,7 +9,7 @@ from sglang_rollout.coordinator.update import requests as rq
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import AGENT_ACK
-from sglang_rollout.wire.record import UpdateOutcome
+from sglang_rollout.wire.record import Record, UpdateOutcome
 from sglang_rollout.wire.states import Version
 from tests.properties.support.coordinator_world import World, group_body, push
 
@@ -73,14 +73,19 @@ def test_equal_statuses_make_no_work_and_changes_are_recorded(monkeypatch: pytes
     world = World([1] * 64)
     world.sync_all()
     world.sync_all()
-    drawn: list[None] = []
-    draw = Fleet.record
-    monkeypatch.setattr(Fleet, "record", lambda fleet: drawn.append(None) or draw(fleet))
+    made: list[Record | None] = []
+    make_record = Fleet.record
+
+    def note_record(fleet: Fleet) -> Record | None:
+        made.append(make_record(fleet))
+        return made[-1]
+
+    monkeypatch.setattr(Fleet, "record", note_record)
     world.sync_all()
-    assert not drawn
+    assert not made
     world.agents["e63"].restart()
     world.sync("e63")
-    assert drawn
+    assert made
     assert world.record is not None
     assert [row.boot_id for row in world.record.engines if row.name == "e63"] == ["e63#2"]
 

@@ -286,6 +286,17 @@ class World:
         while self.pending:
             self.complete()
 
+    def run_round(self) -> None:
+        """Sync every agent, and let every call that follows succeed."""
+        self.tick(0.5)
+        self.sync_all()
+        self.drain()
+
+    def settle(self) -> None:
+        """Run several rounds, because a status can lead to a call, and its answer to another call."""
+        for _ in range(6):
+            self.run_round()
+
     def do(self, request: Request) -> Answer:
         """Make a request and let every call succeed."""
         call = self.ask(request)
