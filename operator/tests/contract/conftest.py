@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from e2e.engine import LabError, environment, start_engine
 
 from sglang_rollout.testing import StandInFleet
+from tests.contract.support.agent_pod import Pod, run_pod
 from tests.contract.support.engine_servers import Peer, Server, peer, server
 from tests.contract.support.local_fleet import Urls, engines_behind_a_url
+from tests.contract.support.stub_engine import StubEngine, stub_engine
 from tests.support.ports import free_port
 
 SAVER = ("--enable-memory-saver", "--enable-weights-cpu-backup")
@@ -26,6 +29,20 @@ def _server(kind: str, factory: pytest.TempPathFactory) -> Iterator[Server]:
     except LabError as error:
         pytest.skip(str(error))
     with server(kind, factory.mktemp("wire")) as made:
+        yield made
+
+
+@pytest.fixture
+async def stub() -> AsyncIterator[StubEngine]:
+    """A server with SGLang's HTTP API and without weights."""
+    async with stub_engine() as made:
+        yield made
+
+
+@pytest.fixture
+async def pod(stub: StubEngine, tmp_path: Path) -> AsyncIterator[Pod]:
+    """Gate and agent in front of the stub. The gate is closed until a coordinator calls."""
+    async with run_pod(tmp_path, stub.url) as made:
         yield made
 
 

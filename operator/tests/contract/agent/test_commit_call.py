@@ -22,7 +22,7 @@ from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_ACK, AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 from sglang_rollout.wire.states import Version
 from tests.contract.support.agent_pod import TOKEN, until
-from tests.contract.support.stub_engine import StubEngine, stub_engine
+from tests.contract.support.stub_engine import StubEngine
 
 V1 = Version(run=1, step=1, label="1").model_dump()
 BASE_WIRE = {"run": 0, "step": 0, "label": "base"}
@@ -58,14 +58,8 @@ class Caller:
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[StubEngine]:
-    async with stub_engine() as made:
-        yield made
-
-
-@pytest.fixture
-async def caller(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Caller]:
-    async with Engine(engine.url, boot_file=None) as client, aiohttp.ClientSession() as session:
+async def caller(stub: StubEngine, tmp_path: Path) -> AsyncIterator[Caller]:
+    async with Engine(stub.url, boot_file=None) as client, aiohttp.ClientSession() as session:
         agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record_file=RecordFile(tmp_path))
         async with TestServer(make_app(agent, token=TOKEN, fence=Fence(agent, kill_file=None))) as server:
             await agent.observe()
@@ -74,18 +68,18 @@ async def caller(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Caller]:
             yield made
 
 
-async def test_one_call_commits_continues_and_opens_the_gate(caller: Caller, engine: StubEngine) -> None:
+async def test_one_call_commits_continues_and_opens_the_gate(caller: Caller, stub: StubEngine) -> None:
     await caller.update()
     code, body = await caller.post(AGENT_RUN, {"committed": V1, "lease": 7.0})
     status = AgentStatus.model_validate(body)
     assert (code, status.committed, status.gate_open, status.paused) == (200, Version(**V1), True, False)
-    assert engine.calls[-1] == "continue_generation"
-    assert engine.bodies["continue_generation"] == {}
+    assert stub.calls[-1] == "continue_generation"
+    assert stub.bodies["continue_generation"] == {}
     assert caller.agent.limits.lease == 7.0
 
 
 async def test_an_acknowledgement_does_not_read_the_state_of_the_closed_gate(
-    caller: Caller, engine: StubEngine, monkeypatch: pytest.MonkeyPatch
+    caller: Caller, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await caller.update(up_to="/end_weight_update")
     await caller.agent.gate.settle()
@@ -101,29 +95,29 @@ async def test_an_acknowledgement_does_not_read_the_state_of_the_closed_gate(
     assert (status.version, status.gate_open, reads) == (Version(**V1), False, [])
 
 
-async def test_a_dirty_engine_applies_the_committed_version_and_does_not_resume(caller: Caller, engine: StubEngine) -> None:
+async def test_a_dirty_engine_applies_the_committed_version_and_does_not_resume(caller: Caller, stub: StubEngine) -> None:
     await caller.update(up_to="/end_weight_update")
     code, answer = await caller.post(AGENT_RUN, {"committed": V1})
     assert (code, "mixture" in answer["message"] or "in progress" in answer["message"]) == (409, True)
-    assert "continue_generation" not in engine.calls
+    assert "continue_generation" not in stub.calls
     status = (await caller.post(AGENT_SYNC, {"committed": None}))[1]
     assert (status["committed"], status["gate_open"], status["paused"]) == (V1, False, True)
 
 
-async def test_an_engine_that_fails_to_resume_reports_why_and_stays_paused(caller: Caller, engine: StubEngine) -> None:
+async def test_an_engine_that_fails_to_resume_reports_why_and_stays_paused(caller: Caller, stub: StubEngine) -> None:
     await caller.update()
-    engine.failing.add("continue_generation")
+    stub.failing.add("continue_generation")
     assert await caller.post(AGENT_RUN, {"committed": V1}) == (400, {"success": False, "message": "continue_generation failed on purpose"})
     assert caller.agent.status().paused
 
 
-async def test_a_slow_engine_is_answered_for_at_the_deadline_and_accepts_syncs_meanwhile(caller: Caller, engine: StubEngine) -> None:
+async def test_a_slow_engine_is_answered_for_at_the_deadline_and_accepts_syncs_meanwhile(caller: Caller, stub: StubEngine) -> None:
     await caller.update()
-    engine.held["continue_generation"] = asyncio.Event()
+    stub.held["continue_generation"] = asyncio.Event()
     code, answer = await caller.post(AGENT_RUN, {"committed": V1}, deadline=0.2)
     assert (code, "has not answered within 0.2 s" in answer["message"]) == (504, True)
     assert (await caller.post(AGENT_SYNC, {"committed": V1}))[1]["paused"]
-    engine.held["continue_generation"].set()
+    stub.held["continue_generation"].set()
 
     async def is_resumed() -> bool:
         return not (await caller.post(AGENT_SYNC, {"committed": V1}))[1]["paused"]
@@ -131,20 +125,20 @@ async def test_a_slow_engine_is_answered_for_at_the_deadline_and_accepts_syncs_m
     await until(is_resumed, 30, "the engine resumes")
 
 
-async def test_a_coordinator_with_a_lower_term_resumes_no_engine(caller: Caller, engine: StubEngine) -> None:
+async def test_a_coordinator_with_a_lower_term_resumes_no_engine(caller: Caller, stub: StubEngine) -> None:
     await caller.update()
     await caller.post(AGENT_SYNC, {"committed": BASE_WIRE}, term=5)
     code, answer = await caller.post(AGENT_RUN, {"committed": V1}, term=4)
     assert (code, "term 5" in answer["message"]) == (409, True)
-    assert "continue_generation" not in engine.calls
+    assert "continue_generation" not in stub.calls
     assert caller.agent.status().committed == Version(**BASE_WIRE)
 
 
-async def test_released_memory_keeps_the_engine_paused(caller: Caller, engine: StubEngine) -> None:
+async def test_released_memory_keeps_the_engine_paused(caller: Caller, stub: StubEngine) -> None:
     await caller.post("/release_memory_occupation", {"tags": ["kv_cache"]})
     code, answer = await caller.post(AGENT_RUN, {"committed": BASE_WIRE})
     assert (code, "resume_memory_occupation comes first" in answer["message"]) == (409, True)
-    assert "continue_generation" not in engine.calls
+    assert "continue_generation" not in stub.calls
 
 
 async def test_an_out_of_order_sync_does_not_reopen_the_gate(caller: Caller) -> None:

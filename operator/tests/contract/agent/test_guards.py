@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from e2e.engine import environment
 
-from tests.contract.support.agent_pod import Pod, pod
+from tests.contract.support.agent_pod import Pod, run_pod
 from tests.contract.support.engine_servers import Server
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
@@ -28,13 +28,13 @@ async def guarded(sglang_server: Server, tmp_path_factory: pytest.TempPathFactor
     sglang_server.settle()
     if sglang_server.label() != "base":
         sglang_server.restart()
-    async with pod(tmp_path_factory.mktemp("pod"), sglang_server.url) as made:
+    async with run_pod(tmp_path_factory.mktemp("pod"), sglang_server.url) as made:
         await made.open_with_base()
         yield made
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def lab(guarded: Pod, sglang_server: Server) -> AsyncIterator[Pod]:
+async def pod(guarded: Pod, sglang_server: Server) -> AsyncIterator[Pod]:
     """The same pod; check that the engine survives the test."""
     seed = sglang_server.get("/server_info")[1]["random_seed"]
     yield guarded
@@ -73,8 +73,8 @@ def params(**more: Any) -> dict[str, Any]:
         ("/v1/score", {"query": "", "items": [""], "label_token_ids": [5]}, "items is empty"),
     ],
 )
-async def test_requests_for_tokens_that_end_the_engine(lab: Pod, path: str, body: dict[str, Any], sentence: str) -> None:
-    answer = await lab.ask("POST", path, body)
+async def test_requests_for_tokens_that_end_the_engine(pod: Pod, path: str, body: dict[str, Any], sentence: str) -> None:
+    answer = await pod.ask("POST", path, body)
     assert answer.status == 400, answer
     assert answer.body["error"]["code"] == "would_end_the_engine"
     assert sentence in answer.body["error"]["message"]
@@ -90,8 +90,8 @@ async def test_requests_for_tokens_that_end_the_engine(lab: Pod, path: str, body
         ({"session_params": {"id": "unknown"}}, "session id unknown does not exist"),
     ],
 )
-async def test_the_gate_passes_requests_that_sglang_refuses_itself(lab: Pod, body: dict[str, Any], sentence: str) -> None:
-    answer = await lab.ask("POST", GENERATE, {"input_ids": [5, 6], "sampling_params": params(), **body})
+async def test_the_gate_passes_requests_that_sglang_refuses_itself(pod: Pod, body: dict[str, Any], sentence: str) -> None:
+    answer = await pod.ask("POST", GENERATE, {"input_ids": [5, 6], "sampling_params": params(), **body})
     assert answer.status == 400, answer
     assert sentence in answer.body["error"]["message"]
 
@@ -122,21 +122,21 @@ async def test_the_gate_passes_requests_that_sglang_refuses_itself(lab: Pod, bod
         ("load_lora_adapter_from_tensors", {}, 501, "use load_lora_adapter with a shared path"),
     ],
 )
-async def test_control_calls_that_end_or_hang_the_engine(lab: Pod, call: str, body: dict[str, Any], status: int, sentence: str) -> None:
-    answer = await lab.control(f"/{call}", body)
+async def test_control_calls_that_end_or_hang_the_engine(pod: Pod, call: str, body: dict[str, Any], status: int, sentence: str) -> None:
+    answer = await pod.control(f"/{call}", body)
     assert answer.status == status, answer
     said = answer.body.get("message") or answer.body["error_message"]
     assert sentence in said
     assert sentence in answer.reason or len(said) > 200
 
 
-async def test_an_unknown_loader_is_refused(lab: Pod) -> None:
-    answer = await lab.control("/update_weights_from_disk", {"model_path": str(environment.model()), "load_format": "nosuch"})
+async def test_an_unknown_loader_is_refused(pod: Pod) -> None:
+    answer = await pod.control("/update_weights_from_disk", {"model_path": str(environment.model()), "load_format": "nosuch"})
     assert (answer.status, "use auto or safetensors" in answer.body["message"]) == (400, True), answer
 
 
 @pytest.mark.parametrize("how", ["truncated", "misshapen"])
-async def test_folders_that_end_the_engine_are_refused(lab: Pod, how: str, tmp_path: Path) -> None:
+async def test_folders_that_end_the_engine_are_refused(pod: Pod, how: str, tmp_path: Path) -> None:
     """The coordinator makes this check before the call."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(environment.model(), folder)
@@ -145,16 +145,16 @@ async def test_folders_that_end_the_engine_are_refused(lab: Pod, how: str, tmp_p
         file.write_bytes(file.read_bytes()[:-100])
     else:
         file.write_bytes(file.read_bytes().replace(b'"shape":[2048,', b'"shape":[1024,', 1))
-    answer = await lab.control("/agent/checkpoint", {"path": str(folder), "deadline": 20})
+    answer = await pod.control("/agent/checkpoint", {"path": str(folder), "deadline": 20})
     assert answer.status == 200
     assert "model.safetensors" in answer.body["refusal"]["message"]
 
 
-async def test_memory_is_not_released_under_a_running_request(lab: Pod) -> None:
+async def test_memory_is_not_released_under_a_running_request(pod: Pod) -> None:
     first = asyncio.Event()
-    stream = asyncio.create_task(lab.stream(1500, first))
+    stream = asyncio.create_task(pod.stream(1500, first))
     await first.wait()
-    answer = await lab.control("/release_memory_occupation", {"tags": ["kv_cache"]})
+    answer = await pod.control("/release_memory_occupation", {"tags": ["kv_cache"]})
     assert (answer.status, "ends the engine's process" in answer.body["message"]) == (409, True), answer
-    await lab.control("/abort_request", {"abort_all": True})
+    await pod.control("/abort_request", {"abort_all": True})
     await stream

@@ -21,7 +21,7 @@ from sglang_rollout.wire.agent import SyncRequest
 from sglang_rollout.wire.ports import AGENT_SYNC
 from tests.contract.agent.test_commit_call import BASE_WIRE, Caller
 from tests.contract.support.agent_pod import until
-from tests.contract.support.stub_engine import StubEngine, stub_engine
+from tests.contract.support.stub_engine import StubEngine
 
 UPDATE = "update_weights_from_distributed"
 LEASE = 0.2
@@ -38,16 +38,10 @@ class CountedFile(type(Path())):  # type: ignore[misc]
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[StubEngine]:
-    async with stub_engine() as made:
-        yield made
-
-
-@pytest.fixture
-async def pod(engine: StubEngine, tmp_path: Path) -> AsyncIterator[tuple[Caller, Fence, CountedFile]]:
+async def pod(stub: StubEngine, tmp_path: Path) -> AsyncIterator[tuple[Caller, Fence, CountedFile]]:
     CountedFile.touches = 0
     kill = CountedFile(tmp_path / "kill")
-    async with Engine(engine.url, boot_file=None) as client, aiohttp.ClientSession() as session:
+    async with Engine(stub.url, boot_file=None) as client, aiohttp.ClientSession() as session:
         agent = Agent(name="e0", engine=client, gate=MemoryGate(tmp_path / "none"), record_file=RecordFile(tmp_path))
         fence = Fence(agent, kill_file=kill)
         async with TestServer(make_app(agent, token="secret", fence=fence)) as server:
@@ -55,7 +49,7 @@ async def pod(engine: StubEngine, tmp_path: Path) -> AsyncIterator[tuple[Caller,
             caller = Caller(session, str(server.make_url("")).rstrip("/"), agent)
             assert (await caller.post(AGENT_SYNC, {"committed": BASE_WIRE, "lease": LEASE}))[1]["gate_open"]
             yield caller, fence, kill
-            for event in engine.held.values():
+            for event in stub.held.values():
                 event.set()
 
 
@@ -64,7 +58,7 @@ def silent(agent: Agent, seconds: float) -> None:
     agent.last_call_at = time.monotonic() - seconds
 
 
-async def test_a_clean_engine_that_was_paused_resumes(pod: tuple[Caller, Fence, CountedFile], engine: StubEngine) -> None:
+async def test_a_clean_engine_that_was_paused_resumes(pod: tuple[Caller, Fence, CountedFile], stub: StubEngine) -> None:
     caller, fence, kill = pod
     await caller.post("/pause_generation", {"mode": "retract"})
     caller.agent.limits = SyncRequest(committed=None, lease=60.0)
@@ -74,18 +68,18 @@ async def test_a_clean_engine_that_was_paused_resumes(pod: tuple[Caller, Fence, 
     silent(caller.agent, 61.0)
     await fence.watch_lease()
     status = caller.agent.status()
-    assert (status.paused, status.gate_open, engine.calls.count("continue_generation")) == (False, True, 1)
+    assert (status.paused, status.gate_open, stub.calls.count("continue_generation")) == (False, True, 1)
     assert not kill.exists()
 
 
 async def test_a_stuck_engine_in_an_update_stays_closed_and_its_restart_is_requested_once(
-    pod: tuple[Caller, Fence, CountedFile], engine: StubEngine
+    pod: tuple[Caller, Fence, CountedFile], stub: StubEngine
 ) -> None:
     caller, fence, kill = pod
     await caller.update(up_to="/begin_weight_update")
-    engine.held[UPDATE] = asyncio.Event()
+    stub.held[UPDATE] = asyncio.Event()
     call = asyncio.create_task(caller.post(f"/{UPDATE}", {"names": [], "group_name": "g"}))
-    await until(lambda: _is(UPDATE in engine.calls), 30, "the engine has the tensors' call")
+    await until(lambda: _is(UPDATE in stub.calls), 30, "the engine has the tensors' call")
     silent(caller.agent, 1.0)
     caller.agent.limits = SyncRequest(committed=None, lease=LEASE)
     watching = asyncio.create_task(fence.watch_lease())
@@ -93,7 +87,7 @@ async def test_a_stuck_engine_in_an_update_stays_closed_and_its_restart_is_reque
     silent(caller.agent, 1.0)
     await fence.watch_lease()
     assert (CountedFile.touches, caller.agent.status().gate_open) == (1, False)
-    engine.held[UPDATE].set()
+    stub.held[UPDATE].set()
     await asyncio.gather(watching, call)
     await until(lambda: _is(caller.agent.giving_up_since is None), 30, "it has given up")
     assert not kill.exists(), "the engine has answered"

@@ -16,7 +16,7 @@ import pytest
 from e2e.engine import Engine, LabError, environment, start_engine
 
 from sglang_rollout.wire.states import BASE, EngineState, Version
-from tests.contract.support.agent_pod import BASE_WIRE, Answer, Pod, pod, until
+from tests.contract.support.agent_pod import BASE_WIRE, Answer, Pod, run_pod, until
 from tests.support.paths import TRAINERS
 from tests.support.ports import free_port
 
@@ -36,15 +36,15 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture
-async def lab(engine: Engine, tmp_path: Path) -> AsyncIterator[Pod]:
-    async with pod(tmp_path, engine.url) as made:
+async def pod(engine: Engine, tmp_path: Path) -> AsyncIterator[Pod]:
+    async with run_pod(tmp_path, engine.url) as made:
         await until(made.engine_up, 60, "the agent sees the engine")
         yield made
 
 
 @asynccontextmanager
 async def trainer(
-    lab: Pod, *, scale: float, tensors: str = "", ranks: int = 1
+    pod: Pod, *, scale: float, tensors: str = "", ranks: int = 1
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
     """A trainer that has opened a group with the engine, and the body of its update call."""
     port, group = free_port(), f"group-{time.monotonic_ns()}"
@@ -66,11 +66,11 @@ async def trainer(
             "group_name": group,
             "backend": "gloo",
         }
-        joined = await lab.control("/init_weights_update_group", body)
+        joined = await pod.control("/init_weights_update_group", body)
         assert joined.status == 200, joined.body
         described = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
         yield process, {**described, "group_name": group, "flush_cache": False}
-        await lab.control("/destroy_weights_update_group", {"group_name": group})
+        await pod.control("/destroy_weights_update_group", {"group_name": group})
     finally:
         if process.returncode is None:
             process.kill()
@@ -83,110 +83,110 @@ async def go(process: asyncio.subprocess.Process) -> None:
     await process.stdin.drain()
 
 
-async def push(lab: Pod, version: Version, ranks: int = 1) -> None:
+async def push(pod: Pod, version: Version, ranks: int = 1) -> None:
     """A complete update over gloo, acknowledged and committed."""
-    async with trainer(lab, scale=1 + 0.1 * version.step, ranks=ranks) as (process, body):
-        boot = (await lab.status()).boot_id
-        assert (await lab.control("/pause_generation", {"mode": "retract"})).status == 200
-        assert (await lab.control("/begin_weight_update")).status == 200
-        update = asyncio.create_task(lab.control("/update_weights_from_distributed", body))
+    async with trainer(pod, scale=1 + 0.1 * version.step, ranks=ranks) as (process, body):
+        boot = (await pod.status()).boot_id
+        assert (await pod.control("/pause_generation", {"mode": "retract"})).status == 200
+        assert (await pod.control("/begin_weight_update")).status == 200
+        update = asyncio.create_task(pod.control("/update_weights_from_distributed", body))
         await go(process)
         assert (await update).status == 200, (await update).body
-        assert (await lab.control("/end_weight_update")).status == 200
-        assert (await lab.ack(version, boot)).status == 200
-        assert (await lab.status(version.model_dump())).gate_open
-        assert (await lab.control("/continue_generation")).status == 200
+        assert (await pod.control("/end_weight_update")).status == 200
+        assert (await pod.ack(version, boot)).status == 200
+        assert (await pod.status(version.model_dump())).gate_open
+        assert (await pod.control("/continue_generation")).status == 200
 
 
-async def test_the_gate_opens_only_after_a_sync_and_serves_base(lab: Pod) -> None:
-    assert await lab.is_closed()
-    status = await lab.status()
+async def test_the_gate_opens_only_after_a_sync_and_serves_base(pod: Pod) -> None:
+    assert await pod.is_closed()
+    status = await pod.status()
     assert (status.state, status.version, status.tensor_size) == (EngineState.CLEAN, BASE, 1)
-    await lab.open_with_base()
-    answer = await lab.generate()
+    await pod.open_with_base()
+    answer = await pod.generate()
     assert answer.body["meta_info"]["weight_version"] == "base"
 
 
-async def test_an_update_is_served_with_its_version(lab: Pod) -> None:
-    await lab.open_with_base()
-    before = (await lab.generate(16)).body["text"]
+async def test_an_update_is_served_with_its_version(pod: Pod) -> None:
+    await pod.open_with_base()
+    before = (await pod.generate(16)).body["text"]
     version = Version(run=1, step=1, label="step-1")
-    await push(lab, version)
-    after = (await lab.generate(16)).body
+    await push(pod, version)
+    after = (await pod.generate(16)).body
     assert after["meta_info"]["weight_version"] == "step-1"
     assert after["text"] != before
     # The agent's death closes the gate for new requests. Running requests continue. The record reopens the gate.
     first = asyncio.Event()
-    stream = asyncio.create_task(lab.stream(600, first))
+    stream = asyncio.create_task(pod.stream(600, first))
     await first.wait()
-    await lab.agent.end()
-    assert await until(lab.is_closed, 3, "the gate closes") < 2
+    await pod.agent.end()
+    assert await until(pod.is_closed, 3, "the gate closes") < 2
     assert (await stream)[1]
-    await lab.agent.start()
-    await until(lab.is_open, 30, "the gate opens by the record")
+    await pod.agent.start()
+    await until(pod.is_open, 30, "the gate opens by the record")
 
 
-async def test_no_mixture_is_served_after_a_trainer_dies_during_an_update(lab: Pod) -> None:
+async def test_no_mixture_is_served_after_a_trainer_dies_during_an_update(pod: Pod) -> None:
     """Held and running requests are cut, the gate stays closed, and the next complete update makes the engine clean."""
     # The engine was updated by an earlier test and this agent is new: nothing can be proved about its weights.
     version = Version(run=1, step=2, label="step-2")
-    await push(lab, version)
+    await push(pod, version)
     first = asyncio.Event()
-    stream = asyncio.create_task(lab.stream(1500, first))
+    stream = asyncio.create_task(pod.stream(1500, first))
     await first.wait()
-    async with trainer(lab, scale=2.0, tensors="3") as (process, body):
-        assert (await lab.control("/pause_generation", {"mode": "retract"})).status == 200
-        held = asyncio.create_task(lab.generate(8))
+    async with trainer(pod, scale=2.0, tensors="3") as (process, body):
+        assert (await pod.control("/pause_generation", {"mode": "retract"})).status == 200
+        held = asyncio.create_task(pod.generate(8))
         await asyncio.sleep(0.3)
         assert not held.done()
-        assert (await lab.control("/begin_weight_update")).status == 200
-        assert await lab.is_closed()
-        update = asyncio.create_task(lab.control("/update_weights_from_distributed", body))
+        assert (await pod.control("/begin_weight_update")).status == 200
+        assert await pod.is_closed()
+        update = asyncio.create_task(pod.control("/update_weights_from_distributed", body))
         await go(process)
         assert (await asyncio.wait_for(update, 60)).status == 400
-        assert (await lab.control("/continue_generation")).status == 409
-        status = await lab.fence()
+        assert (await pod.control("/continue_generation")).status == 409
+        status = await pod.fence()
     assert (status.state, status.session, status.paused, status.gate_open) == (EngineState.DIRTY, False, False, False)
     assert (await stream)[1] is False
     assert await outcome(held) in ("broken", "502", "503")
-    await until(lambda: _idle(lab), 10, "nothing runs on the engine")
-    assert await lab.is_closed()
-    assert not (await lab.status(version.model_dump())).gate_open
-    await push(lab, Version(run=1, step=3, label="step-3"))
-    assert (await lab.generate()).body["meta_info"]["weight_version"] == "step-3"
+    await until(lambda: _idle(pod), 10, "nothing runs on the engine")
+    assert await pod.is_closed()
+    assert not (await pod.status(version.model_dump())).gate_open
+    await push(pod, Version(run=1, step=3, label="step-3"))
+    assert (await pod.generate()).body["meta_info"]["weight_version"] == "step-3"
 
 
-async def test_an_engine_restarted_while_its_agent_is_down_never_answers_with_base(lab: Pod, engine: Engine) -> None:
+async def test_an_engine_restarted_while_its_agent_is_down_never_answers_with_base(pod: Pod, engine: Engine) -> None:
     version = Version(run=1, step=4, label="step-4")
-    await push(lab, version)
+    await push(pod, version)
     seen: Counter[str] = Counter()
     stop = asyncio.Event()
 
     async def client() -> None:
         while not stop.is_set():
-            seen[await outcome(lab.generate(1))] += 1
+            seen[await outcome(pod.generate(1))] += 1
             await asyncio.sleep(0.02)
 
     asking = asyncio.create_task(client())
     await asyncio.sleep(0.5)
-    await lab.agent.end()
+    await pod.agent.end()
     await asyncio.to_thread(engine.kill)
     engine.start()
     await asyncio.to_thread(engine.wait)
     await asyncio.sleep(2)
     assert "base" not in seen  # without agent
-    await lab.agent.start()
-    await until(lab.engine_up, 30, "the agent sees the new engine")
+    await pod.agent.start()
+    await until(pod.engine_up, 30, "the agent sees the new engine")
     await asyncio.sleep(4)  # longer than an agent waits before it believes its record
-    status = await lab.status()
+    status = await pod.status()
     assert (status.state, status.version, status.gate_open) == (EngineState.CLEAN, BASE, False)
-    assert not (await lab.status(version.model_dump())).gate_open
+    assert not (await pod.status(version.model_dump())).gate_open
     await asyncio.sleep(1)
     stop.set()
     await asking
     assert set(seen) <= {"step-4", "502", "503", "broken"}, seen  # 502: was running when the engine was killed
     assert seen["step-4"] > 0
-    assert (await lab.status(BASE_WIRE)).gate_open
+    assert (await pod.status(BASE_WIRE)).gate_open
 
 
 async def outcome(asked: Awaitable[Answer]) -> str:
@@ -198,6 +198,6 @@ async def outcome(asked: Awaitable[Answer]) -> str:
     return str(answer.body["meta_info"]["weight_version"]) if answer.status == 200 else str(answer.status)
 
 
-async def _idle(lab: Pod) -> bool:
-    loads = (await lab.ask("GET", "/v1/loads")).body["loads"]
+async def _idle(pod: Pod) -> bool:
+    loads = (await pod.ask("GET", "/v1/loads")).body["loads"]
     return all(load["num_running_reqs"] + load["num_waiting_reqs"] == 0 for load in loads)

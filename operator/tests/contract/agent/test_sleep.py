@@ -19,7 +19,7 @@ from aiohttp import web
 from sglang_rollout.wire.agent import AgentStatus
 from sglang_rollout.wire.ports import AGENT_SYNC
 from sglang_rollout.wire.states import BASE, EngineState
-from tests.contract.support.agent_pod import BASE_WIRE, Answer, Pod, pod, until
+from tests.contract.support.agent_pod import BASE_WIRE, Answer, Pod, run_pod, until
 from tests.contract.support.engine_servers import Server
 from tests.support.ports import free_port
 
@@ -67,103 +67,103 @@ async def saver(engine: Server) -> AsyncIterator[Saver]:
 
 
 @pytest.fixture
-async def lab(saver: Saver, tmp_path: Path) -> AsyncIterator[Pod]:
-    async with pod(tmp_path, f"http://127.0.0.1:{saver.port}") as made:
+async def pod(saver: Saver, tmp_path: Path) -> AsyncIterator[Pod]:
+    async with run_pod(tmp_path, f"http://127.0.0.1:{saver.port}") as made:
         await made.open_with_base()
         yield made
 
 
-async def sync(lab: Pod, state: str, drain: float = 300.0) -> AgentStatus:
+async def sync(pod: Pod, state: str, drain: float = 300.0) -> AgentStatus:
     """Send a coordinator's sync."""
-    answer = await lab.control(AGENT_SYNC, {"committed": BASE_WIRE, "spec_state": state, "drain": drain})
+    answer = await pod.control(AGENT_SYNC, {"committed": BASE_WIRE, "spec_state": state, "drain": drain})
     assert answer.status == 200, answer.body
     return AgentStatus.model_validate(answer.body)
 
 
-async def released(lab: Pod, tags: list[str], state: str) -> AgentStatus:
+async def released(pod: Pod, tags: list[str], state: str) -> AgentStatus:
     async def is_released() -> bool:
-        status = await sync(lab, state)
+        status = await sync(pod, state)
         return status.released == tags and status.paused == bool(tags)
 
     async def answered() -> bool:
-        return "one control call at a time" not in str((await lab.control("/flush_cache", {})).body)
+        return "one control call at a time" not in str((await pod.control("/flush_cache", {})).body)
 
     await until(is_released, 60, f"released: {tags}")
     await until(answered, 60, "the engine has answered, after the record was written")
-    return await sync(lab, state)
+    return await sync(pod, state)
 
 
-async def prove(lab: Pod, status: AgentStatus, **more: Any) -> Answer:
-    return await lab.control("/agent/ack", {"version": BASE_WIRE, "boot_id": status.boot_id, "cohort": ["e0"], **more})
+async def prove(pod: Pod, status: AgentStatus, **more: Any) -> Answer:
+    return await pod.control("/agent/ack", {"version": BASE_WIRE, "boot_id": status.boot_id, "cohort": ["e0"], **more})
 
 
-async def test_it_sleeps_when_its_requests_have_ended_and_serves_again_when_it_is_verified(lab: Pod, saver: Saver, engine: Server) -> None:
+async def test_it_sleeps_when_its_requests_have_ended_and_serves_again_when_it_is_verified(pod: Pod, saver: Saver, engine: Server) -> None:
     tokens = engine.generate(8)["output_ids"]
     long = engine.start_long(800)
-    status = await sync(lab, "asleep")
+    status = await sync(pod, "asleep")
     assert not status.gate_open, "no new request"
-    assert (await lab.generate()).status == 503
+    assert (await pod.generate()).status == 503
     assert (await asyncio.wrap_future(long))["meta_info"]["finish_reason"]["type"] == "length", "running requests finish"
-    status = await released(lab, ALL, "asleep")
+    status = await released(pod, ALL, "asleep")
     assert saver.calls == [("pause", {"mode": "abort"}), ("release", {"tags": ALL})]
     assert (status.state, status.woken) == (EngineState.UNKNOWN, False)
 
-    again = await lab.control("/resume_memory_occupation", {"tags": ["weights"]})
+    again = await pod.control("/resume_memory_occupation", {"tags": ["weights"]})
     assert (again.status, "spec.state: Asleep" in again.body["message"]) == (409, True), again
     for path in ("/begin_weight_update", "/weights_checker", "/continue_generation"):
-        answer = await lab.control(path, {})
+        answer = await pod.control(path, {})
         assert (answer.status, "released" in answer.body["message"]) == (409, True), answer
 
     saver.calls.clear()
-    status = await released(lab, [], "active")
+    status = await released(pod, [], "active")
     assert saver.calls == [("resume", {"tags": ALL}), ("continue", {})]
     assert (status.state, status.woken, status.gate_open) == (EngineState.UNKNOWN, True, False)
-    assert (await prove(lab, status)).status == 409, "its weights have not been compared"
-    assert (await prove(lab, status, verified=True)).status == 200
-    status = await sync(lab, "active")
+    assert (await prove(pod, status)).status == 409, "its weights have not been compared"
+    assert (await prove(pod, status, verified=True)).status == 200
+    status = await sync(pod, "active")
     assert (status.gate_open, status.version) == (True, BASE), status.message
-    assert (await lab.generate()).status == 200
+    assert (await pod.generate()).status == 200
     assert engine.generate(8)["output_ids"] == tokens
 
 
-async def test_requests_that_do_not_end_in_time_are_aborted(lab: Pod, engine: Server, saver: Saver) -> None:
+async def test_requests_that_do_not_end_in_time_are_aborted(pod: Pod, engine: Server, saver: Saver) -> None:
     long = engine.start_long()
-    await sync(lab, "asleep", drain=0.5)
-    await until(lambda: _says(lab, ALL), 60, "it sleeps")
+    await sync(pod, "asleep", drain=0.5)
+    await until(lambda: _says(pod, ALL), 60, "it sleeps")
     assert (await asyncio.wrap_future(long))["meta_info"]["finish_reason"]["type"] == "abort"
     await until(
         lambda: _true([call for call, _ in saver.calls if call == "release"] == ["release"]), 30, "the engine has received the release"
     )
-    await released(lab, [], "active")
+    await released(pod, [], "active")
 
 
 async def _true(value: bool) -> bool:
     return value
 
 
-async def _says(lab: Pod, tags: list[str]) -> bool:
-    return (await sync(lab, "asleep", drain=0.5)).released == tags
+async def _says(pod: Pod, tags: list[str]) -> bool:
+    return (await sync(pod, "asleep", drain=0.5)).released == tags
 
 
-async def test_a_restarted_agent_of_a_sleeping_engine_restores_its_memory_once(lab: Pod, saver: Saver) -> None:
-    await released(lab, ALL, "asleep")
+async def test_a_restarted_agent_of_a_sleeping_engine_restores_its_memory_once(pod: Pod, saver: Saver) -> None:
+    await released(pod, ALL, "asleep")
     saver.calls.clear()
-    await lab.agent.end(signal.SIGKILL)
-    await lab.agent.start()
-    await until(lab.agent_answers, 30, "the agent is back")
-    await until(lab.engine_up, 30, "the agent sees the engine")
-    assert (await released(lab, ALL, "asleep")).released == ALL
+    await pod.agent.end(signal.SIGKILL)
+    await pod.agent.start()
+    await until(pod.agent_answers, 30, "the agent is back")
+    await until(pod.engine_up, 30, "the agent sees the engine")
+    assert (await released(pod, ALL, "asleep")).released == ALL
     assert saver.calls == []
-    await released(lab, [], "active")
+    await released(pod, [], "active")
     assert saver.calls == [("resume", {"tags": ALL}), ("continue", {})]
 
 
-async def test_a_trainers_release_lasts_until_a_restore(lab: Pod, saver: Saver) -> None:
-    assert (await lab.control("/release_memory_occupation", {"tags": ["kv_cache"]})).status == 200
-    await released(lab, ["kv_cache"], "active")
-    await released(lab, ALL, "asleep")
+async def test_a_trainers_release_lasts_until_a_restore(pod: Pod, saver: Saver) -> None:
+    assert (await pod.control("/release_memory_occupation", {"tags": ["kv_cache"]})).status == 200
+    await released(pod, ["kv_cache"], "active")
+    await released(pod, ALL, "asleep")
     saver.calls.clear()
-    assert (await lab.control("/release_memory_occupation", {"tags": ["kv_cache"]})).status == 200
-    assert (await lab.fence()).released == ALL, "a fence leaves it asleep"
-    await released(lab, [], "active")
+    assert (await pod.control("/release_memory_occupation", {"tags": ["kv_cache"]})).status == 200
+    assert (await pod.fence()).released == ALL, "a fence leaves it asleep"
+    await released(pod, [], "active")
     assert [call for call, _ in saver.calls] == ["resume", "continue"], "it was released already"

@@ -7,15 +7,14 @@ import fcntl
 import json
 import shutil
 import struct
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from sglang_rollout.checkpoints.snapshots import MANIFEST, FileEntry, Manifest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, DEADLINE_HEADER
-from tests.contract.support.agent_pod import Pod, pod, until
-from tests.contract.support.stub_engine import StubEngine, stub_engine
+from tests.contract.support.agent_pod import Pod, until
+from tests.contract.support.stub_engine import StubEngine
 
 pytestmark = pytest.mark.router
 LOAD = "update_weights_from_disk"
@@ -23,16 +22,10 @@ WANTED = {"run": 1, "step": 3, "label": "step 3"}
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[StubEngine]:
-    async with stub_engine() as made:
-        yield made
-
-
-@pytest.fixture
-async def lab(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Pod]:
-    async with pod(tmp_path, engine.url) as made:
-        await made.open_with_base()
-        yield made
+async def pod(pod: Pod) -> Pod:
+    """The pod, whose gate is open at the base version."""
+    await pod.open_with_base()
+    return pod
 
 
 @pytest.fixture
@@ -68,24 +61,24 @@ async def removable(folder: Path) -> bool:
     return True
 
 
-async def test_a_snapshot_is_locked_from_the_check_to_the_end_of_loading(lab: Pod, engine: StubEngine, model: Path, tmp_path: Path) -> None:
+async def test_a_snapshot_is_locked_from_the_check_to_the_end_of_loading(pod: Pod, stub: StubEngine, model: Path, tmp_path: Path) -> None:
     folder = snapshot(tmp_path / "snapshots", model)
     ask = {"path": str(folder.parent), "snapshot": WANTED, "fleet_id": "f", "model_path": str(model)}
-    reply = await lab.control(AGENT_CHECKPOINT, ask)
+    reply = await pod.control(AGENT_CHECKPOINT, ask)
     assert (reply.body["refusal"], reply.body["path"]) == (None, str(folder))
     assert not await removable(folder)
-    engine.held[LOAD] = asyncio.Event()
-    late = await lab.control(f"/{LOAD}", {"model_path": str(folder)}, **{DEADLINE_HEADER: "0.5"})
+    stub.held[LOAD] = asyncio.Event()
+    late = await pod.control(f"/{LOAD}", {"model_path": str(folder)}, headers={DEADLINE_HEADER: "0.5"})
     assert late.status == 504
     assert not await removable(folder), "no caller waits for the answer, but the engine still loads"
-    engine.held[LOAD].set()
+    stub.held[LOAD].set()
     await until(lambda: removable(folder), 10, "the snapshot may be removed once the engine has loaded it")
 
 
-async def test_a_snapshot_that_cannot_be_loaded_is_not_locked(lab: Pod, model: Path, tmp_path: Path) -> None:
+async def test_a_snapshot_that_cannot_be_loaded_is_not_locked(pod: Pod, model: Path, tmp_path: Path) -> None:
     folder = snapshot(tmp_path / "snapshots", model)
     (folder / "model.safetensors").write_bytes(b"")
     ask = {"path": str(folder.parent), "snapshot": WANTED, "fleet_id": "f", "model_path": str(model)}
-    reply = await lab.control(AGENT_CHECKPOINT, ask)
+    reply = await pod.control(AGENT_CHECKPOINT, ask)
     assert reply.body["refusal"] is not None
     assert await removable(folder)

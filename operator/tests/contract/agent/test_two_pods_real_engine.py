@@ -39,35 +39,35 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
         yield made
 
 
-async def checksums(lab: Pod) -> list[str]:
-    answer = await lab.control("/weights_checker", {"action": "checksum"})
+async def checksums(pod: Pod) -> list[str]:
+    answer = await pod.control("/weights_checker", {"action": "checksum"})
     assert answer.status == 200, answer.body
     return [rank["per_gpu_checksum"] for rank in answer.body["ranks"]]
 
 
 async def test_an_update_reaches_both_ranks_and_a_dead_rank_ends_the_other(pair: Pair) -> None:
-    lab = pair.leader.pod
+    pod = pair.leader.pod
     sizes = await read_sizes([EngineArg(Address("127.0.0.1", pair.leader.engine_port))])
     assert list(sizes.values()) == [Sizes(2)], "what a local fleet reads at its start"
-    await lab.open_with_base()
-    base = await checksums(lab)
+    await pod.open_with_base()
+    base = await checksums(pod)
     assert len(base) == 2
     version = Version(run=1, step=2, label="other")
-    await push(lab, version, ranks=2)
-    pushed = await checksums(lab)
+    await push(pod, version, ranks=2)
+    pushed = await checksums(pod)
     assert set(pushed).isdisjoint(base), "each rank holds something else now"
-    assert (await lab.generate()).status == 200
+    assert (await pod.generate()).status == 200
 
     starts = pair.starts
     os.kill(_server(pair.follower.engine_port), signal.SIGKILL)
     await until(lambda: are_restarted(pair, starts), 90, "both containers are restarted", every=0.2)
-    assert await lab.is_closed()
+    assert await pod.is_closed()
     await until(pair.runs, 300, "both ranks have loaded again", every=0.5)
-    assert await checksums(lab) == base
-    assert not (await lab.status(version.model_dump())).gate_open, "it came back without the version that is committed"
-    await push(lab, version, ranks=2)
-    assert await checksums(lab) == pushed
-    assert (await lab.status(BASE_WIRE)).version == version
+    assert await checksums(pod) == base
+    assert not (await pod.status(version.model_dump())).gate_open, "it came back without the version that is committed"
+    await push(pod, version, ranks=2)
+    assert await checksums(pod) == pushed
+    assert (await pod.status(BASE_WIRE)).version == version
 
 
 async def are_restarted(pair: Pair, before: tuple[int, int]) -> bool:

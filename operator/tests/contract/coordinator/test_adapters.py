@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from sglang_rollout.testing import StandIn
-from tests.contract.support.agent_pod import Answer, Pod, pod
+from tests.contract.support.agent_pod import Answer, Pod, run_pod
 from tests.contract.support.coordinator_process import Lab, fleet_lab
 
 
@@ -18,7 +18,7 @@ from tests.contract.support.coordinator_process import Lab, fleet_lab
 async def engine(tmp_path: Path) -> AsyncIterator[tuple[Pod, StandIn]]:
     """Yield an open gate in front of an engine with adapters."""
     with StandIn(weight_version="base", lora=True) as stand_in:
-        async with pod(tmp_path, stand_in.url) as made:
+        async with run_pod(tmp_path, stand_in.url) as made:
             await made.open_with_base()
             yield made, stand_in
 

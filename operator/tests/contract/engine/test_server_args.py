@@ -21,7 +21,7 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.engine_arguments import server_args, server_ranks
 from sglang_rollout.controller.render.names import engine_ports
-from tests.contract.support.agent_pod import pod
+from tests.contract.support.agent_pod import run_pod
 from tests.support.paths import DOCS, GOLDEN_INPUTS
 from tests.support.ports import free_port
 
@@ -274,7 +274,7 @@ def test_running_server_reports_the_settings(running: Engine) -> None:
 async def test_engine_without_a_tokenizer_accepts_only_token_ids(running: Engine, tmp_path: Path) -> None:
     """SGLang itself answers chat and completions of token IDs with 500 and an internal error. The gate refuses them with 400."""
     ids = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
-    async with pod(tmp_path, running.url) as gated:
+    async with run_pod(tmp_path, running.url) as gated:
         await gated.open_with_base()
         answer = await gated.ask("POST", "/generate", ids)
         assert (answer.status, len(answer.body["output_ids"]), "text" in answer.body) == (200, 2, False)

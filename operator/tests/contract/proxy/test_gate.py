@@ -6,7 +6,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -15,134 +14,122 @@ from yarl import URL
 
 from sglang_rollout.sglang.api import GENERATING_PATHS
 from sglang_rollout.wire.ports import AGENT_HEALTH
-from tests.contract.support.agent_pod import BASE_WIRE, Pod, pod, until
-from tests.contract.support.stub_engine import StubEngine, stub_engine
+from tests.contract.support.agent_pod import BASE_WIRE, Pod, run_pod, until
+from tests.contract.support.stub_engine import StubEngine
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.router
 
 
-@pytest.fixture
-async def engine() -> AsyncIterator[StubEngine]:
-    async with stub_engine() as made:
-        yield made
-
-
-@pytest.fixture
-async def lab(engine: StubEngine, tmp_path: Path) -> AsyncIterator[Pod]:
-    async with pod(tmp_path, engine.url) as made:
-        yield made
-
-
-async def test_gate_is_closed_until_a_coordinator_names_the_committed_version(lab: Pod) -> None:
-    await until(lab.engine_up, 10, "the agent sees the engine")
-    closed = await lab.generate()
+async def test_gate_is_closed_until_a_coordinator_names_the_committed_version(pod: Pod) -> None:
+    await until(pod.engine_up, 10, "the agent sees the engine")
+    closed = await pod.generate()
     assert closed.status == 503
     assert closed.headers["Retry-After"] == "1"
     assert closed.body["error"]["code"] == "engine_closed"
     await asyncio.sleep(1)
-    assert await lab.is_closed()
-    await lab.open_with_base()
-    assert await lab.is_open()
+    assert await pod.is_closed()
+    await pod.open_with_base()
+    assert await pod.is_open()
 
 
-async def test_an_encoded_path_reaches_neither_engine_nor_agent(lab: Pod, engine: StubEngine) -> None:
-    await lab.open_with_base()
+async def test_an_encoded_path_reaches_neither_engine_nor_agent(pod: Pod, stub: StubEngine) -> None:
+    await pod.open_with_base()
     for path in ("/%67enerate", "/agent%2Fgate", "/%68ealth"):
-        async with lab.http.post(URL(lab.url + path, encoded=True), json={"input_ids": [1]}) as reply:
+        async with pod.http.post(URL(pod.url + path, encoded=True), json={"input_ids": [1]}) as reply:
             assert (reply.status, (await reply.json())["error"]["code"]) == (400, "encoded_path")
-    assert not engine.asked.is_set()
+    assert not stub.asked.is_set()
 
 
-async def test_engine_that_does_not_generate_gets_no_request_for_tokens(engine: StubEngine, tmp_path: Path) -> None:
-    engine.generates = False
-    async with pod(tmp_path, engine.url) as lab:
-        await until(lab.engine_up, 10, "the agent sees the engine")
-        assert (await lab.ask("POST", "/classify", {"text": "a"})).body["error"]["code"] == "engine_closed"
-        await lab.open_with_base()
-        assert (await lab.ask("POST", "/classify", {"text": "a"})).status == 200
-        assert engine.bodies["classify"] == {"text": "a"}
+async def test_engine_that_does_not_generate_gets_no_request_for_tokens(stub: StubEngine, tmp_path: Path) -> None:
+    stub.generates = False
+    async with run_pod(tmp_path, stub.url) as pod:
+        await until(pod.engine_up, 10, "the agent sees the engine")
+        assert (await pod.ask("POST", "/classify", {"text": "a"})).body["error"]["code"] == "engine_closed"
+        await pod.open_with_base()
+        assert (await pod.ask("POST", "/classify", {"text": "a"})).status == 200
+        assert stub.bodies["classify"] == {"text": "a"}
         for path in GENERATING_PATHS:
-            refused = await lab.ask("POST", path, {"text": "a", "sampling_params": {"max_new_tokens": 1}})
+            refused = await pod.ask("POST", path, {"text": "a", "sampling_params": {"max_new_tokens": 1}})
             assert (refused.status, refused.body["error"]["code"]) == (400, "model_does_not_generate")
-        assert not engine.asked.is_set()
+        assert not stub.asked.is_set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_silent_agent_closes_the_gate_and_streams_continue(lab: Pod, number: int) -> None:
-    await lab.open_with_base()
+async def test_silent_agent_closes_the_gate_and_streams_continue(pod: Pod, number: int) -> None:
+    await pod.open_with_base()
     first = asyncio.Event()
-    stream = asyncio.create_task(lab.stream(80, first))  # 4 s
+    stream = asyncio.create_task(pod.stream(80, first))  # 4 s
     await first.wait()
-    lab.agent.send(number)
-    took = await until(lab.is_closed, 3, "the gate closes")
+    pod.agent.send(number)
+    took = await until(pod.is_closed, 3, "the gate closes")
     assert took < 2
     assert await stream == (80, True)
-    assert await lab.is_closed()
+    assert await pod.is_closed()
 
 
-async def test_restarted_agent_opens_the_gate_by_its_record(lab: Pod) -> None:
-    await lab.open_with_base()
-    await lab.agent.end()
-    await until(lab.is_closed, 3, "the gate closes")
-    await lab.agent.start()
-    took = await until(lab.is_open, 15, "the gate opens again, without a coordinator")
+async def test_restarted_agent_opens_the_gate_by_its_record(pod: Pod) -> None:
+    await pod.open_with_base()
+    await pod.agent.end()
+    await until(pod.is_closed, 3, "the gate closes")
+    await pod.agent.start()
+    took = await until(pod.is_open, 15, "the gate opens again, without a coordinator")
     assert took > 2, "a restarted agent first waits whether a coordinator knows better"
 
 
-async def test_coordinator_with_a_newer_version_keeps_the_gate_closed(lab: Pod) -> None:
-    await lab.open_with_base()
-    await lab.agent.end()
-    await lab.agent.start()
-    await until(lab.agent_answers, 10, "the agent is back")
-    await lab.status({"run": 1, "step": 1, "label": "1"})
+async def test_coordinator_with_a_newer_version_keeps_the_gate_closed(pod: Pod) -> None:
+    await pod.open_with_base()
+    await pod.agent.end()
+    await pod.agent.start()
+    await until(pod.agent_answers, 10, "the agent is back")
+    await pod.status({"run": 1, "step": 1, "label": "1"})
     await asyncio.sleep(4)
-    assert await lab.is_closed()
+    assert await pod.is_closed()
 
 
-async def test_restarted_haproxy_is_opened_again(lab: Pod) -> None:
-    await lab.open_with_base()
-    await lab.gate.end()
-    await lab.gate.start()
-    await until(lab.agent_answers, 10, "haproxy is back")
-    await until(lab.is_open, 3, "the agent opens it")
-    assert (await lab.generate()).status == 200
-    assert (await lab.status(BASE_WIRE)).gate_open
+async def test_restarted_haproxy_is_opened_again(pod: Pod) -> None:
+    await pod.open_with_base()
+    await pod.gate.end()
+    await pod.gate.start()
+    await until(pod.agent_answers, 10, "haproxy is back")
+    await until(pod.is_open, 3, "the agent opens it")
+    assert (await pod.generate()).status == 200
+    assert (await pod.status(BASE_WIRE)).gate_open
 
 
-async def test_stopped_engine_closes_the_gate(lab: Pod, engine: StubEngine) -> None:
-    await lab.open_with_base()
-    await engine.stop()
-    assert (await lab.generate()).status == 503  # at once: nothing listens
-    await until(lambda: _reason(lab, "not up"), 3, "the agent sees it")
+async def test_stopped_engine_closes_the_gate(pod: Pod, stub: StubEngine) -> None:
+    await pod.open_with_base()
+    await stub.stop()
+    assert (await pod.generate()).status == 503  # at once: nothing listens
+    await until(lambda: _reason(pod, "not up"), 3, "the agent sees it")
 
 
-async def test_status_is_not_open_while_haproxy_is_stopped(lab: Pod) -> None:
-    await lab.open_with_base()
-    await lab.gate.end()
-    direct = Pod(lab.folder, lab.engine_url, lab.http, gate_port=lab.agent_port)  # bypasses the gate, which is impossible in a pod
+async def test_status_is_not_open_while_haproxy_is_stopped(pod: Pod) -> None:
+    await pod.open_with_base()
+    await pod.gate.end()
+    direct = Pod(pod.folder, pod.engine_url, pod.http, gate_port=pod.agent_port)  # bypasses the gate, which is impossible in a pod
     status = await direct.status(BASE_WIRE)
     assert not status.gate_open
     assert "haproxy" in status.message
 
 
-async def test_flood_of_requests_does_not_lock_out_the_agent(engine: StubEngine, tmp_path: Path) -> None:
-    async with pod(tmp_path, engine.url, start=False) as lab:
-        lab.gate.args += ["--maxconn", "64"]
-        await lab.start()
-        await lab.open_with_base()
+async def test_flood_of_requests_does_not_lock_out_the_agent(stub: StubEngine, tmp_path: Path) -> None:
+    async with run_pod(tmp_path, stub.url, start=False) as pod:
+        pod.gate.args += ["--maxconn", "64"]
+        await pod.start()
+        await pod.open_with_base()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as many:
             body = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 60}}
 
             async def one() -> int:
-                async with many.post(lab.url + "/generate", json=body) as reply:
+                async with many.post(pod.url + "/generate", json=body) as reply:
                     await reply.read()
                     return reply.status
 
             flood = [asyncio.create_task(one()) for _ in range(60)]
             await asyncio.sleep(1)
-            assert (await asyncio.wait_for(lab.ask("GET", AGENT_HEALTH), 2)).status == 200
+            assert (await asyncio.wait_for(pod.ask("GET", AGENT_HEALTH), 2)).status == 200
             statuses = await asyncio.gather(*flood)
         assert statuses.count(200) == 48
         assert statuses.count(503) == 12
@@ -170,5 +157,5 @@ async def test_haproxy_starts_under_a_low_limit_on_open_files(tmp_path: Path, fi
             process.kill()
 
 
-async def _reason(lab: Pod, words: str) -> bool:
-    return words in (await lab.status()).message
+async def _reason(pod: Pod, words: str) -> bool:
+    return words in (await pod.status()).message

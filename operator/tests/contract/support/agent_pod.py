@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,9 +139,11 @@ class Pod:
                 document = raw.decode(errors="replace")
             return Answer(reply.status, reply.reason or "", dict(reply.headers), document)
 
-    async def control(self, path: str, body: Any = None, *, term: int | None = None, token: str = TOKEN, **headers: str) -> Answer:
+    async def control(
+        self, path: str, body: Any = None, *, term: int | None = None, token: str = TOKEN, headers: Mapping[str, str] | None = None
+    ) -> Answer:
         """Send a call as the coordinator does."""
-        all_headers = {"Authorization": f"Bearer {token}", TERM_HEADER: str(self.term if term is None else term), **headers}
+        all_headers = {"Authorization": f"Bearer {token}", TERM_HEADER: str(self.term if term is None else term), **(headers or {})}
         return await self.ask("POST", path, {} if body is None else body, all_headers)
 
     async def status(self, committed: dict[str, Any] | None = None) -> AgentStatus:
@@ -190,7 +192,7 @@ class Pod:
 
 
 @asynccontextmanager
-async def pod(
+async def run_pod(
     folder: Path, engine_url: str, *, with_boot_file: bool = False, start: bool = True, name: str = "e0", fleet_url: str | None = None
 ) -> AsyncIterator[Pod]:
     """Run a pod for the length of the block."""

@@ -16,7 +16,7 @@ from sglang_rollout.api.weights_spec import Weights
 from sglang_rollout.coordinator.main import Options, serve
 from sglang_rollout.wire.ports import FLEET
 from sglang_rollout.wire.states import FleetMode
-from tests.contract.support.agent_pod import TOKEN, Answer, Pod, Process, pod, until
+from tests.contract.support.agent_pod import TOKEN, Answer, Pod, Process, run_pod, until
 from tests.support.ports import free_port
 
 
@@ -77,7 +77,7 @@ async def complete_fleet(
         for index, server in enumerate(servers):
             place = folder / f"e{index}"
             place.mkdir()
-            one = await stack.enter_async_context(pod(place, server, name=f"e{index}", fleet_url=url, with_boot_file=True, start=False))
+            one = await stack.enter_async_context(run_pod(place, server, name=f"e{index}", fleet_url=url, with_boot_file=True, start=False))
             one.boot(f"boot-{index}")
             await one.start()
             pods.append(one)
