@@ -34,7 +34,7 @@ _PROGRAMS = {
     "jq": "jq",
     "shellcheck": "shellcheck",
 }
-_WITHOUT_LAB = {"haproxy", "shellcheck"}
+_WITHOUT_LAB = {"curl", "haproxy", "shellcheck"}
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _GB_DISK, _GB_DISK_DEMO = 5.0, 25.0
 _GB_MEMORY, _GB_MEMORY_DEMO = 2.0, 8.0

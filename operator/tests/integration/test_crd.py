@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.fixtures import kubernetes_api  # noqa: F401 - a fixture
 from e2e.cluster.say import wait_until
+from e2e.pages import Block, Runner, blocks_for
 
 from sglang_rollout.api.crdgen import crd_yaml
 from sglang_rollout.controller.decide.drift import read_ownership
@@ -23,7 +23,7 @@ from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.fleet_objects import with_token
 from sglang_rollout.controller.render.names import CHILD_KINDS, FIELD_MANAGER, LABEL_ROLLOUT
-from tests.support.paths import DOCS, GOLDEN_INPUTS, REPOSITORY
+from tests.support.paths import GOLDEN_INPUTS, REPOSITORY
 
 pytestmark = pytest.mark.controlplane
 
@@ -96,26 +96,23 @@ def test_valid_edge_cases_are_accepted(api: ControlPlane) -> None:
         assert done.returncode == 0, f"{what}: {done.stderr}"
 
 
-def _shown() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield page and object of every rollout in the documentation. A part of a spec is completed to a small rollout."""
-    for page in [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]:
-        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
-            shown = yaml.safe_load(block)
-            if "apiVersion" not in shown:
-                spec = {"model": {"path": "m"}, "engine": {"image": "i"}}
-                spec |= {key: spec.get(key, {}) | part for key, part in shown.items()}
-                shown = {"apiVersion": "rollout.sglang.io/v1alpha1", "kind": "SGLangRollout", "spec": spec}
-            if shown["kind"] == "SGLangRollout":
-                yield page.name, shown
+def _shown() -> Iterator[tuple[Block, dict[str, Any]]]:
+    """Yield the object of each YAML block of the pages. A part of a spec is completed to a small rollout."""
+    for block in blocks_for(Runner.YAML):
+        shown = yaml.safe_load(block.text)
+        if "apiVersion" not in shown:
+            spec = {"model": {"path": "m"}, "engine": {"image": "i"}}
+            spec |= {key: spec.get(key, {}) | part for key, part in shown.items()}
+            shown = {"apiVersion": "rollout.sglang.io/v1alpha1", "kind": "SGLangRollout", "metadata": {"name": "shown"}, "spec": spec}
+        yield block, shown
 
 
-def test_every_rollout_of_the_documentation_is_accepted(api: ControlPlane) -> None:
+def test_every_object_of_the_documentation_is_accepted(api: ControlPlane) -> None:
     shown = list(_shown())
-    assert {"README.md", "engine-settings.md", "verl.md", "place-engines.md"} <= {page for page, _ in shown}
-    for number, (page, rollout) in enumerate(shown):
-        rollout["metadata"] = {"name": f"shown-{number}"}
-        done = api.kubectl("apply", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(rollout), check=False)
-        assert done.returncode == 0, f"{page}: {done.stderr}"
+    assert {document["kind"] for _, document in shown} == {"SGLangRollout", "ResourceClaim", "NetworkPolicy"}
+    for block, document in shown:
+        done = api.kubectl("apply", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(document), check=False)
+        assert done.returncode == 0, f"{block}: {done.stderr}"
 
 
 def test_explain_describes_every_field_of_the_spec(api: ControlPlane) -> None:
