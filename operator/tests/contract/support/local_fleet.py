@@ -48,7 +48,7 @@ def wait_serving(url: str, engines: int, seconds: float, local: subprocess.Popen
     pytest.fail(f"{engines} engines did not serve within {seconds:.0f} s: {log.read_text()[-2000:]}")
 
 
-def _wait_routed(url: str, engines: int) -> None:
+def wait_routed(url: str, engines: int) -> None:
     """Wait until smg routes to all engines, which is a moment after they serve."""
     end, seen = time.monotonic() + 60, set[str]()
     while len(seen) < engines:
@@ -74,6 +74,6 @@ def engines_behind_a_url(folder: Path, number: int, args: Sequence[str] = ()) ->
         stack.callback(local.wait, 30)
         stack.callback(local.terminate)
         wait_serving(f"http://{address}", number, 90, local, log)
-        _wait_routed(f"http://{address}", number)
+        wait_routed(f"http://{address}", number)
         targets = json.loads((folder / "state" / "prometheus-targets.json").read_text())
         yield Urls(f"http://{address}", [engine.url for engine in engines], str(environment.model()), targets)
