@@ -60,7 +60,7 @@ def test_invalid_object_is_refused_with_a_message(refusals: str, path: Path) -> 
     assert expected in refusals.split(f'{path.name}":', 1)[1].split("Error from server", 1)[0]
 
 
-ACCEPTED = {
+ACCEPTED: dict[str, dict[str, Any]] = {
     "a model from an object store": {"model": {"path": "s3://models/qwen"}},
     "a model beside the engine": {"model": {"path": "./models/qwen..7b"}},
     "a path with a colon and a name": {"model": {"path": "/models/qwen:7b", "servedName": "policy"}},

@@ -54,7 +54,7 @@ def write_model(
     if not shards:
         (folder / "model.safetensors").write_bytes(file_bytes(tensors, fill))
         return folder
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in range(shards):
         name = f"model-{number + 1:05}-of-{shards:05}.safetensors"
         part = dict(list(tensors.items())[number::shards])

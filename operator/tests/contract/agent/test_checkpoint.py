@@ -39,7 +39,7 @@ async def test_an_agent_checks_its_own_files_and_needs_the_token(tmp_path: Path)
         reply = await ask(pod, path=str(new), model_path=str(own))
         assert reply.refusal is not None
         assert "architectures" in reply.refusal.message
-        assert "update_weights_from_disk" not in engine.calls
+        assert "update_weights_from_disk" not in stub.calls
 
 
 NAME = "org/tiny"

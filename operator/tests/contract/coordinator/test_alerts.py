@@ -78,7 +78,7 @@ class Timeline:
         }
         (folder / "rules.yaml").write_text(yaml.safe_dump(RULES))
         (folder / "test.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}))
-        command = [program, "test", "rules", "test.yaml"]
+        command = [str(program), "test", "rules", "test.yaml"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
 

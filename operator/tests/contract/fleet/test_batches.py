@@ -14,7 +14,7 @@ from tests.contract.support.local_fleet import Urls
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(420)]
 
-GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 CHANGING = {"e2e_latency", *TIMES, "cached_tokens", "cached_tokens_details", "id", "created"}
 """Times, hits of the cache, and generated IDs."""
 
@@ -38,13 +38,13 @@ def both(urls: Urls, body: dict[str, Any], path: str = "/generate") -> tuple[req
         {"text": ["alpha", "beta", "gamma"], "sampling_params": GREEDY},
         {"text": ["alpha"], "sampling_params": GREEDY},
         {"text": [], "sampling_params": GREEDY},
-        {"input_ids": [[11, 22], [33]], "sampling_params": [GREEDY, {**GREEDY, "max_new_tokens": 3}]},
+        {"input_ids": [[11, 22], [33]], "sampling_params": [GREEDY, GREEDY | {"max_new_tokens": 3}]},
         {"input_ids": [[11, 22], [33]], "rid": ["a", "b"], "sampling_params": GREEDY},
         {"input_ids": [[11, 22], [33]], "rid": "q", "sampling_params": GREEDY},
         {"input_ids": [[11, 22], [33]], "return_logprob": [True, False], "top_logprobs_num": [2, 0], "sampling_params": GREEDY},
         {"input_ids": [[11, 22], [33]], "return_logprob": True, "logprob_start_len": [0, -1], "sampling_params": GREEDY},
         {"input_ids": [[11, 22], [33]], "return_logprob": True, "token_ids_logprob": [[1], [2, 3]], "sampling_params": GREEDY},
-        {"input_ids": [[11, 22], [33]], "sampling_params": {**GREEDY, "n": 2}},
+        {"input_ids": [[11, 22], [33]], "sampling_params": GREEDY | {"n": 2}},
         {"text": ["alpha", "beta"], "image_data": [None, None], "sampling_params": GREEDY},
         {"input_ids": [[i + 1, i + 2, i + 3] for i in range(40)], "sampling_params": GREEDY},
     ],

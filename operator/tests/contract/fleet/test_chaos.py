@@ -88,7 +88,7 @@ def test_the_watch_finds_wrong_answers() -> None:
 def test_the_watch_judges_an_answer_over_an_update_token_by_token() -> None:
     old, new = stand_in(b"old"), stand_in(b"new")
     watch = Watch("http://nowhere", {"v1": old, "v2": new})
-    first = old([], 3)
+    first = old([], 3) or []
     tokens = [*first, *(new(first, 2) or [])]
     spans = [{"version": "v1", "start": 0, "end": 3}, {"version": "v2", "start": 3, "end": 5}]
     answer = {"output_ids": tokens, "meta_info": {"weight_version": "v2", "weight_versions": spans}}

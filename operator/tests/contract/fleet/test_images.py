@@ -107,7 +107,7 @@ async def test_an_engine_receives_images_unchanged(recorded: tuple[CompleteFleet
     images = [[SMALL, URL], None, [LARGE]]
     answer = await fleet.ask("POST", GENERATE, {"text": ["a", "b", "c"], "image_data": images, "sampling_params": FEW})
     assert answer.status == 200, answer
-    found = {}
+    found: dict[str, Any] = {}
     for got in recorder.got:
         texts = got["text"] if isinstance(got["text"], list) else [got["text"]]
         given = got["image_data"] if isinstance(got["text"], list) else [got.get("image_data")]

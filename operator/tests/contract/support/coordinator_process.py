@@ -80,9 +80,15 @@ class HttpAgent:
             ]
             return web.json_response({"success": True, "message": "", "ranks": ranks})
         if request.path == AGENT_CHECKPOINT:
-            fields = {"digest": result.digest, "path": result.path, "compared": result.compared}
-            fields |= {"unchecked": result.unchecked, "why_unchecked": result.why_unchecked}
-            return web.json_response({"refusal": _refusal(ok=result.ok, message=result.message), **fields})
+            reply = {
+                "refusal": _refusal(ok=result.ok, message=result.message),
+                "digest": result.digest,
+                "path": result.path,
+                "compared": result.compared,
+                "unchecked": result.unchecked,
+                "why_unchecked": result.why_unchecked,
+            }
+            return web.json_response(reply)
         return self.answer(request.path, {"success": result.ok, "message": result.message}, result.status)
 
     def answer(self, path: str, body: dict[str, Any], status: int) -> web.Response:

@@ -11,7 +11,7 @@ RANK = 4
 MODULES = ("q_proj", "v_proj")
 
 
-def main(model, out, seed):
+def main(model: str, out: str, seed: str) -> None:
     config = json.loads(Path(model, "config.json").read_text())
     head = config["hidden_size"] // config["num_attention_heads"]
     widths = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
@@ -25,7 +25,7 @@ def main(model, out, seed):
     Path(out).mkdir(parents=True)
     save_file(tensors, f"{out}/adapter_model.safetensors")
     about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none", "target_modules": list(MODULES)}
-    Path(out, "adapter_config.json").write_text(json.dumps(about | {"base_model_name_or_path": str(model)}))
+    Path(out, "adapter_config.json").write_text(json.dumps(about | {"base_model_name_or_path": model}))
 
 
 if __name__ == "__main__":

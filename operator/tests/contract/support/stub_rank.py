@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 PID = os.getpid()
-ANSWERS = {
+ANSWERS: dict[str, dict[str, object]] = {
     "/model_info": {"weight_version": "base"},
     "/server_info": {"version": "0.5.23", "tp_size": 2, "weight_version": "base", "served_model_name": "tiny", "random_seed": PID},
     "/ready": {},

@@ -137,7 +137,7 @@ def test_the_reward_of_the_example_rises_only_with_pushes(url: str, tmp_path: Pa
         small = ["--steps", "14", "--batch", "32", "--tokens", "12", "--learning-rate", "4e-3", "--no-check"]
         fixed = ["--url", url, "--model", str(environment.model()), "--seed", str(seed), "--out", str(out)]
         engine_python(str(EXAMPLE), *fixed, *small, *more, seconds=240)
-        return mean(row["reward"] for row in json.loads(out.read_text())["rows"][-3:])
+        return float(mean(row["reward"] for row in json.loads(out.read_text())["rows"][-3:]))
 
     pushed, frozen = final_reward(), final_reward("--no-push")
     assert frozen < 0.35, "without pushes the reward stays low"

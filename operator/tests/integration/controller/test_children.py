@@ -138,7 +138,7 @@ async def test_foreign_objects_are_left_alone(operator: OperatorProcess, world: 
 
 
 async def test_foreign_object_with_the_name_of_a_child_is_left_alone(operator: OperatorProcess, world: World) -> None:
-    theirs = [
+    theirs: list[dict[str, Any]] = [
         {
             "apiVersion": "v1",
             "kind": "Service",

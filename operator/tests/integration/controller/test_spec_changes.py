@@ -214,7 +214,7 @@ async def test_image_pull_failure_is_reported_with_an_event(operator: OperatorPr
     async def said() -> bool:
         rows = {row["name"]: row for row in (await world.status("demo"))["engines"]}
         assert "img:1" in rows["demo-engine-1"].get("message", ""), rows
-        return rows["demo-engine-1"]["phase"] == "Failed"
+        return bool(rows["demo-engine-1"]["phase"] == "Failed")
 
     await eventually("the reason in the status", said)
 

@@ -90,8 +90,8 @@ def spec(replicas: int = 3, base: int = 2, nodes: int = 1, **more: Any) -> Objec
     return {"replicas": replicas, "engine": engine, **elastic, **more}
 
 
-BASE = {"scheduling": {"gang": {"scope": "Base"}}}
-ENGINE = {"scheduling": {"gang": {"scope": "Engine"}}}
+BASE: Object = {"scheduling": {"gang": {"scope": "Base"}}}
+ENGINE: Object = {"scheduling": {"gang": {"scope": "Engine"}}}
 
 
 @given(replicas=st.integers(1, 5), base=st.integers(1, 5), nodes=st.sampled_from([1, 2]), room=st.integers(0, 10))

@@ -72,7 +72,7 @@ def test_no_two_engines_of_a_fleet_share_a_port(fleet: SGLangRollout) -> None:
 @given(fleets(500), fleets(500))
 @settings(deadline=None, max_examples=200)
 def test_port_conflicts_of_two_fleets_are_visible_to_the_scheduler(one: SGLangRollout, other: SGLangRollout) -> None:
-    def blocks(fleet: SGLangRollout) -> dict[int, tuple[int, ...]]:
+    def blocks(fleet: SGLangRollout) -> dict[int, tuple[int | None, ...]]:
         """By the port that the engine's own container names."""
         return {(ports := engine_ports(fleet, index)).engine: (*ports, *ports.of_sglang) for index in range(fleet.spec.engines)}
 

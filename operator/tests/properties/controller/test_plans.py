@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.controller.decide.plan import Apply, Delete
-from tests.properties.support.simulated_cluster import SETTINGS, Cluster, rollout
+from tests.properties.support.simulated_cluster import SETTINGS, Cluster, Object, rollout
 
 images = st.sampled_from(["example.org/engine:1", "example.org/engine:2", "example.org/broken:3"])
 
@@ -27,7 +27,7 @@ PREFETCHED = {
     "volume": {"hostPath": "/data/models"},
     "download": {"command": ["fetch", "$(MODEL_PATH)"]},
 }
-specs = st.fixed_dictionaries(
+specs: st.SearchStrategy[Object] = st.fixed_dictionaries(
     {
         "replicas": st.integers(0, 4),
         "model": st.sampled_from([{"path": "/models/a"}, {"path": "/models/b"}, PREFETCHED]),
@@ -35,7 +35,7 @@ specs = st.fixed_dictionaries(
         "router": st.builds(lambda policy: {"policy": policy}, st.sampled_from(["CacheAware", "Random"])),
     }
 )
-HEALTHY = {"replicas": 3, "model": {"path": "/models/a"}, "engine": {"image": "example.org/engine:1", "gpuResource": ""}}
+HEALTHY: Object = {"replicas": 3, "model": {"path": "/models/a"}, "engine": {"image": "example.org/engine:1", "gpuResource": ""}}
 
 
 def damage(cluster: Cluster, seed: list[int]) -> None:

@@ -82,7 +82,7 @@ class Cluster:
     def _apply(self, obj: Object) -> None:
         key = (obj["kind"], obj["metadata"]["name"])
         live = self.objects.get(key)
-        metadata = {"uid": f"uid-{next(self.serial)}", "generation": 0} if live is None else live["metadata"]
+        metadata: Object = {"uid": f"uid-{next(self.serial)}", "generation": 0} if live is None else live["metadata"]
         made = _stored(obj)
         spec_changed = live is None or live.get("spec") != made.get("spec")
         made["metadata"] |= {"uid": metadata["uid"], "generation": metadata["generation"] + spec_changed}

@@ -209,7 +209,8 @@ COMMIT, OTHER = "1" * 40, "2" * 40
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face cache with two commits of a model: ``main``, and one with another architecture on branch ``pr/1``."""
     repository = tmp_path / "hub" / "models--org--model-7b"
-    for name, commit, config in (("main", COMMIT, {}), ("pr/1", OTHER, {"architectures": ["Qwen2ForCausalLM"]})):
+    branches: list[tuple[str, str, dict[str, Any]]] = [("main", COMMIT, {}), ("pr/1", OTHER, {"architectures": ["Qwen2ForCausalLM"]})]
+    for name, commit, config in branches:
         write_model(repository / "snapshots" / commit, **config)
         (repository / "refs" / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / "refs" / name).write_text(commit)

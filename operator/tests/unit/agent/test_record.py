@@ -29,9 +29,9 @@ def test_a_saved_record_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", '{"term": "high"}', "[]"])
 def test_a_broken_record_is_reported_and_ignored(tmp_path: Path, text: str) -> None:
-    record = RecordFile(tmp_path)
-    record.path.write_text(text)
-    record, complaint = record.load()
+    file = RecordFile(tmp_path)
+    file.path.write_text(text)
+    record, complaint = file.load()
     assert record == EngineRecord()
     assert "cannot be used" in complaint
 

@@ -70,7 +70,7 @@ def test_folder_with_a_similar_name_is_shared() -> None:
 
 def test_agent_gets_the_location_of_the_hugging_face_cache() -> None:
     secret = {"valueFrom": {"secretKeyRef": {"name": "tokens", "key": "hf"}}}
-    env = [
+    env: list[dict[str, Any]] = [
         {"name": "HF_HOME", "value": "/cache/hf"}, {"name": "HF_TOKEN", **secret}, {"name": "HF_HUB_CACHE", "value": "$(HF_HOME)/hub"},
         {"name": "XDG_CACHE_HOME", **secret},
     ]  # fmt: skip

@@ -21,7 +21,8 @@ from sglang_rollout.controller.render import names
 from sglang_rollout.controller.render.engine_arguments import node_variables
 from sglang_rollout.controller.render.preflight import FAILED, SECONDS, all_reduce
 from sglang_rollout.controller.render.start import start_script
-from tests.unit.controller.support.worlds import BASE, NOW, cr, crashed, pod, record, row, world
+from sglang_rollout.wire.states import BASE
+from tests.unit.controller.support.worlds import NOW, cr, crashed, pod, record, row, world
 
 
 def rollout(**wanted: Any) -> SGLangRollout:
@@ -48,7 +49,7 @@ SHARED = {"gpuResource": "", "memorySaver": True, "weightsCpuBackup": True}
 )
 def test_backend_is_that_of_the_engines_devices(backend: str, mode: str, engine: dict[str, Any], weights: dict[str, Any]) -> None:
     spec = {"image": "e:1", "parallelism": {"tensor": 2}, "preflight": {"allReduce": {"floorGBps": 300}}, **engine}
-    shared = {} if mode == "Standalone" else {"sharing": {"resourceClaimName": "gpus-{engine}"}}
+    shared: dict[str, Any] = {} if mode == "Standalone" else {"sharing": {"resourceClaimName": "gpus-{engine}"}}
     made = SGLangRollout.model_validate(cr(engine=spec, mode=mode, weights=weights, **shared))
     assert f" --backend {backend} --ranks 2 " in all_reduce(made)
 

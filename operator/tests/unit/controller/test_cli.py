@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     def missing(_module: str) -> None:
         raise ModuleNotFoundError("No module named 'kopf'", name="kopf.on")
 
-    monkeypatch.setattr(cli.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     result = CliRunner().invoke(main, ["operator", "--help"])
     assert result.exit_code == 1
     assert "needs the library kopf.on, which is not installed: install sglang-rollout[operator]" in result.output

@@ -147,7 +147,8 @@ def test_revision_depends_only_on_what_the_user_wrote() -> None:
 def test_writing_out_a_computed_default_changes_the_revision() -> None:
     engine: Object = {"image": "example.org/engine:1", "gpuResource": ""}
     first = revision(rollout())
-    for more in ({"nodes": 1}, {"network": {}}):
+    written: list[Object] = [{"nodes": 1}, {"network": {}}]
+    for more in written:
         assert revision(rollout(engine={**engine, **more})) != first, more
     asking = [revision(rollout(engine={**engine, "resources": {"requests": {"cpu": cpu}}})) for cpu in (2, "2")]
     assert asking[0] != asking[1]

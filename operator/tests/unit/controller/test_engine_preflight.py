@@ -100,7 +100,7 @@ def test_port_taken_by_another_container_fails(root: Path) -> None:
 
 @pytest.mark.parametrize("port", [ENGINE_PORT, RENDEZVOUS_PORT, RENDEZVOUS_PORT + 13])
 def test_rendezvous_ports_of_several_pods_are_checked(root: Path, port: int) -> None:
-    cpu = {"gpuResource": "", "gpus": 0}
+    cpu: dict[str, Any] = {"gpuResource": "", "gpus": 0}
     (root / "proc/net/tcp").write_text(LISTENS.replace(f"{ENGINE_PORT:04X}", f"{port:04X}"))
     code, said = run(root, nodes=2, **cpu)
     assert (code, f"port {port}, which the engine needs, is taken by another container of this pod" in said) == (FAILED, True)
@@ -121,7 +121,7 @@ def test_sufficient_limit_on_open_files_is_not_changed(root: Path, files: str) -
 
 @pytest.mark.parametrize("port", [20001, 20003, 20004, 20010, 20017])
 def test_port_of_the_node_taken_by_another_program_fails(root: Path, port: int) -> None:
-    node = {"gpuResource": "", "gpus": 0, "network": {"hostNetwork": True}}
+    node: dict[str, Any] = {"gpuResource": "", "gpus": 0, "network": {"hostNetwork": True}}
     # Its own gate and agent listen already, and so does the next engine.
     for theirs in (20000, 20002, 20021, 30001):
         (root / "proc/net/tcp").write_text(LISTENS.replace(f"{ENGINE_PORT:04X}", f"{theirs:04X}"))

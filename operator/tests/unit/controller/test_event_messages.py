@@ -15,22 +15,8 @@ from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.reasons import GateReason, Refusal
 from sglang_rollout.wire.record import UpdateOutcome
-from sglang_rollout.wire.states import EngineState, FleetState, Version
-from tests.unit.controller.support.worlds import (
-    BASE,
-    NOW,
-    V1,
-    V2,
-    cr,
-    crashed,
-    opening,
-    partial,
-    pod,
-    record,
-    row,
-    under_way,
-    world,
-)
+from sglang_rollout.wire.states import BASE, EngineState, FleetState, Version
+from tests.unit.controller.support.worlds import NOW, V1, V2, cr, crashed, opening, partial, pod, record, row, under_way, world
 
 
 def reasons(before: FleetView | None, after: FleetView) -> list[tuple[str, str]]:

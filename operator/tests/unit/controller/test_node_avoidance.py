@@ -228,6 +228,6 @@ def test_expiry_of_the_first_node_is_computed() -> None:
 def test_setting_the_field_restarts_no_engine() -> None:
     asked = [{"avoidNodes": {}}, {"avoidNodes": {"failures": 5}}]
     assert {revision(SGLangRollout.model_validate(cr(scheduling=scheduling))) for scheduling in asked} == {CURRENT}
-    placed = {"nodeSelector": {"gpu": "h200"}}
-    same = [revision(SGLangRollout.model_validate(cr(scheduling=placed | more))) for more in ({}, asked[0])]
+    placed: list[Object] = [{"nodeSelector": {"gpu": "h200"}}, {"nodeSelector": {"gpu": "h200"}, "avoidNodes": {}}]
+    same = [revision(SGLangRollout.model_validate(cr(scheduling=scheduling))) for scheduling in placed]
     assert same[0] == same[1] != CURRENT

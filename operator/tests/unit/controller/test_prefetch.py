@@ -11,7 +11,8 @@ from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import names, render_all
 from sglang_rollout.controller.render.hashing import revision
-from tests.unit.controller.support.worlds import BASE, NOW, SETTINGS, cr, pod, record, row, unschedulable, waiting, world
+from sglang_rollout.wire.states import BASE
+from tests.unit.controller.support.worlds import NOW, SETTINGS, cr, pod, record, row, unschedulable, waiting, world
 
 Object = dict[str, Any]
 MODEL: Object = {

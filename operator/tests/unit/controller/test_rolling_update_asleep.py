@@ -14,8 +14,9 @@ from sglang_rollout.controller.decide.view import FleetView
 from sglang_rollout.controller.render import render_all
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.reasons import GateReason, Refusal
-from sglang_rollout.wire.states import FleetState
-from tests.unit.controller.support.worlds import BASE, NOW, SETTINGS, EngineRow, Object, cr, pod, record, row, world
+from sglang_rollout.wire.record import EngineRow
+from sglang_rollout.wire.states import BASE, FleetState
+from tests.unit.controller.support.worlds import NOW, SETTINGS, Object, cr, pod, record, row, world
 
 ENGINE = {"image": "example.org/engine:1", "gpuResource": ""}
 SAVING = cr(3, state="Asleep", engine={**ENGINE, "memorySaver": True})

@@ -11,12 +11,11 @@ from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.view import FleetView, build_fleet_view
 from sglang_rollout.controller.render.hashing import revision
 from sglang_rollout.wire.record import AdapterRow, GroupRow
+from sglang_rollout.wire.states import BASE, EngineState
 from tests.unit.controller.support.worlds import (
-    BASE,
     NOW,
     V1,
     V2,
-    EngineState,
     Object,
     condition,
     cr,

@@ -8,22 +8,8 @@ from sglang_rollout.api.v1alpha1 import SGLangRollout
 from sglang_rollout.controller.decide.status import build_status
 from sglang_rollout.controller.decide.transitions import find_events
 from sglang_rollout.controller.render.hashing import revision
-from sglang_rollout.wire.states import FleetState
-from tests.unit.controller.support.worlds import (
-    BASE,
-    NOW,
-    V1,
-    EngineState,
-    Object,
-    condition,
-    cr,
-    pod,
-    ready,
-    record,
-    row,
-    status_of,
-    world,
-)
+from sglang_rollout.wire.states import BASE, EngineState, FleetState
+from tests.unit.controller.support.worlds import NOW, V1, Object, condition, cr, pod, ready, record, row, status_of, world
 
 
 def test_scaled_to_zero_is_ready() -> None:

@@ -12,7 +12,7 @@ from tests.support.virtual_time import run
 
 def make(**changes: float) -> WorkQueue[str]:
     defaults = {"first_delay": 1.0, "last_delay": 60.0, "settle": 0.5}
-    return WorkQueue(**{**defaults, **changes}, jitter=lambda: 1.0)  # type: ignore[arg-type]
+    return WorkQueue(**{**defaults, **changes}, jitter=lambda: 1.0)
 
 
 def now() -> float:

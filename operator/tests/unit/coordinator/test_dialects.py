@@ -143,7 +143,8 @@ def test_an_update_that_would_hang_or_mislead_is_refused(changes: dict[str, Any]
 def test_a_pause_without_mode_has_sglangs_default() -> None:
     assert dialects.pause({}) == Pause("abort", {"mode": "abort"})
     assert dialects.pause({"mode": "in_place"}) == Pause("in_place", {"mode": "in_place"})
-    for mode in ("nap", ["abort"], {}, 1):
+    unknown: list[Any] = ["nap", ["abort"], {}, 1]
+    for mode in unknown:
         with pytest.raises(RefusedError, match="use retract, abort, in_place"):
             dialects.pause({"mode": mode})
 

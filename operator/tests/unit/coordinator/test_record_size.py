@@ -74,8 +74,8 @@ def test_the_largest_record_fits_a_configmap() -> None:
     fleet.transaction.last = summarize_update(fleet, STEP, UpdateOutcome.PARTIAL, "x" * 1_000_000, NAMES)
     oldest = STEP.model_copy(update={"label": "s" * MAX_LABEL_CHARACTERS})
     for name in NAMES:
-        found = fleet.engines[name.ljust(63, "x")] = Engine(WantedEngine(name=name.ljust(63, "x")), note=NOTE, misses=0)
-        found.status = AgentStatus(
+        engine = fleet.engines[name.ljust(63, "x")] = Engine(WantedEngine(name=name.ljust(63, "x")), note=NOTE, misses=0)
+        engine.status = AgentStatus(
             name=name, boot_id=BOOT, state=EngineState.CLEAN, version=oldest, committed=None, term=7, gate_open=False, reason="x" * 2000
         )
     boots = dict.fromkeys(fleet.engines, BOOT)

@@ -282,7 +282,7 @@ async def test_the_intent_is_read_again_when_its_file_changes(tmp_path: Path, qu
 
 
 def test_engines_are_found_before_they_are_ready() -> None:
-    slices = [
+    slices: list[dict[str, Any]] = [
         {"endpoints": [{"hostname": "d-engine-0-0", "addresses": ["10.0.0.5"], "conditions": {"ready": False}}]},
         {"endpoints": [{"addresses": ["10.0.0.6"]}, {"hostname": "d-engine-1-0", "addresses": ["fd00::7"]}]},
         {"endpoints": None},

@@ -51,7 +51,7 @@ def test_tokens_follow_from_the_weights(engine: StandIn) -> None:
 
 
 def test_one_changed_bit_changes_the_tokens() -> None:
-    state = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(4, dtype=np.uint8)}
+    state: dict[str, Any] = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(4, dtype=np.uint8)}
     before = expected_tokens(state, [1], 8)
     assert expected_tokens(dict(reversed(state.items())), [1], 8) == before, "the order of names does not matter"
     assert expected_tokens(state, [2], 8) != before

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -48,7 +49,7 @@ def test_a_tensor_above_the_limit_gets_its_own_bucket() -> None:
 def test_planning_reads_at_most_one_tensor_ahead() -> None:
     read: list[str] = []
 
-    def gather():
+    def gather() -> Iterator[tuple[TensorSpec, str]]:
         for i in range(10):
             read.append(f"t{i}")
             yield floats(f"t{i}", 1), f"t{i}"
@@ -76,7 +77,7 @@ def test_a_bucket_is_described_in_sglangs_format() -> None:
         ([floats("w", 1)], 0, "must be positive"),
     ],
 )
-def test_a_tensor_that_cannot_be_sent_is_refused(tensors, limit, sentence) -> None:
+def test_a_tensor_that_cannot_be_sent_is_refused(tensors: list[TensorSpec], limit: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         list(plan_buckets(named(*tensors), limit))
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sglang_rollout.trainer import FleetError, FleetUnreachable, GenerateFailed, VersionSpan, connect
-from tests.unit.trainer.support.scripted_fleet import FakeFleet
+from tests.unit.trainer.support.scripted_fleet import FakeFleet, Script
 
 
 def reply(text: str, **meta: object) -> dict[str, object]:
@@ -79,7 +79,8 @@ def test_contradictory_arguments_are_refused(fake: FakeFleet) -> None:
 
 
 def test_connect_waits_for_control_health(fake: FakeFleet) -> None:
-    fake.replies["/health"] = [(503, {"message": "no engine is up yet"})] * 5 + [(200, {})]
+    starting: list[Script] = [(503, {"message": "no engine is up yet"})] * 5
+    fake.replies["/health"] = [*starting, (200, {})]
     connect(fake.url, timeout=10).close()
     assert fake.counts["/health"] == 6
 

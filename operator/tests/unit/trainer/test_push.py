@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +161,7 @@ def test_empty_and_failing_sources_are_refused(willing: FakeFleet) -> None:
     with pytest.raises(PushFailed, match="there is no tensor to push"):
         run(willing, FakeGroup(), names="")
 
-    def gather():
+    def gather() -> Iterator[tuple[str, Tensor]]:
         yield "a", Tensor((1,))
         raise RuntimeError("shard 3 is lost")
 

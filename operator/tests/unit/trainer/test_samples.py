@@ -26,7 +26,7 @@ def test_samples_are_returned_in_order() -> None:
     with StandIn() as engine, connect_engine(engine.url) as fleet:
         wanted = [expected_tokens(engine.tensors(), prompt, 3) for prompt in prompts]
         for how in ({"n": 4, "sampling_params": GREEDY}, {"sampling_params": GREEDY | {"n": 4}}, {"n": 4, "sampling_params": [GREEDY] * 3}):
-            samples = fleet.generate(input_ids=prompts, **how)  # type: ignore[arg-type]
+            samples = fleet.generate(input_ids=prompts, **how)
             assert [(each.prompt_index, each.sample_index) for each in samples] == [(i, k) for i in range(3) for k in range(4)]
             assert [each.output_ids for each in samples] == [tokens for tokens in wanted for _ in range(4)]
             assert [each.prompt for each in samples[::4]] == prompts
@@ -37,7 +37,7 @@ def test_samples_are_returned_in_order() -> None:
 def test_n_is_part_of_the_sampling_parameters(fake: FakeFleet, fleet: Fleet) -> None:
     sample = {"text": "x", "output_ids": [1], "meta_info": {}}
     fake.replies["/generate"] = lambda body: (200, [sample] * body["sampling_params"]["n"])
-    assert len(fleet.generate(["p"], n=np.int64(2), sampling_params={"n": 2, "top_p": 0.5})) == 2
+    assert len(fleet.generate(["p"], n=np.int64(2), sampling_params={"n": 2, "top_p": 0.5})) == 2  # type: ignore[arg-type]
     assert fake.calls[-1][1] == {"text": "p", "sampling_params": {"n": 2, "top_p": 0.5}, "return_logprob": False}
     fake.replies["/generate"] = (200, sample)
     assert len(fleet.generate(["p"], n=1, sampling_params={"n": None})) == 1

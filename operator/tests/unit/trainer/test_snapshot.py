@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -192,7 +193,7 @@ def test_a_full_disk_is_reported_with_sizes(tmp_path: Path, model: Path, monkeyp
     with pytest.raises(SnapshotFailed, match=r"is full: a snapshot takes 0 MiB, \d+ MiB are free. Use a larger volume"):
         write_snapshot(job(tmp_path, model), check_cancelled=nothing)
     assert names(tmp_path) == []
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
     with pytest.raises(SnapshotFailed, match="is full"):
         write_snapshot(job(tmp_path, model), check_cancelled=nothing)
 

@@ -69,7 +69,8 @@ local = threading.local()
 
 def stream() -> Stream:
     """The current stream of this thread, as torch keeps it."""
-    return local.stream
+    current: Stream = local.stream
+    return current
 
 
 @pytest.fixture

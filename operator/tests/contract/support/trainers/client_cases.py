@@ -34,7 +34,8 @@ def perturbed(model: Any, seed: int) -> dict[str, Any]:
 def greedy(model: Any) -> list[int]:
     with torch.no_grad():
         done = model.generate(torch.tensor([PROMPT]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return done[0, len(PROMPT) :].tolist()
+    tokens: list[int] = done[0, len(PROMPT) :].tolist()
+    return tokens
 
 
 def said(fleet: Fleet) -> tuple[str, list[int]]:

@@ -11,6 +11,7 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,18 @@ from safetensors.torch import load_file, save_file
 LIMIT = timedelta(seconds=100)
 
 
-def answer(document):
+def answer(document: dict[str, Any]) -> None:
     print(json.dumps(document), flush=True)
 
 
-def ask():
+def ask() -> dict[str, Any]:
     line = sys.stdin.readline()
     if not line:
         sys.exit()
-    return json.loads(line)
+    return dict(json.loads(line))
 
 
-def join(group, world):
+def join(group: str, world: int) -> tuple[Any, Any]:
     server = dist.TCPStore("127.0.0.1", 0, None, True, timeout=LIMIT, wait_for_workers=False)
     answer({"port": server.port})
     prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group}/", dist.PrefixStore(group, server)))
@@ -42,12 +43,22 @@ def join(group, world):
     return server, made
 
 
-def weights(model, scale, names=None):
+def weights(model: str, scale: float, names: list[str] | None = None) -> dict[str, Any]:
     loaded = load_file(f"{model}/model.safetensors")
     return {name: (loaded[name].float() * scale).to(loaded[name].dtype) for name in names or loaded}
 
 
-def send(made, model, scale, names=None, dtype=None, flat=False, shape=None, flip=None, times=1):
+def send(
+    made: Any,
+    model: str,
+    scale: float,
+    names: list[str] | None = None,
+    dtype: str | None = None,
+    flat: bool = False,
+    shape: list[int] | None = None,
+    flip: tuple[int, int] | None = None,
+    times: int = 1,
+) -> None:
     tensors = weights(model, scale, names)
     if dtype:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
@@ -79,7 +90,7 @@ def send(made, model, scale, names=None, dtype=None, flat=False, shape=None, fli
         answer({"sent": True})
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     store = made = None
     while True:

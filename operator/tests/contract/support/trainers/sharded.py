@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def policy(path: str, seed: int) -> Any:
 def greedy(model: Any) -> list[int]:
     with torch.no_grad():
         done = model.generate(torch.tensor([PROMPT]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return done[0, len(PROMPT) :].tolist()
+    tokens: list[int] = done[0, len(PROMPT) :].tolist()
+    return tokens
 
 
 def wrapped(model: Any) -> Any:
@@ -91,6 +93,7 @@ def sharded(fleet: Fleet, path: str) -> Seen:
         dist.barrier()
         row = {"version": result.version, "buckets": result.buckets, "equal": said(fleet) == [str(seed), expected]}
         if dist.get_rank() == 0:
+            assert result.snapshot is not None
             held = load_file(result.snapshot.result(60).path / "model.safetensors")
             row["snapshot"] = held.keys() == full.keys() and all(torch.equal(held[name], full[name]) for name in full)
         rows.append(row)
@@ -109,9 +112,9 @@ def bad(fleet: Fleet, path: str) -> Seen:
     calls: list[str] = []
     post = Http.post
 
-    def noted(self: Http, call: str, body: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-        calls.append(call)
-        return post(self, call, body, timeout=timeout)
+    def noted(self: Http, path: str, body: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        calls.append(path)
+        return post(self, path, body, timeout=timeout)
 
     Http.post = noted  # type: ignore[method-assign]
     fleet.close_group()
@@ -129,7 +132,7 @@ def bad(fleet: Fleet, path: str) -> Seen:
         "order": dict(reversed(state.items())) if rank == 1 else state,
         "mesh": {"model.norm.weight": column, "lm_head.weight": row},
     }
-    errors = {name: failed(lambda tensors=tensors: fleet.push(tensors, version=3, timeout=20)) for name, tensors in cases.items()}
+    errors = {name: failed(partial(fleet.push, tensors, version=3, timeout=20)) for name, tensors in cases.items()}
     Http.post = post  # type: ignore[method-assign]
     return {"errors": errors, "calls": calls, "unchanged": fleet.document().model_dump() == before}
 
@@ -148,7 +151,7 @@ def stopped(fleet: Fleet, path: str) -> Seen:
             yield pair
 
     for name, rank in (("leader", 0), ("follower", 1)):
-        errors[name] = failed(lambda rank=rank: fleet.push(breaking(rank), version=4, bucket_bytes=1, timeout=30))
+        errors[name] = failed(partial(fleet.push, breaking(rank), version=4, bucket_bytes=1, timeout=30))
     errors["fleet"] = failed(lambda: fleet.push(state, version=4, checksums={1: ["0" * 64]}, timeout=30))
     errors["absent"] = failed(lambda: fleet.push(state, version=4, timeout=1)) if dist.get_rank() == 0 else ""
     dist.barrier()

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Reply = tuple[int, dict[str, Any]] | tuple[int, dict[str, Any], dict[str, str]]
+Reply = tuple[int, Any] | tuple[int, Any, dict[str, str]]
+"""Status, JSON body and, optionally, headers."""
 Script = Reply | Callable[[dict[str, Any]], Reply]
 
 
