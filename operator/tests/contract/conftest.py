@@ -1,4 +1,4 @@
-"""The servers of the wire's contract. One of each kind for the whole run: an engine takes half a minute to start."""
+"""Servers of the contract tests. Each kind starts once per run, because an engine takes half a minute to start."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def stand_in_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The stand-in, as a process of its own."""
+    """A stand-in in a separate process."""
     yield from _server("stand-in", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def engine_environment() -> None:
-    """SGLang for CPU and torch; without them the tests that need it are skipped, with the reason."""
+    """Skip the test, with the reason, if SGLang for CPU is not installed."""
     try:
         environment.python(make=False)
     except LabError as error:
@@ -69,14 +69,14 @@ def engine_environment() -> None:
 
 @pytest.fixture(scope="session")
 def urls(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Urls]:
-    """Two real engines behind one URL. They hold what the last push left, both the same."""
+    """Two real engines behind one URL. Both hold the version of the last push."""
     with engines_behind_a_url(tmp_path_factory.mktemp("fleet"), 2) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def sglang_pair(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """URLs of two real engines that give memory back and take adapters. A test leaves them awake, with base weights and no adapter."""
+    """URLs of two real engines that release memory and load adapters. A test must leave them awake, with base weights and no adapter."""
     folder = tmp_path_factory.mktemp("pair")
     with ExitStack() as stack:
         patch = {"SGLANG_CPU_PATCHES": "lora,paused-sleep"}
@@ -89,14 +89,14 @@ def sglang_pair(engine_environment: None, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def stand_in_pair() -> Iterator[list[str]]:
-    """The same of stand-ins."""
+    """URLs of two stand-ins that release memory and load adapters."""
     with StandInFleet(engines=2, weight_version="base", memory_saver=True, weights_backup=True, token_seconds=0.003) as made:
         yield list(made.urls)
 
 
 @pytest.fixture(scope="session", params=["stand_in_server", "sglang_server"], ids=["stand-in", "sglang"])
 def either_server(request: pytest.FixtureRequest) -> Server:
-    """The same assertions are run against both."""
+    """Run the test once with the stand-in and once with SGLang."""
     found = request.getfixturevalue(request.param)
     assert isinstance(found, Server)
     return found
@@ -104,7 +104,7 @@ def either_server(request: pytest.FixtureRequest) -> Server:
 
 @pytest.fixture
 def engine(either_server: Server) -> Iterator[Server]:
-    """One of the two, as after a start but for its weights."""
+    """The stand-in or SGLang. Except for its weights, its state is that after a start."""
     either_server.settle()
     yield either_server
     either_server.settle()
@@ -112,14 +112,14 @@ def engine(either_server: Server) -> Iterator[Server]:
 
 @pytest.fixture
 def trainer() -> Iterator[Peer]:
-    """A trainer without a group."""
+    """A trainer without a process group."""
     with peer() as made:
         yield made
 
 
 @pytest.fixture
 def joined(engine: Server, trainer: Peer) -> Iterator[Peer]:
-    """A trainer in a group with the engine, which is paused and in a session."""
+    """A trainer in a process group with the engine, which is paused and has an open update session."""
     assert trainer.open([engine]) == [(200, {"success": True, "message": "Succeeded to initialize custom process group."})]
     assert engine.post("/pause_generation", {"mode": "retract"})[0] == 200
     assert engine.post("/begin_weight_update", {}) == (200, {"success": True, "message": "Success"})

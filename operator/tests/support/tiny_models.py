@@ -1,4 +1,4 @@
-"""Tiny models on disk, written without safetensors, so that tests do not depend on the library that the code reads for."""
+"""Tiny models on disk. They are written without the library safetensors, because the product reads them without it."""
 
 from __future__ import annotations
 

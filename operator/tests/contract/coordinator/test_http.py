@@ -209,7 +209,7 @@ async def test_smg_keeps_its_workers_during_an_update_and_gets_them_back_after_a
 
 async def test_the_pause_of_a_silent_trainer_ends(lab: Lab) -> None:
     lab.deadlines = lab.deadlines.model_copy(update={"idle_seconds": 1.0})
-    lab.want()
+    lab.write_intent()
     await asyncio.sleep(0.8)
     assert (await lab.post("/pause_generation", {"mode": "retract"}))[0] == 200
     await lab.until("resumed", lambda: _all(not agent.agent.paused for agent in lab.agents))

@@ -53,7 +53,7 @@ class CompleteFleet:
         return [set(member["released"]) for member in (await self.document()).get("members", [])]
 
     async def generate(self, body: dict[str, Any], at: str | None = None) -> dict[str, Any]:
-        """Generate tokens. At the fleet's URL, 503 is repeated, because smg learns of an open gate a moment later."""
+        """Generate tokens. A 503 of the fleet's URL is retried, because smg learns of an open gate a moment later."""
         answers: list[Answer] = []
 
         async def answered() -> bool:

@@ -29,7 +29,7 @@ QUICK = Deadlines(group_seconds=3, update_seconds=3, idle_seconds=5, pause_secon
 
 @dataclass
 class HttpAgent:
-    """A SimulatedAgent behind HTTP. ``slow`` paths wait, ``broken`` paths fail."""
+    """A SimulatedAgent behind HTTP. Calls to ``slow`` paths wait these seconds; calls to ``broken`` paths fail with this message."""
 
     agent: SimulatedAgent
     port: int = field(default_factory=free_port)
@@ -38,7 +38,7 @@ class HttpAgent:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     attempts: int = 0
     answer_tokens: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
-    """Answers the data paths, as the engine behind an open gate."""
+    """Answers requests for tokens, as the engine behind an open gate does."""
     runner: web.AppRunner | None = None
 
     @property
@@ -123,7 +123,7 @@ def _refusal(*, ok: bool, message: str) -> dict[str, str] | None:
 
 
 class FakeSmg:
-    """smg's list of workers, and data paths that a test scripts."""
+    """Simulates smg: its list of workers, and answers to requests for tokens that a test defines."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -179,7 +179,7 @@ class Lab:
     deadlines: Deadlines = QUICK
     mode: FleetMode | None = None
     policy: dict[str, Any] = field(default_factory=dict)
-    """More fields of the weights policy."""
+    """Further fields of ``spec.weights``."""
     coordinator: asyncio.Task[None] | None = None
     generation: int = 0
 
@@ -191,7 +191,7 @@ class Lab:
     def record(self) -> Path:
         return self.folder / "record.json"
 
-    def want(self, sizes: dict[str, int] | None = None) -> None:
+    def write_intent(self, sizes: dict[str, int] | None = None) -> None:
         self.generation += 1
         engines = [
             WantedEngine(name=agent.agent.name, tensor_size=(sizes or {}).get(agent.agent.name, 1), url=agent.url) for agent in self.agents
@@ -280,7 +280,7 @@ async def fleet_lab(
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
         lab = Lab(folder, agents, smg, free_port(), session, deadlines, mode, policy)
         (folder / "token").write_text(TOKEN)
-        lab.want()
+        lab.write_intent()
         lab.start()
         stack.push_async_callback(lab.kill)
         if mode is None:

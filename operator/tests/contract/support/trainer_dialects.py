@@ -119,7 +119,7 @@ def _engine(kind: str, index: int, log: Path) -> Engine:
 
 @contextmanager
 def fleet(kind: str, folder: Path, number: int = 2, **policy: Any) -> Iterator[Fleet]:
-    """Run engines of a kind behind ``sglang-rollout local``. ``policy``: more fields of the weights policy."""
+    """Run engines of a kind behind ``sglang-rollout local``. ``policy``: further fields of ``spec.weights``."""
     with ExitStack() as stack:
         made = []
         for index in range(number):
@@ -195,7 +195,7 @@ class Trainer:
         return asked.result(60)
 
     def buckets(self, parts: int = 2) -> list[list[str]]:
-        """The model's tensors in a few calls."""
+        """Return the names of the model's tensors in ``parts`` lists."""
         names = self.fleet.names
         size = -(-len(names) // parts)
         return [names[at : at + size] for at in range(0, len(names), size)]
@@ -212,7 +212,7 @@ def trainer(fleet: Fleet, processes: int = 1) -> Iterator[Trainer]:
 
 
 def has_sglangs_shape(path: str, reply: requests.Response) -> bool:
-    """Whether a trainer made for SGLang can read an answer."""
+    """Return whether a trainer that was written for SGLang can read the answer."""
     if reply.request.method == "GET" or path == "/workers":
         return True
     body = reply.json()

@@ -28,7 +28,7 @@ def want(world: World, *adapters: Adapter) -> None:
     """The user writes the list."""
     world.adapters = list(adapters)
     world.generation += 1
-    world.want()
+    world.send_intent()
     world.settle()
 
 
@@ -62,7 +62,7 @@ def test_a_joiner_and_a_restarted_engine_get_them_also_after_a_push() -> None:
     world.agents["e1"].restart()
     world.agents["e2"] = SimulatedAgent("e2")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
-    world.want()
+    world.send_intent()
     world.settle()
     assert held(world) == [{"a": "/lora/a"}] * 3
 
@@ -78,7 +78,7 @@ def test_an_adapter_that_does_not_load_is_reported_and_tried_again_later() -> No
     world = World([1, 1])
     world.sync_all()
     world.adapters = [A, B]
-    world.want()
+    world.send_intent()
     world.tick(0.5)
     world.sync_all()
     while asked(world, ControlCall.LOAD_ADAPTER.path) == 0:
@@ -235,7 +235,7 @@ def test_an_answer_to_a_sync_before_a_call_does_not_revert_the_call(crossing: st
     assert world.do(rq.LoadAdapter("t", "/t") if crossing == "load" else rq.UnloadAdapter("t")).success
     done = asked(world, ControlCall.LOAD_ADAPTER.path), asked(world, ControlCall.UNLOAD_ADAPTER.path)
     world.now += 0.1
-    world.arrive("e1")
+    world.deliver_sync("e1")
     assert [row.loaded for row in rows(world.machine.fleet)] == [2] * (crossing == "load")
     world.settle()
     assert (asked(world, ControlCall.LOAD_ADAPTER.path), asked(world, ControlCall.UNLOAD_ADAPTER.path)) == done, (
@@ -251,7 +251,7 @@ def test_a_call_right_after_a_crossing_answer_reaches_every_engine() -> None:
     world.now += 0.1
     assert world.do(rq.LoadAdapter("t", "/t")).success
     world.now += 0.1
-    world.arrive("e1")
+    world.deliver_sync("e1")
     assert world.do(rq.UnloadAdapter("t")).success
     assert held(world) == [{}] * 2
 
@@ -296,7 +296,7 @@ def test_a_pinned_adapter_is_pinned_on_joiners_on_restarted_engines_and_by_a_new
     world.agents["e1"].restart()
     world.agents["e2"] = SimulatedAgent("e2")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
-    world.want()
+    world.send_intent()
     world.settle()
     assert (held(world), pinned(world)) == ([{"t": "/t"}] * 3, [{"t"}] * 3)
     world.start()

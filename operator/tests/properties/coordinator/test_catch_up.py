@@ -19,7 +19,7 @@ def make(engines: int = 2, *, parallel: int = 4) -> World:
     """A fleet that serves version 1."""
     world = World([1] * engines)
     world.policy = Weights(catch_up=CatchUp(disk=SNAPSHOTS, parallel=parallel))
-    world.want()
+    world.send_intent()
     for agent in world.agents.values():
         agent.stocked = True
     world.sync_all()
@@ -176,7 +176,7 @@ def test_an_engine_that_is_scaled_away_while_it_loads_is_forgotten() -> None:
     restart(world, "e1")
     run_to(world, ControlCall.UPDATE_DISK.path, "e1")
     world.engines = world.engines[:1]
-    world.want()
+    world.send_intent()
     world.drain()
     assert list(world.machine.fleet.engines) == ["e0"]
     assert world.agents["e0"].gate_open

@@ -19,7 +19,7 @@ VERL = ("kv_cache", "weights")
 def make(engines: int = 2) -> World:
     world = World([1] * engines)
     world.mode = FleetMode.COLOCATED
-    world.want()
+    world.send_intent()
     world.settle()
     return world
 
@@ -134,7 +134,7 @@ def test_a_coordinator_that_dies_before_any_call_is_followed_by_one_that_makes_t
 def test_an_engine_that_refuses_to_sleep_is_asked_again() -> None:
     world = World([1])
     world.mode = FleetMode.COLOCATED
-    world.want()
+    world.send_intent()
     world.tick(0.5)
     world.sync_all()
     while world.pending:
@@ -161,7 +161,7 @@ def test_an_engine_that_comes_back_with_other_bytes_is_named_and_stays_closed() 
 def test_weights_without_a_checksum_to_compare_are_not_released() -> None:
     world = World([1])
     world.mode = FleetMode.COLOCATED
-    world.want()
+    world.send_intent()
     world.tick(0.5)
     world.sync_all()
     settle_with(world, broken=ControlCall.CHECK_WEIGHTS.path)

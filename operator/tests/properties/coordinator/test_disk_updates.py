@@ -17,7 +17,7 @@ ASK = rq.FromDisk("/snapshots/5", "5", {"model_path": "/snapshots/5", "abort_all
 def make(**policy: object) -> World:
     world = World([1, 1, 1])
     world.policy = Weights.model_validate(policy)
-    world.want()
+    world.send_intent()
     world.sync_all()
     world.sync_all()  # the first proves what is committed, the second tells the agents
     return world

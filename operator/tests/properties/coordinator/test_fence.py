@@ -42,7 +42,7 @@ class Fence(RuleBasedStateMachine):
             agent.backup = backup
         if stocked:
             self.world.policy = self.world.policy.model_copy(update={"catch_up": CatchUp(disk=SNAPSHOTS)})
-            self.world.want()
+            self.world.send_intent()
             for agent in self.world.agents.values():
                 agent.stocked = True
         self.world.sync_all()
@@ -165,13 +165,13 @@ class Fence(RuleBasedStateMachine):
         if name in self.world.agents:
             self.world.answer_sync(name)
             if not late:
-                self.world.arrive(name)
+                self.world.deliver_sync(name)
 
-    @precondition(lambda self: self.world.on_its_way)
+    @precondition(lambda self: self.world.sync_answers)
     @rule()
     def arrive(self) -> None:
         for name in ENGINES:
-            self.world.arrive(name)
+            self.world.deliver_sync(name)
 
     @rule(name=st.sampled_from(ENGINES))
     def restart_engine(self, name: str) -> None:
@@ -197,7 +197,7 @@ class Fence(RuleBasedStateMachine):
     @precondition(lambda self: self.world.calls)
     @rule(back=st.integers(0, 5))
     def leave(self, back: int) -> None:
-        self.world.leave(max(1, self.world.calls - back))
+        self.world.disconnect(max(1, self.world.calls - back))
 
     @rule(keep_record=st.booleans())
     def restart_coordinator(self, keep_record: bool) -> None:
@@ -232,7 +232,7 @@ class Fence(RuleBasedStateMachine):
             self.world.agents.pop(name, None)  # its pod is deleted with it
         self.world.engines = [WantedEngine(name=name) for name in ENGINES[:count]]
         self.world.generation += 1
-        self.world.want()
+        self.world.send_intent()
 
     @invariant()
     def only_committed_weights_are_served(self) -> None:
@@ -270,7 +270,7 @@ class Fence(RuleBasedStateMachine):
         complete = {
             version
             for (version, cohort), acked in self.world.acked.items()
-            if len(acked & set(cohort)) >= self.world.least[version, cohort]
+            if len(acked & set(cohort)) >= self.world.required_acks[version, cohort]
         }
         assert all(version.is_base or order_key(version) in complete for version in self.world.history)
 

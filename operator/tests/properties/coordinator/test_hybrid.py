@@ -25,7 +25,7 @@ SLEEP = ("kv_cache", "weights")
 def make(engines: int = 2) -> World:
     world = World([1] * engines)
     world.mode = FleetMode.HYBRID
-    world.want()
+    world.send_intent()
     world.settle()
     return world
 
@@ -120,7 +120,7 @@ def test_an_engine_that_could_not_be_put_to_sleep_stays_awake_once_it_has_weight
     """SGLang without a memory saver, for example on a CPU."""
     world = World([1])
     world.mode = FleetMode.HYBRID
-    world.want()
+    world.send_intent()
     world.tick(0.5)
     world.sync_all()
     while world.pending:
@@ -167,7 +167,7 @@ def test_pushes_without_a_version_are_compared_whatever_the_policy_says() -> Non
     for label, compared in ((None, True), ("7", False)):
         world = make()
         world.policy = world.policy.model_copy(update={"verify": Verify.OFF})
-        world.want()
+        world.send_intent()
         assert push(world, "a", label).success
         assert any(send.path == ControlCall.CHECK_WEIGHTS.path for send in world.sent) is compared
 
@@ -253,7 +253,7 @@ def test_a_flush_at_the_fleets_url_commits_what_all_engines_have_and_nothing_els
 def test_a_fleet_of_which_some_may_be_missing_commits_without_the_one_that_failed() -> None:
     world = World([1, 1, 1], min_committed=2)
     world.mode = FleetMode.HYBRID
-    world.want()
+    world.send_intent()
     world.settle()
     assert world.do(rq.ResumeMemory()).success
     for engine in world.agents:
@@ -307,7 +307,7 @@ def test_calls_that_are_not_for_this_fleet_are_refused_and_reach_no_engine() -> 
 def test_other_fleets_take_no_weights_at_an_engine(mode: FleetMode | None) -> None:
     world = World([1])
     world.mode = mode
-    world.want()
+    world.send_intent()
     world.settle()
     before = len(world.sent)
     answer = at(world, "e0", tensors("a"))
@@ -317,7 +317,7 @@ def test_other_fleets_take_no_weights_at_an_engine(mode: FleetMode | None) -> No
 def test_a_judge_is_woken_and_put_to_sleep_at_its_own_url() -> None:
     world = World([1, 1])
     world.mode = FleetMode.COLOCATED
-    world.want()
+    world.send_intent()
     world.settle()
     assert at(world, "e0", rq.ResumeMemory(SLEEP)).success
     assert gates(world) == [True, False]

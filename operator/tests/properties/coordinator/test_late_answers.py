@@ -30,7 +30,7 @@ def test_the_answer_to_a_sync_from_before_an_update_does_not_make_its_engines_se
     else:
         world.complete()  # the pause
     for name in world.agents:
-        world.arrive(name)
+        world.deliver_sync(name)
     assert [engine.serving for engine in world.machine.fleet.engines.values()] == [False, False]
     world.drain()
     assert world.answers[call].success is (when == "while the call is under way")
@@ -88,14 +88,14 @@ WEIGHTS: list[rq.Call] = [tensors("a"), rq.Begin(), rq.End()]
 def test_a_call_whose_engine_leaves_before_its_turn_is_refused_as_one_at_an_unknown_engine(mode: FleetMode, call: rq.Call) -> None:
     world = World([1, 1, 1])
     world.mode = mode
-    world.want()
+    world.send_intent()
     world.settle()
     first = world.ask(AtEngine("e0", rq.ResumeMemory()))
     waiting = world.ask(AtEngine("e2", call))
     assert waiting not in world.answers
     world.engines = world.engines[:2]
     world.generation += 1
-    world.want()
+    world.send_intent()
     world.drain()
     assert world.answers[first].success
     assert world.answers[waiting].status == 404

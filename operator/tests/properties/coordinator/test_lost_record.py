@@ -17,7 +17,7 @@ def without_a_record(world: World, names: tuple[str, ...], refusing: frozenset[s
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
     assert world.do(rq.Update("g", None, {"names": list(names)})).success
-    world.store_away = True
+    world.store_fails = True
     call = world.ask(rq.End())
     while world.pending:
         effect = world.pending[0]
@@ -26,7 +26,7 @@ def without_a_record(world: World, names: tuple[str, ...], refusing: frozenset[s
     world.sync_all()
     assert world.record is not None
     assert world.record.committed.is_base
-    world.store_away = False
+    world.store_fails = False
     world.start()
 
 

@@ -23,7 +23,7 @@ def make(**policy: Any) -> World:
     """Two engines that hold version 1, and an open group g."""
     world = World([1, 1])
     world.policy = Weights(**policy)
-    world.want()
+    world.send_intent()
     world.sync_all()
     size = world.machine.fleet.table.world_size
     body = {"master_address": "10.0.0.9", "master_port": 7, "rank_offset": 1, "group_name": "g", "world_size": size}
@@ -81,7 +81,7 @@ def test_a_trainer_that_died_in_a_broadcast_holds_engines_no_longer_than_its_lea
 
 def test_a_broken_connection_makes_the_coordinator_probe_at_once(transfer: tuple[World, int]) -> None:
     world, call = transfer
-    world.leave(call)
+    world.disconnect(call)
     world.complete(probe(world), broken=ALL)
     assert world.machine.fleet.update is None
 
@@ -197,7 +197,7 @@ def test_a_trainer_that_dies_after_its_last_call_costs_nothing() -> None:
     assert world.do(rq.Begin()).success
     assert world.do(rq.Update("g", "2", TENSORS)).success
     call = world.ask(rq.End())
-    world.leave(call)
+    world.disconnect(call)
     index = probe(world)
     world.complete(index, broken=ALL)
     world.drain()
@@ -251,7 +251,7 @@ def test_the_store_of_a_dead_trainer_ends_no_pause_of_the_next_one() -> None:
 def test_a_trainer_that_dies_during_the_probe_is_not_taken_for_another() -> None:
     world = make()
     call = world.ask(rq.Pause("retract", {}))
-    world.leave(call)
+    world.disconnect(call)
     world.complete()
     world.complete(probe(world), broken=ALL)
     world.drain()
@@ -260,7 +260,7 @@ def test_a_trainer_that_dies_during_the_probe_is_not_taken_for_another() -> None
     call = world.ask(rq.Pause("retract", {}))
     world.complete()
     flush = world.ask(rq.Flush())
-    world.leave(flush)
+    world.disconnect(flush)
     world.complete(probe(world), broken=ALL)
     world.complete(probe(world), broken=ALL)  # asked again at once: its connection broke since it paused
     world.drain()
@@ -317,7 +317,7 @@ def test_a_call_that_is_under_way_does_not_extend_a_pause_forever() -> None:
 
 def test_a_call_that_its_trainer_has_left_proves_nothing() -> None:
     world = make()
-    world.leave(slow(world, "a checkpoint is read"))
+    world.disconnect(slow(world, "a checkpoint is read"))
     world.tick(21)
     world.complete(probe(world), broken=ALL)
     world.drain()

@@ -67,7 +67,7 @@ def test_an_engine_that_woke_with_other_bytes_catches_up_from_a_volume() -> None
     for agent in world.agents.values():
         agent.stocked = True
     world.agents["e1"].backup = False
-    world.want()
+    world.send_intent()
     world.settle()
     wake(world)
     world.settle()

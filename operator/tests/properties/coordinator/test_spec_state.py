@@ -91,7 +91,7 @@ def test_a_joiner_and_a_restarted_engine_come_up_paused() -> None:
     world.agents["e1"] = SimulatedAgent("e1", starts=2)  # a new pod
     world.agents["e2"] = SimulatedAgent("e2")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e2"})]
-    world.want()
+    world.send_intent()
     for _ in range(3):
         world.run_round()
     assert paused_and_open(world) == [(True, False)] * 3
@@ -103,7 +103,7 @@ def test_an_engine_catches_up_while_the_fleet_is_paused_and_stays_paused() -> No
     for agent in world.agents.values():
         agent.stocked = True
     world.agents["e1"].restart()
-    world.want()
+    world.send_intent()
     world.run_round()
     world.run_round()
     assert world.agents["e1"].version == Version(run=1, step=1, label="1")
@@ -202,7 +202,7 @@ def test_an_engine_that_came_up_in_a_pause_and_is_no_part_of_it_yet_is_paused_to
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.agents["e1"] = SimulatedAgent("e1")
     world.engines = [*world.engines, world.engines[0].model_copy(update={"name": "e1"})]
-    world.want()
+    world.send_intent()
     world.run_round()
     assert world.do(rq.OpenGroup(group_body(world, "g"))).success
     assert world.do(rq.Begin()).success
@@ -219,7 +219,7 @@ def test_no_engine_is_paused_twice() -> None:
     world.now += 0.1
     assert world.do(rq.Pause("retract", {"mode": "retract"})).success
     world.now += 0.1
-    world.arrive("e0")
+    world.deliver_sync("e0")
     assert world.do(rq.Begin()).success
     assert [effect.path for effect in world.sent].count(ControlCall.PAUSE.path) == 1
 

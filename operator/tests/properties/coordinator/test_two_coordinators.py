@@ -100,7 +100,7 @@ class TwoLead(RuleBasedStateMachine):
 
     @rule(index=which, on=st.booleans())
     def store_away(self, index: int, on: bool) -> None:
-        self.of(index).storeless = on
+        self.of(index).store_fails = on
         self.pair.write(self.of(index))
 
     @rule(name=engines)
@@ -143,7 +143,7 @@ class TwoLead(RuleBasedStateMachine):
             return
         pair = self.pair
         for one in pair.leading:
-            one.cut_off, one.storeless = set(), False
+            one.cut_off, one.store_fails = set(), False
             pair.write(one)
         for _ in range(8):
             for one in list(pair.leading):
@@ -198,7 +198,7 @@ def test_what_an_agent_has_received_is_read_before_it_receives_anything_else() -
     pair.tick(6.0)
     assert new.machine.fleet.committed is not None
     assert new.machine.fleet.committed.is_base
-    old.storeless = True
+    old.store_fails = True
     whole_push(pair, old)
     pair.sync(old, "e0")
     first = contents(pair.agents["e0"])

@@ -79,7 +79,7 @@ def test_what_a_failed_catch_up_has_written_must_be_pushed_again(restarted: bool
     """The folder of that name is another run's: the comparison tells, and the engine holds all of it."""
     world = World([1, 1], min_committed=1)
     world.policy = Weights(min_committed=1, catch_up=CatchUp(disk="/ckpt/{version}"))
-    world.want()
+    world.send_intent()
     world.sync_all()
     push(world, "1", SOME)
     world.agents["e1"].restart()

@@ -106,7 +106,7 @@ def test_a_client_that_leaves_before_its_turn_changes_nothing() -> None:
     world.sync_all()
     first = world.ask(rq.Pause("abort", {"mode": "abort"}))
     second = world.ask(rq.Continue())
-    world.leave(second)
+    world.disconnect(second)
     world.drain()
     assert world.answers[first].success
     assert second not in world.answers
@@ -178,7 +178,7 @@ def test_min_committed_lets_a_fleet_begin_with_fewer() -> None:
 def test_a_fleet_that_never_took_weights_waits_for_as_many_as_its_base(base: int | None, begins: bool) -> None:
     world = World([1, 1, 1])
     world.base = base
-    world.want()
+    world.send_intent()
     world.agents["e2"].up = False
     world.sync_all()
     opened = world.do(rq.OpenGroup(group_body(world, "g")))
@@ -193,7 +193,7 @@ def test_a_fleet_that_never_took_weights_waits_for_as_many_as_its_base(base: int
 def test_a_base_that_was_complete_once_continues_with_the_engines_that_are_there() -> None:
     world = World([1, 1, 1])
     world.base = 2
-    world.want()
+    world.send_intent()
     world.agents["e1"].up = world.agents["e2"].up = False
     world.sync_all()
     assert "at least 2 must be" in world.do(rq.OpenGroup(group_body(world, "g"))).message
@@ -272,7 +272,7 @@ def test_the_latest_only_is_served_by_default() -> None:
 def test_max_staleness_lets_an_engine_serve_that_is_not_further_behind() -> None:
     world = World([1, 1])
     world.policy = Weights(max_staleness=1)
-    world.want()
+    world.send_intent()
     away_for_one_update(world)
     assert [agent.gate_open for agent in world.agents.values()] == [True, True]
     world.start()

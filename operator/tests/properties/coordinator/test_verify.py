@@ -18,7 +18,7 @@ def begun(sizes: list[int], **policy: object) -> World:
     """An update that lacks only its end."""
     world = World(sizes)
     world.policy = Weights.model_validate({"verify": Verify.ALWAYS, **policy})
-    world.want()
+    world.send_intent()
     world.sync_all()
     again(world)
     return world

@@ -1,4 +1,4 @@
-"""Coordinators of different terms over the same agents, which do not know of each other. No I/O, no clock."""
+"""Coordinators of different terms that call the same agents and do not know of each other. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Received:
 
 @dataclass(eq=False)
 class Coordinator:
-    """One coordinator process: its machine, its calls under way, and what it can reach."""
+    """One coordinator process: its state machine, its pending calls, and the failures of its network."""
 
     machine: Machine
     record: Record | None
@@ -54,11 +54,11 @@ class Coordinator:
     """True if an agent has refused the term after this coordinator had proved the committed version."""
     pending: list[Send | Write] = field(default_factory=list)
     results: dict[int, dict[str, Result]] = field(default_factory=dict)
-    """Answers of a Send under way, by its id."""
+    """Answers to each pending Send, by the ID of the Send and by engine."""
     cut_off: set[str] = field(default_factory=set)
-    """Engines that it cannot reach."""
-    storeless: bool = False
-    """It cannot reach the store."""
+    """Engines that the coordinator cannot reach."""
+    store_fails: bool = False
+    """True while the coordinator cannot reach the store."""
     answers: dict[int, Answer] = field(default_factory=dict)
     calls: int = 0
 
@@ -76,18 +76,18 @@ class Pair:
         self.now = 100.0
         self.store: Record | None = None
         self.lease = 0
-        """Number of coordinators that have led, also where the record is lost."""
+        """Transitions of the Lease. The number grows with each leader, also if the record is lost."""
         self.received = {name: Received() for name in self.agents}
         self.acked: dict[tuple[int, tuple[int, int]], set[str]] = {}
         """Engines that have acknowledged a version to the coordinator of a term."""
         self.commits: dict[tuple[int, int], set[int]] = {}
-        """Terms that have committed a version and were not stopped by the store: their trainers got the answer."""
+        """Terms that have committed each version. The store stopped none of them, so their trainers got the answer."""
         self.refusals = 0
         self.leading: list[Coordinator] = []
         self.start()
 
     def start(self, *, keep_record: bool = True) -> Coordinator:
-        """Start another coordinator, which reads the record and writes its term into it. Earlier coordinators continue."""
+        """Start another coordinator. It reads the record and writes its own term into the record. Earlier coordinators continue."""
         found = self.store if keep_record else None
         self.lease += 1
         term = max(self.lease, (found.term if found else 0) + 1)
@@ -104,121 +104,123 @@ class Pair:
         self.feed(new, Wanted(intent, frozenset(self.agents), self.now))
         return new
 
-    def feed(self, who: Coordinator, event: Event) -> None:
-        if who.alive:
-            self.carry_out(who, who.machine.handle(event))
+    def feed(self, coordinator: Coordinator, event: Event) -> None:
+        if coordinator.alive:
+            self.carry_out(coordinator, coordinator.machine.handle(event))
 
-    def carry_out(self, who: Coordinator, effects: list[Effect]) -> None:
+    def carry_out(self, coordinator: Coordinator, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Send():
-                    who.pending.append(effect)
-                    who.results[effect.id] = {}
+                    coordinator.pending.append(effect)
+                    coordinator.results[effect.id] = {}
                 case Write():
-                    who.pending.append(effect)
+                    coordinator.pending.append(effect)
                 case Save(record):
-                    who.record = record
-                    self.write(who)
+                    coordinator.record = record
+                    self.write(coordinator)
                 case Cut():
-                    send = next(sent for sent in who.pending if sent.id == effect.effect)
+                    send = next(sent for sent in coordinator.pending if sent.id == effect.effect)
                     assert isinstance(send, Send)
                     missing = {name: Result(ok=False, message=effect.reason) for name in send.bodies}
-                    self.conclude(who, send, {**missing, **who.results[send.id]})
+                    self.conclude(coordinator, send, {**missing, **coordinator.results[send.id]})
                 case Reply(call, answer):
-                    who.answers[call] = answer
+                    coordinator.answers[call] = answer
 
-    def write(self, who: Coordinator) -> bool:
+    def write(self, coordinator: Coordinator) -> bool:
         """Write the record as the store does: a coordinator that would overwrite a higher term stops instead."""
-        if who.record is None or who.storeless or not who.alive:
+        if coordinator.record is None or coordinator.store_fails or not coordinator.alive:
             return False
-        if self.store is not None and self.store.term > who.record.term:
-            who.alive = False
+        if self.store is not None and self.store.term > coordinator.record.term:
+            coordinator.alive = False
             return False
-        self.store = who.record
+        self.store = coordinator.record
         return True
 
-    def ask(self, who: Coordinator, request: Request) -> int:
-        who.calls += 1
-        self.feed(who, Asked(who.calls, request, self.now))
-        return who.calls
+    def ask(self, coordinator: Coordinator, request: Request) -> int:
+        coordinator.calls += 1
+        self.feed(coordinator, Asked(coordinator.calls, request, self.now))
+        return coordinator.calls
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        for who in self.leading:
-            self.feed(who, Tick(self.now))
+        for coordinator in self.leading:
+            self.feed(coordinator, Tick(self.now))
 
-    def reach(self, who: Coordinator, name: str, path: str, body: dict[str, object], token: object, *, works: bool = True) -> Result:
-        """Make one call of one coordinator to one agent, which checks the term first."""
+    def reach(
+        self, coordinator: Coordinator, name: str, path: str, body: dict[str, object], token: object, *, works: bool = True
+    ) -> Result:
+        """Send one call to one agent. The agent checks the term first."""
         agent = self.agents[name]
-        if name in who.cut_off or not agent.answers:
+        if name in coordinator.cut_off or not agent.answers:
             return Result(ok=False, message=SILENCE)
-        if who.term < agent.term:
+        if coordinator.term < agent.term:
             self.refusals += 1
-            who.refused = who.refused or who.machine.fleet.committed is not None
-            if who.machine.outranked(agent.term):
-                who.alive = False
-            elif who.machine.fleet.committed is None:
-                self.rise(who, agent.term + 1)
-            return Result(ok=False, status=409, message=f"term {who.term} is over.")
-        agent.term = who.term
+            coordinator.refused = coordinator.refused or coordinator.machine.fleet.committed is not None
+            if coordinator.machine.outranked(agent.term):
+                coordinator.alive = False
+            elif coordinator.machine.fleet.committed is None:
+                self.rise(coordinator, agent.term + 1)
+            return Result(ok=False, status=409, message=f"term {coordinator.term} is over.")
+        agent.term = coordinator.term
         if path in (AGENT_SYNC, AGENT_RUN) and body["committed"] is not None:
             served = [Version.model_validate(version) for version in [body["committed"], *body["tolerated"]]]  # type: ignore[misc]
-            self.received[name] = Received(who.term, frozenset(map(order_key, served)))
+            self.received[name] = Received(coordinator.term, frozenset(map(order_key, served)))
         result = agent.call(path, dict(body), contents(agent) if path == AGENT_ACK else token, works)
         if path == AGENT_ACK and result.ok:
-            self.acked.setdefault((who.term, order_key(Version.model_validate(body["version"]))), set()).add(name)
+            self.acked.setdefault((coordinator.term, order_key(Version.model_validate(body["version"]))), set()).add(name)
         return result
 
-    def rise(self, who: Coordinator, term: int) -> None:
+    def rise(self, coordinator: Coordinator, term: int) -> None:
         """Raise the term as the Lease does: only the leader gets a higher term, and the next leader one above that."""
-        if who is not self.leading[-1]:
-            who.alive = False
+        if coordinator is not self.leading[-1]:
+            coordinator.alive = False
             return
         self.lease = max(self.lease, term)
-        who.machine.rise(term)
+        coordinator.machine.rise(term)
 
-    def sync(self, who: Coordinator, name: str) -> None:
-        if not who.alive:
+    def sync(self, coordinator: Coordinator, name: str) -> None:
+        if not coordinator.alive:
             return
-        sync = who.machine.fleet.sync_request(name)
-        result = self.reach(who, name, AGENT_SYNC, sync.model_dump(mode="json"), None)
-        self.feed(who, Seen(name, result.agent, sync.seq, self.now))
+        sync = coordinator.machine.fleet.sync_request(name)
+        result = self.reach(coordinator, name, AGENT_SYNC, sync.model_dump(mode="json"), None)
+        self.feed(coordinator, Seen(name, result.agent, sync.seq, self.now))
 
-    def deliver(self, who: Coordinator, index: int, nth: int, *, works: bool = True, lost: bool = False) -> None:
+    def deliver(self, coordinator: Coordinator, index: int, nth: int, *, works: bool = True, lost: bool = False) -> None:
         """Deliver one call to one engine, or one record to the store. ``lost``: the answer does not come back."""
         self.now += 0.01
-        effect = who.pending[index % len(who.pending)]
+        effect = coordinator.pending[index % len(coordinator.pending)]
         if isinstance(effect, Write):
-            who.pending.remove(effect)
-            who.record = effect.record
-            ok = self.write(who)
-            if who.alive:
-                self.commits.setdefault(order_key(effect.record.committed), set()).add(who.term)
-            self.feed(who, Written(effect.id, ok, self.now))
+            coordinator.pending.remove(effect)
+            coordinator.record = effect.record
+            ok = self.write(coordinator)
+            if coordinator.alive:
+                self.commits.setdefault(order_key(effect.record.committed), set()).add(coordinator.term)
+            self.feed(coordinator, Written(effect.id, ok, self.now))
             return
-        waiting = [name for name in effect.bodies if name not in who.results[effect.id]]
+        waiting = [name for name in effect.bodies if name not in coordinator.results[effect.id]]
         name = waiting[nth % len(waiting)]
-        result = self.reach(who, name, effect.path, dict(effect.bodies[name]), (who.term, effect.id), works=works)
-        if effect not in who.pending:
-            return  # it has stopped
-        who.results[effect.id][name] = Result(ok=False, message=SILENCE) if lost else result
+        result = self.reach(coordinator, name, effect.path, dict(effect.bodies[name]), (coordinator.term, effect.id), works=works)
+        if effect not in coordinator.pending:
+            return  # the coordinator has stopped
+        coordinator.results[effect.id][name] = Result(ok=False, message=SILENCE) if lost else result
         if len(waiting) == 1:
-            self.conclude(who, effect, who.results[effect.id])
+            self.conclude(coordinator, effect, coordinator.results[effect.id])
 
-    def conclude(self, who: Coordinator, effect: Send, results: dict[str, Result]) -> None:
-        who.pending.remove(effect)
-        self.feed(who, Answered(effect.id, results, self.now))
+    def conclude(self, coordinator: Coordinator, effect: Send, results: dict[str, Result]) -> None:
+        coordinator.pending.remove(effect)
+        self.feed(coordinator, Answered(effect.id, results, self.now))
 
-    def drain(self, who: Coordinator) -> None:
-        """Deliver everything under way, also of a coordinator that has stopped."""
-        while who.pending:
-            self.deliver(who, 0, 0)
+    def drain(self, coordinator: Coordinator) -> None:
+        """Deliver all pending calls, also those of a coordinator that has stopped."""
+        while coordinator.pending:
+            self.deliver(coordinator, 0, 0)
 
-    def do(self, who: Coordinator, request: Request) -> Answer | None:
-        """Make a request and let every call succeed. Returns the answer; None: the coordinator has stopped meanwhile."""
-        call = self.ask(who, request)
-        self.drain(who)
-        return who.answers.get(call)
+    def do(self, coordinator: Coordinator, request: Request) -> Answer | None:
+        """Make a request and let every call succeed. Return the answer, or None if the coordinator has stopped."""
+        call = self.ask(coordinator, request)
+        self.drain(coordinator)
+        return coordinator.answers.get(call)
 
 
 def contents(agent: SimulatedAgent) -> Contents:

@@ -1,4 +1,4 @@
-"""A world around the state machine: simulated agents, a store, and a trainer. No I/O, no clock."""
+"""One coordinator's state machine between simulated agents, a store and a trainer. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SNAPSHOTS = "/snapshots"
 
 
 class World:
-    """Agents, a store and a machine. The test decides when a Send is answered, in any order."""
+    """A state machine, its agents and its store. The test decides when each Send is answered, in any order."""
 
     def __init__(self, sizes: list[int], min_committed: int | str | None = None) -> None:
         self.policy = Weights(min_committed=min_committed)
@@ -51,32 +51,33 @@ class World:
         self.engines = [WantedEngine(name=f"e{index}", tensor_size=size) for index, size in enumerate(sizes)]
         self.now = 100.0
         self.record: Record | None = None
-        self.store_away = False
+        self.store_fails = False
         self.pending: list[Send | Write] = []
-        self.on_its_way: dict[str, Seen] = {}
-        """Answers to syncs that have not come back."""
+        self.sync_answers: dict[str, Seen] = {}
+        """Answers to syncs that the coordinator has not received yet, by agent."""
         self.answers: dict[int, Answer] = {}
         self.calls = 0
         self.acked: dict[tuple[tuple[int, int], tuple[str, ...]], set[str]] = {}
         """Engines that acknowledged a version, by version and cohort."""
-        self.least: dict[tuple[tuple[int, int], tuple[str, ...]], int] = {}
-        """Acknowledgements that the policy asks for, by version and cohort."""
+        self.required_acks: dict[tuple[tuple[int, int], tuple[str, ...]], int] = {}
+        """Number of acknowledgements that the policy requires, by version and cohort."""
         self.opened: tuple[object, dict[str, object]] = (None, {})
-        """The open update, and what its trainer has sent, tensor by tensor."""
+        """The open update, and the last content that its trainer has sent for each tensor."""
         self.pushed: dict[tuple[int, int], dict[str, object]] = {}
-        """Tensors that each committed version must hold, as trainers have sent them."""
+        """Contents of the tensors that each committed version must have."""
         self.attempts = 0
         self.committed_contents: dict[tuple[int, int], object] = {}
         self.contents: dict[tuple[int, int], object] = {}
-        """Contents that were served under each version."""
+        """Contents that engines have served as each version."""
         self.tensors: dict[tuple[int, int], dict[str, object]] = {}
         """Tensors of the first engine that acknowledged a version."""
         self.sent: list[Send] = []
         self.history: list[Version] = []
         self.unproved: set[tuple[int, int]] = set()
-        """Versions that were committed while the store was away, and that no engine which received them could prove later."""
+        """Versions that were committed while the store failed, and that no engine could prove later."""
         self.generation = 1
         self.state = FleetState.ACTIVE
+        """``spec.state``."""
         self.adapters: list[Adapter] | None = None
         self.base: int | None = None
         self.mode: FleetMode | None = None
@@ -84,15 +85,16 @@ class World:
 
     def start(self) -> None:
         """Start a new coordinator."""
-        self.pending, self.on_its_way = [], {}
-        self.lossy = self.record is None or (bool(self.history) and order_key(self.record.committed) < order_key(self.history[-1]))
+        self.pending, self.sync_answers = [], {}
+        self.has_old_record = self.record is None or (bool(self.history) and order_key(self.record.committed) < order_key(self.history[-1]))
         term = (self.record.term if self.record else 0) + 1
         self.machine = Machine(name="demo", term=term, record=self.record, at=self.now)
         # Every coordinator process has its own ID: without a record the term may be the same.
         self.machine.fleet.coordinator_id = f"coordinator-{next(_processes)}"
-        self.want()
+        self.send_intent()
 
-    def want(self) -> None:
+    def send_intent(self) -> None:
+        """Send the coordinator the spec that it must follow."""
         intent = Intent(
             generation=self.generation,
             name="demo",
@@ -110,7 +112,7 @@ class World:
         """Set ``spec.state``, as a user does."""
         self.state = state
         self.generation += 1
-        self.want()
+        self.send_intent()
 
     def feed(self, event: Event) -> None:
         self.carry_out(self.machine.handle(event))
@@ -122,20 +124,20 @@ class World:
                     self.pending.append(effect)
                     if isinstance(effect, Send):
                         self.sent.append(effect)
-                        self.check_hold(effect)
-                        self.note_least(effect)
+                        self.check_pause(effect)
+                        self.note_required_acks(effect)
                     elif (before := self.pushed.get(order_key(self.history[-1]))) is not None:
                         self.pushed[order_key(effect.record.committed)] = {**self._under(effect.record.committed, before), **self.opened[1]}
                 case Save(record):
-                    self.record = self.record if self.store_away else record
+                    self.record = self.record if self.store_fails else record
                 case Cut():
                     self.cut(effect)
                 case Reply(call, answer):
                     assert call not in self.answers, "answered twice"
                     self.answers[call] = answer
         committed = self.machine.fleet.committed
-        if committed is not None and self.lossy:
-            self.lossy = False
+        if committed is not None and self.has_old_record:
+            self.has_old_record = False
             if self.history and order_key(committed) < order_key(self.history[-1]):
                 self._forget(committed)
         if committed is not None and (not self.history or self.history[-1] != committed):
@@ -144,7 +146,7 @@ class World:
                 self.pushed[order_key(committed)] = dict.fromkeys(NAMES, "base")
 
     def _forget(self, committed: Version) -> None:
-        """Forget what nothing can prove: the record is gone or was not written, and no agent that received the commit answers."""
+        """Forget the commits that nothing can prove: no record has them, and no agent that received them answers."""
         witnesses = self._witnesses(self.history[-1])
         if not witnesses:
             self.history.clear()
@@ -155,20 +157,21 @@ class World:
             self.unproved |= {order_key(version) for version in self.history if order_key(version) > order_key(committed)}
             self.history = [version for version in self.history if order_key(version) <= order_key(committed)]
 
-    def check_hold(self, effect: Send) -> None:
-        """Check that no engine resumes while the spec pauses the fleet, and that no commit resumes a dirty engine."""
+    def check_pause(self, effect: Send) -> None:
+        """Check that no call resumes an engine that the spec pauses or that is dirty."""
         if effect.path == AGENT_RUN:
             called = [self.agents[name] for name in effect.bodies if name in self.agents]
             assert not any(agent.state is EngineState.DIRTY for agent in called), "a commit resumed a dirty engine"
-        kept = self.machine.fleet.applied_state
-        if kept is not FleetState.ACTIVE:
+        applied = self.machine.fleet.applied_state
+        if applied is not FleetState.ACTIVE:
             assert effect.path not in (ControlCall.CONTINUE.path, AGENT_RUN), "an engine of a paused fleet was resumed"
-            assert all(body["spec_state"] == kept for body in effect.bodies.values() if effect.path == AGENT_SYNC)
+            assert all(body["spec_state"] == applied for body in effect.bodies.values() if effect.path == AGENT_SYNC)
 
-    def note_least(self, effect: Send) -> None:
-        """Note how many acknowledgements the policy asks for, at most one of each engine that took part. None: all of these.
+    def note_required_acks(self, effect: Send) -> None:
+        """Note how many engines must acknowledge the version.
 
-        Members do not change under an update.
+        ``min_committed`` is at most the number of engines that take part; without it, all of these must acknowledge. Members do not
+        change during an update.
         """
         fleet = self.machine.fleet
         least, wanted = self.policy.min_committed, len(fleet.engines)
@@ -176,10 +179,10 @@ class World:
             cohort = tuple(body["cohort"])
             share = math.ceil(int(least.rstrip("%")) * wanted / 100) if isinstance(least, str) else min(least or len(cohort), wanted)
             taking_part = len(fleet.update.boots) if fleet.update is not None else len(cohort)
-            self.least.setdefault((order_key(Version.model_validate(body["version"])), cohort), max(1, min(share, taking_part)))
+            self.required_acks.setdefault((order_key(Version.model_validate(body["version"])), cohort), max(1, min(share, taking_part)))
 
     def note_sent(self, path: str, body: Mapping[str, Any], token: object) -> None:
-        """Note what the trainer of the open update has sent: each tensor as it came last."""
+        """Note the last content that the trainer of the open update has sent for each tensor."""
         update = self.machine.fleet.update
         if update is not None and path in (ControlCall.UPDATE_DISTRIBUTED.path, ControlCall.UPDATE_DISK.path):
             if self.opened[0] is not update:
@@ -190,7 +193,7 @@ class World:
             )
 
     def _under(self, version: Version, before: dict[str, object]) -> dict[str, object]:
-        """Return the tensors that a commit keeps: none if a new run begins on engines that all hold the weights of their start."""
+        """Return the tensors before a commit: base weights if a new run begins on engines that all hold base weights."""
         present = [self.agents[engine.name] for engine in self.engines if engine.name in self.agents]
         rest = [name for name in NAMES if name not in self.opened[1]]
         starts_again = version.run > self.history[-1].run and all(agent.tensors[name] == "base" for agent in present for name in rest)
@@ -206,7 +209,7 @@ class World:
         self.feed(Asked(self.calls, request, self.now))
         return self.calls
 
-    def leave(self, call: int) -> None:
+    def disconnect(self, call: int) -> None:
         self.feed(Left(call, self.now))
 
     def tick(self, seconds: float) -> None:
@@ -214,19 +217,19 @@ class World:
         self.feed(Tick(self.now))
 
     def answer_sync(self, name: str) -> None:
-        """Let an agent receive a sync and answer. :meth:`arrive` delivers the answer."""
+        """Let an agent receive a sync and answer. :meth:`deliver_sync` delivers the answer."""
         agent, sync = self.agents[name], self.machine.fleet.sync_request(name)
         status = agent.call(AGENT_SYNC, sync.model_dump(mode="json"), None, works=True).agent if agent.answers else None
-        self.on_its_way[name] = Seen(name, status, sync.seq, self.now)
+        self.sync_answers[name] = Seen(name, status, sync.seq, self.now)
 
-    def arrive(self, name: str) -> None:
-        """Deliver the answer to a sync, at any time after it was given."""
-        if (seen := self.on_its_way.pop(name, None)) is not None:
+    def deliver_sync(self, name: str) -> None:
+        """Deliver the answer that :meth:`answer_sync` has stored, at the current time."""
+        if (seen := self.sync_answers.pop(name, None)) is not None:
             self.feed(replace(seen, at=self.now))
 
     def sync(self, name: str) -> None:
         self.answer_sync(name)
-        self.arrive(name)
+        self.deliver_sync(name)
 
     def sync_all(self) -> None:
         for name in list(self.agents):
@@ -237,7 +240,7 @@ class World:
         effect = self.pending.pop(index % len(self.pending))
         self.now += 0.01
         if isinstance(effect, Write):
-            ok = not broken and not self.store_away
+            ok = not broken and not self.store_fails
             if ok:
                 self.record = effect.record
             self.feed(Written(effect.id, ok, self.now))
@@ -258,7 +261,7 @@ class World:
                 version = Version.model_validate(body["version"])
                 self.acked.setdefault((order_key(version), tuple(body["cohort"])), set()).add(name)
                 self.tensors.setdefault(order_key(version), dict(agent.tensors))
-                if agent.content == "mixture":  # it was fenced, and its checksum has proved that it has every tensor
+                if agent.content == "mixture":  # the engine was fenced, and its checksum proves that it has every tensor
                     assert agent.tensors == self.tensors[order_key(version)]
                     agent.content = self.committed_contents.get(order_key(version), "base")
             if effect.path == AGENT_ACK and result.ok and not agent.loaded:
@@ -267,7 +270,7 @@ class World:
         self.feed(Answered(effect.id, results, self.now))
 
     def _content(self, folder: str, raw: dict[str, Any], otherwise: object) -> object:
-        """Return the contents of a folder. A snapshot of a version holds what the engines held that committed the version."""
+        """Return the contents of a folder. A snapshot has the contents of the engines that committed its version."""
         if folder != SNAPSHOTS:
             return ("disk", folder)
         version = Version.model_validate(raw)

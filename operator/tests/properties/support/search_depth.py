@@ -1,4 +1,4 @@
-"""How long state machines are searched."""
+"""Number of examples that property tests try."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def examples(count: int) -> int:
-    """So many examples; with ``EXAMPLES=40`` 40 times as many, and others each time."""
+    """Return ``count``, multiplied by the environment variable ``EXAMPLES``, whose default is 1."""
     return count * int(os.environ.get("EXAMPLES", "1"))

@@ -35,9 +35,9 @@ class Engine:
     """
 
     content: object = "base"
-    """Contents of the weights: one token per completed update, or a mixture."""
+    """Identifies the weights: one value per completed update, or ``mixture``."""
     tensors: dict[str, object] = field(default_factory=lambda: dict.fromkeys(NAMES, "base"))
-    """Last content written to each tensor."""
+    """Content of each tensor."""
     label: str = "default"
     session: bool = False
     groups: list[str] = field(default_factory=list)
@@ -60,29 +60,29 @@ class SimulatedAgent:
     """How many times the engine process has started."""
     answers: bool = True
     snapshots: dict[tuple[int, int], dict[str, object]] = field(default_factory=dict)
-    """The tensors of committed versions, as a shared volume has them."""
+    """Tensors of committed versions on the shared volume."""
     chosen: tuple[int, int] | None = None
-    """The snapshot that the last check found."""
+    """Run and step of the snapshot that the last check found."""
     folders: dict[str, str] = field(default_factory=dict)
     """Content of an adapter's path; empty if it cannot be loaded. Any other path contains its own name."""
     backup: bool = True
-    """Released weights come back as they were."""
+    """True if the engine restores released weights unchanged."""
     readable: bool = True
-    """The agent can read `model.path`."""
+    """True if the agent can read `model.path`."""
     holds: tuple[str, ...] = NAMES
     """The tensors in the folders that the engine loads."""
     checksum: str | None = "same"
-    """None: the engine's SGLang has no /weights_checker."""
+    """None if the engine's SGLang has no ``/weights_checker``."""
     digest: str = "same"
     stocked: bool = False
-    """Snapshots of all committed versions lie on the shared volume."""
+    """True if the shared volume has a snapshot of every committed version."""
     engine: Engine = field(default_factory=Engine)
     core: s.State = field(default_factory=s.State)
 
     def __post_init__(self) -> None:
         self._identify()
 
-    # What tests read of the agent and its engine
+    # State that tests read
 
     @property
     def boot(self) -> str:
@@ -152,7 +152,7 @@ class SimulatedAgent:
     def loaded(self) -> str | None:
         return self.engine.loaded
 
-    # What tests do to the agent and its engine
+    # Changes that tests make
 
     @property
     def up(self) -> bool:
@@ -295,7 +295,7 @@ class SimulatedAgent:
             unchecked=() if self.readable else UNCHECKED, why_unchecked="" if self.readable else "no cache holds org/model",
         )  # fmt: skip
 
-    # Control calls: what `agent.agent` does, without waiting
+    # Control calls, in the order in which `agent.agent` applies them
 
     def _control(self, call: ControlCall, body: dict[str, Any], token: object, works: bool = True, by_spec: bool = False) -> Result:
         refused = guards.refusal(self.core, call, body)

@@ -1,4 +1,4 @@
-"""A cluster in a dictionary: just enough of an API server, of controllers and of a coordinator to carry out plans."""
+"""A cluster held in dictionaries, with the parts of API server, controllers and coordinator that carry out plans."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Object = dict[str, Any]
 
 @dataclass
 class Cluster:
-    """Objects by (kind, name), pods by name; every mutation goes through a method that a real cluster would do."""
+    """Objects by kind and name, and pods by name."""
 
     cr: Object
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
     pods: dict[str, Object] = field(default_factory=dict)
     ownership: Ownership = field(default_factory=dict)
-    """What the operator remembers of its applies."""
+    """Fields that the operator owns, by UID, as it remembers them after an apply."""
     serial: Any = field(default_factory=lambda: itertools.count(1))
 
     def observe(self) -> FleetView:
@@ -45,13 +45,13 @@ class Cluster:
                 self._apply(with_token(action.object, "t0ken") if action.needs_token else action.object)
 
     def settle(self) -> None:
-        """What the cluster does by itself between two looks of the operator."""
+        """Do the work of controllers, kubelet and coordinator between two passes of the operator."""
         self._statefulsets()
         self._kubelet()
         self._coordinator()
 
     def run(self, settings: Settings = SETTINGS, rounds: int = 30) -> None:
-        """Let operator and cluster take turns until the operator has nothing to do and the cluster does nothing either."""
+        """Alternate operator and cluster until the plan is empty before and after the cluster's turn."""
         for _ in range(rounds):
             made = self.plan(settings)
             self.execute(made.actions)
@@ -61,7 +61,7 @@ class Cluster:
         raise AssertionError(f"not settled after {rounds} rounds; still planned: {self.plan(settings).actions}")
 
     def converge(self, settings: Settings = SETTINGS) -> None:
-        """Run, and see that nothing is waited for either."""
+        """Run, and check that the operator waits for nothing."""
         self.run(settings)
         assert self.plan(settings).requeue_after is None
 
@@ -86,7 +86,7 @@ class Cluster:
         made = _stored(obj)
         spec_changed = live is None or live.get("spec") != made.get("spec")
         made["metadata"] |= {"uid": metadata["uid"], "generation": metadata["generation"] + spec_changed}
-        # The API server fills in fields that were not rendered, and keeps those that others own.
+        # The API server adds default fields, and keeps the fields of other owners.
         made["status"] = (live or {}).get("status", {})
         if obj["kind"] == "ConfigMap" and "data" not in obj and live and "data" in live:
             made["data"] = live["data"]
@@ -116,7 +116,7 @@ class Cluster:
                 wanted = [names.engine_pod(name, index) for index in range(child["spec"].get("replicas", 1))]
                 for pod in wanted:
                     self._make_pod(pod, child)
-                # Pods of a StatefulSet before it, which was larger, are adopted and scaled away.
+                # Pods of an earlier, larger StatefulSet are adopted and deleted.
                 for pod in [pod for pod in self.pods if pod.rpartition("-")[0] == name and pod not in wanted]:
                     del self.pods[pod]
 
@@ -128,7 +128,7 @@ class Cluster:
         self.pods[name] = {"kind": "Pod", "metadata": metadata, "spec": copy.deepcopy(template["spec"]), "status": {}}
 
     def _kubelet(self) -> None:
-        """An engine comes up unless its image is called broken."""
+        """Make every pod ready, except pods whose image has the word ``broken``."""
         for pod in self.pods.values():
             image = pod["spec"]["containers"][0]["image"]
             ready = "False" if "broken" in image else "True"
@@ -148,7 +148,7 @@ class Cluster:
 
 
 def _stored(obj: Any) -> Any:
-    """What the API server makes of it: it lower-cases one field that we know nothing of, and drops maps that are empty."""
+    """Return the object as the API server stores it: an unknown field in lower case, and without empty node selectors."""
     if isinstance(obj, dict):
         return {
             key: value.lower() if key == "rewritten" else _stored(value)
@@ -159,7 +159,7 @@ def _stored(obj: Any) -> Any:
 
 
 def rollout(name: str = "demo", **spec: Any) -> Object:
-    """Return a small CPU rollout with ``spec`` laid over it."""
+    """Return a small CPU rollout. Fields of ``spec`` replace its own."""
     base = {
         "replicas": 2,
         "model": {"path": "/models/tiny"},

@@ -1,4 +1,4 @@
-"""A scripted fleet over real HTTP: each path answers what a test says, and every call is remembered."""
+"""A fleet behind real HTTP whose answers a test defines, by path. The fleet records every call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Script = Reply | Callable[[dict[str, Any]], Reply]
 
 
 def document(**changes: Any) -> dict[str, Any]:
-    """A discovery document of two engines at base."""
+    """Return the discovery document of two engines at base. ``changes`` replaces fields."""
     base = {"run": 0, "step": 0, "label": "base"}
     members = [
         {
@@ -56,7 +56,7 @@ class FakeFleet:
                 super().setup()
 
             def log_message(self, *_: object) -> None:
-                """Keep quiet."""
+                """Log nothing."""
 
             def _answer(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
@@ -75,7 +75,7 @@ class FakeFleet:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def answer(self, path: str, body: dict[str, Any]) -> Reply:
-        """The next scripted reply of a path."""
+        """Record the call, and return the next reply of the path."""
         with self._lock:
             self.calls.append((path, body))
             self.counts[path] += 1
