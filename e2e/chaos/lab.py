@@ -9,27 +9,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from e2e import stand_in
 from e2e.chaos.engines import STAND_INS as ENGINES
-from e2e.chaos.stack import PHASE_LINE
+from e2e.chaos.stack import PHASE_LINE, WEIGHTS, FleetUnderFault
 from e2e.chaos.trainer_process import Trainer, local_trainer
 from e2e.cluster import nodes
 from e2e.kube import SYSTEM, Kubectl, Refused, eventually, install_operator
 
 NAMESPACE = NAME = "chaos"
-WEIGHTS = {
-    "deadlines": {"groupSeconds": 10, "updateSeconds": 12, "pauseSeconds": 8, "idleSeconds": 10, "totalSeconds": 60, "stuckSeconds": 4},
-    "trainerLease": {"ttlSeconds": 3},
-}
-"""The same deadlines as in the matrix of processes."""
 _CALL = (
     "import sys, urllib.request as u\n"
     "r = u.Request('http://127.0.0.1:30001' + sys.argv[2], method=sys.argv[1], data=sys.argv[3].encode() or None)\n"
@@ -39,18 +31,15 @@ _FAR = 1
 """The node that is lost. The other node runs the control plane, the router and the operator."""
 
 
-class LabStack:
+class LabStack(FleetUnderFault):
     """Use as a context manager. The cluster must be up, with two nodes."""
 
     number = ENGINES
     start_seconds = 0.0
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.kubectl = Kubectl(NAMESPACE)
-        self.trainer: Trainer | None = None
-        self.url = ""
-        self._ends = ExitStack()
 
     def __enter__(self) -> LabStack:
         if len(nodes.running()) != 2:
@@ -69,25 +58,12 @@ class LabStack:
         self.until("all engines serve", lambda: self.document().get("serving") == ENGINES, 180)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.trainer is not None:
-            self.trainer.end()
-        self._ends.close()
-
     def new_trainer(self) -> Trainer:
         """End the current trainer and start another."""
         if self.trainer is not None:
             self.trainer.end()
         self.trainer = local_trainer(self.url, self.folder / "trainer.log")
         return self.trainer
-
-    def document(self) -> dict[str, Any]:
-        """Return ``GET /fleet``; empty while the coordinator does not answer."""
-        try:
-            reply = requests.get(f"{self.url}/fleet", timeout=5)
-            return dict(reply.json()) if reply.ok else {}
-        except (requests.RequestException, ValueError):
-            return {}
 
     def phases(self) -> list[tuple[float, str]]:
         """Return the phases that the coordinator's log names, oldest first, each with the Unix time at which it began."""
@@ -145,16 +121,6 @@ class LabStack:
     def far(self) -> list[int]:
         """Return the engines on the node that can be lost."""
         return [index for index in range(ENGINES) if self.pod(index)["spec"]["nodeName"] == f"node{_FAR}"]
-
-    def until(self, what: str, check: Any, within: float) -> float:
-        """Wait for a condition and return the seconds it took. Raises AssertionError with the actual state."""
-        began = time.monotonic()
-        while time.monotonic() - began < within:
-            with suppress(requests.RequestException, Refused):
-                if check():
-                    return time.monotonic() - began
-            time.sleep(0.1)
-        raise AssertionError(f"not within {within:g} s: {what}. The fleet: {json.dumps(self.document())[:1500]}")
 
     def rest(self) -> None:
         """Wait until Kubernetes has replaced the pods of a node that was lost. It replaces also pods that serve again."""

@@ -18,18 +18,10 @@ from e2e.chaos.engines import RealEngines, StandIns
 from e2e.chaos.tokens import PROMPT
 from e2e.chaos.trainer_process import Trainer, local_trainer
 from e2e.child import start_child
+from e2e.kube import Refused
 
-POLICY = {
-    "backend": "gloo",
-    "verify": "Always",
-    "deadlines": {
-        "groupSeconds": 10,
-        "updateSeconds": 12,
-        "pauseSeconds": 8,
-        "idleSeconds": 10,
-        "totalSeconds": 60,
-        "stuckSeconds": 4,
-    },
+WEIGHTS = {
+    "deadlines": {"groupSeconds": 10, "updateSeconds": 12, "pauseSeconds": 8, "idleSeconds": 10, "totalSeconds": 60, "stuckSeconds": 4},
     "trainerLease": {"ttlSeconds": 3},
 }
 """Short deadlines, so that the matrix is quick. The matrix tests that they hold."""
@@ -47,18 +39,48 @@ PARTS = {
 """Words in the command line of each part."""
 
 
-class Stack:
+class FleetUnderFault:
+    """The URL and the trainer of a fleet. Subclasses start and stop its parts."""
+
+    def __init__(self, folder: Path, url: str = "") -> None:
+        self.folder = folder
+        self.url = url
+        self.trainer: Trainer | None = None
+        self._ends = ExitStack()
+
+    def __exit__(self, *_: object) -> None:
+        if self.trainer is not None:
+            self.trainer.end()
+        self._ends.close()
+
+    def document(self) -> dict[str, Any]:
+        """Return ``GET /fleet``; empty while the coordinator does not answer."""
+        try:
+            reply = requests.get(f"{self.url}/fleet", timeout=5)
+            return dict(reply.json()) if reply.ok else {}
+        except (requests.RequestException, ValueError):
+            return {}
+
+    def until(self, what: str, check: Any, within: float) -> float:
+        """Wait for a condition and return the seconds it took. Raises AssertionError with the actual state."""
+        began = time.monotonic()
+        while time.monotonic() - began < within:
+            with suppress(requests.RequestException, Refused):
+                if check():
+                    return time.monotonic() - began
+            time.sleep(0.05)
+        raise AssertionError(f"not within {within:g} s: {what}. The fleet: {json.dumps(self.document())[:1500]}")
+
+
+class Stack(FleetUnderFault):
     """Use as a context manager."""
 
     def __init__(self, folder: Path, port: int = 26100, kind: type[StandIns | RealEngines] = StandIns) -> None:
-        self.folder = folder
-        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(folder, f"http://127.0.0.1:{port}")
         self.engines = kind(folder, port + 1)
         self.number = len(self.engines.ports)
         self.start_seconds = self.engines.start_seconds
-        self._ends = ExitStack()
         self._local: subprocess.Popen[bytes] | None = None
-        self.trainer: Trainer | None = None
         self.hung_since: float | None = None
         """Time when engine 0 was stopped. The fleet does not restart an idle engine that hangs."""
         self._ended = threading.Event()
@@ -67,7 +89,7 @@ class Stack:
         with ExitStack() as ends:
             ends.enter_context(self.engines)
             line = [sys.executable, "-m", "sglang_rollout.cli", "local", "--listen", self.url.removeprefix("http://")]
-            line += ["--state-dir", str(self.folder / "state"), "--weights", json.dumps(POLICY)]
+            line += ["--state-dir", str(self.folder / "state"), "--weights", json.dumps({"backend": "gloo", "verify": "Always", **WEIGHTS})]
             line += [part for url in self.engines.urls for part in ("--engine", url)]
             with (self.folder / "local.log").open("ab") as log:
                 self._local = start_child(line, stdout=log, stderr=log)
@@ -80,25 +102,12 @@ class Stack:
             self._ends = ends.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.trainer is not None:
-            self.trainer.end()
-        self._ends.close()
-
     def new_trainer(self) -> Trainer:
         """End the current trainer and start another."""
         if self.trainer is not None:
             self.trainer.end()
         self.trainer = local_trainer(self.url, self.folder / "trainer.log", self.engines.trainer_options, self.engines.expected)
         return self.trainer
-
-    def document(self) -> dict[str, Any]:
-        """Return ``GET /fleet``; empty while the coordinator does not answer."""
-        try:
-            reply = requests.get(f"{self.url}/fleet", timeout=5)
-            return dict(reply.json()) if reply.ok else {}
-        except (requests.RequestException, ValueError):
-            return {}
 
     def phases(self) -> list[tuple[float, str]]:
         """Return the phases that the coordinator's log names, oldest first, each with the Unix time at which it began."""
@@ -170,16 +179,6 @@ class Stack:
     def _has_ended(self, index: int) -> bool:
         process = self.engines.processes[index].process
         return process is not None and process.poll() is not None
-
-    def until(self, what: str, check: Any, within: float) -> float:
-        """Wait for a condition and return the seconds it took. Raises AssertionError with the actual state."""
-        began = time.monotonic()
-        while time.monotonic() - began < within:
-            with suppress(requests.RequestException):
-                if check():
-                    return time.monotonic() - began
-            time.sleep(0.05)
-        raise AssertionError(f"not within {within:g} s: {what}. The fleet: {json.dumps(self.document())[:1500]}")
 
     def _below(self, pid: int) -> bool:
         top = self._local.pid if self._local is not None else -1
