@@ -137,9 +137,7 @@ def test_an_engine_that_refuses_to_sleep_is_asked_again() -> None:
     world.send_intent()
     world.tick(0.5)
     world.sync_all()
-    while world.pending:
-        broken = frozenset({"e0"}) if world.pending[0].__dict__.get("path") == ControlCall.RELEASE_MEMORY.path else frozenset()
-        world.complete(broken=broken)
+    world.drain(failing=ControlCall.RELEASE_MEMORY.path, engines={"e0"})
     assert released(world) == [()]
     world.tick(20.0)
     world.settle()
@@ -164,9 +162,9 @@ def test_weights_without_a_checksum_to_compare_are_not_released() -> None:
     world.send_intent()
     world.tick(0.5)
     world.sync_all()
-    settle_with(world, broken=ControlCall.CHECK_WEIGHTS.path)
+    world.drain(failing=ControlCall.CHECK_WEIGHTS.path, engines=world.agents)
     call = world.ask(rq.ReleaseMemory())
-    settle_with(world, broken=ControlCall.CHECK_WEIGHTS.path)
+    world.drain(failing=ControlCall.CHECK_WEIGHTS.path, engines=world.agents)
     assert (world.answers[call].status, "Nothing was released" in world.answers[call].message) == (502, True)
     assert released(world) == [()]
 
@@ -182,14 +180,6 @@ def test_an_engine_that_comes_back_from_another_image_is_compared_with_itself() 
     world.settle()
     assert world.do(rq.ResumeMemory(VERL)).success
     assert serving(world) == [True] * 2
-
-
-def settle_with(world: World, *, broken: str) -> None:
-    """Let every call succeed but those of this path."""
-    while world.pending:
-        effect = world.pending[0]
-        fails = isinstance(effect, ev.Send) and effect.path == broken
-        world.complete(broken=frozenset(world.agents) if fails else frozenset())
 
 
 @pytest.mark.parametrize(

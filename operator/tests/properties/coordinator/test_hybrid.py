@@ -123,10 +123,7 @@ def test_an_engine_that_could_not_be_put_to_sleep_stays_awake_once_it_has_weight
     world.send_intent()
     world.tick(0.5)
     world.sync_all()
-    while world.pending:
-        world.complete(
-            broken=frozenset({"e0"}) if world.pending[0].__dict__.get("path") == ControlCall.RELEASE_MEMORY.path else frozenset()
-        )
+    world.drain(failing=ControlCall.RELEASE_MEMORY.path, engines={"e0"})
     assert world.agents["e0"].released == []
     assert at(world, "e0", tensors("a")).success
     assert at(world, "e0", rq.Flush()).success

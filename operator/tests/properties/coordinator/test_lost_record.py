@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sglang_rollout.coordinator.update import requests as rq
-from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.versions import order_key
 from sglang_rollout.wire.ports import AGENT_ACK
 from sglang_rollout.wire.states import EngineState
@@ -19,9 +18,7 @@ def without_a_record(world: World, names: tuple[str, ...], refusing: frozenset[s
     assert world.do(rq.Update("g", None, {"names": list(names)})).success
     world.store_fails = True
     call = world.ask(rq.End())
-    while world.pending:
-        effect = world.pending[0]
-        world.complete(0, broken=refusing if isinstance(effect, Send) and effect.path == AGENT_ACK else frozenset())
+    world.drain(failing=AGENT_ACK, engines=refusing)
     assert world.answers[call].success
     world.sync_all()
     assert world.record is not None

@@ -43,9 +43,7 @@ def test_one_missing_acknowledgement_means_no_commit() -> None:
     assert world.do(rq.Begin()).success
     assert world.do(rq.Update("g", "2", {"names": ["w"]})).success
     call = world.ask(rq.End())
-    while world.pending:
-        path = getattr(world.pending[0], "path", "")
-        world.complete(broken=frozenset({"e1"} if path == AGENT_ACK else ()))
+    world.drain(failing=AGENT_ACK, engines={"e1"})
     answer = world.answers[call]
     assert answer.status == 400
     assert "engine e1 did not acknowledge version 1/2" in answer.message
@@ -120,9 +118,7 @@ def test_with_min_committed_a_failing_engine_is_fenced_alone() -> None:
     assert world.do(rq.Begin()).success
     assert world.do(rq.Update("g", "2", {"names": ["w"]})).success
     call = world.ask(rq.End())
-    while world.pending:
-        path = getattr(world.pending[0], "path", "")
-        world.complete(broken=frozenset({"e1"} if path == ControlCall.END_UPDATE.path else ()))
+    world.drain(failing=ControlCall.END_UPDATE.path, engines={"e1"})
     answer = world.answers[call]
     assert answer.status == 200
     assert "2 of 3 engines hold version 1/2" in answer.message
@@ -143,9 +139,7 @@ def test_fewer_than_min_committed_is_no_commit() -> None:
     assert world.do(rq.Begin()).success
     assert world.do(rq.Update("g", "2", {"names": ["w"]})).success
     call = world.ask(rq.End())
-    while world.pending:
-        path = getattr(world.pending[0], "path", "")
-        world.complete(broken=frozenset({"e1", "e2"} if path == ControlCall.END_UPDATE.path else ()))
+    world.drain(failing=ControlCall.END_UPDATE.path, engines={"e1", "e2"})
     assert world.answers[call].status == 400
     assert world.answers[call].fleet["engine"] == "e1"
     assert world.machine.fleet.committed == Version(run=1, step=1, label="1")

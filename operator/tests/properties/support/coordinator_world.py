@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -284,10 +284,12 @@ class World:
         self.pending.remove(send)
         self.feed(Answered(send.id, {name: Result(ok=False, message=effect.reason) for name in send.bodies}, self.now))
 
-    def drain(self) -> None:
-        """Let every pending effect succeed."""
+    def drain(self, *, failing: str = "", engines: Collection[str] = ()) -> None:
+        """Complete all pending effects. ``engines`` fail their calls to the path ``failing``; all else succeeds."""
         while self.pending:
-            self.complete()
+            effect = self.pending[0]
+            fails = isinstance(effect, Send) and effect.path == failing
+            self.complete(broken=frozenset(engines) if fails else frozenset())
 
     def run_round(self) -> None:
         """Sync every agent, and let every call that follows succeed."""
