@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import socket
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from tempfile import gettempdir
+from typing import IO
 
 import pytest
 
@@ -20,9 +26,25 @@ def _has_ipv6() -> bool:
 
 needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6: nothing can listen on ::1")
 
-_COUNT = 350
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_FIRST = 24200 + _COUNT * (_WORKER % 3)  # each worker of `pytest -n` has its own ports
+_WINDOW = 350
+"""Ports that one test process uses."""
+_FIRST, _LAST = 24200, 29999
+"""Below the ephemeral ports, and below those of a fleet on one machine."""
+_locks: list[IO[str]] = []
+
+
+@cache
+def _claim_window() -> int:
+    """Return the first port of a window that no other test process on this machine uses until this process ends."""
+    for first in range(_FIRST, _LAST - _WINDOW + 2, _WINDOW):
+        with suppress(OSError):  # another process, perhaps of another user, holds the lock
+            lock = (Path(gettempdir()) / f"sglang-rollout-test-ports-{first}").open("w")
+            _locks.append(lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return first
+    raise OSError(f"other test processes use all ports from {_FIRST} to {_LAST}")
+
+
 _turns = itertools.count(os.getpid() * 97)
 
 
@@ -35,8 +57,9 @@ def free_port(row: int = 1) -> int:
         OSError: There are no such ports.
     """
     found: list[int] = []
-    for turn in itertools.islice(_turns, _COUNT + row):
-        port = _FIRST + turn % _COUNT
+    first = _claim_window()
+    for turn in itertools.islice(_turns, _WINDOW + row):
+        port = first + turn % _WINDOW
         found = found if found and port == found[-1] + 1 else []
         with socket.socket() as probe:
             try:
@@ -46,4 +69,4 @@ def free_port(row: int = 1) -> int:
         found.append(port)
         if len(found) == row:
             return found[0]
-    raise OSError(f"no {row} free ports in a row from {_FIRST} to {_FIRST + _COUNT - 1}")
+    raise OSError(f"no {row} free ports in a row from {first} to {first + _WINDOW - 1}")
