@@ -70,7 +70,7 @@ test-all: ## make test, then test-long, test-neighbours and the fault matrices
 	@e2e/test.sh
 	@$(MAKE) --no-print-directory test-long test-neighbours chaos chaos-real chaos-cluster
 
-test-long: venv engine-venv ## Tests that repeat with a real SGLang what shorter tests prove (10 minutes)
+test-long: venv engine-venv ## Tests that repeat with a real SGLang what shorter tests prove (3 minutes)
 	@$(BIN)/pytest -q operator/tests -m long
 
 test-neighbours: venv ## Cases with Kueue, on the lab cluster (first build: 5 minutes)
