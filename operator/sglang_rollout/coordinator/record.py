@@ -42,7 +42,7 @@ class StoreError(Exception):
 
 
 class HigherTermError(Exception):
-    """Another coordinator has written the record under a higher term: this coordinator does not lead any more."""
+    """Another coordinator has written the record under a higher term, so this coordinator is not the leader."""
 
 
 class RecordChangedError(Exception):

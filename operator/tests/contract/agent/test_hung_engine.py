@@ -63,14 +63,14 @@ async def test_a_paused_engine_is_not_restarted(pod: Pod, stub: StubEngine) -> N
     assert not await killed(pod)
     assert stub.calls.count(HEALTH) == asked_before
     assert (await pod.control("/continue_generation")).status == 200
-    await until(lambda: killed(pod), 30, "not paused any more, it has no reason left")
+    await until(lambda: killed(pod), 30, "the engine, which is not paused now, is restarted")
 
 
 async def test_a_fence_restarts_an_engine_that_does_not_resume(pod: Pod, stub: StubEngine) -> None:
     stub.held["continue_generation"] = asyncio.Event()
     assert (await pod.control("/pause_generation")).status == 200
     await pod.fence(stuck_after=1.0)
-    await until(lambda: killed(pod), 30, "the call that lets it run again is not answered either")
+    await until(lambda: killed(pod), 30, "an engine that does not answer the resume is restarted")
 
 
 async def test_a_fence_restarts_an_engine_that_never_receives_its_tensors(pod: Pod, stub: StubEngine) -> None:
