@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,8 @@ JSON_BODY = {"Content-Type": "application/json"}
 INFO_PATHS = (SERVER_INFO, MODEL_INFO, MODELS)
 INFO_RETRY_SECONDS = 2.0
 INFO_POLL_SECONDS = 0.5
+FIRST_INFO_SECONDS = 15.0
+"""How long a reader waits for the first answer of an engine: two reads and the pause between them."""
 
 Address = Callable[[str], str | None]
 """Returns the base URL of an engine's gate; None if the engine has no address now."""
@@ -338,9 +341,20 @@ class EngineInfos:
         self._agents = agents
         self._known: dict[str, tuple[str, dict[str, Any]]] = {}
         self._due: dict[str, float] = {}
+        self._answered = asyncio.Event()
 
-    def first(self, machine: Machine, path: str) -> dict[str, Any] | None:
-        """Return the answer of the first engine that is up, or else of the first engine ever seen."""
+    async def first(self, machine: Machine, path: str) -> dict[str, Any] | None:
+        """Return the answer of the first engine that is up, or else of the first engine ever seen.
+
+        Wait for the first answer while an engine is up, because a trainer may ask as soon as the engines serve.
+        """
+        if not self._known and machine.fleet.up():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_INFO_SECONDS):
+                    await self._answered.wait()
+        return self._find(machine, path)
+
+    def _find(self, machine: Machine, path: str) -> dict[str, Any] | None:
         for name in [*machine.fleet.up(), *machine.fleet.engines, *self._known]:
             known = self._known.get(name)
             if known is not None and path in known[1]:
@@ -362,6 +376,7 @@ class EngineInfos:
             }
             if len(found) == len(INFO_PATHS):
                 self._known[name] = (boot, found)
+                self._answered.set()
             else:
                 log.info("engine %s does not answer yet: %s", name, [status for status, _ in replies])
 

@@ -70,10 +70,10 @@ def make_document(parts: Parts) -> FleetDocument:
     )
 
 
-def make_server_info(parts: Parts) -> dict[str, Any]:
+async def make_server_info(parts: Parts) -> dict[str, Any]:
     """Return the fleet as one large server (``GET /server_info``). All fields give trainers the same number of ranks."""
     machine = parts.machine
-    info = _cached_info(parts, SERVER_INFO)
+    info = await _cached_info(parts, SERVER_INFO)
     for secret in SECRETS:
         if info.get(secret):
             info[secret] = "[redacted]"
@@ -135,13 +135,13 @@ async def get_tensors(request: web.Request) -> web.Response:
 
 async def get_server_info(request: web.Request) -> web.Response:
     """``GET /server_info``."""
-    return web.json_response(make_server_info(request.app[PARTS]))
+    return web.json_response(await make_server_info(request.app[PARTS]))
 
 
 async def get_model_info(request: web.Request) -> web.Response:
     """Return the first engine's answer with the committed version."""
     parts = request.app[PARTS]
-    info = _cached_info(parts, MODEL_INFO)
+    info = await _cached_info(parts, MODEL_INFO)
     label = _committed(parts).label
     return web.json_response({**info, "weight_version": label}, headers={VERSION_HEADER: reason_phrase(label)})
 
@@ -159,13 +159,13 @@ async def get_world_size(request: web.Request) -> web.Response:
 
 async def get_models(request: web.Request) -> web.Response:
     """Return the first engine's list of models."""
-    return web.json_response(_cached_info(request.app[PARTS], MODELS))
+    return web.json_response(await _cached_info(request.app[PARTS], MODELS))
 
 
 async def get_model(request: web.Request) -> web.Response:
     """Return one entry of the list of models; an unknown name gets SGLang's answer."""
     wanted = request.match_info["model"]
-    cards = _cached_info(request.app[PARTS], MODELS).get("data", [])
+    cards = (await _cached_info(request.app[PARTS], MODELS)).get("data", [])
     card = next((card for card in cards if card.get("id") == wanted), None)
     if card is not None:
         return web.json_response(card)
@@ -262,10 +262,10 @@ async def _loads(parts: Parts) -> list[dict[str, Any]]:
     return loads
 
 
-def _cached_info(parts: Parts, path: str) -> dict[str, Any]:
-    info = parts.infos.first(parts.machine, path)
+async def _cached_info(parts: Parts, path: str) -> dict[str, Any]:
+    info = await parts.infos.first(parts.machine, path)
     if info is None:
-        raise RefusedError("No engine of this fleet has been up yet. Try again.", status=503)
+        raise RefusedError(f"No engine of this fleet has answered {path} yet. Try again.", status=503)
     return info
 
 

@@ -301,7 +301,6 @@ async def test_a_get_changes_nothing(lab: Lab, path: str) -> None:
 
 
 async def test_reading_calls_show_the_fleet_as_one_server(lab: Lab) -> None:
-    await lab.until("infos", lambda: _ok(lab, "/server_info"))
     info = (await lab.get("/get_server_info"))[2]
     assert (info["tp_size"], info["dp_size"], info["pp_size"], info["num_gpus"]) == (1, 2, 1, 2)
     assert info["admin_api_key"] == "[redacted]"
@@ -317,13 +316,19 @@ async def test_reading_calls_show_the_fleet_as_one_server(lab: Lab) -> None:
     assert (await lab.post("/abort_request", {"abort_all": True}))[0] == 200
 
 
-async def _ok(lab: Lab, path: str) -> bool:
-    return (await lab.get(path))[0] == 200
+@pytest.mark.parametrize("path", ["/server_info", "/model_info", "/v1/models", "/v1/models/m"])
+async def test_a_reader_waits_for_the_first_answer_of_an_engine(lab: Lab, path: str) -> None:
+    for agent in lab.agents:
+        agent.slow["/server_info"] = 1
+    await lab.kill()
+    lab.start()
+    await lab.serving(2)
+    assert (await lab.get(path))[0] == 200
 
 
 async def test_reading_calls_do_not_wait_for_an_update(tmp_path: Path) -> None:
     async with fleet_lab(tmp_path, 2, QUICK.model_copy(update={"update_seconds": 300})) as lab:
-        await lab.until("infos", lambda: _ok(lab, "/server_info"))
+        assert (await lab.get("/server_info"))[0] == 200
         await lab.open_group()
         for agent in lab.agents:
             agent.slow[TRANSFER] = 300

@@ -50,6 +50,7 @@ class HttpAgent:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.method == "GET":
+            await asyncio.sleep(self.slow.get(request.path, 0))
             return self.read(request.path)
         if request.path in DATA_PATHS and self.answer_tokens is not None:
             return await self.answer_tokens(request)
