@@ -74,14 +74,11 @@ failed=0
 run "Python environment" make --no-print-directory venv
 run "check for missing programs" make --no-print-directory preflight
 run "SGLang for CPU" make --no-print-directory engine-venv
-if [ "$CLUSTER" = lab ]; then # side by side, because each uses one core for most of its time
-  run "Kubernetes and images, side by side" make --no-print-directory -j 2 --output-sync cluster-binaries images
-else
-  run "Kubernetes" make --no-print-directory cluster-binaries
-fi
+run "Kubernetes" make --no-print-directory cluster-binaries
 if [ "$CLUSTER" = none ]; then
   printf '  SKIPPED          end-to-end cases: CLUSTER=none has no cluster\n' >> "$out/summary"
 else
+  if [ "$CLUSTER" = lab ]; then run "images" make --no-print-directory images; fi
   run "cluster with the project's images" create_cluster
   start_cases
 fi
