@@ -31,18 +31,17 @@ def build(names: Sequence[str]) -> list[Version]:
 
 
 def _build(builder: Builder, names: Sequence[str]) -> list[Version]:
-    base = builder.base()
-    wanted = versions(base, names)
+    wanted = versions(builder.base, names)
     missing = [version for version in wanted if not version.archive.exists()]
     free = shutil.disk_usage(folder()).free / 1e9
     if any(version.image.name == "engine-cpu" for version in missing) and free < _NEEDED_GB:
         raise LabError(f"The images need about {_NEEDED_GB} GB of disk; {folder()} has {free:.1f} GB free")
     for version in missing:
-        _build_one(builder, version, base)
+        _build_one(builder, version)
     return wanted
 
 
-def _build_one(builder: Builder, version: Version, base: str) -> None:
+def _build_one(builder: Builder, version: Version) -> None:
     image, log = version.image, folder() / f"{version.image.name}.log"
     part = version.archive.with_suffix(".part")
     part.unlink(missing_ok=True)
@@ -50,7 +49,7 @@ def _build_one(builder: Builder, version: Version, base: str) -> None:
     for old in folder().glob(f"{image.name}-[0-9a-f]*.tar"):  # archives are large, so only the newest content is kept
         old.unlink()
     with step(f"image {image.name} (log: {log})"):
-        builder.build(image, base, part)
+        builder.build(image, version.base, part)
     part.rename(version.archive)
 
 
@@ -74,7 +73,7 @@ def main() -> None:
         if args.command == "build":
             found = build(args.names)
         else:
-            found = [version for version in versions(choose().base(), args.names) if version.archive.exists()]
+            found = [version for version in versions(choose().base, args.names) if version.archive.exists()]
     except LabError as error:
         say(f"error: {error}")
         sys.exit(1)

@@ -13,8 +13,7 @@ from e2e.cluster.paths import REPOSITORY, cache_root, content_key
 from e2e.cluster.say import LabError, step
 from e2e.images.catalog import PREFIX, Image, folder
 
-REGISTRY_BASE = "python:3.11-slim-bookworm"
-_SUITE = "bookworm"
+_REGISTRY_BASES = {"trixie": "python:3.13-slim-trixie", "bookworm": "python:3.11-slim-bookworm"}
 _MIRROR = "http://deb.debian.org/debian"
 _BASE_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 _BASE_UNUSED = ("var/cache/apt/*", "var/lib/apt/lists/*", "var/log/*", "usr/share/doc/*", "usr/share/man/*", "usr/share/locale/*")
@@ -25,8 +24,8 @@ _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 class Builder(Protocol):
     """Builds archives in docker's format, which ``docker load``, ``kind load image-archive`` and containerd read."""
 
-    def base(self) -> str:
-        """Return the name of the base image, after building it if necessary."""
+    def base(self, suite: str) -> str:
+        """Return the name of the base image with a Debian release, after building it if necessary."""
         ...
 
     def build(self, image: Image, base: str, archive: Path) -> None:
@@ -55,9 +54,9 @@ def _arguments(base: str) -> list[str]:
 class Docker:
     """docker, with the daemon that it is configured for."""
 
-    def base(self) -> str:
+    def base(self, suite: str) -> str:
         """Return the environment variable BASE, or the name of the default base image in a registry."""
-        return os.environ.get("BASE", REGISTRY_BASE)
+        return os.environ.get("BASE", _REGISTRY_BASES[suite])
 
     def build(self, image: Image, base: str, archive: Path) -> None:
         """Build, then save."""
@@ -88,24 +87,24 @@ class Buildah:
             *words,
         ]
 
-    def base(self) -> str:
+    def base(self, suite: str) -> str:
         """Return the environment variable BASE, or the name of a Debian with Python. The first build of this base takes about a minute."""
         named = os.environ.get("BASE")
         if named:
             return named
-        key = content_key([], _SUITE, _MIRROR, *_BASE_PACKAGES)
+        key = content_key([], suite, _MIRROR, *_BASE_PACKAGES)
         reference = f"{PREFIX}/base:{key}"
         if subprocess.run(self._command("inspect", "--type", "image", reference), capture_output=True, check=False).returncode:
-            with step(f"base image: debootstrap {_SUITE} with Python"):
-                self._debootstrap(reference, folder() / f"base-{key}")
+            with step(f"base image: debootstrap {suite} with Python"):
+                self._debootstrap(reference, suite, folder() / f"base-{key}")
         return reference
 
-    def _debootstrap(self, reference: str, root: Path) -> None:
+    def _debootstrap(self, reference: str, suite: str, root: Path) -> None:
         log = folder() / "base.log"
         if not root.exists():
             part = root.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)
-            run(["debootstrap", "--variant=minbase", f"--include={','.join(_BASE_PACKAGES)}", _SUITE, str(part), _MIRROR], log)
+            run(["debootstrap", "--variant=minbase", f"--include={','.join(_BASE_PACKAGES)}", suite, str(part), _MIRROR], log)
             part.rename(root)
         for path in (path for pattern in _BASE_UNUSED for path in root.glob(pattern)):
             if path.is_dir() and not path.is_symlink():

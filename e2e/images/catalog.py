@@ -1,7 +1,7 @@
 """The images, their source files, and the keys that change with the content of these files."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,11 @@ _OURS = (IMAGES / "sglang-rollout", REPOSITORY / "LICENSE", _PACKAGE)
 
 @dataclass(frozen=True)
 class Image:
-    """One image: its short name, and the files that its Dockerfile copies besides the shared ones."""
+    """One image: its short name, the files that its Dockerfile copies besides the shared ones, and its Debian release."""
 
     name: str
     files: tuple[Path, ...]
+    suite: str = "trixie"
 
     @property
     def dockerfile(self) -> Path:
@@ -45,15 +46,17 @@ CATALOG = (
     Image("operator", (*_OURS, _LOCKS / "operator.lock")),
     Image("coordinator", (*_OURS, _LOCKS / "coordinator.lock")),
     Image("router", (*_OURS, _LOCKS / "router.lock")),
-    Image("engine-cpu", (_LOCKS / "engine-torch.lock", _LOCKS / "engine-cpu.lock")),  # large, so it must not depend on our code
+    # Large, so it must not depend on our code. Python 3.11 of Debian 12, as in the environment of engines without containers.
+    Image("engine-cpu", (_LOCKS / "engine-torch.lock", _LOCKS / "engine-cpu.lock"), suite="bookworm"),
 )
 
 
 @dataclass(frozen=True)
 class Version:
-    """An image with its current content. The key is computed once, because sources may change during a build."""
+    """An image with its base and current content. The key is computed once, because sources may change during a build."""
 
     image: Image
+    base: str
     key: str
 
     @property
@@ -65,9 +68,16 @@ class Version:
         return f"{self.image.reference} {self.archive} {self.key}"
 
 
-def versions(base: str, names: Sequence[str] = ()) -> list[Version]:
-    """Return the current versions of the images with these names, or of all images."""
-    return [Version(image, image.key(base)) for image in CATALOG if not names or image.name in names]
+def versions(base_of: Callable[[str], str], names: Sequence[str] = ()) -> list[Version]:
+    """Return the current versions of the images with these names, or of all images.
+
+    Args:
+        base_of: Returns the name of the base image with a Debian release.
+        names: Names of images; empty for all.
+    """
+    wanted = [image for image in CATALOG if not names or image.name in names]
+    bases = {suite: base_of(suite) for suite in sorted({image.suite for image in wanted})}
+    return [Version(image, bases[image.suite], image.key(bases[image.suite])) for image in wanted]
 
 
 def folder() -> Path:
