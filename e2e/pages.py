@@ -1,6 +1,6 @@
 """Code blocks of the pages, and what runs each of them. docs/develop/documentation.md lists the words of a fence.
 
-Reads pages only. Blocks are run by operator/tests/contract/fleet/test_pages.py (SHELL, SERVER), e2e/cases/test_docs.py (CLUSTER)
+Reads pages only. Blocks are run by operator/tests/contract/fleet/test_pages.py (SHELL, SERVER, PYTHON), e2e/cases/test_docs.py (CLUSTER)
 and operator/tests/integration/test_crd.py (YAML).
 """
 
@@ -24,7 +24,7 @@ class Runner(StrEnum):
     SERVER = "server"
     """On this machine: commands that run until they are stopped."""
     PYTHON = "python"
-    """A part of a training loop, for a fleet of stand-in engines. No test runs these blocks yet."""
+    """On this machine, against a fleet of stand-in engines."""
     CLUSTER = "cluster"
     """Against the fleet of the end-to-end cases."""
     YAML = "yaml"

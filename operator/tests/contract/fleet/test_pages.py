@@ -1,4 +1,4 @@
-"""The shell blocks of the pages, run against the fleet of stand-ins that docs/get-started/one-machine.md starts."""
+"""The shell and Python blocks of the pages, run against the fleet of stand-ins that docs/get-started/one-machine.md starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from e2e.pages import SHELL_RULES, Block, Runner, blocks_for, is_like
 from sglang_rollout.checkpoints.format import build_header
 from sglang_rollout.testing.policy import default_state
 from tests.contract.support.local_fleet import wait_routed, wait_serving
-from tests.support.paths import OPERATOR
+from tests.support.paths import OPERATOR, TRAINERS
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.router, pytest.mark.engine, pytest.mark.timeout(300)]
@@ -68,10 +68,11 @@ class Place:
         return re.sub(r'(?<=")/(?=(?:ckpt|models)/)', f"{self.folder}/", text)
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of a block."""
+        """Return the environment of a block. A block that shards its model is the only rank of `torchrun`."""
         path = os.pathsep.join([str(self.folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         more = {"PATH": path, "PYTHONPATH": str(OPERATOR), "OMP_NUM_THREADS": "1", "NO_PROXY": "*", "no_proxy": "*"}
-        return os.environ | more
+        return os.environ | rank | more
 
     def run(self, *command: str) -> str:
         """Run a command to its end and return its output."""
@@ -138,6 +139,14 @@ def place(engine_environment: None, tmp_path_factory: pytest.TempPathFactory) ->
 def test_shell_block_runs(place: Place, block: Block) -> None:
     output = place.run("bash", "-c", SHELL_RULES + place.rewrite(block.text))
     assert block.output is None or is_like(output, place.rewrite(block.output)), output
+
+
+@pytest.mark.parametrize("block", blocks_for(Runner.PYTHON), ids=str)
+def test_python_block_runs(place: Place, block: Block) -> None:
+    file = place.folder / "block.py"
+    file.write_text(place.rewrite(block.text))
+    python, model = str(environment.python(make=False)), str(place.folder / "models/policy")
+    place.run(python, str(TRAINERS / "page_block.py"), place.fleet, model, str(file), str(block))
 
 
 @pytest.mark.parametrize("block", [block for block in SERVERS if block.page != START], ids=str)

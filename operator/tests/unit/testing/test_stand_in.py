@@ -21,7 +21,6 @@ import requests
 
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.testing import Fault, Kind, Phase, StandIn, StandInFleet, app, decode, encode, expected_tokens
-from tests.support.paths import DOCS
 from tests.support.ports import free_port
 
 PATIENCE = 60.0
@@ -334,12 +333,6 @@ def test_fleet_leaves_no_thread() -> None:
         with pytest.raises(requests.Timeout):
             post(fleet[0], "/flush_cache", timeout=0.2)
     assert threading.active_count() == before
-
-
-def test_example_of_the_documentation_runs() -> None:
-    page = (DOCS / "how-to/test-without-gpus.md").read_text()
-    example = page.split("```python\n")[1].split("```")[0]
-    exec(compile(example, "docs/how-to/test-without-gpus.md", "exec"), {})
 
 
 @pytest.mark.parametrize("sessions", [True, False])
