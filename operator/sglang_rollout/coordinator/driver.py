@@ -14,7 +14,6 @@ from typing import Any
 from sglang_rollout.api.intent import Intent
 from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.leadership import DeposedError, Leadership, take_over
-from sglang_rollout.coordinator.members import Members
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.record import HigherTermError, RecordStore, RecordWriter
 from sglang_rollout.coordinator.update import Machine
@@ -37,6 +36,7 @@ from sglang_rollout.coordinator.update.events import (
 from sglang_rollout.coordinator.update.model import Fleet
 from sglang_rollout.coordinator.update.phases import Phase
 from sglang_rollout.coordinator.update.requests import Answer, Request
+from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState, describe_state
 
@@ -55,10 +55,10 @@ class Driver:
     """Runs one state machine: sends its calls, writes its record, answers its callers."""
 
     def __init__(
-        self, *, name: str, members: Members, agents: Agents, store: RecordStore, leadership: Leadership, metrics: Metrics
+        self, *, name: str, wanted_engines: WantedEngines, agents: Agents, store: RecordStore, leadership: Leadership, metrics: Metrics
     ) -> None:
         self._name = name
-        self._members = members
+        self._wanted_engines = wanted_engines
         self._agents = agents
         self._store = store
         self._leadership = leadership
@@ -134,11 +134,11 @@ class Driver:
         at = time.monotonic()
         self._machine = Machine(name=self._name, term=term, record=record, at=at, wall_offset=time.time() - at, new_id=uuid.uuid4().hex)
         self._agents.on_outranked = self._handle_outranked
-        self._members.on_change = self._handle_intent
+        self._wanted_engines.on_change = self._handle_intent
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_failure(), name="failure")
             group.create_task(self._leadership.hold(), name="leadership")
-            group.create_task(self._members.run(), name="members")
+            group.create_task(self._wanted_engines.run(), name="wanted engines")
             group.create_task(self._sync_all(), name="sync")
             group.create_task(self._tick(), name="tick")
             group.create_task(self.record_writer.run(), name="record")

@@ -24,9 +24,9 @@ from sglang_rollout.coordinator.http.app import Parts, make_app
 from sglang_rollout.coordinator.http.control import routes as control_routes
 from sglang_rollout.coordinator.http.info import routes as info_routes
 from sglang_rollout.coordinator.leadership import DeposedError, FileLeadership, Leadership, LeaseLeadership
-from sglang_rollout.coordinator.members import ConfigMapIntent, FileIntent, IntentSource, Members
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.record import ConfigMapRecord, FileRecord, HigherTermError, RecordStore
+from sglang_rollout.coordinator.wanted_engines import ConfigMapIntent, FileIntent, IntentSource, WantedEngines
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.errors import NoCredentials
 from sglang_rollout.kube.lease import Lease
@@ -82,16 +82,18 @@ async def serve(options: Options, token: str) -> None:
         else:
             source, store, leadership = _open_files(options)
         metrics = Metrics(lambda: driver.machine)
-        members = Members(source, kube=kube, namespace=options.namespace, name=options.name)
-        agents = Agents(address=members.url, token=lambda: token, term=lambda: driver.term)
-        driver = Driver(name=options.name, members=members, agents=agents, store=store, leadership=leadership, metrics=metrics)
-        wanted = WantedWorkers(members.url)
+        wanted_engines = WantedEngines(source, kube=kube, namespace=options.namespace, name=options.name)
+        agents = Agents(address=wanted_engines.url, token=lambda: token, term=lambda: driver.term)
+        driver = Driver(
+            name=options.name, wanted_engines=wanted_engines, agents=agents, store=store, leadership=leadership, metrics=metrics
+        )
+        wanted = WantedWorkers(wanted_engines.url)
         workers = SmgWorkers(options.smg_url, lambda: wanted.urls(driver.machine), engine_labels(options.policy))
         infos = EngineInfos(agents)
         generate = await stack.enter_async_context(GenerateClient(options.smg_url))
         parts = Parts(
             name=options.name, namespace=options.namespace, public_url=options.public_url, driver=driver,
-            agents=agents, members=members, workers=workers, generate=generate, infos=infos, metrics=metrics,
+            agents=agents, wanted_engines=wanted_engines, workers=workers, generate=generate, infos=infos, metrics=metrics,
         )  # fmt: skip
         await agents.start()
         stack.push_async_callback(agents.close)

@@ -219,7 +219,7 @@ async def _ask_engine(request: web.Request, data: bytes) -> AsyncIterator[aiohtt
 def _serving_urls(request: web.Request) -> list[str]:
     """Return the gates of serving engines in the order to ask: by session if the request names one, else round robin."""
     parts = request.app[PARTS]
-    urls = [parts.members.url(name) for name, engine in parts.machine.fleet.engines.items() if engine.serving]
+    urls = [parts.wanted_engines.url(name) for name, engine in parts.machine.fleet.engines.items() if engine.serving]
     found = [url for url in urls if url is not None]
     session = next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), None)
     if session is not None:

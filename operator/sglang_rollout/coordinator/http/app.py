@@ -14,9 +14,9 @@ from sglang_rollout.coordinator.agents import Agents, EngineInfos
 from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.generate.smg import GenerateClient, SmgWorkers
 from sglang_rollout.coordinator.http.dialects import reason_phrase
-from sglang_rollout.coordinator.members import Members
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.update.machine import Machine
+from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.sglang.refused_paths import find_refusal
 from sglang_rollout.wire.ports import FLEET_METRICS
@@ -37,7 +37,7 @@ class Parts:
     public_url: str
     driver: Driver
     agents: Agents
-    members: Members
+    wanted_engines: WantedEngines
     workers: SmgWorkers
     generate: GenerateClient
     infos: EngineInfos

@@ -36,7 +36,7 @@ def make_document(parts: Parts) -> FleetDocument:
     offsets = fleet.table.offsets()
     members = []
     for name, engine in fleet.engines.items():
-        url = parts.members.url(name) or ""
+        url = parts.wanted_engines.url(name) or ""
         members.append(
             FleetMember(
                 **engine.row().model_dump(),

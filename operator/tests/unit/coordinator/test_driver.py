@@ -49,7 +49,7 @@ async def test_a_call_that_is_cancelled_at_its_start_ends_at_once(monkeypatch: p
         return Result(ok=True)
 
     monkeypatch.setattr(agents, "call", call)
-    parts: dict[str, Any] = {"members": None, "store": None, "leadership": None}
+    parts: dict[str, Any] = {"wanted_engines": None, "store": None, "leadership": None}
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     machine: Any = Scripted(Send(ControlCall.UPDATE_DISTRIBUTED.path, {"e0": {}, "e1": {}}, 60, id=7), Cut(7, "the trainer is gone."))
     driver._machine = machine
@@ -75,7 +75,7 @@ async def test_the_last_record_is_written_before_another_coordinator_may_lead() 
             done.append("released")
 
     agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
-    parts: dict[str, Any] = {"members": None, "store": Store(), "leadership": Lock()}
+    parts: dict[str, Any] = {"wanted_engines": None, "store": Store(), "leadership": Lock()}
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     task = asyncio.create_task(driver.run())
     await asyncio.sleep(0.01)
@@ -96,7 +96,7 @@ async def test_a_coordinator_raises_its_term_only_after_the_lease_has_it() -> No
             announced.append(term)
 
     agents = Agents(address=lambda _: None, token=lambda: "t", term=lambda: 1)
-    parts: dict[str, Any] = {"members": None, "store": None, "leadership": Lease()}
+    parts: dict[str, Any] = {"wanted_engines": None, "store": None, "leadership": Lease()}
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     driver._machine = machine = Machine(name="demo", term=1, record=None, at=0.0)
     for _ in range(3):
@@ -143,12 +143,12 @@ async def test_a_deposed_coordinator_calls_no_agent_and_leaves_no_error_behind()
         async def write(self, record: Record, *, over: Record | None = None) -> None:
             """Store nothing."""
 
-    class NoMembers:
+    class NoWantedEngines:
         async def run(self) -> None:
             await asyncio.sleep(60)
 
     agents = Agents(address=lambda _: "http://127.0.0.1:9", token=lambda: "t", term=lambda: 1)
-    parts: dict[str, Any] = {"members": NoMembers(), "store": Store(), "leadership": Lease()}
+    parts: dict[str, Any] = {"wanted_engines": NoWantedEngines(), "store": Store(), "leadership": Lease()}
     driver = Driver(name="demo", agents=agents, metrics=Metrics(), **parts)
     with pytest.raises(ExceptionGroup) as ended:
         await driver.run()

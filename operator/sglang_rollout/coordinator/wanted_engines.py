@@ -100,7 +100,7 @@ def gate_url(address: str, port: int | None = None) -> str:
     return f"http://{host}:{port or GATE_PORT}"
 
 
-class Members:
+class WantedEngines:
     """Follows the intent and the addresses. Calls ``on_change`` with the intent and the names of engines that have an address."""
 
     def __init__(self, source: IntentSource, *, kube: Kube | None, namespace: str, name: str) -> None:

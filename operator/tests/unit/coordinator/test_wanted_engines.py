@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from sglang_rollout.api.intent import Intent, WantedEngine
-from sglang_rollout.coordinator.members import Members
+from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.kube.client import Listing
 
 
@@ -42,16 +42,16 @@ async def urls(slices: Slices, *intents: list[WantedEngine]) -> list[dict[str, s
     """Return the engines' URLs after each of the intents."""
     source, found = Intents(), []
     heard: asyncio.Queue[list[WantedEngine]] = asyncio.Queue()
-    members = Members(source, kube=slices, namespace="n", name="d")  # type: ignore[arg-type]
-    members.on_change = lambda intent, _: heard.put_nowait(intent.engines)
-    task = asyncio.create_task(members.run())
+    wanted_engines = WantedEngines(source, kube=slices, namespace="n", name="d")  # type: ignore[arg-type]
+    wanted_engines.on_change = lambda intent, _: heard.put_nowait(intent.engines)
+    task = asyncio.create_task(wanted_engines.run())
     try:
         async with asyncio.timeout(30):
             for engines in intents:
                 await source.queue.put(Intent(generation=1, name="d", namespace="n", engines=engines))
                 while await heard.get() != engines:
                     pass
-                found.append({engine.name: members.url(engine.name) for engine in engines})
+                found.append({engine.name: wanted_engines.url(engine.name) for engine in engines})
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
