@@ -27,8 +27,9 @@ from sglang_rollout.controller.metrics import Key, Metrics, build_health_app, bu
 from sglang_rollout.controller.reconcile import Reconciler
 from sglang_rollout.controller.render.common import Settings
 from sglang_rollout.controller.render.names import FIELD_MANAGER
-from sglang_rollout.controller.triggers import OutageFilter, watch_rollouts
-from sglang_rollout.controller.workqueue import Workers, WorkQueue, relist_periodically
+from sglang_rollout.controller.triggers import OutageFilter, relist_periodically, watch_rollouts
+from sglang_rollout.controller.workers import Workers
+from sglang_rollout.controller.workqueue import WorkQueue
 from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.credentials import read_credentials
 from sglang_rollout.kube.errors import ApiUnavailable, KubeError, NotFound
@@ -224,7 +225,7 @@ async def run(settings: OperatorSettings) -> None:
         log.info("watching %s of %s", ", ".join(settings.namespaces) or "all namespaces", kube.server)
         workers.start(WORKERS)
         stack.push_async_callback(workers.stop)
-        relisting = asyncio.create_task(relist_periodically(kube, queue, settings.namespaces, seconds=RELIST_SECONDS, metrics=metrics))
+        relisting = asyncio.create_task(relist_periodically(kube, queue.add, settings.namespaces, seconds=RELIST_SECONDS, metrics=metrics))
         stack.callback(relisting.cancel)
         await watch_rollouts(queue.add, partial(read_credentials, settings.kubeconfig), settings.namespaces)
     log.info("stopped")

@@ -1,4 +1,4 @@
-"""Watch with kopf, and put the key of each changed rollout into the queue. No other module uses kopf.
+"""Request reconciles: watch with kopf, and list all rollouts from time to time. No other module uses kopf.
 
 Only ``on.event`` is used. kopf's state-keeping handlers, timers and daemons put annotations and finalizers on the user's object.
 They are also edge-triggered: a change during an absence of the operator would never be handled.
@@ -6,6 +6,7 @@ They are also edge-triggered: a change during an absence of the operator would n
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
@@ -15,12 +16,19 @@ from typing import Any
 import kopf
 
 from sglang_rollout.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
-from sglang_rollout.controller.metrics import Key
+from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.render.names import CHILD_KINDS, LABEL_ROLLOUT
+from sglang_rollout.kube.client import Kube
 from sglang_rollout.kube.credentials import Credentials
+from sglang_rollout.kube.errors import KubeError
+from sglang_rollout.kube.resources import ROLLOUTS
+
+log = logging.getLogger(__name__)
 
 Wake = Callable[[Key], None]
 Login = Callable[[], Awaitable[Credentials]]
+
+RELIST_RETRY_SECONDS = 5.0
 
 
 def build_registry(wake: Wake, login: Login) -> kopf.OperatorRegistry:
@@ -74,6 +82,21 @@ async def watch_rollouts(wake: Wake, login: Login, namespaces: tuple[str, ...]) 
         clusterwide=not namespaces,
         namespaces=namespaces,
     )
+
+
+async def relist_periodically(kube: Kube, wake: Wake, namespaces: tuple[str, ...], *, seconds: float, metrics: Metrics) -> None:
+    """Request a reconcile of every rollout each ``seconds``, so that a watch that ended silently only delays a reconcile."""
+    while True:
+        try:
+            for namespace in namespaces or (None,):
+                for item in (await kube.list(ROLLOUTS, namespace)).items:
+                    wake((item["metadata"]["namespace"], item["metadata"]["name"]))
+        except KubeError as error:
+            log.debug("relist: %s", error)
+            await asyncio.sleep(RELIST_RETRY_SECONDS)
+        else:
+            metrics.mark_relisted()
+            await asyncio.sleep(seconds)
 
 
 class RetryDelays:

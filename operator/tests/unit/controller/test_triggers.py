@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 
 import kopf
 import pytest
 
+from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.render.names import LABEL_ROLLOUT
 from sglang_rollout.controller.triggers import (
     OutageFilter,
@@ -16,8 +18,13 @@ from sglang_rollout.controller.triggers import (
     configure_kopf,
     find_rollout_key,
     list_watched_kinds,
+    relist_periodically,
 )
+from sglang_rollout.controller.workqueue import WorkQueue
+from sglang_rollout.kube.client import Listing
 from sglang_rollout.kube.credentials import Credentials
+from sglang_rollout.kube.errors import ApiUnavailable
+from tests.support.virtual_time import run
 
 OWNER = {"kind": "SGLangRollout", "name": "owner", "uid": "u"}
 
@@ -94,3 +101,26 @@ def test_other_lines_are_not_filtered(name: str, message: str) -> None:
         one = record(name, message, 1000.0)
         assert outages.filter(one)
         assert one.levelname == "ERROR"
+
+
+def test_relist_queues_all_rollouts_and_survives_an_outage() -> None:
+    class Lists:
+        replies: list[object] = [["a", "b"], ApiUnavailable("away"), ["c"]]  # noqa: RUF012
+
+        async def list(self, _resource: object, namespace: str | None) -> object:
+            assert namespace is None
+            reply = self.replies.pop(0) if self.replies else []
+            if isinstance(reply, Exception):
+                raise reply
+            assert isinstance(reply, list)
+            return Listing([{"metadata": {"namespace": "n", "name": name}} for name in reply], "1")
+
+    async def main() -> None:
+        queue: WorkQueue[Key] = WorkQueue()
+        task = asyncio.create_task(relist_periodically(Lists(), queue.add, (), seconds=300, metrics=Metrics()))  # type: ignore[arg-type]
+        loop = asyncio.get_running_loop()
+        seen = [(await queue.get(), loop.time()) for _ in range(3)]
+        assert seen == [(("n", "a"), 0.0), (("n", "b"), 0.0), (("n", "c"), 305.0)]
+        task.cancel()
+
+    run(main())

@@ -10,8 +10,8 @@ import pytest
 
 from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.reconcile import Result
-from sglang_rollout.controller.workqueue import RECONCILE_TIMEOUT_SECONDS, Workers, WorkQueue, relist_periodically
-from sglang_rollout.kube.client import Listing
+from sglang_rollout.controller.workers import RECONCILE_TIMEOUT_SECONDS, Workers
+from sglang_rollout.controller.workqueue import WorkQueue
 from sglang_rollout.kube.errors import ApiUnavailable, Conflict
 from tests.support.virtual_time import run
 
@@ -122,26 +122,3 @@ def test_a_worker_that_ended_is_reported() -> None:
         return sentence
 
     assert run(main()) == "worker 0 has ended: cancelled"
-
-
-def test_relist_queues_all_rollouts_and_survives_an_outage() -> None:
-    class Lists:
-        replies: list[object] = [["a", "b"], ApiUnavailable("away"), ["c"]]  # noqa: RUF012
-
-        async def list(self, _resource: object, namespace: str | None) -> object:
-            assert namespace is None
-            reply = self.replies.pop(0) if self.replies else []
-            if isinstance(reply, Exception):
-                raise reply
-            assert isinstance(reply, list)
-            return Listing([{"metadata": {"namespace": "n", "name": name}} for name in reply], "1")
-
-    async def main() -> None:
-        queue: WorkQueue[Key] = WorkQueue()
-        task = asyncio.create_task(relist_periodically(Lists(), queue, (), seconds=300, metrics=Metrics()))  # type: ignore[arg-type]
-        loop = asyncio.get_running_loop()
-        seen = [(await queue.get(), loop.time()) for _ in range(3)]
-        assert seen == [(("n", "a"), 0.0), (("n", "b"), 0.0), (("n", "c"), 305.0)]
-        task.cancel()
-
-    run(main())
