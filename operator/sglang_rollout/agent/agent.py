@@ -16,9 +16,10 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.engine import Engine, refusal_reply
-from sglang_rollout.agent.gate import Gate, GateKeeper, gate_entries
+from sglang_rollout.agent.gate import Gate, GateKeeper
 from sglang_rollout.agent.interruption import should_resume
 from sglang_rollout.agent.record import RecordError, RecordFile
+from sglang_rollout.proxy.gate_map import gate_entries
 from sglang_rollout.sglang.api import ControlCall, PauseMode
 from sglang_rollout.sglang.client import EngineError, EngineGoneError, Reply
 from sglang_rollout.wire.agent import AgentStatus, SyncRequest

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_rollout.proxy.config import (
-    ADAPTERS_KEY,
-    GENERATES_KEY,
-    NO_VERSION,
-    TOKENIZER_KEY,
-    VERSION_KEY,
-    VOCABULARY_KEY,
-    encode_adapters,
-    encode_label,
-    version_map_path,
-)
+from sglang_rollout.proxy.gate_map import VERSION_KEY, version_map_path
 
 log = logging.getLogger(__name__)
 
@@ -128,35 +118,13 @@ def _quoted(command: str) -> str:
     return command if len(command) <= _QUOTED else f"{command[:_QUOTED]}…"
 
 
-def gate_entries(
-    *, label: str, vocabulary: int | None, has_tokenizer: bool, adapters: Collection[str] | None, generates: bool
-) -> dict[str, str]:
-    """Return the entries of the gate's map, by which the gate labels answers and refuses requests.
-
-    Args:
-        label: Version label in the header of every answer. Empty: no header.
-        vocabulary: Number of the model's tokens; requests with other tokens are refused. None if it is not known.
-        has_tokenizer: False to refuse requests that need a tokenizer.
-        adapters: Adapters that requests may name; None if SGLang decides.
-        generates: False to refuse requests for tokens.
-    """
-    size = {} if vocabulary is None else {VOCABULARY_KEY: str(vocabulary)}
-    return {
-        VERSION_KEY: encode_label(label),
-        **size,
-        TOKENIZER_KEY: "yes" if has_tokenizer else "no",
-        ADAPTERS_KEY: NO_VERSION if adapters is None else encode_adapters(adapters),
-        GENERATES_KEY: "yes" if generates else "no",
-    }
-
-
 class GateKeeper:
     """Keeps a gate as the agent's state requires.
 
     Args:
         client: Client of the gate.
         may_open: Returns whether the gate may be open.
-        entries: Returns :func:`gate_entries` of the engine.
+        entries: Returns :func:`~sglang_rollout.proxy.gate_map.gate_entries` of the engine.
     """
 
     def __init__(self, client: Gate, *, may_open: Callable[[], bool], entries: Callable[[], dict[str, str]]) -> None:

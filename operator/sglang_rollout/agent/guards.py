@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_rollout.agent import state as s
 from sglang_rollout.agent.interruption import Cause
-from sglang_rollout.proxy.config import ADAPTERS_LONGEST, encode_adapters
+from sglang_rollout.proxy.gate_map import ADAPTERS_LONGEST, encode_adapters
 from sglang_rollout.sglang.api import (
     DEFAULT_GROUP,
     DEFAULT_PAUSE_MODE,

@@ -21,7 +21,6 @@ from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.config import (
     FRONT_CONNECTIONS,
     GATE_CONNECTIONS,
-    UNSET,
     FrontParams,
     GateParams,
     fit_connections,
@@ -29,8 +28,8 @@ from sglang_rollout.proxy.config import (
     gate_config,
     guard_path,
     guard_text,
-    version_map_path,
 )
+from sglang_rollout.proxy.gate_map import UNSET, version_map_path
 from sglang_rollout.proxy.smg import POLICIES, smg_args
 from sglang_rollout.wire import ports
 

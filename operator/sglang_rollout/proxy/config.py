@@ -1,43 +1,28 @@
-"""haproxy configurations of gate and front, and the map through which an agent configures its gate. Pure.
-
-The agent writes the map's entries over the stats socket before it opens the gate. The gate reads them for each request.
-"""
+"""haproxy configurations of gate and front. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from urllib.parse import quote
 
 import jinja2
 
 from sglang_rollout.proxy.address import Address
+from sglang_rollout.proxy.gate_map import (
+    ADAPTERS_KEY,
+    GENERATES_KEY,
+    NO_VERSION,
+    TOKENIZER_KEY,
+    VERSION_KEY,
+    VOCABULARY_KEY,
+    version_map_path,
+)
 from sglang_rollout.sglang.api import DATA_PATHS, DIRECT_PATHS, GENERATING_PATHS, MODELS
 from sglang_rollout.sglang.smg_limits import GENERATE_PATTERN, OPENAI_PATTERN
 from sglang_rollout.wire import ports
 from sglang_rollout.wire.ports import AGENT_GATE, FLEET_HELD, VERSION_HEADER
-
-VERSION_KEY = "version"
-"""Key of the engine's version label, URL-encoded."""
-NO_VERSION = "?"
-"""Value of an entry that the agent has not written; an encoded label contains no question mark."""
-
-VOCABULARY_KEY = "vocabulary"
-"""Key of the size of the model's vocabulary; ``NO_VERSION`` while it is unknown."""
-TOKENIZER_KEY = "tokenizer"
-"""Key of an entry that is ``no`` for an engine without a tokenizer."""
-GENERATES_KEY = "generates"
-"""Key of an entry that is ``no`` for a model of embeddings or rewards, because a request for tokens ends such an SGLang."""
-ADAPTERS_KEY = "adapters"
-"""Key of the list of loaded adapters; ``NO_VERSION`` for an engine without adapters, or if they are unknown."""
-ADAPTERS_LONGEST = 15000
-"""Maximum characters of the list of adapters. haproxy reads 15360 bytes of a command on the stats socket (tune.bufsize less
-tune.maxrewrite). To a longer command it may never answer. The command also contains the path of the map."""
-UNSET = "".join(f"{key} {NO_VERSION}\n" for key in (VERSION_KEY, VOCABULARY_KEY, TOKENIZER_KEY, GENERATES_KEY, ADAPTERS_KEY))
-"""Content of the map's file when haproxy starts."""
 
 GATE_CONNECTIONS = 4096
 """Maximum of concurrent connections of a gate, if the limit on open files allows it."""
@@ -168,22 +153,6 @@ class _MetricsSource:
 def fit_connections(wanted: int, open_files: int) -> int:
     """Return the number of connections that fit into a limit of ``open_files``. Each needs two files."""
     return max(_LEAST_CONNECTIONS, min(wanted, (open_files - _RESERVED_FILES) // 2))
-
-
-def version_map_path(socket: str) -> str:
-    """Return the path of a gate's map: its name for haproxy, and a file that must exist when haproxy starts."""
-    return f"{socket}.version"
-
-
-def encode_label(label: str) -> str:
-    """Return a label as the map stores it. Characters that an ASCII header cannot contain become question marks."""
-    line = " ".join(label.split()).encode("ascii", "replace").decode("ascii")
-    return quote("".join(character if character.isprintable() else "?" for character in line), safe="") or NO_VERSION
-
-
-def encode_adapters(names: Collection[str]) -> str:
-    """Return names of adapters as the map stores them: each URL-encoded, with a comma before and after."""
-    return "".join(f",{quote(name, safe='')}" for name in sorted(names)) + ","
 
 
 def guard_path(socket: str) -> str:

@@ -14,7 +14,7 @@ from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateView
 from sglang_rollout.agent.record import RecordFile
-from sglang_rollout.proxy.config import ADAPTERS_KEY
+from sglang_rollout.proxy.gate_map import ADAPTERS_KEY
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.sglang.client import Reply
 from sglang_rollout.wire.states import BASE, EngineState

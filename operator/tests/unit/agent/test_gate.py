@@ -17,7 +17,7 @@ from sglang_rollout.agent.engine import Engine
 from sglang_rollout.agent.gate import Gate, GateError, GateView
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.state import EngineRecord, State
-from sglang_rollout.proxy.config import ADAPTERS_KEY, encode_adapters
+from sglang_rollout.proxy.gate_map import ADAPTERS_KEY, encode_adapters
 from sglang_rollout.wire.states import BASE, EngineState, Version
 
 ADAPTERS = {f"adapter-{number}": "/a" for number in range(1000)}

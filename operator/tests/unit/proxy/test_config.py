@@ -9,7 +9,8 @@ import pytest
 
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import UNSET, FrontParams, GateParams, fit_connections, front_config, gate_config, guard_text
+from sglang_rollout.proxy.config import FrontParams, GateParams, fit_connections, front_config, gate_config, guard_text
+from sglang_rollout.proxy.gate_map import UNSET
 
 GOLDEN = Path(__file__).parent / "golden"
 LOOPBACK = Address("127.0.0.1", 30001)

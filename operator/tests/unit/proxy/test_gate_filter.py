@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import NO_VERSION, encode_adapters, guard_text
+from sglang_rollout.proxy.config import guard_text
+from sglang_rollout.proxy.gate_map import NO_VERSION, encode_adapters
 
 pytestmark = pytest.mark.router
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_rollout.agent.gate import Gate
 from sglang_rollout.proxy.cli import find_haproxy
-from sglang_rollout.proxy.config import ADAPTERS_KEY, ADAPTERS_LONGEST, NO_VERSION, UNSET, encode_adapters, encode_label, version_map_path
+from sglang_rollout.proxy.gate_map import ADAPTERS_KEY, ADAPTERS_LONGEST, NO_VERSION, UNSET, encode_adapters, encode_label, version_map_path
 
 
 @pytest.mark.parametrize(
