@@ -26,7 +26,7 @@ from sglang_rollout.agent.access import (
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.checkpoint import CheckpointCheck
 from sglang_rollout.agent.engine_model import EngineModel
-from sglang_rollout.agent.launch.pods import HeadPod
+from sglang_rollout.agent.launch.head_pod import HeadPod
 from sglang_rollout.agent.reachability import preflight
 from sglang_rollout.agent.record import RecordError
 from sglang_rollout.agent.update import Fence, acknowledge

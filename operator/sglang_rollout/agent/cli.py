@@ -20,9 +20,10 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.access import Relay
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.agent.app import make_app
-from sglang_rollout.agent.engine import Engine, RunFiles
+from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.gate import Gate
-from sglang_rollout.agent.launch.pods import HeadPod, MemberPod, StartBarrier, member_app
+from sglang_rollout.agent.launch.head_pod import HeadPod
+from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.agent.record import RecordFile
 from sglang_rollout.agent.update import Fence
 from sglang_rollout.agent.watchdog import HangWatch, SpecStateWatch, watch_drain

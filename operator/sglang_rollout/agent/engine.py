@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from sglang_rollout.agent.state import EngineFacts
 from sglang_rollout.sglang.client import EngineClient, EngineError, Reply
-from sglang_rollout.wire.agent import Nccl
+from sglang_rollout.wire.agent import Nccl, Verdict, termination_message
 from sglang_rollout.wire.trainer import ControlReply
+
+log = logging.getLogger(__name__)
 
 _CUMEM = "NCCL_CUMEM_ENABLE"
 
@@ -26,6 +30,8 @@ class RunFiles:
         """The engine is about to stop: its preStop hook touches the file."""
         self.drained = folder / "drained"
         """No request runs: the hook waits for the file."""
+        self.go = folder / "go"
+        """Boot ID that may start SGLang, in an engine of several pods: the start script waits for the file."""
         self.kill = folder / "kill"
         """The engine has to restart: its liveness probe fails while the file exists."""
         self.nccl = folder / "nccl"
@@ -47,6 +53,42 @@ class RunFiles:
             return requested >= self.boot.stat().st_mtime_ns
         except FileNotFoundError:
             return True
+
+
+class StartBarrier:
+    """Carries out verdicts of :mod:`.launch.rank_lifecycle` on the engine's container of this pod: start SGLang, or end its run."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+        self._ended: str | None = None
+        """Boot ID of the run that was ended."""
+
+    def boot_id(self) -> str | None:
+        """Return the boot ID of the engine's container; None while it does not run."""
+        boot_id = self.files.boot_id()
+        if self._ended is not None and boot_id not in (None, self._ended):
+            # The start script deletes the kill file, but the agent may have written it again just afterwards.
+            self.files.kill.unlink(missing_ok=True)
+            self._ended = None
+        return boot_id
+
+    def is_started(self, boot_id: str | None) -> bool:
+        """Return whether SGLang was started in this run of the container."""
+        return boot_id is not None and read_text(self.files.go) == boot_id
+
+    def carry_out(self, verdict: Verdict, boot_id: str | None, reason: str) -> None:
+        """Carry out the verdict on the run ``boot_id`` of the container; ``reason`` is a sentence."""
+        if boot_id is None:
+            return
+        if verdict is Verdict.GO and not self.is_started(boot_id):
+            log.info("All pods of the engine are ready: starting SGLang.")
+            new = self.files.go.with_suffix(".new")
+            new.write_text(boot_id)
+            os.replace(new, self.files.go)
+        if verdict is Verdict.END and self._ended != boot_id:
+            log.warning("Requesting the restart of this pod's engine container: %s", reason)
+            self.files.kill.write_text(termination_message(f"This pod restarts with the other pods of its engine: {reason}"))
+            self._ended = boot_id
 
 
 class Engine(EngineClient):

@@ -15,9 +15,10 @@ import pytest
 from aiohttp import web
 
 from sglang_rollout.agent.agent import Agent
-from sglang_rollout.agent.engine import Engine, RunFiles
+from sglang_rollout.agent.engine import Engine, RunFiles, StartBarrier
 from sglang_rollout.agent.launch import rank_lifecycle as g
-from sglang_rollout.agent.launch.pods import HeadPod, MemberPod, StartBarrier, member_app
+from sglang_rollout.agent.launch.head_pod import HeadPod
+from sglang_rollout.agent.launch.member_pod import MemberPod, member_app
 from sglang_rollout.proxy.address import Address
 from sglang_rollout.wire.agent import GroupReply, MemberReport, Verdict
 from sglang_rollout.wire.ports import AGENT_ENGINE, AGENT_GROUP

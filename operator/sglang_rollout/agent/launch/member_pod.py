@@ -1,0 +1,175 @@
+"""Member pod of an engine of several pods: it reports to the head pod and carries out the verdicts.
+
+A member pod serves no requests and accepts no control calls, because SGLang only answers health checks there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import time
+
+import aiohttp
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from sglang_rollout.agent.access import answer_refusals, check_token, read_message, refuse
+from sglang_rollout.agent.checkpoint import CheckpointCheck
+from sglang_rollout.agent.engine import StartBarrier
+from sglang_rollout.agent.engine_model import EngineModel
+from sglang_rollout.agent.launch.rank_lifecycle import GRACE_SECONDS, Link
+from sglang_rollout.agent.reachability import is_cut, preflight
+from sglang_rollout.proxy.address import Address
+from sglang_rollout.sglang.client import EngineClient, EngineError
+from sglang_rollout.wire import ports
+from sglang_rollout.wire.agent import CheckpointRequest, GroupReply, MemberHealth, MemberReport, PreflightRequest, Verdict
+
+log = logging.getLogger(__name__)
+
+_PING_SECONDS = 2.0
+_REPORT_SECONDS = 3.0
+_NAME_SECONDS = 5.0
+
+
+class MemberPod:
+    """Agent of a member pod: reports to the head pod and carries out its verdicts."""
+
+    def __init__(self, engine: EngineClient, barrier: StartBarrier, *, rank: int, head: Address, own: Address, token: str) -> None:
+        self.rank = rank
+        self.head = head
+        self.up = False
+        """SGLang's part in this pod has finished loading."""
+        self.down_reason = "it has not answered yet"
+        self.unreachable = ""
+        """Why the head pod cannot be reached; empty if it can."""
+        self._engine = engine
+        self._barrier = barrier
+        self._own = own
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._address = head if _is_ip(head.host) else None
+        """IP address of the head pod. A name server that is down must not look like a lost pod."""
+        self._unresolved = ""
+        """Why the last attempt to resolve the head pod's name failed."""
+        self._link = Link()
+
+    async def resolve(self) -> None:
+        """Resolve the head pod's address once; keep the last known address if that fails."""
+        if _is_ip(self.head.host):
+            return
+        try:
+            async with asyncio.timeout(_NAME_SECONDS):
+                found = await asyncio.get_running_loop().getaddrinfo(self.head.host, self.head.port, type=socket.SOCK_STREAM)
+        except OSError as error:  # includes TimeoutError
+            self._unresolved = f"{self.head.host}: {error.strerror or f'no name server answers within {_NAME_SECONDS:g} s'}"
+            return
+        self._unresolved = ""
+        self._address = Address(str(found[0][4][0]), self.head.port)
+
+    async def observe(self) -> None:
+        """Poll SGLang once. On a node without tokenizer SGLang listens only after its schedulers have loaded."""
+        try:
+            reply = await self._engine.get("/ping", timeout=_PING_SECONDS)
+            self.up, self.down_reason = reply.status == 200, f"it says HTTP {reply.status}"
+        except EngineError as error:
+            self.up, self.down_reason = False, str(error)
+
+    async def report(self) -> None:
+        """Report to the head pod and carry out its verdict. If the network path to the head pod is cut, end this run."""
+        files, boot_id = self._barrier.files, self._barrier.boot_id()
+        started, draining = self._barrier.is_started(boot_id), files.is_drain_requested()
+        up, address = self.up and started, str(self._own)
+        reply = await self._send(MemberReport(rank=self.rank, address=address, boot_id=boot_id, released=started, up=up, draining=draining))
+        if draining and (not started or (reply is not None and reply.drained)):
+            files.drained.touch()
+        if reply is not None:
+            self._link = Link()
+            self._barrier.carry_out(reply.verdict, boot_id, reply.message)
+        elif self._address is not None:
+            self._link = self._link.after_attempt(time.monotonic(), cut=await is_cut(self._address))
+            if started and self._link.is_lost(time.monotonic()):
+                self._barrier.carry_out(Verdict.END, boot_id, f"pod 0 of the engine could not be reached for {GRACE_SECONDS:.0f} s.")
+
+    async def _send(self, report: MemberReport) -> GroupReply | None:
+        if self._address is None:
+            self._note_reachability(self._unresolved)
+            return None
+        limit = aiohttp.ClientTimeout(total=_REPORT_SECONDS)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit, headers=self._headers) as http,
+                http.post(self._address.url + ports.AGENT_GROUP, json=report.model_dump(mode="json")) as answer,
+            ):
+                if answer.status == 200:
+                    reply = GroupReply.model_validate(await answer.json(content_type=None))
+                    self._note_reachability("")
+                    return reply
+                problem = f"it answers HTTP {answer.status}"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            problem = (str(error) or f"no answer within {_REPORT_SECONDS:g} s").splitlines()[0]
+        unresolved = f" ({self._unresolved})" if self._unresolved else ""
+        self._note_reachability(f"{self._address}: {problem}{unresolved}")
+        return None
+
+    def _note_reachability(self, problem: str) -> None:
+        """Log a change only once."""
+        unreachable = f"it cannot reach pod 0: {problem}" if problem else ""
+        if unreachable and unreachable != self.unreachable:
+            log.warning("Pod %d of the engine: %s.", self.rank, unreachable)
+        if self.unreachable and not unreachable and self._address is not None:
+            log.info("Pod 0 receives the reports of this pod.")
+        self.unreachable = unreachable
+
+
+def member_app(member: MemberPod, *, name: str, token: str, model_path: str | None) -> web.Application:
+    """Return the application of a member pod's agent. Checkpoints are compared with the model at ``model_path``."""
+    checkpoints = CheckpointCheck()
+    registry = CollectorRegistry()
+    up = Gauge("sglang_rollout_agent_engine_up", "1 while this pod's part of the engine has loaded.", registry=registry)
+
+    async def health(_: web.Request) -> web.StreamResponse:
+        return web.json_response(MemberHealth(unheard=member.unreachable).model_dump(mode="json"))
+
+    async def engine(_: web.Request) -> web.StreamResponse:
+        if member.up:
+            return web.json_response({"status": "ok"})
+        why = "; ".join(filter(None, (member.down_reason, member.unreachable)))
+        return refuse(503, f"SGLang is not up in this pod: {why}.")
+
+    async def metrics(_: web.Request) -> web.StreamResponse:
+        up.set(member.up)
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def preflight_trainer(request: web.Request) -> web.StreamResponse:
+        check_token(request, token)
+        return web.json_response((await preflight(await read_message(request, PreflightRequest))).model_dump(mode="json"))
+
+    async def checkpoint(request: web.Request) -> web.StreamResponse:
+        check_token(request, token)
+        wanted = await read_message(request, CheckpointRequest)
+        own = wanted.model_path or model_path
+        # The head pod compares with a model on the hub, because SGLang reports the revision only there.
+        readable = EngineModel(own if own and os.path.isabs(own) else None)
+        return web.json_response((await checkpoints.run(wanted, readable)).model_dump(mode="json"))
+
+    async def misdirected(request: web.Request) -> web.StreamResponse:
+        place = f"this pod holds rank {member.rank} of engine {name}; only its pod 0 answers, at {member.head}."
+        return refuse(421, f"{request.path}: {place}")
+
+    app = web.Application(middlewares=[answer_refusals])
+    app.add_routes([web.get(ports.AGENT_HEALTH, health), web.get(ports.AGENT_ENGINE, engine), web.get("/health", engine)])
+    app.add_routes([web.get(ports.AGENT_METRICS, metrics), web.post(ports.AGENT_PREFLIGHT, preflight_trainer)])
+    app.add_routes([web.post(ports.AGENT_CHECKPOINT, checkpoint)])
+    # haproxy asks ports.AGENT_GATE whether the gate may be open, and gets this refusal: the gate of a member pod never opens.
+    app.add_routes([web.route("*", "/{path:.*}", misdirected)])
+    return app
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
