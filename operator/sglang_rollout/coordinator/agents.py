@@ -1,4 +1,4 @@
-"""HTTP client of the agents, and a cache of the engines' info replies.
+"""HTTP client of the agents.
 
 Every call has a deadline, carries the token and the term, and returns a value instead of raising.
 """
@@ -7,55 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
-from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from sglang_rollout.coordinator.agent_replies import parse_json, parse_result
 from sglang_rollout.coordinator.update.events import Result, Send
-from sglang_rollout.coordinator.update.machine import Machine
 from sglang_rollout.coordinator.update.requests import Body
 from sglang_rollout.coordinator.update.steps import SLOWEST_FACTOR
-from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO, ControlCall
-from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, PreflightReply, SyncRequest
-from sglang_rollout.wire.ports import (
-    AGENT_ACK,
-    AGENT_CHECKPOINT,
-    AGENT_FENCE,
-    AGENT_PREFLIGHT,
-    AGENT_RUN,
-    AGENT_SYNC,
-    DEADLINE_HEADER,
-    TERM_HEADER,
-)
-
-log = logging.getLogger(__name__)
+from sglang_rollout.wire.agent import AgentStatus, SyncRequest
+from sglang_rollout.wire.ports import AGENT_RUN, AGENT_SYNC, DEADLINE_HEADER, TERM_HEADER
 
 SYNC_DEADLINE_SECONDS = 2.0
 CONNECT_DEADLINE_SECONDS = 5.0
 READ_DEADLINE_SECONDS = 5.0
 """For reads of information: a scheduler that is stuck in a collective must not block a reader."""
-MAX_MESSAGE_CHARACTERS = 2000
-REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply]] = {
-    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE), AgentStatus),
-    AGENT_PREFLIGHT: PreflightReply,
-    AGENT_CHECKPOINT: CheckpointReply,
-}
-"""Message with which an agent answers a call, by path."""
 CONFLICT = 409
 JSON_BODY = {"Content-Type": "application/json"}
-INFO_PATHS = (SERVER_INFO, MODEL_INFO, MODELS)
-INFO_RETRY_SECONDS = 2.0
-INFO_POLL_SECONDS = 0.5
-FIRST_INFO_SECONDS = 15.0
-"""How long a reader waits for the first answer of an engine: two reads and the pause between them."""
 
 Address = Callable[[str], str | None]
 """Returns the base URL of an engine's gate; None if the engine has no address now."""
@@ -146,7 +118,7 @@ class Agents:
             return 0, "it has no address yet"
         try:
             async with asyncio.timeout(deadline), self._pool().request(method, url + path, **options) as reply:
-                return reply.status, _json(await reply.read())
+                return reply.status, parse_json(await reply.read())
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return 0, _error_message(error, deadline)
 
@@ -200,22 +172,9 @@ class Agents:
                 answer = await reply.read()
                 self._check_term(reply)
                 self._heard[name] = time.monotonic()
-                return self._result(path, reply.status, _json(answer))
+                return parse_result(path, reply.status, parse_json(answer))
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return Result(ok=False, message=_error_message(error, deadline))
-
-    def _result(self, path: str, status: int, body: Any) -> Result:
-        ok = 200 <= status < 300
-        fields = body if isinstance(body, dict) else {}
-        if not ok:
-            return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.")
-        if path in REPLIES:
-            return _reply_result(path, status, fields)
-        # SGLang says 200 and success: false in some places.
-        ok = fields.get("success") is not False
-        if ok and path == ControlCall.CHECK_WEIGHTS.path:
-            return _checksum_result(status, body)
-        return Result(ok=ok, status=status, message=_message(body))
 
     def _check_term(self, reply: aiohttp.ClientResponse) -> None:
         """Report the higher term that an agent names when it refuses this coordinator's term."""
@@ -263,127 +222,7 @@ def _remaining_wait(effect: Send, results: Mapping[str, Result], took: float) ->
     return math.inf, ""
 
 
-def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
-    """Return the result of a call that an agent answers with a message of this project."""
-    try:
-        reply = REPLIES[path].model_validate(fields)
-    except ValidationError as error:
-        where = "; ".join(str(problem["loc"]) for problem in error.errors()[:3])
-        return Result(ok=False, status=status, message=f"the answer of its agent is not valid (fields {where}).")
-    if isinstance(reply, AgentStatus):
-        return Result(ok=True, status=status, agent=reply)
-    result = Result(ok=reply.refusal is None, status=status, message=reply.refusal.message if reply.refusal is not None else "")
-    if isinstance(reply, PreflightReply):
-        return result
-    names = None if reply.names is None else frozenset(reply.names)
-    return replace(
-        result, digest=reply.digest, path=reply.path, names=names, compared=reply.compared, unchecked=tuple(reply.unchecked),
-        why_unchecked=reply.why_unchecked, shapes=reply.shapes,
-    )  # fmt: skip
-
-
-def _checksum_result(status: int, body: Any) -> Result:
-    checksums = _checksums(body)
-    if checksums is None:
-        return Result(ok=False, status=status, message="its answer holds no checksum of each rank.")
-    return Result(ok=True, status=status, message=_message(body), checksums=checksums)
-
-
-def _checksums(body: Any) -> tuple[str, ...] | None:
-    """Return one checksum per rank, in rank order, from SGLang's answer; None for any other answer."""
-    ranks = body.get("ranks") if isinstance(body, dict) else None
-    if not isinstance(ranks, list) or not ranks:
-        return None
-    try:
-        ordered = sorted(ranks, key=_rank_key)
-        return tuple(str(rank["per_gpu_checksum"]) for rank in ordered)
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
-        return None
-
-
-def _rank_key(rank: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the sort key of a rank. ``parallelism_info`` lists one entry per model; in 0.5.20 it is a single entry without a role."""
-    found = rank["parallelism_info"]
-    first = found[0] if isinstance(found, list) else found
-    return str(first.get("role", "")), int(first["rank"])
-
-
-def _json(data: bytes) -> Any:
-    """Return the JSON of an answer, or its text. Lone surrogates become question marks, because the record cannot store them."""
-    try:
-        found = json.loads(data)
-        if data.isascii() and b"\\" not in data:
-            return found  # the usual case: the document cannot contain a surrogate
-        return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return data[:MAX_MESSAGE_CHARACTERS].decode("utf-8", "replace").strip()
-
-
-def _message(body: Any) -> str:
-    """Return the message in a reply. SGLang uses ``message`` (``error_message`` for adapters), proxies and FastAPI other fields."""
-    if isinstance(body, dict):
-        body = body.get("message") or body.get("error_message") or body.get("error") or body.get("detail") or ""
-    if isinstance(body, list):
-        body = "; ".join(str(part) for part in body)
-    return str(body or "").strip()[:MAX_MESSAGE_CHARACTERS]
-
-
 def _error_message(error: BaseException, deadline: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {deadline:g} s."
     return f"{str(error) or type(error).__name__}."
-
-
-class EngineInfos:
-    """Cache of the engines' replies at ``INFO_PATHS``, read once per boot ID in the background."""
-
-    def __init__(self, agents: Agents) -> None:
-        self._agents = agents
-        self._known: dict[str, tuple[str, dict[str, Any]]] = {}
-        self._due: dict[str, float] = {}
-        self._answered = asyncio.Event()
-
-    async def first(self, machine: Machine, path: str) -> dict[str, Any] | None:
-        """Return the answer of the first engine that is up, or else of the first engine ever seen.
-
-        Wait for the first answer while an engine is up, because a trainer may ask as soon as the engines serve.
-        """
-        if not self._known and machine.fleet.up():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FIRST_INFO_SECONDS):
-                    await self._answered.wait()
-        return self._find(machine, path)
-
-    def _find(self, machine: Machine, path: str) -> dict[str, Any] | None:
-        for name in [*machine.fleet.up(), *machine.fleet.engines, *self._known]:
-            known = self._known.get(name)
-            if known is not None and path in known[1]:
-                return dict(known[1][path])
-        return None
-
-    async def refresh(self, machine: Machine) -> None:
-        """Ask the engines whose boot ID is new."""
-        now = asyncio.get_running_loop().time()
-        for name in machine.fleet.up():
-            boot = machine.fleet.boot(name)
-            known = self._known.get(name)
-            if boot is None or (known is not None and known[0] == boot) or now < self._due.get(name, 0.0):
-                continue
-            self._due[name] = now + INFO_RETRY_SECONDS
-            replies = await asyncio.gather(*(self._agents.get(name, path) for path in INFO_PATHS))
-            found = {
-                path: body for path, (status, body) in zip(INFO_PATHS, replies, strict=True) if status == 200 and isinstance(body, dict)
-            }
-            if len(found) == len(INFO_PATHS):
-                self._known[name] = (boot, found)
-                self._answered.set()
-            else:
-                log.info("engine %s does not answer yet: %s", name, [status for status, _ in replies])
-
-    async def run(self, machine: Callable[[], Machine | None]) -> None:
-        """Refresh the cache forever. ``machine`` returns the state machine."""
-        while True:
-            current = machine()
-            if current is not None:
-                await self.refresh(current)
-            await asyncio.sleep(INFO_POLL_SECONDS)

@@ -16,8 +16,9 @@ import click
 import uvloop
 from aiohttp import web
 
-from sglang_rollout.coordinator.agents import Agents, EngineInfos
+from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.driver import Driver
+from sglang_rollout.coordinator.engine_infos import EngineInfos
 from sglang_rollout.coordinator.generate.routes import routes as data_routes
 from sglang_rollout.coordinator.generate.smg import GenerateClient, SmgWorkers, WantedWorkers
 from sglang_rollout.coordinator.http.app import Parts, make_app

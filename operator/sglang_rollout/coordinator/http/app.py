@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
-from sglang_rollout.coordinator.agents import Agents, EngineInfos
+from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.driver import Driver
+from sglang_rollout.coordinator.engine_infos import EngineInfos
 from sglang_rollout.coordinator.generate.smg import GenerateClient, SmgWorkers
 from sglang_rollout.coordinator.http.dialects import reason_phrase
 from sglang_rollout.coordinator.metrics import Metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from sglang_rollout.api.intent import WantedEngine
-from sglang_rollout.coordinator.agents import MAX_MESSAGE_CHARACTERS
+from sglang_rollout.coordinator.agent_replies import MAX_MESSAGE_CHARACTERS
 from sglang_rollout.coordinator.update.adapters import MAX_ADAPTERS_CHARACTERS, MAX_REASONS_CHARACTERS, ROW_CHARACTERS, rows
 from sglang_rollout.coordinator.update.engine import Engine
 from sglang_rollout.coordinator.update.model import Fleet

@@ -1,0 +1,102 @@
+"""Read the replies of agents. Pure: no I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from sglang_rollout.coordinator.update.events import Result
+from sglang_rollout.sglang.api import ControlCall
+from sglang_rollout.wire.agent import AgentStatus, CheckpointReply, PreflightReply
+from sglang_rollout.wire.ports import AGENT_ACK, AGENT_CHECKPOINT, AGENT_FENCE, AGENT_PREFLIGHT, AGENT_RUN, AGENT_SYNC
+
+MAX_MESSAGE_CHARACTERS = 2000
+REPLIES: Mapping[str, type[AgentStatus | PreflightReply | CheckpointReply]] = {
+    **dict.fromkeys((AGENT_SYNC, AGENT_RUN, AGENT_ACK, AGENT_FENCE), AgentStatus),
+    AGENT_PREFLIGHT: PreflightReply,
+    AGENT_CHECKPOINT: CheckpointReply,
+}
+"""Message with which an agent answers a call, by path."""
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the JSON of an answer, or its text. Lone surrogates become question marks, because the record cannot store them."""
+    try:
+        found = json.loads(data)
+        if data.isascii() and b"\\" not in data:
+            return found  # the usual case: the document cannot contain a surrogate
+        return json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return data[:MAX_MESSAGE_CHARACTERS].decode("utf-8", "replace").strip()
+
+
+def parse_result(path: str, status: int, body: Any) -> Result:
+    """Return the result of a call at ``path``. ``body`` is a reply of the agent, or of the engine that the agent has called."""
+    if not 200 <= status < 300:
+        return Result(ok=False, status=status, message=_message(body) or f"HTTP {status}.")
+    fields = body if isinstance(body, dict) else {}
+    if path in REPLIES:
+        return _reply_result(path, status, fields)
+    # SGLang says 200 and success: false in some places.
+    ok = fields.get("success") is not False
+    if ok and path == ControlCall.CHECK_WEIGHTS.path:
+        return _checksum_result(status, body)
+    return Result(ok=ok, status=status, message=_message(body))
+
+
+def _reply_result(path: str, status: int, fields: Mapping[str, Any]) -> Result:
+    """Return the result of a call that an agent answers with a message of this project."""
+    try:
+        reply = REPLIES[path].model_validate(fields)
+    except ValidationError as error:
+        where = "; ".join(str(problem["loc"]) for problem in error.errors()[:3])
+        return Result(ok=False, status=status, message=f"the answer of its agent is not valid (fields {where}).")
+    if isinstance(reply, AgentStatus):
+        return Result(ok=True, status=status, agent=reply)
+    result = Result(ok=reply.refusal is None, status=status, message=reply.refusal.message if reply.refusal is not None else "")
+    if isinstance(reply, PreflightReply):
+        return result
+    names = None if reply.names is None else frozenset(reply.names)
+    return replace(
+        result, digest=reply.digest, path=reply.path, names=names, compared=reply.compared, unchecked=tuple(reply.unchecked),
+        why_unchecked=reply.why_unchecked, shapes=reply.shapes,
+    )  # fmt: skip
+
+
+def _checksum_result(status: int, body: Any) -> Result:
+    checksums = _checksums(body)
+    if checksums is None:
+        return Result(ok=False, status=status, message="its answer holds no checksum of each rank.")
+    return Result(ok=True, status=status, message=_message(body), checksums=checksums)
+
+
+def _checksums(body: Any) -> tuple[str, ...] | None:
+    """Return one checksum per rank, in rank order, from SGLang's answer; None for any other answer."""
+    ranks = body.get("ranks") if isinstance(body, dict) else None
+    if not isinstance(ranks, list) or not ranks:
+        return None
+    try:
+        ordered = sorted(ranks, key=_rank_key)
+        return tuple(str(rank["per_gpu_checksum"]) for rank in ordered)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _rank_key(rank: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the sort key of a rank. ``parallelism_info`` lists one entry per model; in 0.5.20 it is a single entry without a role."""
+    found = rank["parallelism_info"]
+    first = found[0] if isinstance(found, list) else found
+    return str(first.get("role", "")), int(first["rank"])
+
+
+def _message(body: Any) -> str:
+    """Return the message in a reply. SGLang uses ``message`` (``error_message`` for adapters), proxies and FastAPI other fields."""
+    if isinstance(body, dict):
+        body = body.get("message") or body.get("error_message") or body.get("error") or body.get("detail") or ""
+    if isinstance(body, list):
+        body = "; ".join(str(part) for part in body)
+    return str(body or "").strip()[:MAX_MESSAGE_CHARACTERS]
