@@ -23,7 +23,7 @@ from sglang_rollout.agent import events as ev
 from sglang_rollout.agent.agent import Agent
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import DEADLINE_HEADER, FLEET, FLEET_ENGINES, TERM_HEADER, VERSION_HEADER
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 from sglang_rollout.wire.trainer import ControlReply
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,8 @@ _RELAYED_HEADERS = ("Content-Type", "Retry-After", VERSION_HEADER)
 
 def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return a refusal in SGLang's shape. The reason phrase repeats the message, because some clients print nothing else."""
-    reason = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")[:200]
     body = ControlReply(success=False, message=message).model_dump(exclude_none=True)
-    return web.json_response(body, status=status, reason=reason, headers=headers)
+    return web.json_response(body, status=status, reason=reason_phrase(message), headers=headers)
 
 
 @web.middleware

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.aiohttp import make_aiohttp_handler
 
 from sglang_rollout.agent import events as ev
 from sglang_rollout.agent import guards
@@ -64,7 +65,7 @@ class Routes:
         self._own_model = CheckpointCheck()
         self._own_model_lock = asyncio.Lock()
         self._fence = fence
-        self._metrics = make_metrics(agent)
+        self._metrics = make_aiohttp_handler(make_metrics(agent))
 
     def public(self) -> dict[str, Handler]:
         """Return the handlers of GET requests that need no token, by path."""
@@ -72,7 +73,7 @@ class Routes:
             ports.AGENT_HEALTH: self.health,
             ports.AGENT_ENGINE: self.engine,
             ports.AGENT_GATE: self.gate,
-            ports.AGENT_METRICS: self.metrics,
+            ports.AGENT_METRICS: self._metrics,
             "/health": self.engine,
             "/health_generate": self.health_generate,
             "/server_info": self.server_info,
@@ -110,11 +111,6 @@ class Routes:
         if self._agent.may_open():
             return web.json_response({"open": True})
         return refuse(503, s.closed_message(self._agent.state))
-
-    async def metrics(self, _: web.Request) -> web.StreamResponse:
-        """Return metrics in Prometheus' text format."""
-        body = generate_latest(self._metrics)
-        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         """Forward a read-only path of SGLang."""

@@ -22,7 +22,7 @@ from sglang_rollout.checkpoints.folder import CONFIG, CancelCheck, Model, Proble
 from sglang_rollout.checkpoints.format import TensorEntry
 from sglang_rollout.checkpoints.snapshots import list_snapshots, lock_snapshot
 from sglang_rollout.wire.agent import ARCHITECTURE, UNCHECKED, CheckpointReply, CheckpointRequest
-from sglang_rollout.wire.reasons import Refusal, RefusalCode
+from sglang_rollout.wire.reasons import Refusal, RefusalCode, quote_value
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Types that SGLang converts into the type of the engine's tensor."""
@@ -207,7 +207,8 @@ def _find_identity_differences(found: Model, engine: EngineModel) -> list[str]:
     architectures = found.config.get("architectures")
     if not engine.architectures or architectures == list(engine.architectures):
         return []
-    return [f"{found.path / CONFIG}: architectures is {_brief(architectures)}, the engine reports {_brief(list(engine.architectures))}."]
+    reported = quote_value(list(engine.architectures))
+    return [f"{found.path / CONFIG}: architectures is {quote_value(architectures)}, the engine reports {reported}."]
 
 
 def _find_config_differences(found: Mapping[str, Any], own: Mapping[str, Any], prefix: str, own_path: Path) -> list[str]:
@@ -217,7 +218,8 @@ def _find_config_differences(found: Mapping[str, Any], own: Mapping[str, Any], p
         both = key in found and key in own
         needed = key in ("quantization_config", "architectures") and (found.get(key) or own.get(key))
         if (both or needed) and found.get(key) != own.get(key):
-            problems.append(f"{prefix}{key} is {_brief(found.get(key))}, the engine's model {own_path} has {_brief(own.get(key))}.")
+            wanted = quote_value(own.get(key))
+            problems.append(f"{prefix}{key} is {quote_value(found.get(key))}, the engine's model {own_path} has {wanted}.")
     for key in _NESTED:
         inner, expected = found.get(key), own.get(key)
         if isinstance(inner, Mapping) and isinstance(expected, Mapping):
@@ -279,8 +281,3 @@ def _refuse(message: str, code: RefusalCode = RefusalCode.INVALID_REQUEST) -> Ch
 def _late_reply(request: CheckpointRequest) -> CheckpointReply:
     message = f"{request.path} was not read within {request.deadline:g} s: is its volume slow, or its file server away?"
     return _refuse(message, RefusalCode.UNAVAILABLE)
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}…"

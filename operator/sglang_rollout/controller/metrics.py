@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sized
 from contextlib import asynccontextmanager
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.aiohttp import make_aiohttp_handler
 
 PREFIX = "sglang_rollout_operator"
 READ_VERBS = ("get", "list", "watch")
@@ -84,19 +85,11 @@ class Metrics:
         """Record that all rollouts have just been listed."""
         self._listed.set_to_current_time()
 
-    def render_text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
-
 
 def build_metrics_app(metrics: Metrics) -> web.Application:
     """Return an app that serves ``GET /metrics``."""
-
-    async def show(_request: web.Request) -> web.Response:
-        return web.Response(body=metrics.render_text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
     app = web.Application()
-    app.router.add_get("/metrics", show)
+    app.router.add_get("/metrics", make_aiohttp_handler(metrics.registry))
     return app
 
 

@@ -14,7 +14,7 @@ import requests
 
 from sglang_rollout.trainer.calls import Cancellation, Deadline, Http, refusal_reason, run_in_background
 from sglang_rollout.trainer.errors import FailedPrompt, FleetUnreachable, GenerateFailed
-from sglang_rollout.wire.reasons import end_sentence
+from sglang_rollout.wire.reasons import end_sentence, quote_value
 
 RETRIED = frozenset({429, 502, 503, 504})
 """HTTP statuses that pass: too many requests, an engine that died during the request, no engine that may serve. A retry is
@@ -395,5 +395,4 @@ def _check_n(n: Any, name: str) -> int:
 
 def _describe_value(value: Any) -> str:
     """Return a short text with a value and its type."""
-    shown = repr(value)
-    return f"{shown if len(shown) <= 60 else shown[:60] + '…'} ({type(value).__name__})"
+    return f"{quote_value(value)} ({type(value).__name__})"

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+MAX_PHRASE_CHARACTERS = 200
+"""Longest reason phrase in a status line."""
+MAX_QUOTED_CHARACTERS = 120
+"""Characters of a value that a message quotes."""
+
 
 class GateReason(StrEnum):
     """Why the gate of an engine is closed."""
@@ -151,3 +156,16 @@ def end_sentence(text: str) -> str:
     """Return ``text`` with a full stop at its end, unless it ends with punctuation already, as a quoted log line may."""
     stripped = text.rstrip()
     return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."
+
+
+def reason_phrase(message: str) -> str:
+    """Return a message as one short line of Latin-1 for the status line, which clients print while they drop the body."""
+    line = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    return line if len(line) <= MAX_PHRASE_CHARACTERS else f"{line[: MAX_PHRASE_CHARACTERS - 3]}..."
+
+
+def quote_value(value: object) -> str:
+    """Return a value as Python writes it, shortened for a message."""
+    text = repr(value)
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else f"{text[:MAX_QUOTED_CHARACTERS]}…"

@@ -14,7 +14,8 @@ import time
 
 import aiohttp
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.aiohttp import make_aiohttp_handler
 
 from sglang_rollout.agent.access import answer_refusals, check_token, read_message, refuse
 from sglang_rollout.agent.checkpoint import CheckpointCheck
@@ -128,6 +129,7 @@ def member_app(member: MemberPod, *, name: str, token: str, model_path: str | No
     checkpoints = CheckpointCheck()
     registry = CollectorRegistry()
     up = Gauge("sglang_rollout_agent_engine_up", "1 while this pod's part of the engine has loaded.", registry=registry)
+    up.set_function(lambda: float(member.up))
 
     async def health(_: web.Request) -> web.StreamResponse:
         return web.json_response(MemberHealth(unheard=member.unreachable).model_dump(mode="json"))
@@ -137,10 +139,6 @@ def member_app(member: MemberPod, *, name: str, token: str, model_path: str | No
             return web.json_response({"status": "ok"})
         why = "; ".join(filter(None, (member.down_reason, member.unreachable)))
         return refuse(503, f"SGLang is not up in this pod: {why}.")
-
-    async def metrics(_: web.Request) -> web.StreamResponse:
-        up.set(member.up)
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def preflight_trainer(request: web.Request) -> web.StreamResponse:
         check_token(request, token)
@@ -160,7 +158,7 @@ def member_app(member: MemberPod, *, name: str, token: str, model_path: str | No
 
     app = web.Application(middlewares=[answer_refusals])
     app.add_routes([web.get(ports.AGENT_HEALTH, health), web.get(ports.AGENT_ENGINE, engine), web.get("/health", engine)])
-    app.add_routes([web.get(ports.AGENT_METRICS, metrics), web.post(ports.AGENT_PREFLIGHT, preflight_trainer)])
+    app.add_routes([web.get(ports.AGENT_METRICS, make_aiohttp_handler(registry)), web.post(ports.AGENT_PREFLIGHT, preflight_trainer)])
     app.add_routes([web.post(ports.AGENT_CHECKPOINT, checkpoint)])
     # haproxy asks ports.AGENT_GATE whether the gate may be open, and gets this refusal: the gate of a member pod never opens.
     app.add_routes([web.route("*", "/{path:.*}", misdirected)])

@@ -14,14 +14,13 @@ from sglang_rollout.coordinator.agents import Agents
 from sglang_rollout.coordinator.driver import Driver
 from sglang_rollout.coordinator.engine_infos import EngineInfos
 from sglang_rollout.coordinator.generate.smg import GenerateClient, SmgWorkers
-from sglang_rollout.coordinator.http.dialects import reason_phrase
 from sglang_rollout.coordinator.metrics import Metrics
 from sglang_rollout.coordinator.update.machine import Machine
 from sglang_rollout.coordinator.wanted_engines import WantedEngines
 from sglang_rollout.sglang.api import DATA_PATHS, ControlCall
 from sglang_rollout.sglang.refused_paths import find_refusal
 from sglang_rollout.wire.ports import FLEET_METRICS
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 from sglang_rollout.wire.trainer import ControlReply
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from sglang_rollout.coordinator.update.events import Send
 from sglang_rollout.coordinator.update.requests import AtEngine, Begin, Call, Continue, NewRun, OpenGroup, Request
 from sglang_rollout.sglang.api import ControlCall
 from sglang_rollout.wire.ports import FLEET_ENGINES, FLEET_LEASE, FLEET_RUN, VERSION_HEADER
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 from sglang_rollout.wire.states import KEEPS_WEIGHTS, FleetMode
 
 ABORT_DEADLINE_SECONDS = 10.0
@@ -36,7 +36,7 @@ async def reply_to(request: web.Request, asked: Request) -> web.Response:
     headers = {}
     committed = parts.machine.fleet.committed
     if committed is not None:
-        headers[VERSION_HEADER] = dialects.reason_phrase(committed.label)
+        headers[VERSION_HEADER] = reason_phrase(committed.label)
     return web.json_response(dialects.format_answer(asked, answer), headers=headers)
 
 

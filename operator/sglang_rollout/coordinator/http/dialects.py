@@ -31,10 +31,9 @@ from sglang_rollout.coordinator.update.requests import (
 from sglang_rollout.coordinator.update.versions import MAX_LABEL_CHARACTERS
 from sglang_rollout.sglang.api import DEFAULT_PAUSE_MODE, DISK_LOAD_FORMATS, MEMORY_TAGS, PAUSE_MODES, TENSOR_LOAD_FORMATS, ControlCall
 from sglang_rollout.wire import find_lone_surrogate
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.trainer import ControlReply
 
-MAX_REASON_CHARACTERS = 200
 MAX_FLUSH_SECONDS = 60.0
 MAX_ADAPTER_CHARACTERS = 256
 MAX_PATH_CHARACTERS = 4096
@@ -77,7 +76,7 @@ def pause(body: Fields) -> Request:
     """``/pause_generation``."""
     mode = body.get("mode")
     if mode is not None and mode not in PAUSE_MODES:
-        raise RefusedError(f"mode {_clip(mode)} is not a pause mode: use {', '.join(PAUSE_MODES)}.")
+        raise RefusedError(f"mode {quote_value(mode)} is not a pause mode: use {', '.join(PAUSE_MODES)}.")
     # SGLang's default is written out, because the fleet must know the mode.
     mode = mode or DEFAULT_PAUSE_MODE
     return Pause(mode, {**body, "mode": mode})
@@ -134,7 +133,7 @@ def from_disk(body: Fields) -> Request:
     form = body.get("load_format")
     if form is not None and form not in DISK_LOAD_FORMATS:
         # Checked before any engine is called, because a loader that SGLang does not know ends its process.
-        raise RefusedError(f"load_format {_clip(form)} is not supported: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out.")
+        raise RefusedError(f"load_format {quote_value(form)} is not supported: use {' or '.join(DISK_LOAD_FORMATS)}, or leave it out.")
     return FromDisk(path, _label(body.get("weight_version"), "weight_version"), body)
 
 
@@ -146,7 +145,7 @@ def tensors(body: Fields) -> Tensors:
     form = body.get("load_format")
     if form not in TENSOR_LOAD_FORMATS:
         raise RefusedError(
-            f"load_format {_clip(form)} is not supported: use {', '.join(filter(None, TENSOR_LOAD_FORMATS))}, or leave it out."
+            f"load_format {quote_value(form)} is not supported: use {', '.join(filter(None, TENSOR_LOAD_FORMATS))}, or leave it out."
         )
     return Tensors(_label(body.get("weight_version"), "weight_version"), body)
 
@@ -167,7 +166,7 @@ def flush(query: Mapping[str, str]) -> Flush:
     try:
         timeout = float(text)
     except ValueError as error:
-        raise RefusedError(f"timeout {_clip(text)} is not a number of seconds.") from error
+        raise RefusedError(f"timeout {quote_value(text)} is not a number of seconds.") from error
     if not 0 <= timeout <= MAX_FLUSH_SECONDS:
         raise RefusedError(f"timeout {timeout:g} is out of range: use 0 to {MAX_FLUSH_SECONDS:g} seconds.")
     return Flush(timeout)
@@ -188,7 +187,7 @@ def load_adapter(body: Fields) -> Request:
     _check_fields(ControlCall.LOAD_ADAPTER.path, body, ADAPTER_FIELDS)
     pinned = body.get("pinned", False)
     if not isinstance(pinned, bool):
-        raise RefusedError(f"pinned {_clip(pinned)} is neither true nor false.")
+        raise RefusedError(f"pinned {quote_value(pinned)} is neither true nor false.")
     name, path = _name(body, "lora_name"), _name(body, "lora_path")
     if name is None or path is None:
         raise RefusedError("lora_name and lora_path are missing: give a name, and a path that every engine can read.")
@@ -210,7 +209,7 @@ def unload_adapter(body: Fields) -> Request:
 def _check_fields(path: str, body: Fields, known: tuple[str, ...]) -> None:
     unknown = next((key for key in body if key not in known), None)
     if unknown is not None:
-        raise RefusedError(f"{path} has no field {_clip(unknown)}: SGLang ignores it. Use {', '.join(known)}. No engine was called.")
+        raise RefusedError(f"{path} has no field {quote_value(unknown)}: SGLang ignores it. Use {', '.join(known)}. No engine was called.")
 
 
 def weights_by_name(query: Fields, body: Fields) -> dict[str, Any]:
@@ -222,7 +221,7 @@ def weights_by_name(query: Fields, body: Fields) -> dict[str, Any]:
     is_text = isinstance(size, str) and size.isascii() and size.isdigit() and len(size) <= MAX_SIZE_DIGITS
     rows = int(size) if is_text else size
     if not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows <= MAX_TENSOR_ROWS:
-        raise RefusedError(f"truncate_size {_clip(size)} is out of range: use 1 to {MAX_TENSOR_ROWS} rows.")
+        raise RefusedError(f"truncate_size {quote_value(size)} is out of range: use 1 to {MAX_TENSOR_ROWS} rows.")
     return {"name": name, "truncate_size": rows}
 
 
@@ -231,7 +230,7 @@ def _tags(body: Fields) -> tuple[str, ...]:
     if tags is None or tags == []:
         return ()
     if not isinstance(tags, list) or any(tag not in MEMORY_TAGS for tag in tags):
-        raise RefusedError(f"tags {_clip(tags)} are not memory tags: use a list of {', '.join(MEMORY_TAGS)}.")
+        raise RefusedError(f"tags {quote_value(tags)} are not memory tags: use a list of {', '.join(MEMORY_TAGS)}.")
     return tuple(tags)
 
 
@@ -249,19 +248,12 @@ def format_answer(request: Request, answer: Answer) -> dict[str, Any]:
     return body
 
 
-def reason_phrase(message: str) -> str:
-    """Return a message as one short line of Latin-1 for the status line, which clients print while they drop the body."""
-    line = " ".join(message.split()).encode("latin-1", "replace").decode("latin-1")
-    line = "".join(character if character.isprintable() else "?" for character in line)
-    return line if len(line) <= MAX_REASON_CHARACTERS else f"{line[: MAX_REASON_CHARACTERS - 3]}..."
-
-
 def _name(body: Fields, key: str) -> str | None:
     value = body.get(key)
     if value is None or value == "":
         return None
     if not isinstance(value, str):
-        raise RefusedError(f"{key} {_clip(value)} is not a name.")
+        raise RefusedError(f"{key} {quote_value(value)} is not a name.")
     return value
 
 
@@ -269,13 +261,8 @@ def _label(value: object, key: str) -> str | None:
     if value is None or value == "":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise RefusedError(f"{key} {_clip(value)} is not a version: use a string or a whole number.")
+        raise RefusedError(f"{key} {quote_value(value)} is not a version: use a string or a whole number.")
     label = str(value)
     if len(label) > MAX_LABEL_CHARACTERS:
         raise RefusedError(f"{key} is {len(label)} characters long: use at most {MAX_LABEL_CHARACTERS}.")
     return label
-
-
-def _clip(value: object, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -10,13 +10,13 @@ from typing import Any
 from aiohttp import web
 
 from sglang_rollout.coordinator.http.app import PARTS, Parts, refuse
-from sglang_rollout.coordinator.http.dialects import parse, reason_phrase, weights_by_name
+from sglang_rollout.coordinator.http.dialects import parse, weights_by_name
 from sglang_rollout.coordinator.update import adapters as lora
 from sglang_rollout.coordinator.update.membership import why_incomplete
 from sglang_rollout.sglang.api import MODEL_INFO, MODELS, SERVER_INFO
 from sglang_rollout.wire.agent import CheckpointRequest
 from sglang_rollout.wire.ports import AGENT_CHECKPOINT, FLEET, FLEET_HEALTH, FLEET_HELD, FLEET_TENSORS, VERSION_HEADER
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 from sglang_rollout.wire.states import Version
 from sglang_rollout.wire.trainer import FleetDocument, FleetMember, ModelTensors
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import RefusedError, quote_value
 from sglang_rollout.wire.record import FleetGroup, GroupRow
 
 TRAINER_RANKS = 1
@@ -85,7 +85,7 @@ def check_group(body: Mapping[str, Any], table: RankTable) -> GroupSpec:
     _check_ranks(world_size, offset, table)
     backend = body.get("backend")
     if backend is not None and (not isinstance(backend, str) or not backend.strip()):
-        raise RefusedError(f"backend {_clip(backend)} is not a torch.distributed backend: use nccl or gloo, or leave it out.")
+        raise RefusedError(f"backend {quote_value(backend)} is not a torch.distributed backend: use nccl or gloo, or leave it out.")
     known = {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend", "nccl"}
     extra = {key: value for key, value in body.items() if key not in known}
     return GroupSpec(name, host, port, world_size, backend, extra)
@@ -144,13 +144,8 @@ def _integer(body: Mapping[str, Any], key: str) -> int:
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         return int(value.strip()[:20])
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RefusedError(f"{key} {_clip(value)} is not a whole number.")
+        raise RefusedError(f"{key} {quote_value(value)} is not a whole number.")
     return value
-
-
-def _clip(value: object, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import yaml
 from e2e import promtool
 from e2e.cluster.paths import REPOSITORY
 from e2e.cluster.say import LabError
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_rollout.controller.metrics import Metrics as OperatorMetrics
@@ -158,9 +159,9 @@ def test_the_alerts_of_the_operator(program: Path, tmp_path: Path) -> None:
     metrics, timeline = OperatorMetrics(), Timeline()
 
     def see(**firing: Collection[str]) -> None:
-        timeline.add(parsed(metrics.render_text().decode()), **firing)
+        timeline.add(parsed(generate_latest(metrics.registry).decode()), **firing)
 
-    assert used_by_alerts("sglang_rollout_operator_") - parsed(metrics.render_text().decode()).keys() == set()
+    assert used_by_alerts("sglang_rollout_operator_") - parsed(generate_latest(metrics.registry).decode()).keys() == set()
     see(late={STALLED})
     metrics.mark_relisted()
     see()

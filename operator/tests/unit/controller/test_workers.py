@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import pytest
+from prometheus_client import generate_latest
 
 from sglang_rollout.controller.metrics import Key, Metrics
 from sglang_rollout.controller.reconcile import Result
@@ -48,7 +49,7 @@ class Bench:
         return self.times
 
     def count(self, line: str) -> float:
-        text = self.metrics.render_text().decode()
+        text = generate_latest(self.metrics.registry).decode()
         found = [value for value in text.splitlines() if value.startswith(f"sglang_rollout_operator_{line} ")]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
 

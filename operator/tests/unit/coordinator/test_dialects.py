@@ -24,7 +24,7 @@ from sglang_rollout.coordinator.update.requests import (
     SetLabel,
     Update,
 )
-from sglang_rollout.wire.reasons import RefusedError
+from sglang_rollout.wire.reasons import RefusedError, reason_phrase
 
 TENSORS: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[1], [2, 3]]}
 
@@ -204,7 +204,7 @@ def test_answers_have_the_shape_that_clients_read() -> None:
 
 @given(st.text(max_size=600))
 def test_a_reason_phrase_is_one_short_printable_line(message: str) -> None:
-    phrase = dialects.reason_phrase(message)
+    phrase = reason_phrase(message)
     assert len(phrase) <= 200
     assert phrase.encode("latin-1").decode("latin-1").isprintable() or not phrase
     assert "\n" not in phrase
