@@ -124,9 +124,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class SetGate:
-    """Open or close the gate."""
-
-    open: bool
+    """Open or close the gate, as :func:`.state.gate_may_open` says."""
 
 
 Effect: TypeAlias = Save | SetGate
@@ -159,7 +157,7 @@ def step(state: State, event: Event) -> tuple[State, list[Effect]]:
     if new.record != state.record:
         effects.append(Save(new.record))
     if gate_may_open(new) != gate_may_open(state):
-        effects.append(SetGate(gate_may_open(new)))
+        effects.append(SetGate())
     return new, effects
 
 

@@ -25,7 +25,7 @@ from sglang_rollout.local.plan import EngineArg, Folders, Plan, count_ports, par
 from sglang_rollout.local.sizes import SizesError, check_sizes, read_sizes
 from sglang_rollout.local.supervisor import Supervisor
 from sglang_rollout.proxy.address import Address
-from sglang_rollout.proxy.cli import ADDRESS, find_haproxy
+from sglang_rollout.proxy.cli import ADDRESS, NO_HAPROXY, find_haproxy
 from sglang_rollout.proxy.smg import POLICIES
 from sglang_rollout.sglang.api import PauseMode
 from sglang_rollout.wire.ports import FLEET, FLEET_HEALTH, METRICS
@@ -219,9 +219,7 @@ def _write_files(plan: Plan, folders: Folders) -> None:
 
 def _check_programs() -> None:
     if find_haproxy() is None:
-        raise CannotStartError(
-            "haproxy is not installed (looked in PATH and the system's sbin folders); install the package 'haproxy', 2.6 or newer"
-        )
+        raise CannotStartError(NO_HAPROXY)
     if importlib.util.find_spec("smg") is None:
         raise CannotStartError("smg, the SGLang router, is not installed; install sglang-rollout[router]")
 

@@ -37,6 +37,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin"
 """Folders in which distributions install haproxy; a user's PATH often lacks the sbin folders."""
+NO_HAPROXY = "haproxy is not installed (looked in PATH and the system's sbin folders); install the package 'haproxy', 2.6 or newer"
+"""Message of a command that needs haproxy."""
 
 
 class AddressType(click.ParamType[Address]):
@@ -240,9 +242,7 @@ def _print_or_become(name: str, text: str, folder: Path, only_print: bool, *, so
 def _become_haproxy(path: Path) -> NoReturn:
     program = find_haproxy()
     if program is None:
-        raise click.ClickException(
-            "haproxy is not installed (looked in PATH and the system's sbin folders); install the package 'haproxy', 2.6 or newer"
-        )
+        raise click.ClickException(NO_HAPROXY)
     # -db: stay in the foreground. -W: start a master process that handles SIGTERM. Without a master, haproxy has no handler. The
     # kernel then ignores the signal for a container's first process, and the pod ends only after its grace period.
     os.execv(program, [program, "-W", "-db", "-f", str(path)])  # noqa: S606 - no shell wanted
