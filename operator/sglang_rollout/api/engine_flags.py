@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from sglang_rollout.api.schema import ApiModel, map_list, plain_path, rule, rules, sets_flag
+from sglang_rollout.api.schema import ApiModel, map_list, plain_path, rule, sets_flag, with_rules
 
 _NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
@@ -139,14 +139,12 @@ class Adapter(ApiModel):
 class Lora(ApiModel):
     """Adapters beside the model, all for the same base weights."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "!('all' in self.targetModules) || self.targetModules.size() == 1",
-                "engine.lora.targetModules: all stands for every module, and SGLang ends when others are named beside it. Remove the"
-                " others, or all.",
-                field=".targetModules",
-            )
+    model_config = with_rules(
+        rule(
+            "!('all' in self.targetModules) || self.targetModules.size() == 1",
+            "engine.lora.targetModules: all stands for every module, and SGLang ends when others are named beside it. Remove the"
+            " others, or all.",
+            field=".targetModules",
         )
     )
 

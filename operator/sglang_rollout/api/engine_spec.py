@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from sglang_rollout.api.engine_flags import (
     DETERMINISTIC,
@@ -19,7 +19,7 @@ from sglang_rollout.api.engine_flags import (
 from sglang_rollout.api.flag_families import ENGINE_FAMILIES, MAX_ACCEPTED, AcceptedFlag, rules_of_families
 from sglang_rollout.api.network_spec import Cache, Network, Rdma, rules_against_repeated_variables, rules_of_engine_ports
 from sglang_rollout.api.pod_template import Labels
-from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, map_list, refuse_flags_like, rule, rules
+from sglang_rollout.api.schema import ANY_QUANTITY, QUANTITY, ApiModel, argument, map_list, refuse_flags_like, rule, rules, with_rules
 
 
 class AllReduce(ApiModel):
@@ -127,28 +127,26 @@ EngineArgument = Annotated[
 class Parallelism(ApiModel):
     """Distribution of one engine over devices."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                # has(), because the API server checks the default of parallelism, {}, before it fills in the fields.
-                "!has(self.tensor) || self.tensor % self.expert == 0",
-                "engine.parallelism.expert must divide tensor: the tensor-parallel ranks are what experts are spread over. Use a"
-                " divisor of tensor, or a larger tensor.",
-                field=".expert",
-            ),
-            rule(
-                "!has(self.tensor) || self.tensor % self.attentionData == 0",
-                "engine.parallelism.attentionData must divide tensor: the tensor-parallel ranks are split into so many groups. Use"
-                " a divisor of tensor.",
-                field=".attentionData",
-            ),
-            rule(
-                "!has(self.tensor) || self.data == 1 || self.attentionData == 1",
-                "engine.parallelism.data and attentionData must not both be above 1: SGLang ends at its start. Use more engines"
-                " (replicas) instead of data.",
-                field=".data",
-            ),
-        )
+    model_config = with_rules(
+        rule(
+            # has(), because the API server checks the default of parallelism, {}, before it fills in the fields.
+            "!has(self.tensor) || self.tensor % self.expert == 0",
+            "engine.parallelism.expert must divide tensor: the tensor-parallel ranks are what experts are spread over. Use a"
+            " divisor of tensor, or a larger tensor.",
+            field=".expert",
+        ),
+        rule(
+            "!has(self.tensor) || self.tensor % self.attentionData == 0",
+            "engine.parallelism.attentionData must divide tensor: the tensor-parallel ranks are split into so many groups. Use"
+            " a divisor of tensor.",
+            field=".attentionData",
+        ),
+        rule(
+            "!has(self.tensor) || self.data == 1 || self.attentionData == 1",
+            "engine.parallelism.data and attentionData must not both be above 1: SGLang ends at its start. Use more engines"
+            " (replicas) instead of data.",
+            field=".data",
+        ),
     )
 
     tensor: int = Field(default=1, ge=1, le=64)
@@ -202,97 +200,95 @@ AccountAnnotations = Annotated[
 class Engine(EngineFlags):
     """The SGLang servers. Each engine is a StatefulSet, with one pod, or with several pods over several nodes."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                f"self.gpuResource == '' || !has(self.gpusPerPod) || (self.gpusPerPod > 0 && ({_GPUS}) % self.gpusPerPod == 0)",
-                "engine.gpusPerPod must divide the GPUs of one engine, which are tensor * pipeline * data of engine.parallelism:"
-                " the pods of an engine are of one size. Use a divisor, or leave gpusPerPod out: then one pod holds the whole engine.",
-                field=".gpusPerPod",
-            ),
-            rule(
-                f"self.gpuResource == '' || !has(self.gpusPerPod) || !has(self.nodes) || self.nodes * self.gpusPerPod == {_GPUS}",
-                "engine.nodes and engine.gpusPerPod must agree: nodes * gpusPerPod is tensor * pipeline * data of"
-                " engine.parallelism. Leave one of them out.",
-                field=".nodes",
-            ),
-            rule(
-                "!has(self.nodes) || (self.parallelism.tensor * self.parallelism.pipeline) % self.nodes == 0",
-                "engine.nodes must divide tensor * pipeline of engine.parallelism: every pod holds as many ranks. Use a divisor.",
-                field=".nodes",
-            ),
-            rule(
-                f"self.parallelism.data == 1 || ({_ONE_POD})",
-                "engine.parallelism.data above 1 needs the whole engine in one pod: SGLang does not spread data-parallel replicas"
-                " over nodes. Use more engines (replicas) instead, or leave engine.nodes and engine.gpusPerPod out.",
-                field=".parallelism.data",
-            ),
-            rule(
-                f"self.parallelism.pipeline == 1 || ({_ONE_POD}) || [has(self.nodes) ? self.nodes : ({_GPUS}) / self.gpusPerPod]"
-                ".all(n, n > 0 && (n % self.parallelism.pipeline == 0 || self.parallelism.pipeline % n == 0))",
-                "engine.parallelism.pipeline and the pods of an engine must divide one another: SGLang gives a pod whole stages, or a"
-                " stage whole pods. Use as many pods as stages, or a multiple or a divisor of them.",
-                field=".parallelism.pipeline",
-            ),
-            rule(
-                "self.gpuResource != '' || !has(self.gpusPerPod) || self.gpusPerPod == 0",
-                'engine.gpusPerPod must be left out (or 0) when engine.gpuResource is "": a CPU engine has no GPUs.',
-                field=".gpusPerPod",
-            ),
-            rule(
-                "self.gpuResource == '' || !has(self.resources.limits) || !(self.gpuResource in self.resources.limits)",
-                "engine.resources.limits must not name the GPU resource: the operator sets it from engine.gpusPerPod.",
-                field=".resources",
-            ),
-            rule(
-                f"!has(self.moeA2ABackend) || !(self.moeA2ABackend in {list(EP_SPANNING)})"
-                " || self.parallelism.expert == self.parallelism.tensor",
-                "engine.moeA2ABackend of this kind spreads the experts over all ranks: set parallelism.expert to the number in"
-                " parallelism.tensor.",
-                field=".moeA2ABackend",
-            ),
-            rule(
-                "!has(self.moeA2ABackend) || self.moeA2ABackend != 'pplx' || self.parallelism.attentionData >= 2",
-                "engine.moeA2ABackend pplx needs parallelism.attentionData of at least 2.",
-                field=".moeA2ABackend",
-            ),
-            rule(
-                "!has(self.moeRunnerBackend) || !(self.moeRunnerBackend in ['flashinfer_cutlass', 'flashinfer_cutedsl'])"
-                " || self.parallelism.expert in [1, self.parallelism.tensor]",
-                "engine.moeRunnerBackend of this kind needs parallelism.expert 1 or the number in parallelism.tensor.",
-                field=".moeRunnerBackend",
-            ),
-            rule_of_expert_kernels(),
-            rule(
-                "!self.eplb || self.parallelism.expert > 1",
-                "engine.eplb moves experts between ranks: set parallelism.expert to more than 1.",
-                field=".eplb",
-            ),
-            rule(
-                f"!self.deterministicInference || !has(self.attentionBackend) || self.attentionBackend in {list(DETERMINISTIC)}",
-                f"engine.deterministicInference needs an attentionBackend that can be deterministic: {', '.join(DETERMINISTIC)}.",
-                field=".attentionBackend",
-            ),
-            rule(
-                "!has(self.rdma) || (self.rdma.resource != self.gpuResource"
-                " && (!has(self.resources.limits) || !(self.rdma.resource in self.resources.limits)))",
-                "engine.rdma.resource is added to the limits by the operator: leave it out of engine.resources.limits; the GPUs are"
-                " another resource.",
-                field=".rdma",
-            ),
-            rule(
-                "!has(self.preflight) || (self.gpuResource != '' && has(self.gpusPerPod) ? self.gpusPerPod"
-                f" : ({_GPUS}) / (has(self.nodes) ? self.nodes : 1)) > 1",
-                "engine.preflight.allReduce needs at least two ranks in a pod: one rank has no peer. Leave it out.",
-                field=".preflight",
-            ),
-            *rules_against_repeated_flags(),
-            *rules_against_repeated_variables(),
-            *rules_of_engine_ports(),
-            *rules_of_families("engine", ENGINE_FAMILIES, (*ENGINE_FLAGS, *_OWNED_FAMILIES)),
-            rule_against_lora_flags(),
-            rule_of_data_parallelism(),
-        )
+    model_config = with_rules(
+        rule(
+            f"self.gpuResource == '' || !has(self.gpusPerPod) || (self.gpusPerPod > 0 && ({_GPUS}) % self.gpusPerPod == 0)",
+            "engine.gpusPerPod must divide the GPUs of one engine, which are tensor * pipeline * data of engine.parallelism:"
+            " the pods of an engine are of one size. Use a divisor, or leave gpusPerPod out: then one pod holds the whole engine.",
+            field=".gpusPerPod",
+        ),
+        rule(
+            f"self.gpuResource == '' || !has(self.gpusPerPod) || !has(self.nodes) || self.nodes * self.gpusPerPod == {_GPUS}",
+            "engine.nodes and engine.gpusPerPod must agree: nodes * gpusPerPod is tensor * pipeline * data of"
+            " engine.parallelism. Leave one of them out.",
+            field=".nodes",
+        ),
+        rule(
+            "!has(self.nodes) || (self.parallelism.tensor * self.parallelism.pipeline) % self.nodes == 0",
+            "engine.nodes must divide tensor * pipeline of engine.parallelism: every pod holds as many ranks. Use a divisor.",
+            field=".nodes",
+        ),
+        rule(
+            f"self.parallelism.data == 1 || ({_ONE_POD})",
+            "engine.parallelism.data above 1 needs the whole engine in one pod: SGLang does not spread data-parallel replicas"
+            " over nodes. Use more engines (replicas) instead, or leave engine.nodes and engine.gpusPerPod out.",
+            field=".parallelism.data",
+        ),
+        rule(
+            f"self.parallelism.pipeline == 1 || ({_ONE_POD}) || [has(self.nodes) ? self.nodes : ({_GPUS}) / self.gpusPerPod]"
+            ".all(n, n > 0 && (n % self.parallelism.pipeline == 0 || self.parallelism.pipeline % n == 0))",
+            "engine.parallelism.pipeline and the pods of an engine must divide one another: SGLang gives a pod whole stages, or a"
+            " stage whole pods. Use as many pods as stages, or a multiple or a divisor of them.",
+            field=".parallelism.pipeline",
+        ),
+        rule(
+            "self.gpuResource != '' || !has(self.gpusPerPod) || self.gpusPerPod == 0",
+            'engine.gpusPerPod must be left out (or 0) when engine.gpuResource is "": a CPU engine has no GPUs.',
+            field=".gpusPerPod",
+        ),
+        rule(
+            "self.gpuResource == '' || !has(self.resources.limits) || !(self.gpuResource in self.resources.limits)",
+            "engine.resources.limits must not name the GPU resource: the operator sets it from engine.gpusPerPod.",
+            field=".resources",
+        ),
+        rule(
+            f"!has(self.moeA2ABackend) || !(self.moeA2ABackend in {list(EP_SPANNING)})"
+            " || self.parallelism.expert == self.parallelism.tensor",
+            "engine.moeA2ABackend of this kind spreads the experts over all ranks: set parallelism.expert to the number in"
+            " parallelism.tensor.",
+            field=".moeA2ABackend",
+        ),
+        rule(
+            "!has(self.moeA2ABackend) || self.moeA2ABackend != 'pplx' || self.parallelism.attentionData >= 2",
+            "engine.moeA2ABackend pplx needs parallelism.attentionData of at least 2.",
+            field=".moeA2ABackend",
+        ),
+        rule(
+            "!has(self.moeRunnerBackend) || !(self.moeRunnerBackend in ['flashinfer_cutlass', 'flashinfer_cutedsl'])"
+            " || self.parallelism.expert in [1, self.parallelism.tensor]",
+            "engine.moeRunnerBackend of this kind needs parallelism.expert 1 or the number in parallelism.tensor.",
+            field=".moeRunnerBackend",
+        ),
+        rule_of_expert_kernels(),
+        rule(
+            "!self.eplb || self.parallelism.expert > 1",
+            "engine.eplb moves experts between ranks: set parallelism.expert to more than 1.",
+            field=".eplb",
+        ),
+        rule(
+            f"!self.deterministicInference || !has(self.attentionBackend) || self.attentionBackend in {list(DETERMINISTIC)}",
+            f"engine.deterministicInference needs an attentionBackend that can be deterministic: {', '.join(DETERMINISTIC)}.",
+            field=".attentionBackend",
+        ),
+        rule(
+            "!has(self.rdma) || (self.rdma.resource != self.gpuResource"
+            " && (!has(self.resources.limits) || !(self.rdma.resource in self.resources.limits)))",
+            "engine.rdma.resource is added to the limits by the operator: leave it out of engine.resources.limits; the GPUs are"
+            " another resource.",
+            field=".rdma",
+        ),
+        rule(
+            "!has(self.preflight) || (self.gpuResource != '' && has(self.gpusPerPod) ? self.gpusPerPod"
+            f" : ({_GPUS}) / (has(self.nodes) ? self.nodes : 1)) > 1",
+            "engine.preflight.allReduce needs at least two ranks in a pod: one rank has no peer. Leave it out.",
+            field=".preflight",
+        ),
+        *rules_against_repeated_flags(),
+        *rules_against_repeated_variables(),
+        *rules_of_engine_ports(),
+        *rules_of_families("engine", ENGINE_FAMILIES, (*ENGINE_FLAGS, *_OWNED_FAMILIES)),
+        rule_against_lora_flags(),
+        rule_of_data_parallelism(),
     )
 
     image: str = Field(min_length=1, max_length=1024)

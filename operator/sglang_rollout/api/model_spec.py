@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from sglang_rollout.api.engine_spec import EnvVar
 from sglang_rollout.api.network_spec import ABSOLUTE
-from sglang_rollout.api.schema import ApiModel, map_list, plain_path, rule, rules
+from sglang_rollout.api.schema import ApiModel, map_list, plain_path, rule, rules, with_rules
 
 OWN_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin", "/sys", "/tmp", "/usr", "/var/run")  # noqa: S108
 """Folders of images and of the operator, which a mount would hide."""
@@ -26,15 +26,13 @@ MODEL_PATH_ENV = "MODEL_PATH"
 class ModelVolume(ApiModel):
     """Volume of the model files, which engine and agent mount read-only. One of `claim` and `hostPath`."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule("has(self.claim) != has(self.hostPath)", "model.volume takes exactly one of claim and hostPath."),
-            rule(
-                f"!{list(OWN_FOLDERS)}.exists(f, self.mountPath == f || self.mountPath.startsWith(f + '/'))",
-                "model.volume.mountPath would hide a folder that the images or the operator need: use another path, for example /models.",
-                field=".mountPath",
-            ),
-        )
+    model_config = with_rules(
+        rule("has(self.claim) != has(self.hostPath)", "model.volume takes exactly one of claim and hostPath."),
+        rule(
+            f"!{list(OWN_FOLDERS)}.exists(f, self.mountPath == f || self.mountPath.startsWith(f + '/'))",
+            "model.volume.mountPath would hide a folder that the images or the operator need: use another path, for example /models.",
+            field=".mountPath",
+        ),
     )
 
     claim: str | None = Field(default=None, min_length=1, max_length=253)
@@ -68,36 +66,34 @@ class Download(ApiModel):
 class Model(ApiModel):
     """The model that engines serve before the first weight update, and its name."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "!has(self.volume) || self.path == self.volume.mountPath || self.path.startsWith(self.volume.mountPath + '/')",
-                "model.path must lie under model.volume.mountPath (/models if it is left out): the engine reads the model from there.",
-                field=".path",
-            ),
-            rule(
-                f"!has(self.download) || has(self.volume) || self.path.startsWith('{MODELS}/')",
-                f"model.download without model.volume fetches into a volume of the pod at {MODELS}: model.path must lie under it.",
-                field=".path",
-            ),
-            rule(
-                "!self.path.startsWith('-') && (!has(self.servedName) || !self.servedName.startsWith('-'))",
-                "model.path and model.servedName must not begin with a hyphen: SGLang would take them for flags. Use another name, or ./"
-                " before the path.",
-            ),
-            rule(
-                f"has(self.servedName) || !self.path.contains(':') || self.path.matches('{OBJECT_STORES}')",
-                "model.path has a colon, and SGLang allows none in the name of a model, which is the path if no other is given: set"
-                " model.servedName.",
-                field=".path",
-            ),
-            rule(
-                "!self.prefetch || (has(self.volume) && has(self.volume.hostPath) && has(self.download))",
-                "model.prefetch fetches files onto nodes: it needs model.download, and model.volume with hostPath to put them into."
-                " A claim is filled by the first engine that starts.",
-                field=".prefetch",
-            ),
-        )
+    model_config = with_rules(
+        rule(
+            "!has(self.volume) || self.path == self.volume.mountPath || self.path.startsWith(self.volume.mountPath + '/')",
+            "model.path must lie under model.volume.mountPath (/models if it is left out): the engine reads the model from there.",
+            field=".path",
+        ),
+        rule(
+            f"!has(self.download) || has(self.volume) || self.path.startsWith('{MODELS}/')",
+            f"model.download without model.volume fetches into a volume of the pod at {MODELS}: model.path must lie under it.",
+            field=".path",
+        ),
+        rule(
+            "!self.path.startsWith('-') && (!has(self.servedName) || !self.servedName.startsWith('-'))",
+            "model.path and model.servedName must not begin with a hyphen: SGLang would take them for flags. Use another name, or ./"
+            " before the path.",
+        ),
+        rule(
+            f"has(self.servedName) || !self.path.contains(':') || self.path.matches('{OBJECT_STORES}')",
+            "model.path has a colon, and SGLang allows none in the name of a model, which is the path if no other is given: set"
+            " model.servedName.",
+            field=".path",
+        ),
+        rule(
+            "!self.prefetch || (has(self.volume) && has(self.volume.hostPath) && has(self.download))",
+            "model.prefetch fetches files onto nodes: it needs model.download, and model.volume with hostPath to put them into."
+            " A claim is filled by the first engine that starts.",
+            field=".prefetch",
+        ),
     )
 
     path: str = Field(min_length=1, max_length=4096, json_schema_extra=plain_path("model.path"))

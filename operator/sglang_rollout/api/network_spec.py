@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from sglang_rollout.api.pod_template import overlay_sets
-from sglang_rollout.api.schema import ApiModel, plain_path, rule, rules, sets_flag
+from sglang_rollout.api.schema import ApiModel, plain_path, rule, sets_flag, with_rules
 
 BLOCK = 20
 """Ports of one engine in the network of its node (:func:`sglang_rollout.controller.render.names.engine_ports`)."""
@@ -35,20 +35,18 @@ class NcclDebug(StrEnum):
 class Network(ApiModel):
     """Network devices of engines and of the trainer's process group. NCCL and gloo choose what is left out."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "!has(self.basePort) || self.hostNetwork",
-                "engine.network.basePort needs hostNetwork: a pod with a network of its own has all ports to itself.",
-                field=".basePort",
-            ),
-            rule(
-                f"!has(self.basePort) || self.basePort % {BLOCK} == 0",
-                f"engine.network.basePort must be a multiple of {BLOCK}, the ports of one engine, so that the scheduler can"
-                " distinguish fleets on one node.",
-                field=".basePort",
-            ),
-        )
+    model_config = with_rules(
+        rule(
+            "!has(self.basePort) || self.hostNetwork",
+            "engine.network.basePort needs hostNetwork: a pod with a network of its own has all ports to itself.",
+            field=".basePort",
+        ),
+        rule(
+            f"!has(self.basePort) || self.basePort % {BLOCK} == 0",
+            f"engine.network.basePort must be a multiple of {BLOCK}, the ports of one engine, so that the scheduler can"
+            " distinguish fleets on one node.",
+            field=".basePort",
+        ),
     )
 
     host_network: bool = False
@@ -85,9 +83,7 @@ class Rdma(ApiModel):
 class Cache(ApiModel):
     """Storage of compiled kernels between pods. One of `hostPath` and `claim`."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(rule("has(self.hostPath) != has(self.claim)", "engine.cache takes exactly one of hostPath and claim."))
-    )
+    model_config = with_rules(rule("has(self.hostPath) != has(self.claim)", "engine.cache takes exactly one of hostPath and claim."))
 
     host_path: str | None = Field(default=None, max_length=1024, pattern=ABSOLUTE, json_schema_extra=plain_path("engine.cache.hostPath"))
     """Folder of the node. It is created if it does not exist."""

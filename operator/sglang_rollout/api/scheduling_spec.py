@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from sglang_rollout.api.pod_template import Labels
-from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, rules
+from sglang_rollout.api.schema import PRESERVE, ApiModel, rule, with_rules
 
 AT_ONCE_SECONDS = 60
 """Failures on a node within this time count once, because a node that reboots ends all of its engines."""
@@ -69,21 +69,19 @@ class Gang(ApiModel):
 class AvoidNodes(ApiModel):
     """Avoidance of nodes on which engines fail."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "self.forSeconds >= self.withinSeconds",
-                "scheduling.avoidNodes.forSeconds must be at least withinSeconds: otherwise the same failures would cause the node to be"
-                " avoided again at once.",
-                field=".forSeconds",
-            ),
-            rule(
-                f"self.withinSeconds > (self.failures - 1) * {AT_ONCE_SECONDS}",
-                f"scheduling.avoidNodes.withinSeconds must be more than {AT_ONCE_SECONDS} for each failure after the first: failures within"
-                " a minute count once, so no node would ever be avoided. Use a longer time, or fewer failures.",
-                field=".withinSeconds",
-            ),
-        )
+    model_config = with_rules(
+        rule(
+            "self.forSeconds >= self.withinSeconds",
+            "scheduling.avoidNodes.forSeconds must be at least withinSeconds: otherwise the same failures would cause the node to be"
+            " avoided again at once.",
+            field=".forSeconds",
+        ),
+        rule(
+            f"self.withinSeconds > (self.failures - 1) * {AT_ONCE_SECONDS}",
+            f"scheduling.avoidNodes.withinSeconds must be more than {AT_ONCE_SECONDS} for each failure after the first: failures within"
+            " a minute count once, so no node would ever be avoided. Use a longer time, or fewer failures.",
+            field=".withinSeconds",
+        ),
     )
 
     failures: int = Field(default=3, ge=1, le=20)
@@ -122,22 +120,20 @@ class Placement(ApiModel):
 class Scheduling(Placement):
     """Where and when engines run. `router.scheduling` is the same for the router."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "!has(self.gang) || self.gang.scope != 'Base' || !has(self.queueName)",
-                "scheduling.gang.scope Base cannot be used with queueName: Kueue admits each engine by itself, and admitted engines would"
-                " hold their quota while they wait for the rest of the base. Leave gang out (in a queue each engine starts"
-                " whole or not at all without it), or leave queueName out.",
-                field=".gang",
-            ),
-            rule(
-                "!has(self.avoidNodes) || !has(self.queueName)",
-                "scheduling.avoidNodes cannot be used with queueName: Kueue allows no change of the affinity of an engine that it has"
-                " admitted. Leave one of them out.",
-                field=".avoidNodes",
-            ),
-        )
+    model_config = with_rules(
+        rule(
+            "!has(self.gang) || self.gang.scope != 'Base' || !has(self.queueName)",
+            "scheduling.gang.scope Base cannot be used with queueName: Kueue admits each engine by itself, and admitted engines would"
+            " hold their quota while they wait for the rest of the base. Leave gang out (in a queue each engine starts"
+            " whole or not at all without it), or leave queueName out.",
+            field=".gang",
+        ),
+        rule(
+            "!has(self.avoidNodes) || !has(self.queueName)",
+            "scheduling.avoidNodes cannot be used with queueName: Kueue allows no change of the affinity of an engine that it has"
+            " admitted. Leave one of them out.",
+            field=".avoidNodes",
+        ),
     )
 
     topology_key: str | None = Field(default=None, min_length=1, max_length=317)

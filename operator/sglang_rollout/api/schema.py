@@ -61,6 +61,11 @@ def rules(*items: dict[str, str]) -> dict[str, Any]:
     return {CEL: list(items)}
 
 
+def with_rules(*items: dict[str, str]) -> ConfigDict:
+    """Return the configuration of a model whose objects obey CEL rules."""
+    return ConfigDict(json_schema_extra=rules(*items))
+
+
 def plain_path(name: str) -> dict[str, Any]:
     """Return the schema extension of the path ``name``, which has no element ``.`` or ``..`` except a leading ``./``."""
     message = f"{name} must not contain the path element . or ..: the operator compares paths as text. Write the path without it."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from sglang_rollout.api.pod_template import Labels
-from sglang_rollout.api.schema import ApiModel, rule, rules
+from sglang_rollout.api.schema import ApiModel, rule, with_rules
 
 ENGINE_INDEX = "{engine}"
 """Placeholder of an engine's index in the name of its claim."""
@@ -25,12 +25,10 @@ class Mode(StrEnum):
 class Sharing(ApiModel):
     """GPUs and nodes that engines share with the trainer."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "has(self.resourceClaimName) || has(self.trainerLabels)",
-                "sharing needs resourceClaimName, trainerLabels, or both: the claim has the GPUs, the labels lead to the trainer's node.",
-            )
+    model_config = with_rules(
+        rule(
+            "has(self.resourceClaimName) || has(self.trainerLabels)",
+            "sharing needs resourceClaimName, trainerLabels, or both: the claim has the GPUs, the labels lead to the trainer's node.",
         )
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from sglang_rollout.api.engine_spec import ENGINE_ENV, AccountAnnotations, Engine, Resources
 from sglang_rollout.api.flag_families import MAX_ACCEPTED, ROUTER_FAMILIES, AcceptedFlag, rules_of_families
@@ -16,7 +16,7 @@ from sglang_rollout.api.model_spec import Model
 from sglang_rollout.api.network_spec import OFFLINE_VARIABLES, rules_against_overlaid_variables, rules_of_fleet_ports
 from sglang_rollout.api.pod_template import PodTemplate, RouterPodTemplate, overlay_sets
 from sglang_rollout.api.scheduling_spec import POD_GROUP_LABEL, Elastic, Placement, Scheduling
-from sglang_rollout.api.schema import ApiModel, argument, rule, rules
+from sglang_rollout.api.schema import ApiModel, argument, rule, with_rules
 from sglang_rollout.api.sharing_spec import Mode, Sharing, rules_of_modes
 from sglang_rollout.api.status import RolloutStatus
 from sglang_rollout.api.weights_spec import Weights
@@ -62,7 +62,7 @@ class RouterPolicy(StrEnum):
 class Router(ApiModel):
     """The pod behind the fleet's URL: haproxy, the SGLang router (smg) and the coordinator."""
 
-    model_config = ConfigDict(json_schema_extra=rules(*rules_of_families("router", ROUTER_FAMILIES, ROUTER_FLAGS)))
+    model_config = with_rules(*rules_of_families("router", ROUTER_FAMILIES, ROUTER_FLAGS))
 
     policy: RouterPolicy = RouterPolicy.CACHE_AWARE
     """Distribution of requests over the engines. With every policy the headers `x-smg-routing-key` and `x-session-id` make
@@ -136,62 +136,60 @@ def _rules_of_overlay() -> list[dict[str, str]]:
 class RolloutSpec(ApiModel):
     """Desired state of the fleet."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "!self.engine.eplb || (has(self.weights) && has(self.weights.verify) && self.weights.verify == 'Off')",
-                "engine.eplb moves experts between ranks, so that engines with the same weights differ rank by rank: set"
-                " weights.verify to Off.",
-                field=".engine",
-            ),
-            rule(
-                "self.mode != 'Standalone' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
-                " || (has(self.weights) && has(self.weights.transport) && self.weights.transport == 'Disk')",
-                "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot then take weights over a"
-                " process group. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead"
-                " of data, and more tensor ranks instead of pipeline stages.",
-                field=".engine",
-            ),
-            rule(
-                "self.state == 'Suspended' || oldSelf.state == 'Suspended' || self.replicas == 0 || oldSelf.replicas == 0"
-                " || (has(self.scheduling.queueName) ? self.scheduling.queueName : '')"
-                " == (has(oldSelf.scheduling.queueName) ? oldSelf.scheduling.queueName : '')",
-                "scheduling.queueName can only change while no engine runs, because Kueue counts engines where they were admitted:"
-                " set state to Suspended first.",
-                field=".scheduling",
-            ),
-            rule(
-                f"!self.model.offline || !has(self.engine.env) || !self.engine.env.exists(e, e.name in {list(OFFLINE_VARIABLES)})",
-                f"model.offline sets {', '.join(OFFLINE_VARIABLES)}: leave them out of engine.env.",
-                field=".engine",
-            ),
-            rule(
-                "self.state != 'Asleep' || self.engine.memorySaver",
-                "state Asleep needs engine.memorySaver: without it SGLang releases nothing. Set it to true (engines restart for that),"
-                " or use Paused or Suspended.",
-                field=".state",
-            ),
-            rule(
-                "self.state != 'Asleep' || !self.engine.eplb",
-                "state Asleep cannot be used with engine.eplb: it moves experts between ranks, and an engine that wakes serves only with"
-                " the checksum that it fell asleep with. Use Suspended, or set eplb to false.",
-                field=".state",
-            ),
-            rule(
-                "!has(self.elastic) || self.replicas == 0 || self.elastic.base <= self.replicas",
-                "elastic.base must not exceed replicas, unless replicas is 0: lower elastic.base first, or keep more engines.",
-                field=".elastic",
-            ),
-            rule(
-                "has(self.elastic) || !has(self.scheduling.gang) || self.scheduling.gang.scope != 'Base'",
-                "scheduling.gang.scope Base needs elastic.base: set it to the number of engines that start together.",
-                field=".scheduling",
-            ),
-            *_rules_of_overlay(),
-            *rules_against_overlaid_variables(),
-            *rules_of_fleet_ports(),
-            *rules_of_modes(),
-        )
+    model_config = with_rules(
+        rule(
+            "!self.engine.eplb || (has(self.weights) && has(self.weights.verify) && self.weights.verify == 'Off')",
+            "engine.eplb moves experts between ranks, so that engines with the same weights differ rank by rank: set"
+            " weights.verify to Off.",
+            field=".engine",
+        ),
+        rule(
+            "self.mode != 'Standalone' || (self.engine.parallelism.pipeline == 1 && self.engine.parallelism.data == 1)"
+            " || (has(self.weights) && has(self.weights.transport) && self.weights.transport == 'Disk')",
+            "engine.parallelism.pipeline and data above 1 need weights.transport Disk: SGLang cannot then take weights over a"
+            " process group. Set it, and have the trainer call update_weights_from_disk; or use more engines (replicas) instead"
+            " of data, and more tensor ranks instead of pipeline stages.",
+            field=".engine",
+        ),
+        rule(
+            "self.state == 'Suspended' || oldSelf.state == 'Suspended' || self.replicas == 0 || oldSelf.replicas == 0"
+            " || (has(self.scheduling.queueName) ? self.scheduling.queueName : '')"
+            " == (has(oldSelf.scheduling.queueName) ? oldSelf.scheduling.queueName : '')",
+            "scheduling.queueName can only change while no engine runs, because Kueue counts engines where they were admitted:"
+            " set state to Suspended first.",
+            field=".scheduling",
+        ),
+        rule(
+            f"!self.model.offline || !has(self.engine.env) || !self.engine.env.exists(e, e.name in {list(OFFLINE_VARIABLES)})",
+            f"model.offline sets {', '.join(OFFLINE_VARIABLES)}: leave them out of engine.env.",
+            field=".engine",
+        ),
+        rule(
+            "self.state != 'Asleep' || self.engine.memorySaver",
+            "state Asleep needs engine.memorySaver: without it SGLang releases nothing. Set it to true (engines restart for that),"
+            " or use Paused or Suspended.",
+            field=".state",
+        ),
+        rule(
+            "self.state != 'Asleep' || !self.engine.eplb",
+            "state Asleep cannot be used with engine.eplb: it moves experts between ranks, and an engine that wakes serves only with"
+            " the checksum that it fell asleep with. Use Suspended, or set eplb to false.",
+            field=".state",
+        ),
+        rule(
+            "!has(self.elastic) || self.replicas == 0 || self.elastic.base <= self.replicas",
+            "elastic.base must not exceed replicas, unless replicas is 0: lower elastic.base first, or keep more engines.",
+            field=".elastic",
+        ),
+        rule(
+            "has(self.elastic) || !has(self.scheduling.gang) || self.scheduling.gang.scope != 'Base'",
+            "scheduling.gang.scope Base needs elastic.base: set it to the number of engines that start together.",
+            field=".scheduling",
+        ),
+        *_rules_of_overlay(),
+        *rules_against_overlaid_variables(),
+        *rules_of_fleet_ports(),
+        *rules_of_modes(),
     )
 
     replicas: int = Field(default=1, ge=0, le=MAX_ENGINES)
@@ -296,18 +294,16 @@ class ObjectMeta(ApiModel):
 class SGLangRollout(ApiModel):
     """A fleet of SGLang engines for reinforcement learning, with one URL for generating and for pushing policy weights."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                f"self.metadata.name.size() <= {MAX_NAME}",
-                f"metadata.name must have at most {MAX_NAME} characters, because the names of engines are derived from it.",
-            ),
-            rule(
-                "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-                "metadata.name must begin with a letter and consist of lower-case letters, digits and hyphens, because"
-                " Services are named after it.",
-            ),
-        )
+    model_config = with_rules(
+        rule(
+            f"self.metadata.name.size() <= {MAX_NAME}",
+            f"metadata.name must have at most {MAX_NAME} characters, because the names of engines are derived from it.",
+        ),
+        rule(
+            "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+            "metadata.name must begin with a letter and consist of lower-case letters, digits and hyphens, because"
+            " Services are named after it.",
+        ),
     )
 
     api_version: str = API_VERSION

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from sglang_rollout.api.schema import ApiModel, plain_path, rule, rules
+from sglang_rollout.api.schema import ApiModel, plain_path, rule, rules, with_rules
 from sglang_rollout.sglang.api import PauseMode
 
 
@@ -92,14 +92,12 @@ class VersionPolicy(StrEnum):
 class Weights(ApiModel):
     """Transfer of a trainer's weights to the engines."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            # has(versionPolicy), because the API server checks the default of weights, {}, before it fills in the fields.
-            rule(
-                "has(self.maxStaleness) == (has(self.versionPolicy) && self.versionPolicy == 'MaxStaleness')",
-                "weights.maxStaleness belongs to versionPolicy MaxStaleness: set both, or neither.",
-                field=".maxStaleness",
-            )
+    model_config = with_rules(
+        # has(versionPolicy), because the API server checks the default of weights, {}, before it fills in the fields.
+        rule(
+            "has(self.maxStaleness) == (has(self.versionPolicy) && self.versionPolicy == 'MaxStaleness')",
+            "weights.maxStaleness belongs to versionPolicy MaxStaleness: set both, or neither.",
+            field=".maxStaleness",
         )
     )
 
