@@ -23,12 +23,15 @@ from sglang_rollout.wire.reasons import end_sentence
 from sglang_rollout.wire.record import UpdateOutcome
 from sglang_rollout.wire.states import FleetState
 
-SEVERITY = (
+_NEEDS_ATTENTION = (
     Reason.IMAGE_PULL_FAILED,
     Reason.CREATE_FAILED,
     Reason.ENGINE_CRASHED,
     Reason.RESTART_BUDGET_EXHAUSTED,
     Reason.INSUFFICIENT_CAPACITY,
+)
+SEVERITY = (
+    *_NEEDS_ATTENTION,
     Reason.WAITING_FOR_QUEUE,
     Reason.PODS_NOT_READY,
     Reason.ROUTER_NOT_READY,
@@ -46,15 +49,6 @@ _NORMAL_FOR_SURPLUS = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FO
 """Reasons that need no attention for a surplus engine."""
 _WAITS_FOR_ROOM = frozenset({Reason.INSUFFICIENT_CAPACITY, Reason.WAITING_FOR_QUEUE})
 """Reasons that end when other workloads free room or quota."""
-_NEEDS_ATTENTION = frozenset(
-    {
-        Reason.IMAGE_PULL_FAILED,
-        Reason.CREATE_FAILED,
-        Reason.ENGINE_CRASHED,
-        Reason.RESTART_BUDGET_EXHAUSTED,
-        Reason.INSUFFICIENT_CAPACITY,
-    }
-)
 _INTERRUPTED = frozenset({Reason.TRAINER_LOST, Reason.PAUSED, Reason.ASLEEP})
 """Reasons of engines that the spec, a trainer or a lost trainer keeps from serving."""
 _NOT_UP = frozenset({EnginePhase.PENDING, EnginePhase.STARTING, EnginePhase.STOPPING})
