@@ -1,6 +1,6 @@
 """The work queue of the operator, with client-go's semantics.
 
-The life of a key::
+The states of a key::
 
                  add                      get                     done
     (absent) ──────────► queued ─────────────────► processing ───────────► (absent)
